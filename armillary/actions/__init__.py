@@ -29,13 +29,13 @@ that writes to a shared place must therefore write where `jax.process_index() ==
 """
 
 from armillary._traceback import mark_public as _mark_public
+from armillary.actions._conditions import ConditionalAction as ConditionalAction
 from armillary.actions._conditions import EarlyStopping as EarlyStopping
 from armillary.actions._conditions import NewBestMetric as NewBestMetric
-from armillary.actions._export_model import ExportFileManager as ExportFileManager
-from armillary.actions._export_model import ExportModel as ExportModel
-from armillary.actions._periodic import ConditionalAction as ConditionalAction
-from armillary.actions._periodic import PeriodicAction as PeriodicAction
-from armillary.actions._periodic import Profile as Profile
+from armillary.actions._conditions import PeriodicAction as PeriodicAction
+from armillary.actions._files import ExportFileManager as ExportFileManager
+from armillary.actions._files import ExportModel as ExportModel
+from armillary.actions._files import Profile as Profile
 from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,
 )

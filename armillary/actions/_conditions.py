@@ -1,9 +1,16 @@
-"""Conditions on a metric of an output: a new best value, and no more improvement."""
+"""Actions and what they are made of: conditions, periods, and what all are told.
+
+A controller tells each action, and each one inside another, which step counter is its
+own (`bind_step_counter`), that a call that trains begins (`begin_training`), and that
+it has ended, in whatever way (`end_training`). An action has the methods of these
+names, or does not care.
+"""
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
@@ -12,6 +19,7 @@ from etils import epath
 
 from armillary._checks import (
     check_callable,
+    check_instance,
     check_not_negative,
     check_one_of,
     check_path,
@@ -19,29 +27,154 @@ from armillary._checks import (
 )
 from armillary._process import get_process
 from armillary._records import find_numbers, write_whole
-from armillary.typing import Output
+from armillary.state._summarize import as_step_counter
+from armillary.typing import Action, Output
 
 Metric: TypeAlias = str | Callable[[Output], Any]
 """A key of an output, a path such as `"validation/loss"`, or a function of one."""
+
+
+def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
+    """Calls a method of all parts of actions that have it, and raises the first error.
+
+    Parts are actions, those inside them, conditions, and the objects of methods.
+    """
+    errors = []
+    for part in find_parts(actions):
+        try:
+            if hasattr(part, method):
+                getattr(part, method)(*arguments)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def find_parts(actions: Iterable[Any]) -> list[Any]:
+    """Returns actions and all that they consist of, each once."""
+    return list({id(part): part for part in _walk(actions)}.values())
+
+
+def _walk(actions: Iterable[Any]) -> Iterator[Any]:
+    for action in actions:
+        yield action
+        if isinstance(action, ConditionalAction):
+            yield from _walk((action.condition, *action.actions))
+        elif isinstance(action, PeriodicAction):
+            yield from _walk(action.actions)
+        elif isinstance(action, MethodType):
+            yield from _walk([action.__self__])
+
+
+class StepAction:
+    """An action that knows the global step, once it is told what counts it."""
+
+    _read_step: Callable[[], int] | None = None
+    last_step = 0
+    """The global step of the last call."""
+
+    def bind_step_counter(self, counter: Any) -> None:
+        """Takes what counts training steps; a `Controller` calls this.
+
+        Args:
+            counter: A variable such as `optimizer.step`, or a function.
+        """
+        self._read_step = as_step_counter(counter)
+        self.last_step = self._read_step()
+
+    def resume_at(self, step: int) -> None:
+        """Goes on from the last call, at `step`; a `Controller` calls this."""
+        self.last_step = step
+
+    def _advance(self) -> tuple[int, int]:
+        """Returns the global step of the last call of this method, and that of now."""
+        if self._read_step is None:
+            raise RuntimeError(
+                f"`{type(self).__name__}` was called, but does not know the global "
+                "step. In a loop without a `Controller`, call "
+                "`action.bind_step_counter(optimizer.step)` first."
+            )
+        last, self.last_step = self.last_step, self._read_step()
+        return last, self.last_step
+
+
+def as_actions(name: str, actions: Any) -> tuple[Action, ...]:
+    """Returns one action, or several, as a tuple."""
+    several = actions if isinstance(actions, list | tuple | Iterator) else [actions]
+    found = tuple(several)
+    for index, each in enumerate(found):
+        check_callable(f"{name}[{index}]" if several is actions else name, each)
+    return found
+
+
+class ConditionalAction:
+    """Runs an action, or several in turn, if a condition holds.
+
+    Args:
+        condition: Function of the output, such as a `NewBestMetric`.
+        action: What to run if the condition is true: one action or a sequence of them.
+
+    Raises:
+        TypeError: If the condition or an action is not callable.
+    """
+
+    def __init__(
+        self, condition: Callable[[Output], bool], action: Action | Iterable[Action]
+    ) -> None:
+        check_callable("condition", condition)
+        self.condition, self.actions = condition, as_actions("action", action)
+
+    def __call__(self, output: Output) -> None:
+        """Runs the actions with `output` if the condition is true for it."""
+        if self.condition(output):
+            for action in self.actions:
+                action(output)
+
+
+class PeriodicAction(StepAction):
+    """Runs an action, or several in turn, each time that an interval has passed.
+
+    That is at the first output after each multiple of the interval, however often the
+    run was interrupted::
+
+        save_images = armillary.actions.PeriodicAction(write_images, interval=5000)
+
+    Args:
+        action: What to run: one action or a sequence of them.
+        interval: Training steps, also where it is an action of evaluations.
+
+    Raises:
+        TypeError: If an action is not callable.
+        ValueError: If the interval is not positive.
+        RuntimeError: When it is called and does not know the global step.
+    """
+
+    def __init__(self, action: Action | Iterable[Action], interval: int) -> None:
+        self.actions = as_actions("action", action)
+        self.interval = check_positive_int("interval", interval)
+
+    def __call__(self, output: Output) -> None:
+        """Runs the actions with `output` if the interval has passed."""
+        last, now = self._advance()
+        if now // self.interval > last // self.interval:
+            for action in self.actions:
+                action(output)
 
 
 class _BestValue:
     """The best value of a metric so far, `None` before the first one."""
 
     def __init__(self, metric: Metric, higher_is_better: bool) -> None:
-        if not callable(metric) and not (isinstance(metric, str) and metric.strip()):
-            raise TypeError(
-                f"`metric` is {metric!r} of type {type(metric).__name__}, but it must "
-                'be a key of the output, such as `metric="loss"`, or a function of it.'
-            )
+        if not callable(metric):
+            fix = 'Use a key of the output, such as `metric="loss"`, or a function.'
+            check_instance("metric", metric, str, fix)
         check_one_of("higher_is_better", higher_is_better, (True, False))
         self.metric, self.higher_is_better = metric, higher_is_better
         self.best_value: float | None = None
 
-    @property
-    def _name(self) -> str:
-        name = getattr(self.metric, "__name__", type(self.metric).__name__)
-        return self.metric if isinstance(self.metric, str) else name
+        kind = type(metric).__name__
+        is_key = isinstance(metric, str)
+        self._name = metric if is_key else getattr(metric, "__name__", kind)
 
     def metric_value(self, output: Output) -> float:
         """Returns the value of the metric in `output`.
@@ -55,9 +188,7 @@ class _BestValue:
             _find(metric, output or {}) if isinstance(metric, str) else metric(output)
         )
         try:
-            if np.ndim(value):
-                raise TypeError
-            return float(value)
+            return float(np.asarray(value)[()])
         except (TypeError, ValueError):
             raise TypeError(
                 f"`metric` `{self._name}` is {value!r} of type {type(value).__name__}, "
@@ -110,9 +241,8 @@ class NewBestMetric(_BestValue):
         higher_is_better: Whether a larger value is better: true for an accuracy, false
             for a loss.
         directory: Where to keep the best value, in a JSON file named for the metric. It
-            is made when the first value is written. `None` keeps it in memory only.
-        write_metric: Whether to write the file; if false, it is only read when the
-            object is made. Of several processes, only the chief writes in any case.
+            is made when the first value is written. Of several processes, the chief
+            writes. `None` keeps it in memory only.
 
     Attributes:
         best_value: The best value so far, or `None` before the first one.
@@ -131,11 +261,8 @@ class NewBestMetric(_BestValue):
         *,
         higher_is_better: bool,
         directory: str | os.PathLike[str] | None = None,
-        write_metric: bool = True,
     ) -> None:
         super().__init__(metric, higher_is_better)
-        check_one_of("write_metric", write_metric, (True, False))
-        self.write_metric = write_metric
         self.file: Path | None = None
         if directory is None:
             return
@@ -163,7 +290,7 @@ class NewBestMetric(_BestValue):
         if not self.test(output):
             return False
         self.best_value = self.metric_value(output)
-        if self.file is not None and self.write_metric and get_process().is_chief:
+        if self.file is not None and get_process().is_chief:
             content = {
                 "best_value": self.best_value,
                 "higher_is_better": self.higher_is_better,

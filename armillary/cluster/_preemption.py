@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from armillary._checks import check_callable, check_not_negative
+from armillary._checks import check_callable
 from armillary._logging import logger
 
 
@@ -26,10 +26,6 @@ class TerminationConfig:
     It is that of `tf.distribute.experimental`. SIGTERM is a notice in any case.
 
     Args:
-        grace_period: Seconds from the notice to the end of the machine. With `None` or
-            0 the job saves after the loop that is running, and ends. With more, it
-            saves, trains on in the first half of the period, saves again, and ends:
-            worth it if the period is many times as long as a save.
         exit_fn: Called without arguments in all processes once they have saved. If it
             returns, training goes on. `None` ends the program with exit code 77,
             `armillary.cluster.ExitCode.PREEMPTED`.
@@ -40,16 +36,12 @@ class TerminationConfig:
 
     Raises:
         TypeError: If `exit_fn` or `watcher` is not callable.
-        ValueError: If `grace_period` is negative.
     """
 
-    grace_period: float | None = None
     exit_fn: Callable[[], Any] | None = None
     watcher: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
-        if self.grace_period is not None:
-            check_not_negative("grace_period", self.grace_period)
         if self.exit_fn is not None:
             check_callable("exit_fn", self.exit_fn)
         if self.watcher is not None:

@@ -20,19 +20,12 @@ from armillary._checks import (
 )
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
-from armillary.actions._periodic import tell
-from armillary.controller._display import Display
+from armillary.actions._conditions import as_actions, tell
+from armillary.controller._display import Display, describe_attempt
 from armillary.controller._loops import Loops
-from armillary.controller._outputs import (
-    Curves,
-    History,
-    LoopReports,
-    RunOutput,
-    run_evaluations,
-)
+from armillary.controller._outputs import Curves, History, RunOutput, run_evaluations
 from armillary.controller._run import (
     Run,
-    as_actions,
     check_arguments,
     check_target,
     finishing,
@@ -42,12 +35,10 @@ from armillary.controller._saving import (
     Saving,
     begin_training,
     end_training,
-    read_end,
     restore_if_good,
     warn_of_unsaved,
     watch_checkpoints,
 )
-from armillary.controller._start import Start
 from armillary.goodput._journal import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._summarize import as_step_counter
@@ -58,7 +49,6 @@ from armillary.typing import Action, Output
 if TYPE_CHECKING:
     from armillary.checkpoint._manager import CheckpointManager
     from armillary.distribute._strategy import Strategy
-    from armillary.plan._report import Plan
 
 
 class Controller:
@@ -91,7 +81,7 @@ class Controller:
         strategy: Its scope is entered wherever the trainer, the evaluator, an action or
             a restore runs. `None` enters no scope.
         train_actions: Called with the output of each loop of training, after it is
-            logged and before a checkpoint is saved.
+            logged and before a checkpoint is saved: one action or several.
         eval_actions: Called with the output of each evaluation, after it is logged.
         steps_per_loop: Steps in one call of `trainer.train`, or a function from the
             global step to that number. Required with a trainer. A larger value hides
@@ -114,9 +104,8 @@ class Controller:
             where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`. It
             must exceed the longest loop, evaluation, save and action; time in XLA's
             compiler does not count. `None` waits for ever.
-        progress: `None` keeps one live line in a terminal, unless `NO_COLOR` is set,
-            and elsewhere logs what takes longer than 30 seconds. True keeps the live
-            line on stderr, whatever that is, and False does neither.
+        progress: Whether to keep one live line in a terminal, and elsewhere to log what
+            takes longer than 30 seconds.
 
     Attributes:
         global_step: As given, like all arguments; attributes are for reading only, and
@@ -136,8 +125,8 @@ class Controller:
         trainer: AbstractTrainer | None = None,
         evaluator: AbstractEvaluator | Mapping[str, AbstractEvaluator] | None = None,
         strategy: "Strategy | None" = None,
-        train_actions: Iterable[Action] | None = (),
-        eval_actions: Iterable[Action] | None = (),
+        train_actions: Action | Iterable[Action] | None = (),
+        eval_actions: Action | Iterable[Action] | None = (),
         steps_per_loop: int | Callable[[int], int] | None = None,
         checkpoint_manager: "CheckpointManager | None" = None,
         summary_interval: int | None = None,
@@ -148,7 +137,7 @@ class Controller:
         eval_summary_manager: SummaryManager | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
         hang_timeout_seconds: float | None = None,
-        progress: bool | None = None,
+        progress: bool = True,
     ) -> None:
         check_arguments(locals())
         self.global_step = global_step
@@ -188,11 +177,11 @@ class Controller:
             curves=curves,
             eval_curves=eval_curves,
         )
-        self._display = Display(run.goodput, progress)
+        self._display = Display(run, progress)
         self._saving = Saving(run, checkpoint_manager)
-        self._start = Start(run, self.hyperparameters)
-        reports = LoopReports(run, self._display.note)
-        self._loops = Loops(run, self._saving, reports, self._start)
+        self._loops = Loops(run, self._saving, self._display)
+
+        self._has_begun = False
 
         ensure_visible()
         is_resumed = False
@@ -259,34 +248,6 @@ class Controller:
         return self._run.take_history()
 
     @hides_frames
-    def plan(self, topology: str | int, **options: Any) -> "Plan":
-        """Compiles the training loop for devices that are not there.
-
-        Nothing of the run changes, and no device is touched; see `armillary.plan`.
-
-        Args:
-            topology: A TPU slice such as `"v5e:16x16"`, or hosts by GPUs such as
-                `"h100:8x8"`.
-            options: As for `armillary.plan.plan`, but for `steps_per_loop`.
-
-        Returns:
-            The plan. Printed, it is a table.
-
-        Raises:
-            TypeError: If the trainer is no `StandardTrainer`.
-            ValueError: If there is no trainer, `topology` describes no devices, or the
-                strategy is for one.
-            PlanError: If there is no compiler for them, or it fails.
-        """
-        from armillary.plan._plan import plan
-
-        require(self, "trainer", for_method="plan")
-        with self._run.scope():
-            trainer: Any = self.trainer
-            options = {"steps_per_loop": self.steps_per_loop, **options}
-            return plan(trainer, topology, **options)
-
-    @hides_frames
     def evaluate(self, steps: int = -1) -> Output:
         """Evaluates once, at the current state.
 
@@ -319,10 +280,9 @@ class Controller:
         interrupted, and at the ends of `epochs`. The end is evaluated exactly once: at
         `train_steps`, or where the data ended or a stop was requested.
 
-        A step that is saved as well is saved after its evaluation, with what this and
-        its actions have changed. If they fail, or the job is preempted meanwhile, it is
-        saved as it was before, and a run that resumes there evaluates it first.
-        Processes that train together save before, to the same effect.
+        A step is saved before it is evaluated, and a run that resumes there evaluates
+        it first. The last step is saved again if its evaluation, or an action, has
+        changed what is saved.
 
         Args:
             train_steps: The global step to train up to, or -1 as in `train`.
@@ -360,11 +320,9 @@ class Controller:
                 is_left, step = False, self._run.read_step()
                 goes_on = goes_on and step != train_steps
                 if step != self._saving.evaluated:
-                    self._saving.expect_evaluation(step)
-                    self._saving.begin_evaluation(is_last=not goes_on)
-                    actions = self._saving.take(self.eval_actions)
-                    output = self._evaluate(eval_steps, actions)
-                    self._saving.end_evaluation()
+                    with self._saving.evaluation(is_last=not goes_on):
+                        actions = self._saving.take(self.eval_actions)
+                        output = self._evaluate(eval_steps, actions)
                 elif output is None:
                     # Training was over when it began, and only the output is missing.
                     output = self._evaluate(eval_steps, ())
@@ -423,13 +381,8 @@ class Controller:
             check_positive_int("until_step", until_step)
         self._run.stop.clear()
         output: Output = None
-        for path in watch_checkpoints(
-            lambda: manager.checkpoints,
-            lambda: read_end(self._run.directory),
-            timeout=timeout,
-            timeout_fn=timeout_fn,
-            should_stop=lambda: self._run.stop.reason is not None,
-        ):
+        stop = self._run.stop
+        for path in watch_checkpoints(manager, stop, timeout, timeout_fn):
             if not restore_if_good(self.restore_checkpoint, path):
                 continue
             output = self.evaluate(steps)
@@ -519,7 +472,7 @@ class Controller:
             run.stop.clear()
             run.history = History()
             begin_training(run.directory)
-            self._start.record(step)
+            self._record_start(step)
             finishes = self._end_actions, self._finish_writes
             with finishing(self._loops.report, *finishes), self._watch():
                 with run.scope():
@@ -527,6 +480,20 @@ class Controller:
                 yield
             end_training(run.directory, run.read_step())
         run.log_stop()
+
+    def _record_start(self, step: int) -> None:
+        """Writes the first record of an attempt, unless training only goes on."""
+        curves, numbers = self._run.curves, self.hyperparameters
+        is_first, self._has_begun = not self._has_begun, True
+        write = getattr(curves.summary_manager, "write_hyperparameters", None)
+        if is_first and numbers and write is not None:
+            write(numbers)
+        # Training may go on at an earlier step, if a checkpoint was restored.
+        if is_first or step < curves.file.last_step:
+            if curves.file.is_on:
+                curves.file.write("start", step, **describe_attempt(self._run, numbers))
+                curves.file.flush()
+            curves.file.last_step = step
 
     def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""
@@ -542,7 +509,6 @@ class Controller:
     def _finish_writes(self) -> None:
         self._run.curves.flush()
         self._run.eval_curves.flush()
-        self._saving.save_unevaluated()
         self._saving.sync()
 
 

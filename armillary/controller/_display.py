@@ -1,4 +1,4 @@
-"""Signs of life: what a run does now, while it goes on.
+"""What a run tells of itself: what it trains, at its start, and then signs of life.
 
 A thread looks at the phase that the goodput recorder is in. In a terminal it keeps one
 line up to date. Elsewhere it logs one line when a phase takes long. It reads attributes
@@ -12,24 +12,44 @@ again by the next `show`. What XLA writes past Python lands on the line, and the
 """
 
 import contextlib
+import dataclasses
+import functools
+import io
 import logging
 import os
+import platform
+import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import Any
 
-from armillary._format import format_seconds
+import jax
+
+from armillary._format import format_bytes, format_seconds
 from armillary._logging import get_console, is_terminal, logger
 from armillary._process import get_process
+from armillary.cluster.resolvers._resolver import TFConfigClusterResolver
 from armillary.controller._outputs import ShortFloat, log_line
-from armillary.goodput._journal import Recorder
-from armillary.goodput._stopwatch import Category, PhaseClock
+from armillary.controller._run import Run
+from armillary.data._dataset import DistributedDataset
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.strategies._single import DefaultStrategy
+from armillary.errors import ClusterError
+from armillary.goodput._stopwatch import Category
+from armillary.lifeline._ending import is_in_debugger, is_making_program
+from armillary.state._summarize import ModelSummary, summarize
+from armillary.trainer._runner import flatten_datasets
+from armillary.trainer._standard_trainer import StandardTrainer
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
+# Where a trainer without variables of a library keeps what it trains.
+_PLACES = ("model", "params")
+_PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
+_MOST_MODULES = 3
+_GIT_SECONDS = 5.0
 _TO_END = "\x1b[K"
 _REFRESH_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
@@ -41,9 +61,9 @@ _SHORT_SECONDS = 1.0
 class Display:
     """What a person sees of a controller's calls while they run."""
 
-    def __init__(self, recorder: Recorder, progress: bool | None) -> None:
-        self._recorder, self._progress = recorder, progress
-        self._is_on = False
+    def __init__(self, run: Run, progress: bool) -> None:
+        self._run, self._progress = run, progress
+        self._is_on = self._has_logged = False
         # As long as a phase took once, it may take again.
         self._thresholds: dict[Category, float] = {}
         self._reset("train", -1, -1)
@@ -51,24 +71,33 @@ class Display:
     def _reset(self, loop: str, step: int, target: int) -> None:
         self._loop, self._step, self._target = loop, step, target
         self._first: tuple[float, int] | None = None
-        self._last: tuple[float, int] | None = None
+        self._end = 0.0
         self._speed: float | None = None
         self._scalars: Mapping[str, float] = {}
+
+    def log_start(self) -> None:
+        """Logs what is trained, once."""
+        if not self._has_logged:
+            self._has_logged = True
+            _warn_if_alone()
+            for line in describe_start(self._run):
+                logger.info("%s", line)
 
     @contextlib.contextmanager
     def on(self, loop: str, step: int, target: int = -1) -> Iterator[None]:
         """Shows what goes on in a block; inside another one, nothing is added."""
-        if self._is_on or self._progress is False or not get_process().is_chief:
+        if self._is_on or not self._progress or not get_process().is_chief:
             yield
             return
         self._is_on = True
         self._reset(loop, step, target)
-        is_shown = self._progress or _has_terminal()
-        line = LiveLine() if is_shown and _can_draw(sys.stderr) else None
-        is_over, clock = threading.Event(), PhaseClock(self._recorder)
-        look = (clock, line, is_over)
+        line = LiveLine() if has_terminal() else None
+        is_over = threading.Event()
         thread = threading.Thread(
-            target=self._look, args=look, name="armillary-display", daemon=True
+            target=self._look,
+            args=(threading.get_ident(), line, is_over),
+            name="armillary-display",
+            daemon=True,
         )
         try:
             thread.start()
@@ -83,19 +112,28 @@ class Display:
 
     def note(self, step: int, speed: float, scalars: Mapping[str, float]) -> None:
         """Takes what the line shows of a loop of training that has ended."""
-        self._last = (time.perf_counter(), step)
-        self._first = self._first or self._last
+        now = time.perf_counter()
+        self._first = began, first = self._first or (now, step)
+        # As fast as since the first loop, with evaluations and saves.
+        pace = (now - began) / (step - first) if step > first else 1 / speed
+        self._end = now + pace * (self._target - step)
         self._step, self._speed, self._scalars = step, speed, scalars
 
     def _look(
-        self, clock: PhaseClock, line: "LiveLine | None", is_over: threading.Event
+        self, watched: int, line: "LiveLine | None", is_over: threading.Event
     ) -> None:
-        pause = _LOOK_SECONDS if line is None else _REFRESH_SECONDS
-        while not is_over.wait(pause):
-            category, began = clock.look()
-            if category is None or clock.is_paused():
+        """Looks at the thread that is watched; a phase begins when it is first seen."""
+        seen: tuple[Category, float] | None = None
+        stopwatch, since = self._run.goodput, 0.0
+        while not is_over.wait(_LOOK_SECONDS if line is None else _REFRESH_SECONDS):
+            category, began = stopwatch.category, stopwatch.began
+            if category is None or is_in_debugger(watched):
                 continue
-            seconds = time.perf_counter() - began
+            if is_making_program(watched):
+                category, began = Category.COMPILING, 0.0
+            if seen != (category, began):
+                seen, since = (category, began), time.perf_counter()
+            seconds = time.perf_counter() - since
             if line is not None:
                 line.show(self._describe(category, seconds))
             else:
@@ -110,82 +148,56 @@ class Display:
             said = f"{category.label} for {format_seconds(int(threshold))} ..."
             log_line(loop, self._step, said)
 
-    def _describe(self, category: Category, seconds: float) -> "Text":
-        from rich.text import Text
-
-        step = f"step {self._step}"
+    def _describe(self, category: Category, seconds: float) -> str:
+        parts = [f"step {self._step}"]
         if self._target > 0:
-            step += f"/{self._target} ({100 * self._step // self._target}%)"
-        parts = [(step, "bold")]
-        left = self._seconds_left()
-        if left is not None:
-            parts.append((f"ETA {format_seconds(int(left))}", ""))
+            percent = 100 * self._step // self._target
+            parts = [f"step {self._step}/{self._target} ({percent}%)"]
+        left = self._end - time.perf_counter()
+        if left > 0:
+            parts.append(f"ETA {format_seconds(int(left))}")
         if self._speed is not None:
-            parts.append((f"{self._speed:.1f} steps/sec", ""))
-        doing = category.label
+            parts.append(f"{self._speed:.1f} steps/sec")
         if seconds >= _SHORT_SECONDS:
-            doing += f" for {format_seconds(int(seconds))}"
-        elif category is Category.OTHER:
-            doing = Category.STEPPING.label
-        parts.append((doing, "cyan"))
-        names = [name for name in self._scalars if name.endswith("loss")]
-        names = ["loss"] if "loss" in names else names or list(self._scalars)
+            parts.append(f"{category.label} for {format_seconds(int(seconds))}")
+        else:
+            is_other = category is Category.OTHER
+            parts.append(Category.STEPPING.label if is_other else category.label)
+        losses = [name for name in self._scalars if name.endswith("loss")]
+        names = ["loss"] if "loss" in losses else losses or list(self._scalars)
         for name in names[:1]:
-            parts.append((f"{name} {ShortFloat(self._scalars[name])!r}", ""))
-        return Text(" | ").join(Text(*part) for part in parts)
-
-    def _seconds_left(self) -> float | None:
-        """Returns how long training still takes, evaluations and saves included."""
-        first, last = self._first, self._last
-        if self._target < 0 or not (first and last and self._speed):
-            return None
-        seconds_per_step = 1 / self._speed
-        if last[1] > first[1]:
-            seconds_per_step = (last[0] - first[0]) / (last[1] - first[1])
-        left = (self._target - last[1]) * seconds_per_step
-        left -= time.perf_counter() - last[0]
-        return left if left > 0 else None
+            parts.append(f"{name} {ShortFloat(self._scalars[name])!r}")
+        return " | ".join(parts)
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
     """Returns whether somebody watches who can be shown a line that changes."""
-    environ = os.environ
-    is_plain = environ.get("NO_COLOR") or environ.get("TERM") in ("dumb", "unknown")
-    is_silenced = not logger.isEnabledFor(logging.INFO)
-    return not (is_plain or is_silenced) and is_terminal(sys.stderr)
-
-
-def _can_draw(stream: Any) -> bool:
-    """Returns whether the line could step aside for what is written to a stream."""
-    return hasattr(stream, "__dict__") and callable(getattr(stream, "write", None))
+    # Programs may put any object in the place of a stream.
+    is_stream = isinstance(sys.stderr, io.TextIOBase) and is_terminal(sys.stderr)
+    is_dumb = os.environ.get("TERM") in ("dumb", "unknown")
+    return is_stream and not is_dumb and logger.isEnabledFor(logging.INFO)
 
 
 class LiveLine:
     """Draws on stderr until `close`. `show` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._console, self._pid = get_console(), os.getpid()
         # One that holds it may be interrupted by a signal whose handler prints.
-        self._lock = threading.RLock()
-        self._stream = sys.stderr
-        self._write: Callable[[str], Any] = sys.stderr.write
+        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._stream, self._write = sys.stderr, sys.stderr.write
         self._is_shown, self._is_at_start, self._is_closed = False, True, False
-        streams = {id(each): each for each in (sys.stderr, sys.stdout)}
-        self._undo = [
-            self._divert(stream)
-            for stream in streams.values()
-            if _can_draw(stream) and (stream is self._stream or is_terminal(stream))
-        ]
+        self._undo = [self._divert(sys.stderr)]
+        is_other = isinstance(sys.stdout, io.TextIOBase) and sys.stdout != sys.stderr
+        if is_other and is_terminal(sys.stdout):
+            self._undo.append(self._divert(sys.stdout))
 
-    def show(self, text: "Text") -> None:
+    def show(self, text: str) -> None:
         """Draws `text` in place of what was shown, cut off at the edge."""
-        text.truncate(self._console.width - 1, overflow="ellipsis")
-        with self._console.capture() as capture:
-            self._console.print(text, end="", highlight=False, no_wrap=True)
+        text = text[: get_console().width - 1]
         with self._lock:
             is_free = self._is_at_start and not self._is_closed
             if is_free and self._is_in_foreground():
-                self._put(f"\r{capture.get()}{_TO_END}\r")
+                self._put(f"\r{text}{_TO_END}\r")
                 self._is_shown = True
 
     def close(self) -> None:
@@ -196,10 +208,9 @@ class LiveLine:
             for undo in self._undo:
                 undo()
 
-    def _divert(self, stream: TextIO) -> Callable[[], None]:
+    def _divert(self, stream: Any) -> Callable[[], None]:
         """Lets the line step aside for a stream; returns a function that undoes it."""
-        write, own = stream.write, vars(stream)
-        had_own = "write" in own
+        write = stream.write
 
         def write_beside(text: str) -> int:
             # A process that was forked has a copy of the lock, perhaps held for ever.
@@ -212,12 +223,10 @@ class LiveLine:
 
         def undo() -> None:
             # Somebody may have put a function of his own over this one.
-            if own.get("write") is write_beside:
-                own["write"] = write
-                if not had_own:
-                    del own["write"]
+            if stream.write is write_beside:
+                stream.write = write
 
-        own["write"] = write_beside
+        stream.write = write_beside
         return undo
 
     def _wipe(self) -> None:
@@ -229,7 +238,7 @@ class LiveLine:
         try:
             self._write(text)
             self._stream.flush()
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             # The terminal is gone, or the stream is closed. Training goes on.
             self._is_closed = True
 
@@ -237,5 +246,154 @@ class LiveLine:
         """Returns whether the terminal is this job's, and not that of a shell again."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             return True  # It is not the terminal that this session belongs to.
+
+
+def describe_start(run: Run) -> Iterator[str]:
+    """Yields devices and strategy; parameters; batches and directories, as lines.
+
+    What is not known without reading data is left out.
+    """
+    strategy = run.strategy
+    if strategy is None:  # It is that of the trainer.
+        strategy = getattr(run.trainer, "strategy", None)
+    if not isinstance(strategy, Strategy) or type(strategy) is DefaultStrategy:
+        strategy = None
+    kinds = Counter(device.device_kind for device in jax.devices())
+    shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    of_strategy = "" if strategy is None else f" | strategy: {strategy!r}"
+    yield f"devices: {shown}{of_strategy}"
+    summary = find_parameters(run.trainer)
+    if summary is not None:
+        parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
+        largest = [f"{each.name} {each.count:,}" for each in summary.modules]
+        if len(largest) > 1:
+            parts.append(f"largest: {', '.join(largest[:_MOST_MODULES])}")
+        yield " | ".join(parts)
+    parts = []
+    sizes = {_find_batch_size(dataset) for dataset in _find_datasets(run.trainer)}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is not None:
+        num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+        is_shared = num_replicas > 1 and size % num_replicas == 0
+        each = f" global, {size // num_replicas} per replica" if is_shared else ""
+        parts.append(f"batch: {size}{each}")
+    places = {"checkpoints": run.directory, "summaries": run.curves.summary_dir}
+    parts += [f"{name}: {place}" for name, place in places.items() if place is not None]
+    if parts:
+        yield " | ".join(parts)
+
+
+def find_parameters(trainer: Any) -> ModelSummary | None:
+    """Returns the parameters of a trainer, as far as they can be told."""
+    attributes = getattr(trainer, "__dict__", {})
+    held = {name: attributes[name] for name in _PLACES if name in attributes}
+    try:
+        whole = trainer if isinstance(trainer, StandardTrainer) else held
+        rows = summarize(whole).parameters
+    except TypeError:
+        return None  # There is nothing to count.
+    kept = []
+    for row in rows:
+        top = row.path.split("/")[0]
+        # Its class needs Flax. An average of parameters is no more of them.
+        is_average = type(attributes[top]).__name__ == "ExponentialMovingAverage"
+        if not is_average and (row.kind != "array" or top in _PLACES):
+            kept.append(row)
+    return ModelSummary(tuple(kept)) if kept else None
+
+
+def repeats_for_ever(trainer: Any) -> bool:
+    """Returns whether it is known that the data of a trainer does not end."""
+    datasets = _find_datasets(trainer)
+    endless = [getattr(dataset, "is_endless", False) for dataset in datasets]
+    return bool(endless) and all(endless)
+
+
+def _find_datasets(trainer: Any) -> list[Any]:
+    if not isinstance(trainer, StandardTrainer):
+        return []
+    # A trainer that has not called `super().__init__` says so when it trains.
+    return flatten_datasets(getattr(trainer, "train_dataset", []))[0]
+
+
+def _find_batch_size(dataset: Any) -> int | None:
+    """Returns the examples of a global batch, if the source knows them."""
+    if not isinstance(dataset, DistributedDataset):
+        return getattr(dataset, "full_size", None)
+    size = dataset.source.full_size
+    if size is None or not dataset.per_replica_batches:
+        return size
+    return size * dataset.layout.num_replicas
+
+
+def _warn_if_alone() -> None:
+    """Warns of a worker that trains without the others which `TF_CONFIG` names."""
+    is_set = TFConfigClusterResolver.is_present(os.environ)
+    if jax.distributed.is_initialized() or not is_set:
+        return
+    try:
+        resolver = TFConfigClusterResolver()
+        plan = resolver.process_plan()
+    except ClusterError:
+        return  # Who wants to join the others is told. This program may do without.
+    if plan.is_distributed and "ps" not in resolver.cluster_spec().jobs:
+        logger.warning(
+            "`TF_CONFIG` says that this is process %s of %s, but the program has not "
+            "joined the others: each trains alone, and writes to the same directories. "
+            "To train together, make an `armillary.MultiWorkerMirroredStrategy()` at "
+            "the top of the program.",
+            plan.process_id,
+            plan.num_processes,
+        )
+
+
+def describe_attempt(run: Run, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record of an attempt: what runs, where, and with which numbers."""
+    found = {"armillary": sys.modules["armillary"].__version__}
+    for package in _PACKAGES:
+        if package in sys.modules:
+            name = package.partition(".")[0]
+            found[name] = getattr(sys.modules[package], "__version__", "unknown")
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path(main).resolve().parent if main else Path.cwd()
+    found |= {
+        "python": platform.python_version(),
+        "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+        "processes": get_process().count,
+        "command": sys.orig_argv,
+        "directory": os.getcwd(),
+        "git": read_git(folder),
+        "config": hyperparameters,
+    }
+    if run.strategy is not None:
+        found["strategy"] = type(run.strategy).__name__
+        found["replicas"] = getattr(run.strategy, "num_replicas_in_sync", 1)
+    summary = find_parameters(run.trainer)
+    if summary is not None:
+        modules = [dataclasses.asdict(each) for each in summary.modules]
+        sizes = {"count": summary.count, "bytes": summary.bytes}
+        found["parameters"] = {**sizes, "modules": modules}
+    return found
+
+
+@functools.cache
+def read_git(folder: Path) -> dict[str, Any] | None:
+    """Returns a folder's commit, and whether known files have changed, or `None`."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "describe"]
+    command += ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+            text=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit, _, change = ended.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(change)}

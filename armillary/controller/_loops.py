@@ -9,11 +9,9 @@ Where nothing has to happen between loops, the trainer is asked for several at o
 many that they take a moment. How many, no result depends on.
 """
 
-import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,13 +19,13 @@ import jax
 
 from armillary._checks import check_positive_int, is_positive_int
 from armillary.cluster._join import expire_boundary, get_peers
+from armillary.controller._display import Display, repeats_for_ever
 from armillary.controller._outputs import LoopReports, fetch_output, log_line
 from armillary.controller._run import Run
 from armillary.controller._saving import Saving
-from armillary.controller._start import Start, repeats_for_ever
 from armillary.errors import GlobalStepError
 from armillary.goodput._stopwatch import Category
-from armillary.trainer._contract import AbstractTrainer, PendingLoops
+from armillary.trainer._contract import PendingLoops
 
 # How long the device runs loops that are started together. As long as nobody minds
 # that a log line or a request to stop waits.
@@ -43,11 +41,9 @@ _DATA_ENDED_BEFORE = (
 class Loops:
     """What one controller trains between two evaluations."""
 
-    def __init__(
-        self, run: Run, saving: Saving, reports: LoopReports, start: Start
-    ) -> None:
-        self._run, self._saving, self._reports = run, saving, reports
-        self._start_lines = start
+    def __init__(self, run: Run, saving: Saving, display: Display) -> None:
+        self._run, self._saving, self._display = run, saving, display
+        self._reports = LoopReports(run, display.note)
         # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[StartedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
@@ -60,9 +56,9 @@ class Loops:
         if epochs is None:
             return True
         with self._run.scope():
-            epoch = self._method("begin_epoch")(epochs)
+            epoch = self._run.trainer.begin_epoch(epochs)
         if epoch:
-            self._start_lines.log()
+            self._display.log_start()
         said = f"epoch {epoch} of {epochs}"
         done = f"{epochs} of {epochs} epochs are done."
         log_line("train", self._run.read_step(), said if epoch else done)
@@ -75,10 +71,10 @@ class Loops:
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
         else:
-            self._start_lines.log()
+            self._display.log_start()
             log_line("train", step, f"training until {self._describe(target)}...")
             with self._run.scope():
-                self._method("prepare")(self.num_steps_at(step))
+                self._run.trainer.prepare(self.num_steps_at(step))
         while step != target and not stop.is_agreed():
             num_steps = self.num_steps_at(step)
             if target != -1:
@@ -89,7 +85,7 @@ class Loops:
             has_ended = reached == step or (reached - step) % num_steps != 0
             if reached > step and self._saving.is_due(reached):
                 self.report()
-                self._saving.save_between(is_stop=has_ended or stop.reason is not None)
+                self._saving.save()
             if has_ended:
                 self._finish()
                 if epochs is not None:
@@ -141,7 +137,7 @@ class Loops:
                 self._run.scope(),
                 jax.profiler.StepTraceAnnotation("train", step_num=step),
             ):
-                started = self._method("start")(num_steps, num_loops)
+                started = self._run.trainer.start(num_steps, num_loops)
             # The device waited for its program.
             start += goodput.compile_seconds - compiled
             loops = StartedLoops(
@@ -196,7 +192,7 @@ class Loops:
 
     def _finish(self) -> None:
         self.report()
-        self._reports.finish()
+        self._reports.log()
 
     def _describe(self, target: int) -> str:
         if target != -1:
@@ -204,12 +200,6 @@ class Loops:
         if repeats_for_ever(self._run.trainer):
             return "a stop is requested: the data never ends, and `steps` is not given"
         return "the data ends"
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        """Returns a method that has a default, for a trainer of whatever class."""
-        trainer = self._run.trainer
-        default = functools.partial(getattr(AbstractTrainer, name), trainer)
-        return getattr(trainer, name, default)
 
 
 class StartedLoops:
@@ -227,7 +217,7 @@ class StartedLoops:
     ) -> None:
         self.step, self._num_steps = step, num_steps
         self._start, self._started = start, started
-        self._data_ended = bool(getattr(run.trainer, "data_exhausted", False))
+        self._data_ended = run.trainer.data_exhausted
         read_step = run.read_step.snapshot()
 
         def wait() -> tuple[list[dict[str, Any]], int, float]:
@@ -258,30 +248,18 @@ class StartedLoops:
 
     def _check_step(self, reached: int, num_asked: int) -> None:
         """Raises if the global step is not where the steps that ran have taken it."""
-        num_run, early = self._started.num_steps, ""
+        num_run = self._started.num_steps
         if num_run is None:
-            early = (
-                "; a trainer whose data ended early sets `self.data_exhausted = True`"
-            )
             num_run = num_asked
             if self._data_ended:
                 num_run = min(max(0, reached - self.step), num_asked)
-        if reached == self.step + num_run:
-            return
-        reason = "its data ended, and it must" if num_run < num_asked else "it must"
-        fix = (
-            "Pass what every step advances by one, such as "
-            f"`global_step=optimizer.step`{early}."
-        )
-        times, rest = divmod(reached - self.step, num_run) if num_run else (0, 1)
-        if times > 1 and not rest:
-            fix = (
-                f"Each step advances it {times} times, as {times} updates with one "
-                "optimizer do. Count steps apart from them, by "
-                "`armillary.create_global_step()`."
+        if reached != self.step + num_run:
+            why = "its data ended, and it must" if num_run < num_asked else "it must"
+            raise GlobalStepError(
+                f"`trainer.train({num_asked})` advanced `global_step` from "
+                f"{self.step} to {reached}, but {why} advance it by {num_run}, to "
+                f"{self.step + num_run}. Pass what every step advances by one, such "
+                "as `global_step=optimizer.step`, or count steps by "
+                "`armillary.create_global_step()` if a step makes several updates; a "
+                "trainer whose data ended early sets `self.data_exhausted = True`."
             )
-        raise GlobalStepError(
-            f"`trainer.train({num_asked})` advanced `global_step` from "
-            f"{self.step} to {reached}, but {reason} advance it by {num_run}, to "
-            f"{self.step + num_run}. {fix}"
-        )

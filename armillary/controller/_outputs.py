@@ -21,7 +21,6 @@ from armillary._logging import logger
 from armillary._records import find_numbers
 from armillary.cluster._join import expire_boundary
 from armillary.goodput._stopwatch import Category
-from armillary.state._walk import Walk
 from armillary.summary._metrics_file import MetricsFile
 from armillary.summary._summary_manager import SummaryManager
 from armillary.typing import Action, Output
@@ -168,30 +167,27 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
             "must return a dictionary of scalars or `None`. Return the value under a "
             'name, such as `{"loss": loss}`.'
         )
-    _check_computed(output, source)
     for leaf in jax.tree.leaves(output):
         if isinstance(leaf, jax.Array):
             # All copies start before the first one is waited for.
             leaf.copy_to_host_async()
-    return _as_numpy(output)
+    return _fetch(output, source)
 
 
-def _check_computed(output: Mapping[str, Any], source: str) -> None:
+def _fetch(output: Mapping[str, Any], source: str) -> dict[str, Any]:
+    fetched: dict[str, Any] = {}
     for name, value in output.items():
         if isinstance(value, Mapping):
-            _check_computed(value, source)
+            fetched[name] = _fetch(value, source)
         elif callable(value) or callable(getattr(value, "compute", None)):
             raise TypeError(
                 f"`{source}` returned an object of type {type(value).__name__} as "
                 f"{name!r}, but it must return scalars. Call what computes it, such as "
                 f'`{{"{name}": self.{name}.compute()}}`.'
             )
-
-
-def _as_numpy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _as_numpy(item) for name, item in value.items()}
-    return jax.tree.map(_fetch_leaf, value)
+        else:
+            fetched[name] = jax.tree.map(_fetch_leaf, value)
+    return fetched
 
 
 def _fetch_leaf(leaf: Any) -> Any:
@@ -236,32 +232,31 @@ class LoopReports:
         # Since the last log line: steps, seconds, and the last loop.
         self._steps, self._seconds = 0, 0.0
         self._last: tuple[int, dict[str, Any]] | None = None
-        self._is_warned = self._is_silent = False
+        self._is_warned = False
 
     def add(
         self, step: int, reached: int, output: dict[str, Any], speed: float
     ) -> None:
         """Reports a loop from one step to another, which ran so many steps a second."""
-        scalars = find_numbers(output)
-        self._is_silent = not scalars
+        run, scalars = self._run, find_numbers(output)
         self._note(reached, speed, scalars)
-        add_record(self._run.history, reached, scalars)
+        add_record(run.history, reached, scalars)
         self._steps += reached - step
         self._seconds += (reached - step) / speed
         self._last = reached, output
-        if _passes(self._run.log_interval, step, reached):
-            self._log()
+        if _passes(run.log_interval, step, reached):
+            self.log()
         self._warn_once(reached, scalars)
-        if _passes(self._run.summary_interval, step, reached):
+        if _passes(run.summary_interval, step, reached):
             values = {**output, "steps_per_second": speed}
-            self._run.curves.write(
+            run.curves.write(
                 "train", reached, values, steps_per_second=speed, values=scalars
             )
-        if self._run.train_actions:
-            with self._run.scope():
-                call_actions(self._run.train_actions, output)
+        if run.train_actions:
+            with run.scope():
+                call_actions(run.train_actions, output)
 
-    def _log(self) -> None:
+    def log(self) -> None:
         """Logs the last loop, unless that was done."""
         if self._last is None:
             return
@@ -269,20 +264,6 @@ class LoopReports:
         speed = f"steps/sec: {self._steps / self._seconds: 6.1f}"
         self._last, self._steps, self._seconds = None, 0, 0.0
         log_line("train", reached, speed, f"output: {format_output(output)}")
-
-    def finish(self) -> None:
-        """Logs the last loop, and warns of bad values that no output shows."""
-        self._log()
-        if not self._is_silent or self._is_warned:
-            return
-        slots = Walk([(self._run.trainer, "")]).slots.values()
-        if any(_is_bad(array) for slot in slots for array in slot.read()):
-            self._is_warned = True
-            logger.warning(
-                "The trainer's state has values that are not finite, and no output "
-                "shows it. Return the loss from `train_loop_end`, and start again with "
-                '`StandardTrainerOptions(on_non_finite="raise")` to find the step.'
-            )
 
     def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
         bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
@@ -293,20 +274,11 @@ class LoopReports:
         logger.warning(
             "At step %d, %s. To find the first such step, and the operation that made "
             "the value, start again with `StandardTrainerOptions(on_non_finite="
-            '"raise")`. Frequent causes: a learning rate that is too high, the '
-            "logarithm of 0 or a division by it, and labels that are not among the "
-            "classes. If no step made it, `train_loop_end` did, as from a metric that "
-            "no step has updated.",
+            '"raise")`. If no step made it, `train_loop_end` did, as from a metric '
+            "that no step has updated.",
             step,
             shown,
         )
-
-
-def _is_bad(array: jax.Array) -> bool:
-    """Returns whether an array that this process has whole holds an infinity or NaN."""
-    if not (array.is_fully_addressable and jnp.issubdtype(array.dtype, jnp.inexact)):
-        return False
-    return not np.isfinite(jax.device_get(array)).all()
 
 
 def _passes(interval: int | None, step: int, reached: int) -> bool:

@@ -2,13 +2,10 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from armillary._checks import (
-    check_callable,
     check_instance,
     check_methods,
     check_num_steps,
@@ -22,6 +19,7 @@ from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._outputs import Curves, History
 from armillary.goodput._journal import Recorder
 from armillary.state._summarize import StepCounter
+from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 
 _SUMMARIES = (
@@ -30,10 +28,6 @@ _SUMMARIES = (
 )
 # The methods that the controller calls, and what has them.
 _METHODS = {
-    "trainer": (
-        ["train"],
-        "Derive it from `armillary.StandardTrainer` or `AbstractTrainer`.",
-    ),
     "strategy": (["scope"], "Use a strategy such as `armillary.MirroredStrategy()`."),
     "checkpoint_manager": (
         ["save", "restore", "restore_or_initialize", "sync", "checkpoint"],
@@ -56,10 +50,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             "`trainer` and `evaluator` are both None, but a controller needs at least "
             "one of them. Pass `trainer=...`, `evaluator=...` or both."
         )
+    fix = "Pass an instance of `armillary.StandardTrainer`, or of `AbstractTrainer`."
+    check_instance("trainer", trainer, AbstractTrainer | None, fix)
+    _check_evaluator(evaluator)
     for name, (methods, fix) in _METHODS.items():
         if arguments[name] is not None:
             check_methods(name, arguments[name], methods, fix)
-    _check_evaluator(evaluator)
     _check_intervals(arguments)
     for name in ("summary_dir", "eval_summary_dir"):
         if arguments[name] is not None:
@@ -67,15 +63,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     if arguments["hang_timeout_seconds"] is not None:
         fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
         check_seconds("hang_timeout_seconds", arguments["hang_timeout_seconds"], fix)
-    fix = "Use `progress=False` to show nothing of what goes on."
-    check_one_of("progress", arguments["progress"], (None, True, False), fix)
+    check_one_of("progress", arguments["progress"], (True, False))
     fix = "Use `vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
     check_instance("hyperparameters", arguments["hyperparameters"], Mapping | None, fix)
 
 
 def _check_evaluator(evaluator: Any) -> None:
-    if evaluator is None:
-        return
     several = evaluator if isinstance(evaluator, Mapping) else {}
     for name, each in several.items():
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
@@ -84,7 +77,7 @@ def _check_evaluator(evaluator: Any) -> None:
                 'a directory can have. Use `evaluator={"validation": ...}`.'
             )
         check_methods(f"evaluator[{name!r}]", each, ["evaluate"], _EVALUATOR)
-    if not several:
+    if not several and evaluator is not None:
         check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
 
 
@@ -99,37 +92,17 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
     is_number = steps_per_loop is not None and not callable(steps_per_loop)
     if is_number:
         check_positive_int("steps_per_loop", steps_per_loop)
-    for name, what in (
-        ("log_interval", "lines are logged"),
-        ("summary_interval", "summaries are written"),
-    ):
+    for name in ("log_interval", "summary_interval"):
         interval = arguments[name]
-        if interval is None:
-            continue
-        check_positive_int(name, interval)
-        if is_number and interval % steps_per_loop:
+        if interval is not None:
+            check_positive_int(name, interval)
+        if interval is not None and is_number and interval % steps_per_loop:
             larger = (interval // steps_per_loop + 1) * steps_per_loop
             raise ValueError(
                 f"`{name}` is {interval}, but it must be a multiple of "
-                f"`steps_per_loop` ({steps_per_loop}), because {what} between loops. "
+                f"`steps_per_loop` ({steps_per_loop}), as it passes between loops. "
                 f"Use `{name}={larger}`."
             )
-
-
-def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:
-    """Returns `actions` as a tuple; `None` means there are none."""
-    if actions is None:
-        return ()
-    is_text = isinstance(actions, str | bytes | Mapping)
-    if callable(actions) or is_text or not np.iterable(actions):
-        raise TypeError(
-            f"`{name}` is {actions!r}, but it must be a sequence of actions. "
-            f"Use `{name}=[action]`."
-        )
-    as_tuple = tuple(actions)
-    for index, action in enumerate(as_tuple):
-        check_callable(f"{name}[{index}]", action)
-    return as_tuple
 
 
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:
@@ -171,11 +144,8 @@ class StopRequest:
 
     def make(self, reason: str) -> None:
         """Requests a stop; of several requests the first counts."""
-        if not isinstance(reason, str):
-            raise TypeError(
-                f"`reason` is {reason!r} of type {type(reason).__name__}, but it must "
-                'be a string for the log. Use `request_stop("the loss diverged")`.'
-            )
+        fix = 'Use `request_stop("the loss diverged")`.'
+        check_instance("reason", reason, str, fix)
         # No lock and no logging: a signal handler may interrupt either.
         if self.reason is None:
             self.reason = reason
@@ -197,10 +167,8 @@ class StopRequest:
             requests = [(index, own[0]) for index, own in enumerate(said) if own]
             if requests:
                 index, reason = requests[0]
-                self.reason = (
-                    f"{reason} (requested in process {index} of {peers.count})"
-                )
-                self._is_agreed = True
+                who = f"requested in process {index} of {peers.count}"
+                self.reason, self._is_agreed = f"{reason} ({who})", True
         return self._is_agreed
 
     def _say(self) -> list[str]:

@@ -1,8 +1,8 @@
 """The checkpoints of a controller: saves and restores them, or waits for another job's.
 
-A checkpoint may be saved before the evaluation that follows its step, or within it.
-What the evaluation and its actions change is not in it then. It says so, and a run that
-resumes there does what is left first, before it trains on.
+A step is saved before it is evaluated. What the evaluation and its actions change is
+not in the checkpoint then; it says so, and a run that resumes there does what is left
+first, before it trains on. At the end, what they have changed is saved as well.
 
 A job that evaluates learns that no checkpoint will follow from a file beside them,
 `DONE`: it appears when the program that trains ends, if its last training ended well (a
@@ -10,26 +10,24 @@ program may train several times), and goes when a program begins to train again.
 """
 
 import atexit
-import dataclasses
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 from etils import epath
 
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.actions._conditions import NewBestMetric
-from armillary.actions._periodic import find_parts
+from armillary.actions._conditions import NewBestMetric, find_parts
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._checkpoint import has_position
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
-from armillary.controller._run import Run
+from armillary.controller._run import Run, StopRequest
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import CheckpointDamageError, CheckpointError
@@ -43,25 +41,17 @@ if TYPE_CHECKING:
 
 FILE_NAME = "DONE"
 _POLL_SECONDS = 1.0
+# After this time, the end of an earlier training counts: no other one has begun.
 _OLD_END_SECONDS = 300.0
-"""After this time, the end of an earlier training counts: no other one has begun."""
-
 # What the end of this program says, by directory.
 _ends: dict[str, str] = {}
 
 
 def begin_training(directory: str | None) -> None:
     """Takes the file of an earlier training away, in the chief of all processes."""
-    if directory is None or not get_process().is_chief:
-        return
-    _ends.pop(directory, None)
-    path = epath.Path(directory) / FILE_NAME
-    try:
-        if path.is_file():
-            path.unlink()
-    except OSError as error:
-        problem = "cannot be removed (%s): an evaluator may end too early."
-        logger.warning(f"`%s` {problem}", path, error)
+    if directory is not None and get_process().is_chief:
+        _ends.pop(directory, None)
+        (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
 
 
 def end_training(directory: str | None, step: int) -> None:
@@ -74,49 +64,40 @@ def end_training(directory: str | None, step: int) -> None:
 def announce_ends() -> None:
     """Writes the files; the interpreter calls it when the program ends."""
     for directory, text in _ends.items():
-        path = epath.Path(directory) / FILE_NAME
-        try:
-            # A temporary directory may be gone by now.
-            if path.parent.is_dir():
-                path.write_text(text)
-        except OSError as error:
-            problem = "cannot be written (%s): an evaluator may wait on."
-            logger.warning(f"`%s` {problem}", path, error)
+        folder = epath.Path(directory)
+        if folder.is_dir():  # A temporary one may be gone by now.
+            (folder / FILE_NAME).write_text(text)
 
 
-def read_end(directory: str | None) -> str | None:
+def read_end(directory: str) -> str | None:
     """Returns what the file says, another text for each training, or `None`."""
     try:
-        return (epath.Path(directory) / FILE_NAME).read_text() if directory else None
+        return (epath.Path(directory) / FILE_NAME).read_text()
     except OSError:
         return None
 
 
 def watch_checkpoints(
-    list_checkpoints: Callable[[], Sequence[str]],
-    read_end: Callable[[], str | None],
-    *,
+    manager: "CheckpointManager",
+    stop: StopRequest,
     timeout: float | None,
     timeout_fn: Callable[[], bool] | None,
-    should_stop: Callable[[], bool],
 ) -> Iterator[str]:
     """Yields every checkpoint once, oldest first, as they appear.
 
     When training has ended, it ends with the last of them. An end that is there from
     the start may be that of an earlier training, while a longer one is about to begin
     and to take it away. So it counts only after five minutes.
-
-    The timeout is that of `Controller.evaluate_continuously`.
     """
     seen: set[str] = set()
     seconds = float("inf") if timeout is None else timeout
     last_at = time.monotonic()
-    old_end, old_end_counts = read_end(), last_at + _OLD_END_SECONDS
-    while not should_stop():
+    old_end, old_end_counts = read_end(manager.directory), last_at + _OLD_END_SECONDS
+    while stop.reason is None:
         # ORDER: the clock is read before the directory, so that a checkpoint written
         # in the last moment of the wait is still found; so is the end of training.
-        now, end = time.monotonic(), read_end()
-        new = [path for path in list_checkpoints() if path not in seen]
+        now, end = time.monotonic(), read_end(manager.directory)
+        new = [path for path in manager.checkpoints if path not in seen]
         remaining = last_at + seconds - now
         if new:
             seen.add(new[0])
@@ -161,12 +142,8 @@ class Saving:
         # actions that have had its output.
         self._expected: int | None = None
         self._num_actions = 0
-        # What a save would have written before the evaluation that runs.
-        self._before: Content | None = None
         # Whether an evaluation has changed what was saved at its step.
         self._is_outdated = False
-        # Whether somebody was told what checkpoints lack: all hold the same.
-        self._has_warned = False
 
     def expect_evaluation(self, step: int | None) -> None:
         """Says where the next evaluation is to be, or where the data ends before."""
@@ -178,8 +155,7 @@ class Saving:
         step = self._run.read_step()
         if self._expected is None or step == self.evaluated:
             return False
-        has_ended = bool(getattr(self._run.trainer, "data_exhausted", False))
-        return step == self._expected or has_ended
+        return step == self._expected or self._run.trainer.data_exhausted
 
     def take(self, actions: Sequence[Action]) -> Iterator[Action]:
         """Yields the actions that lack the output of this evaluation, and counts them.
@@ -216,61 +192,29 @@ class Saving:
             return False
         return manager.is_due(step)
 
-    def save_between(self, *, is_stop: bool) -> None:
-        """Saves between two loops, unless that waits for an evaluation of this step.
-
-        It must not where processes train together: if one of them failed meanwhile,
-        they could not save any more.
-        """
-        waits = get_peers() is None and self._expected is not None
-        if not (waits and (is_stop or self.is_evaluation_due())):
-            self.save()
-
-    def begin_evaluation(self, *, is_last: bool) -> None:
-        """Notes what is lost if the evaluation of this step fails, if a save is due."""
-        if self.manager is None or not (is_last or self.is_due(self._run.read_step())):
-            return
-        if get_peers() is not None:
+    @contextlib.contextmanager
+    def evaluation(self, *, is_last: bool) -> Iterator[None]:
+        """Saves the last step before its evaluation, and notes what that changes."""
+        step = self._run.read_step()
+        self.expect_evaluation(step)
+        if is_last:
             self.save_if_needed()
-        self._before = self.manager.read_content()
-
-    def end_evaluation(self) -> None:
-        """Saves what an evaluation and its actions have made of this step, if due."""
-        before, self._before = self._before, None
-        if self.manager is None or before is None:
+        if self.manager is None or not self.manager.has_saved_step(step):
+            yield
             return
-        if not self.manager.has_saved_step(self._run.read_step()):
-            self.save()
-            return
+        before = self.manager.read_content()
+        yield
         now = self.manager.read_content()
         topic = "whether an evaluation has changed what is saved"
         self._is_outdated = decide(topic, lambda: _differs(before, now), get_peers())
 
-    def save_unevaluated(self) -> None:
-        """Saves a step whose evaluation has failed, as it was before it, if due."""
-        before, self._before = self._before, None
-        if self.manager is None or before is None or get_peers() is not None:
-            return
-        if not self.manager.has_saved_step(self._run.read_step()):
-            # What the evaluation has taken the memory of, it makes anew.
-            now = self.manager.checkpoint.read_leaves()
-            leaves = dict(before.leaves)
-            for path, leaf in before.leaves.items():
-                if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                    leaves[path] = now[path]
-            self.save(dataclasses.replace(before, leaves=leaves))
-
-    def save(self, content: Content | None = None) -> str | None:
+    def save(self) -> str | None:
         """Saves; returns the path, or `None` if nothing is written."""
         if self.manager is None:
             return None
         step, self._is_outdated = self._run.read_step(), False
         with self._run.goodput.phase(Category.SAVING):
-            if content is None:
-                path = self.manager.save(checkpoint_number=step)
-            else:
-                self.manager.sync()
-                path = self.manager.save_content(step, content)
+            path = self.manager.save(checkpoint_number=step)
         if path is not None:
             self._run.goodput.mark("save", step)
             logger.info("saving checkpoint to %s.", path)
@@ -278,10 +222,10 @@ class Saving:
 
     def save_if_needed(self) -> None:
         """Saves, unless the latest checkpoint is that of this step as it is now."""
-        if self.manager is not None and (
-            self._is_outdated or not self.manager.has_saved_step(self._run.read_step())
-        ):
-            self.save()
+        if self.manager is not None:
+            is_saved = self.manager.has_saved_step(self._run.read_step())
+            if self._is_outdated or not is_saved:
+                self.save()
 
     def finish(self) -> None:
         """Saves if needed, also after a save of this step that has just failed."""
@@ -321,13 +265,10 @@ class Saving:
                 restored = manager.restore(path)
             else:
                 restored = manager.restore_or_initialize()
-        if restored is None:
-            return None
-        logger.info("restored from checkpoint: %s", restored)
-        step = run.read_step()
-        run.goodput.mark("restore", step)
-        if not self._has_warned:
-            self._has_warned = True
+        if restored is not None:
+            logger.info("restored from checkpoint: %s", restored)
+            step = run.read_step()
+            run.goodput.mark("restore", step)
             _warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 

@@ -8,14 +8,10 @@ command line that is `armillary goodput RUN_DIR`.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.goodput._goodput import Goodput as Goodput
-from armillary.goodput._goodput import read_goodput as read_goodput
+from armillary.goodput._journal import Goodput as Goodput
+from armillary.goodput._journal import read_goodput as read_goodput
 from armillary.goodput._stopwatch import Category as Category
 
-__all__ = [
-    "Category",
-    "Goodput",
-    "read_goodput",
-]
+__all__ = ["Category", "Goodput", "read_goodput"]
 
 _mark_public(globals())

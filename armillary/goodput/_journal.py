@@ -1,21 +1,27 @@
-"""Records one attempt of a run, from the start of its process on.
+"""The journal of a run's time, and what its attempts add up to.
 
 Attempts append to one file, `goodput.jsonl`: a line is one look at the clock. It holds
 the totals of its attempt so far, so a line that is missing costs only detail.
+
+A run lost what it did again. So nothing has to be known about crashes: if steps were
+run from step 20 on, all that came earlier in the record and lies beyond step 20 was in
+vain, whether another attempt or the same one went back.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from armillary._checks import check_path
 from armillary._records import LinesFile, read_lines
 from armillary.goodput._stopwatch import Category, Stopwatch
 from armillary.lifeline._lifeline import Place
@@ -48,40 +54,122 @@ class Entry:
         return json.dumps(record) + "\n"
 
 
-def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
-    """Reads a journal: its entries in order, and the numbers of lines that are none."""
-    entries, unreadable = [], []
-    for number, record in read_lines(Path(path)):
-        entry = _as_entry(record)
-        if entry is not None:
-            entries.append(entry)
-        else:
-            unreadable.append(number)
-    if not entries:
-        raise ValueError(
-            f"`{path}` has {len(unreadable)} lines that are not empty, but none in the "
-            f"format {_FORMAT!r}, which this version of Armillary reads. Use the "
-            "version that wrote it or the directory of another run, or move the file "
-            "away to record anew."
-        )
-    return entries, unreadable
-
-
 def _as_entry(record: Any) -> Entry | None:
     """Returns the entry that a line holds, or `None` if it is none."""
     try:
-        if record.pop("format") != _FORMAT:
+        if record["format"] != _FORMAT:
             return None
-        record["is_done"] = record.pop("done")
-        values = record.pop("seconds").items()
+        when, values = float(record["time"]), record["seconds"].items()
         seconds = {Category(name): float(value) for name, value in values}
-        entry = Entry(**record, seconds=seconds)
-    except (ValueError, TypeError, LookupError, AttributeError):
+        step, is_done = int(record["step"]), bool(record["done"])
+        attempt, event = str(record["attempt"]), str(record["event"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
-    texts, numbers = (entry.attempt, entry.event), (entry.time, *seconds.values())
-    is_one = type(entry.step) is int and all(isinstance(each, str) for each in texts)
-    is_one = is_one and all(isinstance(each, int | float) for each in numbers)
-    return entry if is_one and all(map(math.isfinite, numbers)) else None
+    is_finite = all(map(math.isfinite, (when, *seconds.values())))
+    return Entry(attempt, event, when, step, is_done, seconds) if is_finite else None
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Reads a journal in order, without lines that a crash or a full disk spoilt."""
+    found = [_as_entry(record) for _, record in read_lines(path)]
+    entries = [entry for entry in found if entry is not None]
+    if not entries:
+        raise ValueError(
+            f"`{path}` has {len(found)} lines, but none in the format {_FORMAT!r}, "
+            "which this version of Armillary reads. Use the version that wrote it or "
+            "another run, or move the file away to record anew."
+        )
+    return entries
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went.
+
+    Args:
+        seconds: The seconds of every category. They add up to the time of the run, from
+            the start of its first process to its last sign of life, without pauses
+            after training had ended as planned.
+        num_attempts: How many controllers trained.
+        num_steps: Steps that count, each once.
+        num_lost_steps: Steps that were run and had to be run again.
+    """
+
+    seconds: dict[Category, float]
+    num_attempts: int
+    num_steps: int
+    num_lost_steps: int
+
+    @property
+    def total_seconds(self) -> float:
+        """The time of the run."""
+        return math.fsum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into steps that count, from 0 to 1."""
+        total = self.total_seconds
+        return self.seconds[Category.STEPPING] / total if total else 0.0
+
+
+def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
+    """Reads where the time of a run went.
+
+    It may be read while the run goes on.
+
+    Args:
+        run_dir: The directory of the run's checkpoints, or the one above it.
+
+    Raises:
+        ValueError: If `run_dir` is no directory, holds no record or several, or the
+            record cannot be read.
+    """
+    found = find_journals(Path(check_path("run_dir", run_dir)))
+    if len(found) != 1:
+        choices = ", ".join(repr(str(path.parent)) for path in found)
+        raise ValueError(
+            f"`run_dir` is {str(run_dir)!r}, but there are {len(found)} files "
+            f"`{FILE_NAME}` in it or just below it, and it must be the directory of "
+            f"one run. Use {f'one of {choices}' if found else 'its checkpoints'}."
+        )
+    return add_up(read_entries(found[0]))
+
+
+def find_journals(run_dir: Path) -> list[Path]:
+    """Returns the journal in a directory, or all those in directories in it."""
+    own = run_dir / FILE_NAME
+    return [own] if own.exists() else sorted(run_dir.glob(f"*/{FILE_NAME}"))
+
+
+def add_up(entries: Iterable[Entry]) -> Goodput:
+    """Adds up the entries of a journal, in its order."""
+    firsts: dict[str, Entry] = {}
+    lasts: dict[str, Entry] = {}
+    pairs: list[tuple[Entry, Entry]] = []
+    for entry in entries:
+        firsts.setdefault(entry.attempt, entry)
+        pairs.append((lasts.get(entry.attempt, entry), entry))
+        lasts[entry.attempt] = entry
+    seconds = dict.fromkeys(Category, 0.0)
+    num_steps, num_lost_steps, lowest = 0, 0, math.inf
+    for last, entry in reversed(pairs):
+        advance = max(0, entry.step - last.step)
+        is_lost = entry.step > lowest
+        for category, value in entry.seconds.items():
+            before = 0.0 if last is entry else last.seconds.get(category, 0.0)
+            seconds[Category.LOST if is_lost else category] += value - before
+        if is_lost:
+            num_lost_steps += advance
+        else:
+            num_steps += advance
+        if advance:
+            lowest = min(lowest, last.step)
+    for one, other in itertools.pairwise(firsts):
+        if not lasts[one].is_done:
+            first = firsts[other]
+            began = first.time - math.fsum(first.seconds.values())
+            seconds[Category.DOWN] += max(0.0, began - lasts[one].time)
+    return Goodput(seconds, len(firsts), num_steps, num_lost_steps)
 
 
 class Recorder(Stopwatch):

@@ -6,15 +6,12 @@ category that is running.
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from enum import StrEnum
 
 import jax
-
-from armillary.lifeline._ending import is_in_debugger, is_making_program
 
 
 class Category(StrEnum):
@@ -145,28 +142,3 @@ def _add_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     stopwatch = _active.get()
     if stopwatch is not None and event.startswith(_COMPILE_EVENTS):
         stopwatch.compiled(duration_secs)
-
-
-class PhaseClock:
-    """Looks at a stopwatch of this thread from another one, now and then."""
-
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch, self._thread = stopwatch, threading.get_ident()
-        self._looked_at = self._since = time.perf_counter()
-        self._category: Category | None = None
-
-    def is_paused(self) -> bool:
-        """Returns whether somebody looks at the program in a debugger."""
-        return is_in_debugger(self._thread)
-
-    def look(self) -> tuple[Category | None, float]:
-        """Returns the category, and when it began, by `time.perf_counter`."""
-        category, began = self._stopwatch.category, self._stopwatch.began
-        if category is not None and is_making_program(self._thread):
-            category = Category.COMPILING
-        if Category.COMPILING not in (category, self._category):
-            self._since = began
-        elif category is not self._category:
-            self._since = max(began, self._looked_at)
-        self._category, self._looked_at = category, time.perf_counter()
-        return category, self._since

@@ -60,22 +60,22 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
             f"{', '.join(known)}."
         )
     made = names[name]()
-    options = {
-        "per_replica_batch": namespace.per_replica_batch,
-        "find_batch": namespace.find_batch,
-        "abstract": namespace.abstract,
-        "wheels": namespace.wheels,
-    }
+    trainer = getattr(made, "trainer", made)
     try:
-        if hasattr(made, "plan"):
-            result = made.plan(namespace.topology, **options)
-        elif isinstance(made, StandardTrainer):
-            result = plan(made, namespace.topology, **options)
-        else:
+        if not isinstance(trainer, StandardTrainer):
             raise TypeError(
                 f"`{name}` returned an object of type {type(made).__name__}, but it "
                 "must return the `Controller`, or the `StandardTrainer`, alone."
             )
+        result = plan(
+            trainer,
+            namespace.topology,
+            steps_per_loop=getattr(made, "steps_per_loop", None),
+            per_replica_batch=namespace.per_replica_batch,
+            find_batch=namespace.find_batch,
+            abstract=namespace.abstract,
+            wheels=namespace.wheels,
+        )
     except (PlanError, TypeError, ValueError) as error:
         sys.stderr.write(f"armillary plan: {error}\n")
         return ExitCode.USAGE

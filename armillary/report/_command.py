@@ -8,31 +8,18 @@ from typing import Any
 from armillary._checks import counted
 from armillary._format import add_json, format_time, make_table, print_json, print_out
 from armillary._process import ExitCode
-from armillary.goodput._goodput import Goodput, read_goodput
-from armillary.report._page import goodput_cells, make_page, number
+from armillary.goodput._journal import Goodput, read_goodput
+from armillary.report._page import goodput_cells, make_page, show_number
 from armillary.report._run_files import SPEED, Run, read_runs
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary report`."""
+    help = "directory of a run, or one above several; they stand side by side"
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=help)
+    help, default = "the page (default: report.html)", Path("report.html")
     parser.add_argument(
-        "run_dirs",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="directory of a run, or one above several; they stand side by side",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the page (default: report.html)",
-    )
-    parser.add_argument(
-        "--with-command",
-        action="store_true",
-        help="show the command lines too, which may hold passwords",
+        "--output", type=Path, default=default, metavar="FILE", help=help
     )
 
 
@@ -46,7 +33,7 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         )
     runs = read_runs(namespace.run_dirs)
     try:
-        page = make_page(runs, with_command=namespace.with_command)
+        page = make_page(runs)
     except ImportError as error:
         raise ValueError(str(error)) from error
 
@@ -100,8 +87,8 @@ def _as_row(run: Run) -> list[str]:
         for (source, metric), points in run.curves.items()
         if metric != SPEED
     ]
-    began, (_, *spent) = format_time(run.began), goodput_cells(run)
-    return [run.name, began, run.state, number(run.step), *spent, "\n".join(values)]
+    known = [run.name, format_time(run.began), run.state, show_number(run.step)]
+    return [*known, *goodput_cells(run)[1:], "\n".join(values)]
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +110,6 @@ def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         "attempts": goodput.num_attempts,
         "steps": goodput.num_steps,
         "lost_steps": goodput.num_lost_steps,
-        "unreadable_lines": goodput.unreadable_lines,
     }
     return lambda: print_json(record)
 
@@ -136,12 +122,9 @@ def _print_goodput(goodput: Goodput) -> ExitCode:
     ]
     head = ["time", "seconds", "share"]
     sums = [("total", f"{total:.1f}", f"{bool(total):.1%}")]
-    lines = [
+    said = (
         f"goodput {goodput.goodput:.1%}, {counted(goodput.num_attempts, 'attempt')}, "
         f"{counted(goodput.num_steps, 'step')}, "
         f"{counted(goodput.num_lost_steps, 'step')} lost"
-    ]
-    if goodput.unreadable_lines:
-        numbers = ", ".join(map(str, goodput.unreadable_lines))
-        lines.append(f"Lines that a crash or a full disk has spoilt: {numbers}.")
-    return print_out(make_table(head, rows, sums, numbers=head[1:]), *lines)
+    )
+    return print_out(make_table(head, rows, sums, numbers=head[1:]), said)

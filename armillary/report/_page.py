@@ -1,54 +1,78 @@
-"""The page: tables and charts of one run or of several, in one file."""
+"""The page: tables and charts of one run or of several, in one file.
+
+Plotly draws the charts. Colors of text and grids belong to the page, which has a light
+and a dark one.
+"""
 
 import bisect
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from armillary._format import format_bytes, format_seconds, format_time
 from armillary._optional import import_optional
-from armillary.report._charts import LAYOUT, draw_curves, draw_speed, draw_time
+from armillary.goodput._stopwatch import Category
 from armillary.report._run_files import SPEED, Run
 
 _FOLDER = Path(__file__).parent
-# Fields of the first record that stand elsewhere on the page.
-_ELSEWHERE = frozenset({"config", "folder", "parameters", "record", "step", "time"})
-_MOST_MODULES = 40
+# Fields of the first record that stand elsewhere on the page. The command line is on
+# none: it may hold passwords.
+_ELSEWHERE = {"command", "config", "folder", "parameters", "record", "step", "time"}
+_LAYOUT = {
+    "autosize": True,
+    "height": 340,
+    "margin": {"l": 56, "r": 16, "t": 48, "b": 44},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"family": "system-ui, sans-serif", "size": 13},
+    "legend": {"orientation": "h", "y": -0.28},
+    "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#9198a1"},
+}
+# After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;
+# the blue is lighter, for dark pages.
+_COLORS = ("#3B8FD9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+_CATEGORY_COLORS = {
+    Category.STEPPING: "#009E73",
+    Category.COMPILING: "#CC79A7",
+    Category.DATA: "#E69F00",
+    Category.SAVING: "#0072B2",
+    Category.RESTORING: "#56B4E9",
+    Category.EVALUATING: "#F0E442",
+    Category.START_UP: "#999999",
+    Category.OTHER: "#BBBBBB",
+    Category.LOST: "#D55E00",
+    Category.DOWN: "#7F3B08",
+}
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_RESTART = {"width": 1.5, "dash": "dot", "color": "#D55E00"}
+_MOST_POINTS = 2000
+_FEW_POINTS = 60
 
 
-def make_page(runs: Sequence[Run], *, with_command: bool = False) -> str:
-    """Returns the page of some runs, as HTML that needs no network.
-
-    Command lines may hold passwords, so they are shown on request only.
-    """
+def make_page(runs: Sequence[Run]) -> str:
+    """Returns the page of some runs, as HTML that needs no network."""
     title = "Plotly, with which `armillary report` draws,"
     graphs = import_optional("plotly.graph_objects", title, "report")
     offline = import_optional("plotly.offline", title, "report")
     names = ", ".join(_text(run.name) for run in runs)
-    hidden = _ELSEWHERE if with_command else {*_ELSEWHERE, "command"}
     records = [
-        {name: value for name, value in run.record.items() if name not in hidden}
+        {name: value for name, value in run.record.items() if name not in _ELSEWHERE}
         for run in runs
     ]
     configs = [run.record.get("config") or {} for run in runs]
 
     def per_run(make: Callable[[Run], str]) -> str:
-        made = {run.name: content for run in runs if (content := make(run))}
         if len(runs) == 1:
-            return "".join(made.values())
-        titled = (f"<h3>{_text(name)}</h3>{content}" for name, content in made.items())
-        return "".join(titled)
+            return make(runs[0])
+        return "".join(f"<h3>{_text(run.name)}</h3>{make(run)}" for run in runs)
 
-    curves = [*draw_curves(runs, graphs), *draw_speed(runs, graphs)]
     sections = {
         "Runs": _overview(runs),
-        "Curves": _grid(curves, offline),
-        "Where the time went": per_run(
-            lambda run: _grid(draw_time(run, graphs), offline)
-        ),
+        "Curves": _grid(_draw_curves(runs, graphs), offline),
+        "Where the time went": _grid(_draw_time(runs, graphs), offline),
         "Checkpoints": per_run(_checkpoints),
         "Model": per_run(_model),
         "Hyperparameters": _side_by_side(runs, configs) if any(configs) else "",
@@ -82,7 +106,7 @@ def make_page(runs: Sequence[Run], *, with_command: bool = False) -> str:
 def _grid(figures: Iterable[Any], offline: Any) -> str:
     cells = []
     for figure in figures:
-        figure.update_layout(**LAYOUT)
+        figure.update_layout(**_LAYOUT)
         options = {"responsive": True, "displaylogo": False}
         chart = offline.plot(
             figure, output_type="div", include_plotlyjs=False, config=options
@@ -91,7 +115,83 @@ def _grid(figures: Iterable[Any], offline: Any) -> str:
     return f'<div class="grid">{"".join(cells)}</div>' if cells else ""
 
 
-def number(value: float) -> str:
+def _draw_curves(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
+    """Yields a figure for each metric, with training and evaluations on one axis."""
+    metrics = {metric for run in runs for _, metric in run.curves}
+    # Training first, and a dash for each source, in all charts.
+    sources = sorted(
+        {source for run in runs for source, _ in run.curves},
+        key=lambda source: (source != "train", source),
+    )
+    for metric in sorted(metrics, key=lambda metric: (metric == SPEED, metric)):
+        yield _draw_curve(runs, sources, metric, plotly)
+
+
+def _draw_curve(
+    runs: Sequence[Run], sources: Sequence[str], metric: str, plotly: Any
+) -> Any:
+    figure = plotly.Figure()
+    num_hidden = 0
+    for number, run in enumerate(runs):
+        for index, source in enumerate(sources):
+            points = run.curves.get((source, metric), [])
+            finite = [(step, value) for step, value in points if math.isfinite(value)]
+            num_hidden += len(points) - len(finite)
+            if not finite:
+                continue
+            steps, values = zip(*thin_out(finite), strict=True)
+            color = _COLORS[(number if len(runs) > 1 else index) % len(_COLORS)]
+            figure.add_scatter(
+                x=steps,
+                y=values,
+                name=source if len(runs) == 1 else f"{run.name} {source}",
+                mode="lines+markers" if len(steps) < _FEW_POINTS else "lines",
+                line={"color": color, "dash": _DASHES[index % 4], "width": 1.8},
+                marker={"size": 5},
+            )
+        for start in run.starts[1:]:
+            figure.add_vline(x=start["step"], line=_RESTART)
+    title = metric.replace("_", " ")
+    if num_hidden:
+        title += f" ({num_hidden} values that are not finite are left out)"
+    figure.update_layout(title=title, hovermode="x unified")
+    figure.update_xaxes(title="step")
+    return figure
+
+
+def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns at most some thousand points: of each stretch the lowest and highest."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / (_MOST_POINTS // 2))
+    kept: list[tuple[int, float]] = []
+    for begin in range(0, len(points), size):
+        stretch = sorted(points[begin : begin + size], key=lambda point: point[1])
+        kept += sorted({stretch[0], stretch[-1]})
+    return kept
+
+
+def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
+    """Yields a figure with a bar for each run: what its time was spent on."""
+    known = {run.name: run.goodput.seconds for run in runs if run.goodput}
+    figure = plotly.Figure()
+    for category, color in _CATEGORY_COLORS.items():
+        seconds = [each[category] for each in known.values()]
+        if any(seconds):
+            figure.add_bar(
+                x=seconds,
+                y=list(known),
+                orientation="h",
+                name=category.label,
+                marker={"color": color, "line": {"width": 0}},
+            )
+    if known:
+        figure.update_layout(barmode="stack")
+        figure.update_xaxes(title="seconds")
+        yield figure
+
+
+def show_number(value: float) -> str:
     """Returns a number with few digits, or an integer with all."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
@@ -102,7 +202,7 @@ def goodput_cells(run: Run) -> tuple[str, str, str]:
     if goodput is None:
         return "", "", ""
     time = format_seconds(goodput.total_seconds)
-    return number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
+    return show_number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
 
 
 def _overview(runs: Sequence[Run]) -> str:
@@ -113,9 +213,9 @@ def _overview(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         values = [run.curves.get(key) for key in metrics]
-        last = ["" if each is None else number(each[-1][1]) for each in values]
-        known = [_text(run.name), format_time(run.began), number(run.step), run.state]
-        rows.append([*known, *goodput_cells(run), *last])
+        last = ["" if each is None else show_number(each[-1][1]) for each in values]
+        known = [_text(run.name), format_time(run.began), show_number(run.step)]
+        rows.append([*known, run.state, *goodput_cells(run), *last])
     return _table(head, rows)
 
 
@@ -124,35 +224,24 @@ def _checkpoints(run: Run) -> str:
     if not run.checkpoints:
         return "<p>There are no checkpoints in the directory.</p>"
     keys = sorted({key for key in run.curves if key[0] != "train"})
-    steps = [each.number for each in run.checkpoints]
-    measured = [_measured(run.curves[key], steps) for key in keys]
     rows = []
-    for index, each in enumerate(run.checkpoints):
-        when = format_time(each.saved_at)
+    for each in run.checkpoints:
         folder = _text(each.path.relative_to(run.path))
-        cells = [column[index] for column in measured]
-        rows.append([number(each.number), when, *cells, folder])
+        measured = [_measured(run.curves[key], each.number) for key in keys]
+        when = format_time(each.saved_at)
+        rows.append([show_number(each.number), when, *measured, folder])
     head = ["step", "saved", *(f"{source} {metric}" for source, metric in keys)]
-    note = "<p>▼ lowest and ▲ highest of these checkpoints.</p>" if keys else ""
-    return _table([*head, "folder"], rows) + note
+    return _table([*head, "folder"], rows)
 
 
-def _measured(points: Sequence[tuple[int, float]], steps: Sequence[int]) -> list[str]:
-    """Returns what was measured at, or last before, each of some steps."""
-    counts = [bisect.bisect(points, step, key=lambda point: point[0]) for step in steps]
-    found = [points[count - 1] if count else None for count in counts]
-    values = [point[1] for point in found if point and math.isfinite(point[1])]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    cells = []
-    for step, point in zip(steps, found, strict=True):
-        if point is None:
-            cells.append("")
-            continue
-        at, value = point
-        mark = {low: "▼", high: "▲"}.get(value, "") if low != high else ""
-        where = "" if at == step else f' <span class="soft">at {at:,}</span>'
-        cells.append(f'{number(value)}{where} <span class="mark">{mark}</span>')
-    return cells
+def _measured(points: Sequence[tuple[int, float]], step: int) -> str:
+    """Returns what was measured at a step, or last before it."""
+    count = bisect.bisect(points, step, key=lambda point: point[0])
+    if not count:
+        return ""
+    at, value = points[count - 1]
+    where = "" if at == step else f' <span class="soft">at {at:,}</span>'
+    return f"{show_number(value)}{where}"
 
 
 def _model(run: Run) -> str:
@@ -160,16 +249,12 @@ def _model(run: Run) -> str:
     parameters = run.record.get("parameters")
     if not isinstance(parameters, Mapping):
         return "<p>The run has not recorded its model.</p>"
-    modules = parameters.get("modules") or []
+    sizes = [*(parameters.get("modules") or []), {**parameters, "name": "all"}]
     rows = [
-        [_text(each["name"]), number(each["count"]), format_bytes(each["bytes"])]
-        for each in modules[:_MOST_MODULES]
+        [_text(each["name"]), show_number(each["count"]), format_bytes(each["bytes"])]
+        for each in sizes
     ]
-    if len(modules) > _MOST_MODULES:
-        rows.append([f"and {len(modules) - _MOST_MODULES} more", "", ""])
-    total = [number(parameters["count"]), format_bytes(parameters["bytes"])]
-    head = ["module", "parameters", "size"]
-    return _table(head, [*rows, ["<b>all</b>", *total]])
+    return _table(["module", "parameters", "size"], rows)
 
 
 def _side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> str:

@@ -10,9 +10,14 @@ from typing import Any
 from etils import epath
 
 from armillary.checkpoint._folder import Saved, find_checkpoints
-from armillary.goodput._goodput import Goodput, add_up
 from armillary.goodput._journal import FILE_NAME as GOODPUT_NAME
-from armillary.goodput._journal import Entry, read_entries
+from armillary.goodput._journal import (
+    Entry,
+    Goodput,
+    add_up,
+    find_journals,
+    read_entries,
+)
 from armillary.summary._metrics_file import FILE_NAME as METRICS_NAME
 from armillary.summary._metrics_file import read_metrics
 
@@ -21,7 +26,7 @@ SPEED = "steps_per_second"
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say."""
+    """What the files of a run say; times are in seconds since the epoch."""
 
     name: str
     path: Path
@@ -36,7 +41,7 @@ class Run:
 
     @property
     def began(self) -> float | None:
-        """When it began, in seconds since the epoch."""
+        """When it began."""
         return min((record["time"] for record in self.records), default=None)
 
     @property
@@ -88,32 +93,24 @@ class Run:
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     """Reads what the files of a run say."""
     path = Path(path)
-    own = path / GOODPUT_NAME
-    journals = [own] if own.is_file() else [*path.glob(f"*/{GOODPUT_NAME}")]
+    journals = find_journals(path)
     folders = [path, *(child for child in path.iterdir() if child.is_dir())]
     saved = [each for f in folders for each in find_checkpoints(epath.Path(f))]
     return Run(
         name=name or path.resolve().name,
         path=path,
         records=tuple(read_metrics(path)),
-        entries=tuple(read_entries(journals[0])[0] if len(journals) == 1 else ()),
+        entries=tuple(read_entries(journals[0]) if len(journals) == 1 else ()),
         checkpoints=tuple(sorted(saved, key=lambda each: each.number)),
     )
 
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the directories of all runs at or below one, in order of names."""
-    path = Path(path)
-    if not path.is_dir():
-        problem = "is a file" if path.exists() else "does not exist"
-        raise ValueError(
-            f"`{path}` {problem}, but it must be a directory of runs. Use the one that "
-            "holds the `summary_dir` of a `Controller`, or one above it."
-        )
-    found = list(_walk(path))
+    found = list(_walk(Path(path))) if os.path.isdir(path) else []
     if not found:
         raise ValueError(
-            f"There is no `{METRICS_NAME}` in `{path}` or in a directory below. A "
+            f"`{path}` is no directory with a `{METRICS_NAME}` in it or below. A "
             "`Controller` writes it into its `summary_dir`, or else beside its "
             "checkpoints: use that directory, or one above it."
         )

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,31 +11,21 @@ from armillary.actions import (
     NewBestMetric,
     PeriodicAction,
     Profile,
-    SaveCheckpointIfPreempted,
 )
-from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.cluster import TerminationConfig
 from tests.mistakes import mistakes
 
 best = functools.partial(NewBestMetric, higher_is_better=True)
 NESTED = {"loss": 1.0, "validation": {"l1": 2.0}}
-KEEPS = "`keep_running_after_save` is True.* has grace_period"
 
 
 def profile(directory, **options):
     return Profile(**{"at": 1, "steps": 1, "directory": directory, **options})
 
 
-def keep(directory, **ending):
-    manager = CheckpointManager(Checkpoint(holder={"x": jnp.zeros(1)}), directory)
-    config = TerminationConfig(**ending)
-    return SaveCheckpointIfPreempted(manager, config, keep_running_after_save=True)
-
-
 @mistakes(
     {
         TypeError: {
-            "`metric` is 3 of type int.*key of the output": lambda _: best(3),
+            "`metric` is 3 of type int.*a key of the output": lambda _: best(3),
             "`loss` is 'low' of type str.*one number": lambda _: best("loss")(
                 {"loss": "low"}
             ),
@@ -58,15 +47,8 @@ def keep(directory, **ending):
                 lambda _: best("validation/acc")(NESTED)
             ),
             "'acc'.*there are none": lambda _: best("acc")(None),
-            "`interval` is None and `interval_seconds` is None, but one": (
-                lambda _: PeriodicAction(print)
-            ),
-            "`interval` is 3 and `interval_seconds` is 4, .*not both": (
-                lambda _: PeriodicAction(print, 3, interval_seconds=4)
-            ),
+            "`interval` is 0, but it must be": lambda _: PeriodicAction(print, 0),
             "`directory` is 'gs://a/b', but traces": lambda _: profile("gs://a/b"),
-            f"{KEEPS}=5 and exit_fn=": lambda d: keep(d, grace_period=5),
-            f"{KEEPS}=None and exit_fn=": lambda d: keep(d, exit_fn=print),
         },
         RuntimeError: {
             "`Profile` was called, but.*`action.bind_step_counter": (

@@ -70,34 +70,6 @@ def test_it_combines_with_other_actions():
     assert seen == [30, 30, 40, 40, 60, 60]
 
 
-def test_seconds_count_from_the_last_time(monkeypatch):
-    clock = Mock(return_value=100.0)
-    monkeypatch.setattr("time.monotonic", clock)
-    seen = []
-    action = PeriodicAction(seen.append, interval_seconds=10)
-    for now in (109.9, 110.0, 119.9, 121.0, 130.9):
-        clock.return_value = now
-        action(now)
-    assert seen == [110.0, 121.0]
-
-
-def test_of_several_processes_the_first_one_has_the_clock(monkeypatch):
-    boundary = Mock()
-    peers = Mock(boundary=boundary)
-    monkeypatch.setattr("armillary.actions._periodic.get_peers", lambda: peers)
-    seen = []
-    action = PeriodicAction(seen.append, interval_seconds=1000)
-
-    boundary.exchange.return_value = [True, False]
-    action("due in process 0")
-    boundary.exchange.return_value = [False, True]
-    action("due in process 1")
-
-    assert seen == ["due in process 0"]
-    topic, say = boundary.exchange.call_args.args
-    assert (topic, say()) == ("whether an action is due", False)
-
-
 def test_all_actions_hear_of_the_end_of_training():
     first, second = Mock(), Mock()
     first.end_training.side_effect = OSError("no space left")

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,10 +54,10 @@ def make_manager(run: Run, directory: Path, **options: Any) -> CheckpointManager
 
 @contextlib.contextmanager
 def training(
-    run: Run, manager: CheckpointManager, config: Any = None, **options: Any
+    run: Run, manager: CheckpointManager, config: Any = None
 ) -> Iterator[Controller]:
     """Yields a controller that has the action, in loops of two steps."""
-    with SaveCheckpointIfPreempted(manager, config, **options) as action:
+    with SaveCheckpointIfPreempted(manager, config) as action:
         yield Controller(
             trainer=run,
             evaluator=run,
@@ -223,27 +222,21 @@ def test_an_exit_function_ends_the_program_in_its_own_way(tmp_path, caplog):
     assert said(caplog)[0].endswith("checkpoint_2; calls `exit_fn`.")
 
 
-@pytest.mark.parametrize("has_exit_fn", [True, False])
-def test_training_that_goes_on_saves_once_for_each_notice(
-    tmp_path, caplog, has_exit_fn
-):
+def test_training_that_goes_on_saves_once_for_each_notice(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     before, calls = signal.getsignal(signal.SIGTERM), []
     run = Run(at_1=terminate, at_2=terminate, at_5=terminate)
     manager = make_manager(run, tmp_path)
-    options: dict[str, Any] = {"keep_running_after_save": True}
-    if has_exit_fn:
-        options = {"config": TerminationConfig(exit_fn=lambda: calls.append("exit"))}
-    with training(run, manager, **options) as controller:
+    config = TerminationConfig(exit_fn=lambda: calls.append("exit"))
+    with training(run, manager, config) as controller:
         controller.train(8)
 
     assert signal.getsignal(signal.SIGTERM) is before
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_6", "checkpoint_8"]
-    ending = "calls `exit_fn`" if has_exit_fn else "training goes on"
     assert [line.partition("; ")[2] for line in said(caplog)] == [
-        f"saved {tmp_path}/checkpoint_{step}; {ending}." for step in (2, 6)
+        f"saved {tmp_path}/checkpoint_{step}; calls `exit_fn`." for step in (2, 6)
     ]
-    assert calls == ["exit", "exit"] * has_exit_fn
+    assert calls == ["exit", "exit"]
 
 
 @pytest.mark.slow
@@ -268,31 +261,6 @@ def test_a_watcher_is_a_notice_like_a_signal(tmp_path, caplog):
     assert end_of(run, manager, config) == 77
     assert saved_names(manager) == ["checkpoint_4"]
     assert said(caplog)[0].startswith("preempted: `watcher`; saved")
-
-
-class Clock:
-    """A clock on which a loop takes one second, and nothing else any time."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __call__(self) -> float:
-        return float(self._run.step.get_value()) / 2
-
-
-def test_half_of_a_grace_period_is_used_for_training(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO", logger="armillary")
-    run = Run(at_4=terminate)
-    clock = SimpleNamespace(monotonic=Clock(run))
-    monkeypatch.setattr(_save_if_preempted, "time", clock)
-    manager = make_manager(run, tmp_path, max_to_keep=None)
-    config = TerminationConfig(grace_period=20)
-    assert end_of(run, manager, config) == 77
-    # From the loop before the notice, 10 loops less one that is still to run.
-    assert saved_names(manager) == ["checkpoint_4", "checkpoint_20"]
-    first, last = said(caplog)
-    assert first.endswith("checkpoint_4; trains on for a part of the grace period.")
-    assert last.endswith("checkpoint_20; ends with exit code 77 (PREEMPTED).")
 
 
 def fail_to_save(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -320,20 +288,6 @@ def test_a_failed_save_is_said_and_is_no_preemption(
         controller.train(100)
     assert said(caplog) == ["preempted: SIGTERM, but this step is not saved."]
     assert "after the last loop" not in caplog.text
-
-
-@pytest.mark.parametrize("method", ["write", "wait"])
-def test_a_machine_that_is_only_moved_trains_on_after_a_save_that_may_fail(
-    tmp_path, monkeypatch, caplog, method
-):
-    caplog.set_level("INFO", logger="armillary")
-    run = Run(at_1=terminate, at_7=monkeypatch.undo)
-    manager = make_manager(run, tmp_path, on_write_error="warn")
-    with training(run, manager, keep_running_after_save=True) as controller:
-        fail_to_save(monkeypatch, method)
-        controller.train(8)
-    assert saved_names(manager)[-1] == "checkpoint_8"
-    assert said(caplog) == ["preempted: SIGTERM; saved nothing; training goes on."]
 
 
 def test_a_loop_of_the_users_own_may_call_it(tmp_path):
@@ -389,29 +343,21 @@ def threads_as_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield run
 
 
-@pytest.mark.parametrize("grace_period", [None, 20.0])
 def test_processes_save_the_same_step_if_one_of_them_is_to_end(
-    tmp_path, monkeypatch, caplog, grace_period
+    tmp_path, monkeypatch, caplog
 ):
     caplog.set_level("INFO", logger="armillary")
     runs = [Run(), Run()]
     managers = [Notes(run, tmp_path) for run in runs]
-    config = TerminationConfig(grace_period=grace_period)
-    # The loops of the second process last twice as long.
-    clock = threading.local()
-    clock.run, clock.factor = runs[0], 1
-    monotonic = SimpleNamespace(monotonic=lambda: clock.factor * Clock(clock.run)())
-    monkeypatch.setattr(_save_if_preempted, "time", monotonic)
     with (
-        SaveCheckpointIfPreempted(managers[0], config) as first,
+        SaveCheckpointIfPreempted(managers[0]) as first,
         # Of two in one process, the newer one hears the signal.
-        SaveCheckpointIfPreempted(managers[1], config) as second,
+        SaveCheckpointIfPreempted(managers[1]) as second,
         threads_as_processes(monkeypatch) as run_all,
     ):
 
         def train(peers: Peers) -> None:
             run, action = runs[peers.index], (first, second)[peers.index]
-            clock.run, clock.factor = run, 1 + peers.index
             for loop in range(20):
                 run.train(2)
                 if loop == 4 and peers.index == 1:
@@ -419,9 +365,7 @@ def test_processes_save_the_same_step_if_one_of_them_is_to_end(
                 action()
 
         assert run_all(train) == [77, 77]
-    # With its time, the first process alone would go on up to step 24.
-    steps = [10] if grace_period is None else [10, 16]
-    assert [manager.steps for manager in managers] == [steps, steps]
+    assert [manager.steps for manager in managers] == [[10], [10]]
     assert said(caplog)
     assert all("SIGTERM in process 1 of 2; saved" in line for line in said(caplog))
 
@@ -429,9 +373,10 @@ def test_processes_save_the_same_step_if_one_of_them_is_to_end(
 def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch):
     manager = make_manager(Run(), tmp_path)
     with (
-        SaveCheckpointIfPreempted(manager, keep_running_after_save=True) as action,
+        SaveCheckpointIfPreempted(manager) as action,
         threads_as_processes(monkeypatch) as run_all,
     ):
         action._notice.source = "SIGTERM"
         found = run_all(lambda peers: action._find_notice())
+        action._notice.clear()
     assert found == ["SIGTERM in process 0 of 2, and in 1 more"] * 2

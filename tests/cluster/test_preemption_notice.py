@@ -1,7 +1,6 @@
 """What hears SIGTERM, and what SIGTERM is before and after."""
 
 import gc
-import math
 import os
 import signal
 import subprocess
@@ -245,13 +244,7 @@ def test_a_watcher_that_fails_is_logged_once_and_asked_again(
 
 def test_says_nothing_by_default():
     config = TerminationConfig()
-    assert (config.grace_period, config.exit_fn, config.watcher) == (None, None, None)
-
-
-@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf])
-def test_a_grace_period_that_is_no_time_is_an_error(seconds):
-    with pytest.raises(ValueError, match=f"`grace_period` is {seconds}, but it must"):
-        TerminationConfig(grace_period=seconds)
+    assert (config.exit_fn, config.watcher) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["exit_fn", "watcher"])

@@ -196,6 +196,6 @@ def test_a_wrong_step_is_noticed_where_the_data_ends_in_the_first_loop():
         GlobalStepError,
         match=r"`trainer.train\(10\)` advanced `global_step` from 0 to 0, but its data "
         r"ended, and it must advance it by 5, to 5\. Pass what every step advances by "
-        r"one, such as `global_step=optimizer.step`\.$",
+        r"one, such as `global_step=optimizer.step`",
     ):
         controller.train(100)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.controller import _start
-from armillary.controller._start import read_git
+from armillary.controller import _display
+from armillary.controller._display import read_git
 from armillary.summary import SummaryManager, read_metrics
 from tests.controller.loops import make_controller
 
@@ -179,10 +179,7 @@ def test_the_first_record_counts_the_parameters(tmp_path):
     assert read_metrics(tmp_path)[0]["parameters"] == {
         "count": 8,
         "bytes": 40,
-        "modules": [
-            {"name": "kernel", "count": 6, "bytes": 24},
-            {"name": "bias", "count": 2, "bytes": 16},
-        ],
+        "modules": [{"name": "model", "count": 8, "bytes": 40}],
     }
 
 
@@ -231,7 +228,7 @@ def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
     slow = tmp_path / "git"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(_start, "_GIT_SECONDS", 0.1)
+    monkeypatch.setattr(_display, "_GIT_SECONDS", 0.1)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert read_git(tmp_path) is None
     slow.unlink()
@@ -241,7 +238,7 @@ def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
 
 
 def test_the_program_is_where_its_main_file_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(_start, "read_git", str)
+    monkeypatch.setattr(_display, "read_git", str)
     for file, folder in ((str(tmp_path / "a.py"), str(tmp_path)), (None, os.getcwd())):
         monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
         make_controller(summary_dir=tmp_path / str(file)).train(10)

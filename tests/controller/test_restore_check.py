@@ -48,7 +48,6 @@ def resume(tmp_path, caplog):
                 )
                 if by_path and saved is not None:
                     controller.restore_checkpoint(saved)
-                    controller.restore_checkpoint(saved)
             controller.train(2)
             saved = controller.checkpoint_manager.latest_checkpoint
         return caplog.text

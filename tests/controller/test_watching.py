@@ -7,11 +7,11 @@ import threading
 import time
 
 import pytest
-from etils import epath
 
 from armillary import _process
 from armillary._process import Process
-from armillary.controller import _saving as _watch
+from armillary.controller import _saving
+from armillary.controller._run import StopRequest
 from armillary.controller._saving import (
     announce_ends,
     begin_training,
@@ -21,21 +21,22 @@ from armillary.controller._saving import (
 )
 
 
-def watch(
-    list_checkpoints,
-    find_end=lambda: None,
-    *,
-    timeout=0.0,
-    timeout_fn=None,
-    should_stop=lambda: False,
-):
-    return watch_checkpoints(
-        list_checkpoints,
-        find_end,
-        timeout=timeout,
-        timeout_fn=timeout_fn,
-        should_stop=should_stop,
-    )
+class Folder:
+    """Stands for a manager: `look` lists its checkpoints."""
+
+    directory = ""
+
+    def __init__(self, look):
+        self.look = look
+
+    @property
+    def checkpoints(self):
+        return self.look()
+
+
+def watch(look, timeout=0.0, timeout_fn=None, stop=None):
+    stop = StopRequest() if stop is None else stop
+    return watch_checkpoints(Folder(look), stop, timeout, timeout_fn)
 
 
 def test_each_checkpoint_comes_once_oldest_first():
@@ -82,11 +83,16 @@ def test_timeout_function_decides_whether_to_wait_on():
     assert len(calls) == 3
 
 
-def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch):
-    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(_saving, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(_saving, "_OLD_END_SECONDS", 0.3)
+
+
+def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch, quick):
     checkpoints, ends = [], []
 
-    def list_checkpoints():
+    def look():
         found = list(checkpoints)
         if not checkpoints:
             # Between this look at the directory and the next one.
@@ -94,49 +100,48 @@ def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch):
             ends.append("end")
         return found
 
-    found = watch(list_checkpoints, lambda: ends[0] if ends else None, timeout=None)
-    assert list(found) == ["1"]
+    monkeypatch.setattr(_saving, "read_end", lambda _: ends[0] if ends else None)
+    assert list(watch(look, timeout=None)) == ["1"]
 
 
 def test_the_end_of_an_earlier_training_does_not_count_while_another_begins(
-    monkeypatch,
+    monkeypatch, quick
 ):
-    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
     # The end of the earlier training, then none, then that of the one that goes on.
     ends = ["old", "old", "old", None, None, "new"]
     checkpoints = ["1"]
 
-    def find_end():
+    def find_end(directory):
         if len(ends) == 3:
             checkpoints.append("2")
         return ends.pop(0) if len(ends) > 1 else ends[0]
 
-    found = watch(lambda: list(checkpoints), find_end, timeout=None)
-    assert list(found) == ["1", "2"]
+    monkeypatch.setattr(_saving, "read_end", find_end)
+    assert list(watch(lambda: list(checkpoints), timeout=None)) == ["1", "2"]
     assert ends == ["new"]
 
 
-def test_the_end_of_an_earlier_training_counts_if_no_other_one_begins(monkeypatch):
-    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(_watch, "_OLD_END_SECONDS", 0.3)
+def test_the_end_of_an_earlier_training_counts_if_no_other_one_begins(
+    monkeypatch, quick
+):
+    monkeypatch.setattr(_saving, "read_end", lambda _: "old")
     start = time.monotonic()
-    assert list(watch(lambda: ["1"], lambda: "old", timeout=None)) == ["1"]
+    assert list(watch(lambda: ["1"], timeout=None)) == ["1"]
     assert time.monotonic() - start >= 0.3
 
 
 def test_stop_ends_the_watch():
-    seen = []
-    for path in watch(
-        lambda: ["1", "2"], timeout=None, should_stop=lambda: len(seen) == 1
-    ):
+    stop, seen = StopRequest(), []
+    for path in watch(lambda: ["1", "2"], timeout=None, stop=stop):
         seen.append(path)
+        stop.make("enough")
 
     assert seen == ["1"]
 
 
 @pytest.fixture(autouse=True)
 def texts(monkeypatch):
-    monkeypatch.setattr(_watch, "_ends", texts := {})
+    monkeypatch.setattr(_saving, "_ends", texts := {})
     return texts
 
 
@@ -170,27 +175,6 @@ def test_without_a_directory_nothing_is_written(tmp_path):
     end_training(str(tmp_path / "gone"), 5)
     announce_ends()
     assert list(tmp_path.iterdir()) == []
-    assert read_end(None) is None
-
-
-def test_a_file_that_cannot_be_changed_ends_nothing(tmp_path, caplog, monkeypatch):
-    def refuse(path):
-        raise OSError("read-only")
-
-    (tmp_path / "DONE").touch()
-    with monkeypatch.context() as patches:
-        patches.setattr(type(epath.Path(tmp_path)), "unlink", refuse)
-        begin_training(str(tmp_path))
-    (tmp_path / "DONE").unlink()
-    (tmp_path / "DONE").mkdir()  # This one is somebody else's, and stays.
-    begin_training(str(tmp_path))
-    end_training(str(tmp_path), 5)
-    announce_ends()
-    removal, writing = (record.getMessage() for record in caplog.records)
-    assert "DONE` cannot be removed (read-only): an evaluator may end too" in removal
-    assert "DONE` cannot be written (" in writing
-    assert "): an evaluator may wait on." in writing
-    assert (tmp_path / "DONE").is_dir()
     assert read_end(str(tmp_path)) is None
 
 

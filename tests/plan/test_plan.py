@@ -27,7 +27,6 @@ from tests.plan.digits_mlp import (
     Trainer,
     cross_entropy,
     make_arrays,
-    make_controller,
     make_trainer,
 )
 
@@ -165,14 +164,6 @@ def test_a_step_in_parts_is_planned_in_parts(parts):
     found = plan(trainer, 8, per_replica_batch=32, abstract=True)
     assert json.loads(found.as_json())["accumulate_steps"] == parts
     assert ("32 each, 256 global, in 4 parts" in str(found)) == (parts == 4)
-
-
-@pytest.mark.slow
-def test_a_controller_plans_with_its_steps_per_loop():
-    controller = make_controller()
-    found = controller.plan("h100:1x8", abstract=True)
-    assert (found.num_replicas, found.steps_per_program) == (8, 100)
-    assert plan(controller.trainer, 8, abstract=True).steps_per_program == 20
 
 
 class PrintsFromTheDevice(Trainer):

@@ -1,9 +1,6 @@
 """What the files of a run say, and where runs are."""
 
-import pytest
-
 from armillary.report._run_files import find_runs, read_run, read_runs
-from tests.mistakes import mistakes
 
 
 def test_a_run_is_its_last_attempt_and_what_that_built_on(crashed):
@@ -54,19 +51,3 @@ def test_equal_names_are_told_apart_by_what_is_above(short, tmp_path):
     (copy / "metrics.jsonl").write_bytes((short / "metrics.jsonl").read_bytes())
     names = [run.name for run in read_runs([tmp_path])]
     assert names == ["again/short", "sweep/short"]
-
-
-@mistakes(
-    {
-        ValueError: {
-            "`README.md` is a file, but it must be a directory of runs": lambda: (
-                find_runs("README.md")
-            ),
-            "`nowhere` does not exist": lambda: find_runs("nowhere"),
-            "no `metrics.jsonl` in `docs`": lambda: find_runs("docs"),
-        }
-    }
-)
-def test_mistakes(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -1,8 +1,9 @@
-"""Exports a model as a program that runs without the code that trained it."""
+"""Actions that write files: exported models, and traces of a run."""
 
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,13 +15,16 @@ from armillary._checks import (
     check_callable,
     check_instance,
     check_methods,
+    check_not_negative_int,
     check_one_of,
+    check_path,
     check_positive_int,
     list_lines,
 )
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary._records import write_whole
+from armillary.actions._conditions import StepAction
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local
@@ -29,6 +33,7 @@ from armillary.state._summarize import as_step_counter
 from armillary.typing import Output, PyTree
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_USE_PLATFORMS = 'Use `platforms=["cpu", "tpu"]`.'
 _UNFINISHED = ".incomplete"
 
 
@@ -156,13 +161,11 @@ class ExportModel:
         check_methods("file_manager", file_manager, ("next_name", "clean_up"), fix)
         check_instance("args", args, tuple, "Use `args=(images,)` for one argument.")
         check_one_of("polymorphic_batch_size", polymorphic_batch_size, (True, False))
-        if platforms is not None:
-            fix = 'Use `platforms=["cpu", "tpu"]`.'
-            check_instance("platforms", platforms, str | list | tuple, fix)
-            platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-            # JAX takes any name, and such a program runs nowhere.
-            for platform in platforms:
-                check_one_of("platforms", platform, _PLATFORMS)
+        platforms = [platforms] if isinstance(platforms, str) else platforms
+        check_instance("platforms", platforms, list | tuple | None, _USE_PLATFORMS)
+        # JAX takes any name, and such a program runs nowhere.
+        for platform in platforms or ():
+            check_one_of("platforms", platform, _PLATFORMS, _USE_PLATFORMS)
         self.model = model
         self.file_manager = file_manager
         self._specs = _describe(args, is_polymorphic=polymorphic_batch_size)
@@ -206,8 +209,7 @@ class ExportModel:
                     f"`model` changes {len(changed)} of the arrays that it reaches, "
                     "but an exported program has nowhere to keep them:\n"
                     f"{list_lines(changed)}\n"
-                    "In training mode (dropout, batch statistics), export a function "
-                    "that calls `model.eval()` first; the mode is set back afterwards."
+                    "Export a function that calls `model.eval()` first."
                 )
             return result
 
@@ -217,8 +219,7 @@ class ExportModel:
         if exported.nr_devices > 1:
             raise ValueError(
                 f"`model` became a program for {exported.nr_devices} devices, but an "
-                "export is for one. Leave out constraints of sharding, and keep its "
-                "arrays in a module or in attributes of an object."
+                "export is for one. Leave out constraints of sharding."
             )
         return exported
 
@@ -235,3 +236,82 @@ def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(describe, args)
+
+
+class Profile(StepAction):
+    """Traces some loops of training, once, with `jax.profiler`.
+
+    The trace begins after the first loop that reaches step `at`, and ends after the
+    loop with which it holds `steps` steps, or when training ends, also by an exception.
+    So it consists of whole loops, and leaves out the first one, which compiles. A run
+    that resumes at `at` or later was traced before, and is not traced again::
+
+        profile = armillary.actions.Profile(at=1000, steps=200, directory=run_dir)
+        controller = armillary.Controller(..., train_actions=[profile])
+
+    It is for `train_actions`. Of several processes, the first one traces its devices.
+    While there is an action, the controller waits for each loop before it starts the
+    next one, so the devices wait a moment between loops.
+
+    Args:
+        at: The global step from which to trace.
+        steps: How many steps to trace, at least.
+        directory: Where the trace goes, below `plugins/profile`: the directory that
+            TensorBoard shows.
+        options: What to trace, as `jax.profiler.ProfileOptions`. `None` leaves out the
+            calls of Python functions, which fill a trace and slow the run down.
+
+    Raises:
+        TypeError: If `options` is something else.
+        ValueError: If `at` is negative, `steps` not positive, or `directory` not local.
+        RuntimeError: When it is called and does not know the global step, or another
+            trace is running: JAX runs one at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        at: int,
+        steps: int,
+        directory: str | os.PathLike[str],
+        options: jax.profiler.ProfileOptions | None = None,
+    ) -> None:
+        self.at = check_not_negative_int("at", at)
+        self.steps = check_positive_int("steps", steps)
+        self.directory = check_path("directory", directory)
+        if "://" in self.directory:
+            raise ValueError(
+                f"`directory` is {self.directory!r}, but traces are local files. Use a "
+                "local directory, and copy it when the run has ended."
+            )
+        kinds, fix = jax.profiler.ProfileOptions | None, "Use a `ProfileOptions()`."
+        check_instance("options", options, kinds, fix)
+        self._options = options or jax.profiler.ProfileOptions()
+        if options is None:
+            self._options.python_tracer_level = 0
+        # The step at which the trace that is running began.
+        self._begun_at: int | None = None
+
+    def __call__(self, output: Output) -> None:
+        """Begins or ends the trace if it is time.
+
+        Args:
+            output: Not used.
+        """
+        del output
+        last, now = self._advance()
+        if self._begun_at is not None:
+            if now >= self._begun_at + self.steps:
+                self.end_training()
+        elif last < self.at <= now and get_process().is_chief:
+            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(self.directory, profiler_options=self._options)
+            self._begun_at = now
+
+    def end_training(self) -> None:
+        """Ends the trace if it is running; a `Controller` calls this."""
+        if self._begun_at is not None:
+            begun_at, self._begun_at = self._begun_at, None
+            jax.profiler.stop_trace()
+            reached = self._read_step() if self._read_step else self.last_step
+            logger.info("traced steps %d to %d: %s", begun_at, reached, self.directory)
