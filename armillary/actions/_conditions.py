@@ -19,7 +19,6 @@ from etils import epath
 
 from armillary._checks import (
     check_callable,
-    check_instance,
     check_not_negative,
     check_one_of,
     check_path,
@@ -52,26 +51,24 @@ def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
 
 def find_parts(actions: Iterable[Any]) -> list[Any]:
     """Returns actions and all that they consist of, each once."""
-    return list({id(part): part for part in _walk(actions)}.values())
-
-
-def _walk(actions: Iterable[Any]) -> Iterator[Any]:
+    found: dict[int, Any] = {}
     for action in actions:
-        yield action
+        inner: tuple[Any, ...] = ()
         if isinstance(action, ConditionalAction):
-            yield from _walk((action.condition, *action.actions))
+            inner = action.condition, *action.actions
         elif isinstance(action, PeriodicAction):
-            yield from _walk(action.actions)
+            inner = action.actions
         elif isinstance(action, MethodType):
-            yield from _walk([action.__self__])
+            inner = (action.__self__,)
+        found |= {id(part): part for part in (action, *find_parts(inner))}
+    return list(found.values())
 
 
 class StepAction:
     """An action that knows the global step, once it is told what counts it."""
 
     _read_step: Callable[[], int] | None = None
-    last_step = 0
-    """The global step of the last call."""
+    last_step = 0  # That of the last call.
 
     def bind_step_counter(self, counter: Any) -> None:
         """Takes what counts training steps; a `Controller` calls this.
@@ -165,16 +162,17 @@ class _BestValue:
     """The best value of a metric so far, `None` before the first one."""
 
     def __init__(self, metric: Metric, higher_is_better: bool) -> None:
-        if not callable(metric):
-            fix = 'Use a key of the output, such as `metric="loss"`, or a function.'
-            check_instance("metric", metric, str, fix)
+        is_key = isinstance(metric, str) and bool(metric.strip())
+        if not (is_key or callable(metric)):
+            raise TypeError(
+                f"`metric` is {metric!r} of type {type(metric).__name__}, but it must "
+                'be a key of the output, such as `metric="loss"`, or a function of it.'
+            )
         check_one_of("higher_is_better", higher_is_better, (True, False))
         self.metric, self.higher_is_better = metric, higher_is_better
         self.best_value: float | None = None
-
         kind = type(metric).__name__
-        is_key = isinstance(metric, str)
-        self._name = metric if is_key else getattr(metric, "__name__", kind)
+        self._name = str(metric if is_key else getattr(metric, "__name__", kind))
 
     def metric_value(self, output: Output) -> float:
         """Returns the value of the metric in `output`.
@@ -184,9 +182,8 @@ class _BestValue:
             TypeError: If the value is not one number.
         """
         metric = self.metric
-        value = (
-            _find(metric, output or {}) if isinstance(metric, str) else metric(output)
-        )
+        is_key = isinstance(metric, str)
+        value = _find(metric, output or {}) if is_key else metric(output)
         try:
             return float(np.asarray(value)[()])
         except (TypeError, ValueError):
@@ -250,9 +247,8 @@ class NewBestMetric(_BestValue):
 
     Raises:
         TypeError: If `metric` is neither a string nor callable.
-        ValueError: If `higher_is_better` is neither true nor false, if `directory` is
-            given with a function that has no name to call the file by, or if the file
-            there is not this metric's.
+        ValueError: If `higher_is_better` is neither true nor false, a function for
+            `directory` has no name, or the file there is not this metric's.
     """
 
     def __init__(
@@ -269,8 +265,7 @@ class NewBestMetric(_BestValue):
         if callable(metric) and not self._name.isidentifier():
             raise ValueError(
                 f"`metric` is the function {self._name}, but the file in `directory` "
-                "is called by the name of the metric. Use a key of the output, or a "
-                "function that is defined with `def`."
+                "is called by its name. Use one that is defined with `def`."
             )
         folder = Path(check_path("directory", directory))
         self.file = folder / f"best_{quote(self._name, safe='')}.json"
@@ -291,12 +286,9 @@ class NewBestMetric(_BestValue):
             return False
         self.best_value = self.metric_value(output)
         if self.file is not None and get_process().is_chief:
-            content = {
-                "best_value": self.best_value,
-                "higher_is_better": self.higher_is_better,
-            }
-            # A reader finds the old file or the new one.
+            content = {**self.get_state(), "higher_is_better": self.higher_is_better}
             path, data = epath.Path(self.file), json.dumps(content).encode()
+            # A reader finds the old file or the new one.
             write_whole(path, data, f".{path.name}.{os.getpid()}")
         return True
 
@@ -308,9 +300,8 @@ class NewBestMetric(_BestValue):
             return float(content["best_value"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{file} cannot be read as the best value of `{self._name}` with "
-                f"`higher_is_better={self.higher_is_better}`: {error!r}. Delete the "
-                "file to start afresh."
+                f"{file} cannot be read as the best value of `{self._name}`: "
+                f"{error!r}. Delete the file to start afresh."
             ) from error
 
 
@@ -342,8 +333,7 @@ class EarlyStopping(_BestValue):
 
     Raises:
         TypeError: If `request_stop` or `metric` is of another kind.
-        ValueError: If `patience` is below 1, `min_delta` is negative, or
-            `higher_is_better` is neither true nor false.
+        ValueError: If another argument is not what it must be.
     """
 
     def __init__(
@@ -388,8 +378,7 @@ class EarlyStopping(_BestValue):
         self._was_stopped = False
         self._request_stop(
             f"`{self._name}` had not improved for {self.num_without_improvement} "
-            "outputs in a row when this was saved; the best value was "
-            f"{self.best_value}. A larger `patience` trains on"
+            "outputs in a row when this was saved; a larger `patience` trains on"
         )
 
     def _start_afresh(self) -> None:
