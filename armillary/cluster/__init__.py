@@ -20,7 +20,6 @@ from armillary.cluster._communication import (
     CommunicationOptions,
 )
 from armillary.cluster._preemption import TerminationConfig
-from armillary.cluster.resolvers._resolve import TPUClusterResolver, resolve_cluster
 from armillary.cluster.resolvers._resolver import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -30,6 +29,8 @@ from armillary.cluster.resolvers._schedulers import (
     KubernetesClusterResolver,
     SlurmClusterResolver,
     TorchrunClusterResolver,
+    TPUClusterResolver,
+    resolve_cluster,
 )
 from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from armillary.cluster import (
-    ClusterResolver,
     ClusterSpec,
     KubernetesClusterResolver,
     ProcessPlan,
@@ -58,54 +57,52 @@ SLICES = {
     "MEGASCALE_COORDINATOR_ADDRESS": "a-0:8080",
 }
 KINDS = {
-    "TF_CONFIG": (TFConfigClusterResolver, TF_CONFIG, {}),
-    "Slurm": (SlurmClusterResolver, SLURM, {"port_base": 2222}),
-    "Kubernetes": (KubernetesClusterResolver, KUBERNETES, {}),
-    "torchrun": (TorchrunClusterResolver, TORCHRUN, {}),
-    "a TPU slice": (TPUClusterResolver, TPU, {"port": 2222}),
+    "TF_CONFIG": (TFConfigClusterResolver, TF_CONFIG),
+    "Slurm": (SlurmClusterResolver, SLURM),
+    "Kubernetes": (KubernetesClusterResolver, KUBERNETES),
+    "torchrun": (TorchrunClusterResolver, TORCHRUN),
+    "a TPU slice": (TPUClusterResolver, TPU),
 }
+SLURM_PORT = 61_440 + 31 * 7
 
 
 def make(name, without=(), **changes):
     """Returns a resolver, without some variables and with others."""
-    kind, environ, options = KINDS[name]
+    kind, environ = KINDS[name]
     environ = {key: value for key, value in environ.items() if key not in without}
     variables = {key: value for key, value in changes.items() if key.isupper()}
     arguments = {key: value for key, value in changes.items() if not key.isupper()}
-    return kind(environ={**environ, **variables}, **{**options, **arguments})
+    return kind(environ={**environ, **variables}, **arguments)
 
 
 def plan(name, without=(), **changes):
     return make(name, without, **changes).process_plan()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_description_of_one_cluster_is_the_same_plan(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "port"),
+    list(zip(KINDS, (2222, SLURM_PORT, 2222, 2222, 8482), strict=True)),
+)
+def test_every_description_of_one_cluster_is_the_same_plan(name, port, monkeypatch):
     resolver = make(name)
-    assert isinstance(resolver, ClusterResolver)
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    address = f"node-0.net:{port}"
     found = resolver.process_plan()
     assert found == ProcessPlan(
-        task_type="worker",
-        task_id=1,
-        num_processes=3,
-        process_id=1,
-        coordinator_address="node-0.net:2222",
-        local_device_ids=None,
+        task_id=1, num_processes=3, process_id=1, coordinator_address=address
     )
-    assert (found.is_chief, found.is_training, found.is_distributed) == (
-        *(False, True, True),
-    )
+    assert not found.is_chief
+    assert found.is_training
+    assert found.is_distributed
     # A scheduler tells the address of process 0 only.
-    known = WORKERS if name == "TF_CONFIG" else WORKERS[:1]
+    known = WORKERS if name == "TF_CONFIG" else [address]
     assert resolver.cluster_spec() == ClusterSpec({"worker": known})
     # The environment of the process is the default, and chooses its resolver.
-    kind, environ, _ = KINDS[name]
-    assert type(resolve_cluster(environ)) is kind
+    kind, environ = KINDS[name]
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
     assert kind().task_id == 1
-    assert resolve_cluster().task_id == 1
+    assert type(resolve_cluster()) is kind
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_every_description_of_one_cluster_is_the_same_plan(name, monkeypatch):
         ("a TPU slice", "TPU_WORKER_ID"),
     ],
 )
-@pytest.mark.parametrize("value", ["", "-1", "one", "1.0", "٣", "3"])
+@pytest.mark.parametrize("value", ["", "-1", "one", "3"])
 def test_an_index_that_is_none_is_an_error_that_names_it(name, index, value):
     rule = "must be an integer of at least 0 and below 3" if value else "is not set"
     with pytest.raises(ClusterError, match=rf"`{index}` .*{rule}"):
@@ -127,13 +124,12 @@ def test_an_index_that_is_none_is_an_error_that_names_it(name, index, value):
 @pytest.mark.parametrize(
     ("name", "variable"),
     [
-        ("Slurm", "SLURM_STEP_NODELIST"),
-        ("Slurm", "SLURM_STEP_NUM_TASKS"),
         *[("Kubernetes", variable) for variable in KUBERNETES],
         *[
-            ("torchrun", variable)
-            for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            ("Slurm", f"SLURM_{name}")
+            for name in ("STEP_NODELIST", "STEP_NUM_TASKS", "JOB_ID")
         ],
+        *[("torchrun", name) for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")],
     ],
 )
 def test_a_missing_variable_is_an_error_that_names_it(name, variable):
@@ -145,53 +141,28 @@ def slices(**changes):
     return TPUClusterResolver(environ={**SLICES, **changes})
 
 
-NO_WAY = "cannot be used to reach process 0"
-ADDRESS = f"`MASTER_ADDR` and `MASTER_PORT` {NO_WAY}"
+NO_ADDRESS = "but it must be a host, a colon and a port"
 
 
 @mistakes(
     {
         ClusterError: {
-            r"`SLURM_JOB_ID` is not set\. Start the program with `srun`": (
-                lambda: make("Slurm", ["SLURM_JOB_ID"], port_base=None)
-            ),
             r"`SLURM_LOCALID` is not set\. Start the program with `srun`": (
                 lambda: make("Slurm", ["SLURM_LOCALID"], gpus_per_task=1)
             ),
-            r"`jobs` is \{'worker': 4\}, which is 4 tasks, but Slurm started 3\. Cha": (
+            r"`jobs` is \{'worker': 4\}, but Slurm started 3 tasks\. Cha": (
                 lambda: make("Slurm", jobs={"worker": 4})
             ),
-            "`jobs` is .*`chief` has 2 tasks.*Keep one": (
-                lambda: make("Slurm", jobs={"chief": 2, "worker": 1})
+            f"is 'a b:61657', {NO_ADDRESS}.* Start": (
+                lambda: make("Slurm", SLURM_STEP_NODELIST="a b")
             ),
-            "`jobs` is .*`evaluator` has 2 tasks": (
-                lambda: make("Slurm", jobs={"evaluator": 2, "worker": 1})
-            ),
-            "`ARMILLARY_NUM_PROCESSES` is '0', but .* an integer of at least 1": (
-                lambda: make("Kubernetes", ARMILLARY_NUM_PROCESSES="0")
-            ),
-            "`ARMILLARY_PORT` is '0', but it must be": (
-                lambda: make("Kubernetes", ARMILLARY_PORT="0")
-            ),
-            "`ARMILLARY_PORT` is '65536', .* below 65536": (
+            f"is 'node-0.net:65536', {NO_ADDRESS}": (
                 lambda: make("Kubernetes", ARMILLARY_PORT="65536")
             ),
-            f"`ARMILLARY_SERVICE_NAME` {NO_WAY}": (
+            f"http://pods.*, {NO_ADDRESS}": (
                 lambda: make("Kubernetes", ARMILLARY_SERVICE_NAME="http://pods")
             ),
-            "`LOCAL_RANK` is '4', .* below 4": (
-                lambda: make("torchrun", LOCAL_RANK="4", LOCAL_WORLD_SIZE="4")
-            ),
-            r"`LOCAL_RANK` is not set\. Start the program with `torchrun`": (
-                lambda: make("torchrun", ["LOCAL_RANK"], gpus_per_task=2)
-            ),
-            rf"{ADDRESS}.*tcp": lambda: make("torchrun", MASTER_ADDR="tcp://a"),
-            rf"{ADDRESS}.*65536": lambda: make("torchrun", MASTER_PORT="65536"),
-            "is 'node-0.net:65536', but it must be a host, a colon and a port": (
-                lambda: make(
-                    "torchrun", MASTER_PORT="65535", TORCHELASTIC_USE_AGENT_STORE="True"
-                )
-            ),
+            f"tcp://a.* {NO_ADDRESS}": lambda: make("torchrun", MASTER_ADDR="tcp://a"),
             "`MEGASCALE_SLICE_ID` is '3', .* below 3": (
                 lambda: slices(MEGASCALE_SLICE_ID="3")
             ),
@@ -199,30 +170,22 @@ ADDRESS = f"`MASTER_ADDR` and `MASTER_PORT` {NO_WAY}"
             "`MEGASCALE_COORDINATOR_ADDRESS` is not set": (
                 lambda: slices(MEGASCALE_COORDINATOR_ADDRESS="")
             ),
-            f"`MEGASCALE_COORDINATOR_ADDRESS` {NO_WAY}": (
-                lambda: slices(MEGASCALE_COORDINATOR_ADDRESS="a b")
-            ),
         },
         ValueError: {
+            "`chief` has 2 tasks.*Keep one": (
+                lambda: make("Slurm", jobs={"chief": 2, "worker": 1})
+            ),
             "`jobs` is 'master', but it must be one of": (
                 lambda: make("Slurm", jobs={"master": 3})
             ),
             r'`jobs\["worker"\]` is 3.0.*positive integer': (
                 lambda: make("Slurm", jobs={"worker": 3.0})
             ),
-            "`port_base` is 0, but it must be a positive": (
-                lambda: make("Slurm", port_base=0)
-            ),
             "`port_base` is 65536, .*at most 65,535": (
                 lambda: make("Slurm", port_base=65_536)
             ),
             "`gpus_per_task` is 0, but it must be a": (
                 lambda: make("Slurm", gpus_per_task=0)
-            ),
-            "`port` is 0, but it must be a positive": lambda: make("torchrun", port=0),
-            "`gpus_per_task` is 0, but": lambda: make("torchrun", gpus_per_task=0),
-            "`port` is 70000, .*at most 65,535": (
-                lambda: make("a TPU slice", port=70_000)
             ),
             "`tpu` is 'mine', but .* Start it on every machine of that TPU, and": (
                 lambda: make("a TPU slice", tpu="mine")
@@ -240,37 +203,11 @@ def test_what_describes_no_process_is_an_error(call, error, message):
         call()
 
 
-@pytest.mark.parametrize("nodes", ["node[", "a b", ",a", "node[x-y]", "http://a"])
-def test_a_first_node_that_has_no_name_is_an_error(nodes):
-    with pytest.raises(
-        ClusterError, match=rf"`SLURM_STEP_NODELIST` {NO_WAY}\. .*Start"
-    ):
-        make("Slurm", SLURM_STEP_NODELIST=nodes)
-    if "[" not in nodes:
-        with pytest.raises(ClusterError, match=f"`TPU_WORKER_HOSTNAMES` {NO_WAY}"):
-            make("a TPU slice", TPU_WORKER_HOSTNAMES=f"{nodes},b,c")
-
-
 @pytest.mark.parametrize("hostname", ["node", "node-2", "node-01", "-1"])
 def test_a_host_name_that_does_not_end_in_the_index_is_an_error(hostname):
     message = rf"`HOSTNAME` is '{hostname}', but pod 1 of an indexed Job is called by"
     with pytest.raises(ClusterError, match=message):
         make("Kubernetes", HOSTNAME=hostname)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("big", "big"),
-        ("big.net,node[1-2]", "big.net"),
-        ("node[001-003,7],big", "node001"),
-        ("node[7,1-3]", "node7"),
-        ("rack[1-2]-node[08-10].net,big", "rack1-node08.net"),
-    ],
-)
-def test_the_first_node_of_a_list_is_read(nodes, first):
-    found = plan("Slurm", SLURM_STEP_NODELIST=nodes)
-    assert found.coordinator_address == f"{first}:2222"
 
 
 def test_jobs_take_the_tasks_with_the_chief_and_the_workers_first():
@@ -284,7 +221,8 @@ def test_jobs_take_the_tasks_with_the_chief_and_the_workers_first():
     assert (worker.task_type, worker.task_id) == ("worker", 0)
     found = worker.process_plan()
     assert (found.process_id, found.num_processes) == (1, 2)
-    assert worker.cluster_spec() == ClusterSpec({"chief": WORKERS[:1]})
+    address = found.coordinator_address
+    assert worker.cluster_spec() == ClusterSpec({"chief": [address]})
     assert chief.process_plan().is_chief
 
 
@@ -292,12 +230,13 @@ def test_the_step_of_slurm_comes_before_the_job():
     job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_NODELIST": "a,b", "SLURM_NTASKS": "2"}
     assert plan("Slurm", **job) == plan("Slurm")
     found = plan("Slurm", ["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"], **job)
-    assert (found.coordinator_address, found.num_processes) == ("a:2222", 2)
+    assert found.coordinator_address == f"a:{SLURM_PORT}"
+    assert found.num_processes == 2
 
 
 def test_the_port_is_made_from_the_job_and_the_step():
     def find_port(**changes):
-        address = plan("Slurm", port_base=None, **changes).coordinator_address
+        address = plan("Slurm", **changes).coordinator_address
         return int(address.partition(":")[2])
 
     port = find_port()
@@ -320,9 +259,7 @@ TWO = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
         ("Slurm", [], {"gpus_per_task": 2}, (2, 3)),
         ("torchrun", [], TWO, (1,)),
         ("torchrun", ["LOCAL_WORLD_SIZE"], {"LOCAL_RANK": "1"}, (1,)),
-        ("torchrun", [], {**TWO, "gpus_per_task": 2}, (2, 3)),
         ("torchrun", [], {}, None),
-        ("torchrun", [], {"gpus_per_task": 2}, (0, 1)),
         ("torchrun", ["LOCAL_RANK"], {}, None),
     ],
 )
@@ -335,19 +272,25 @@ def test_gpus_are_shared_out_by_the_number_on_the_machine(
 @pytest.mark.parametrize(
     ("name", "changes", "address"),
     [
+        *[
+            ("Slurm", {"SLURM_STEP_NODELIST": nodes, "port_base": 9}, f"{first}:9")
+            for nodes, first in (
+                ("big.net,node[1-2]", "big.net"),
+                ("node[001-003,7],big", "node001"),
+                ("rack[1-2]-node[08-10].net,big", "rack1-node08.net"),
+            )
+        ],
         ("Kubernetes", {"HOSTNAME": "node-1.pods.default.svc"}, WORKERS[0]),
         ("Kubernetes", {"ARMILLARY_PORT": "99"}, "node-0.net:99"),
         ("torchrun", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "node-0.net:2223"),
-        ("torchrun", {"TORCHELASTIC_USE_AGENT_STORE": "False"}, WORKERS[0]),
-        ("torchrun", {"port": 99, "MASTER_PORT": ""}, "node-0.net:99"),
         ("torchrun", {"MASTER_ADDR": "2001:db8::1"}, "[2001:db8::1]:2222"),
         ("torchrun", {"MASTER_ADDR": "[::1]"}, "[::1]:2222"),
         *[
-            ("a TPU slice", {"TPU_WORKER_HOSTNAMES": f"{host},b"}, "[fd00::1]:2222")
+            ("a TPU slice", {"TPU_WORKER_HOSTNAMES": f"{host},b"}, "[fd00::1]:8482")
             for host in ("fd00::1", "[fd00::1]", "[fd00::1]:8476")
         ],
-        ("a TPU slice", {"TPU_PROCESS_ADDRESSES": "own:8476,b:1"}, "own:2222"),
-        *[("a TPU slice", {"tpu": tpu}, WORKERS[0]) for tpu in ("", "local", None)],
+        ("a TPU slice", {"TPU_PROCESS_ADDRESSES": "own:8476,b:1"}, "own:8482"),
+        *[("a TPU slice", {"tpu": tpu}, "node-0.net:8482") for tpu in ("", "local")],
     ],
 )
 def test_the_address_of_process_0_is_made_from_variables(name, changes, address):
@@ -419,9 +362,9 @@ def test_the_first_one_that_is_there_is_taken(environ, kind):
 
 
 def test_a_malformed_description_is_not_passed_over():
-    with pytest.raises(ClusterError, match=r"`TF_CONFIG` is not valid JSON"):
+    with pytest.raises(ClusterError, match=r"`TF_CONFIG` is '\{', and"):
         resolve_cluster({"TF_CONFIG": "{", **SLURM})
-    with pytest.raises(ClusterError, match=r"`MASTER_ADDR` is not set"):
+    with pytest.raises(ClusterError, match=r"`MASTER_PORT` is not set"):
         resolve_cluster({"RANK": "0", "WORLD_SIZE": "2"})
 
 

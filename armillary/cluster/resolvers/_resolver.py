@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from armillary._checks import check_instance
 from armillary.cluster.resolvers._spec import (
@@ -13,7 +11,6 @@ from armillary.cluster.resolvers._spec import (
     ProcessPlan,
     check_task,
     plan_process,
-    read_tasks,
 )
 from armillary.errors import ClusterError
 
@@ -115,7 +112,7 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     `cluster` maps each job to the addresses of its tasks, and `task` says which of them
     this process is. The jobs with a meaning are `chief`, `worker`, `ps` and
     `evaluator`; an evaluator need not be listed in the cluster. Without `cluster`, the
-    process is on its own. Keys that other programs put there are left alone.
+    process is on its own. Other keys are left alone.
 
     Args:
         task_type: The job of this process, instead of what `TF_CONFIG` says.
@@ -123,8 +120,8 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         environ: The environment to read, by default that of this process.
 
     Raises:
-        ClusterError: If `TF_CONFIG` is not set, or is malformed. The message names the
-            key and shows a correct example.
+        ClusterError: If `TF_CONFIG` is not set, is malformed, or describes a cluster
+            that cannot train. The message shows a correct example.
     """
 
     def __init__(
@@ -134,71 +131,28 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         *,
         environ: Environ | None = None,
     ) -> None:
-        environ = find_environ(environ)
+        text = find_environ(environ).get("TF_CONFIG", "")
         try:
-            tasks, task_type, task_id = _read_config(environ, task_type, task_id)
+            config = json.loads(text)
+            check_instance("TF_CONFIG", config, dict, "Use a JSON object, in braces.")
+            cluster, task = config.get("cluster", {}), config.get("task")
+            if cluster or task is not None:
+                name = 'TF_CONFIG["task"]'
+                check_instance(name, task, dict, "It says which task this process is.")
+                task_type = task.get("type") if task_type is None else task_type
+                if task_id is None:
+                    index = task.get("index")
+                    # Shell scripts often quote the number.
+                    task_id = int(index) if str(index).isdecimal() else index
+            super().__init__(cluster, task_type, task_id)
+            super().process_plan()
         except (TypeError, ValueError) as error:
-            raise ClusterError(f"{error} {_EXAMPLE}") from error
-        super().__init__(tasks, task_type, task_id)
+            raise ClusterError(
+                f"`TF_CONFIG` is {text!r}, and describes no task of a cluster that can "
+                f"train: {error} {_EXAMPLE}"
+            ) from error
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
         """Returns whether `TF_CONFIG` is set."""
         return has_variables(environ, "TF_CONFIG")
-
-    def process_plan(self) -> ProcessPlan:
-        """Returns what this process needs to join the others.
-
-        Raises:
-            ClusterError: If the cluster is not fit for training.
-        """
-        try:
-            return super().process_plan()
-        except ValueError as error:
-            raise ClusterError(
-                f"`TF_CONFIG` describes a cluster that cannot train: {error} {_EXAMPLE}"
-            ) from error
-
-
-def _read_config(environ: Environ, task_type: Any, task_id: Any) -> tuple[Any, ...]:
-    """Returns the tasks of the cluster, and which of them this process is."""
-    if not has_variables(environ, "TF_CONFIG"):
-        raise ValueError("`TF_CONFIG` is not set. It describes the cluster as JSON.")
-    text, names = environ["TF_CONFIG"], {}
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        near = text[max(error.pos - 15, 0) : error.pos + 15]
-        raise ValueError(
-            f"`TF_CONFIG` is not valid JSON: {error}, near {near!r}."
-        ) from (error)
-    check_instance("TF_CONFIG", config, dict, "Use a JSON object, in braces.")
-    if (layer := config.get("rpc_layer")) not in (None, "", "grpc"):
-        raise ValueError(
-            f'`TF_CONFIG["rpc_layer"]` is {layer!r}, but JAX speaks gRPC only. Leave '
-            "the key out."
-        )
-    tasks = read_tasks('TF_CONFIG["cluster"]', config.get("cluster", {}))
-    if tasks or "task" in config:
-        name, task = 'TF_CONFIG["task"]', config.get("task")
-        fix = "It says which task of the cluster this process is."
-        check_instance(name, task, dict, fix)
-        for key in {"type", "index"} - task.keys():
-            raise ValueError(f"`{name}` is {task!r}, but it must have `{key}`. {fix}")
-        if task_type is None:
-            task_type, names["type_name"] = task["type"], f'{name}["type"]'
-        if task_id is None:
-            # Shell scripts often quote the number.
-            index, names["id_name"] = task["index"], f'{name}["index"]'
-            is_quoted = isinstance(index, str) and re.fullmatch(r"[0-9]{1,18}", index)
-            task_id = int(index) if is_quoted else index
-    if task_type is not None or task_id is not None:
-        check_task(ClusterSpec(tasks), task_type, task_id, **names)
-        alone = (("worker", 0), ("evaluator", 0))
-        if not tasks and (task_type, task_id) not in alone:
-            raise ValueError(
-                f"`TF_CONFIG` says that this process is {task_type} {task_id}, but not "
-                "where the others are: it has no `cluster`. Give the addresses of all "
-                "tasks, or leave `task` out: a process alone is worker 0."
-            )
-    return tasks, task_type, task_id

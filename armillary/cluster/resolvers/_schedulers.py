@@ -1,17 +1,18 @@
-"""What Slurm, Kubernetes and torchrun tell a process."""
+"""What a scheduler tells a process, and the choice of a resolver by what is told."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from armillary._checks import (
-    check_instance,
-    check_one_of,
-    check_positive_int,
-)
+from armillary._checks import check_instance, check_one_of, check_positive_int
+from armillary._logging import ensure_visible, logger
 from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
     Environ,
     SimpleClusterResolver,
+    TFConfigClusterResolver,
     find_environ,
     has_variables,
 )
@@ -19,9 +20,9 @@ from armillary.cluster.resolvers._spec import (
     HIGHEST_PORT,
     TASK_TYPES,
     TRAINING_TASK_TYPES,
+    ClusterSpec,
     ProcessPlan,
     check_address,
-    check_port,
     check_single,
 )
 from armillary.errors import ClusterError
@@ -29,92 +30,85 @@ from armillary.errors import ClusterError
 # Above the ports that Linux hands out by itself (32768 to 60999).
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 61_440, 4_096
 _KUBERNETES_PORT = 2222
+_TPU_PORT = 8482
 
 
 class ScheduledResolver(SimpleClusterResolver):
-    """Holds the plan that the variables gave, and the one address that they tell."""
+    """Reads variables, and holds the plan and the one address that they give."""
 
-    def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
-        address = plan.coordinator_address
-        super().__init__({chief_job: [address]} if address else {})
-        self._plan = plan
-        if plan.process_id is not None:  # Or JAX finds out.
-            self._task_type, self._task_id = plan.task_type, plan.task_id
+    _NEEDS: ClassVar[tuple[str, ...]]
+    _FIX: ClassVar[str]  # Who sets the variables.
+    _IS_OUTER = False  # Whether another launcher may run inside it.
+
+    def __init__(self, environ: Environ | None) -> None:
+        super().__init__({})
+        self._environ = find_environ(environ)
+
+    @classmethod
+    def is_present(cls, environ: Environ) -> bool:
+        """Returns whether this scheduler started the process, and no other since."""
+        # torchrun does so in a step of Slurm or in a pod, which count none of its own.
+        is_inner = cls._IS_OUTER and has_variables(environ, "TORCHELASTIC_RUN_ID")
+        return has_variables(environ, *cls._NEEDS) and not is_inner
 
     def process_plan(self) -> ProcessPlan:
         """Returns what this process needs to join the others."""
         return self._plan
 
+    def _hold(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
+        address = plan.coordinator_address
+        self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
+        self._plan = plan
+        if plan.process_id is not None:  # Or JAX finds out.
+            self._task_type, self._task_id = plan.task_type, plan.task_id
 
-def plan_worker(
-    index: int, count: int, address: str, devices: tuple[int, ...] | None = None
-) -> ProcessPlan:
-    """Returns the plan of one of `count` workers."""
-    return ProcessPlan(
-        task_id=index,
-        num_processes=count,
-        process_id=index,
-        coordinator_address=address,
-        local_device_ids=devices,
-    )
+    def _hold_worker(
+        self, index: int, count: int, address: str, gpus: tuple[int, ...] | None = None
+    ) -> None:
+        self._hold(
+            ProcessPlan(
+                task_id=index,
+                num_processes=count,
+                process_id=index,
+                coordinator_address=address,
+                local_device_ids=gpus,
+            )
+        )
 
-
-class Variables:
-    """Reads the variables of a scheduler; `fix` says who sets them."""
-
-    def __init__(self, environ: Environ, fix: str) -> None:
-        self.environ, self._fix = environ, fix
-
-    def find(self, *names: str) -> str:
-        """Returns the first of some names that is set: they mean the same."""
+    def _text(self, *names: str) -> str:
+        """Returns the value of the first variable that is set: they mean the same."""
         for name in names:
-            if has_variables(self.environ, name):
-                return name
-        raise ClusterError(f"`{'` or `'.join(names)}` is not set. {self._fix}")
+            if has_variables(self._environ, name):
+                return self._environ[name].strip()
+        raise ClusterError(f"`{'` or `'.join(names)}` is not set. {self._FIX}")
 
-    def text(self, name: str) -> str:
-        """Returns the value of a variable that must be set."""
-        return self.environ[self.find(name)].strip()
-
-    def number(self, name: str, *, least: int = 0, below: int | None = None) -> int:
-        """Returns the value of a variable that must be an integer in a range."""
-        text = self.text(name)
-        is_number = re.fullmatch(r"[0-9]{1,18}", text) is not None
-        if not is_number or int(text) < least or int(text) >= (below or int(text) + 1):
-            limit = "" if below is None else f" and below {below}"
+    def _number(self, *names: str, below: float = math.inf) -> int:
+        """Returns such a value as an integer of at least 0."""
+        text = self._text(*names)
+        if not text.isdecimal() or int(text) >= below:
+            limit = "" if below == math.inf else f" and below {below}"
             raise ClusterError(
-                f"`{name}` is {text!r}, but it must be an integer of at least "
-                f"{least}{limit}. {self._fix}"
+                f"`{'` or `'.join(names)}` is {text!r}, but it must be an integer of "
+                f"at least 0{limit}. {self._FIX}"
             )
         return int(text)
 
-    def address(self, host: str, port: int, *names: str) -> str:
+    def _address(self, host: str, port: int) -> str:
         """Returns the address of process 0; an IPv6 address may lack its brackets."""
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
         try:
             return check_address("coordinator_address", f"{host}:{port}")
         except ValueError as error:
-            raise ClusterError(
-                f"`{'` and `'.join(names)}` cannot be used to reach process 0. {error} "
-                f"{self._fix}"
-            ) from error
-
-
-def _take_share(index: int, size: int) -> tuple[int, ...]:
-    """Returns the device ids of the process number `index` on its machine."""
-    return tuple(range(index * size, (index + 1) * size))
+            raise ClusterError(f"{error} {self._FIX}") from error
 
 
 class SlurmClusterResolver(ScheduledResolver):
     """Reads what Slurm tells each task that `srun` starts.
 
     Task 0 runs on the first node of the list; the others need no address. Variables of
-    the step come before those of the job: `SLURM_STEP_NODELIST` and
-    `SLURM_STEP_NUM_TASKS`, then `SLURM_JOB_NODELIST`, `SLURM_NODELIST` and
-    `SLURM_NTASKS`; and `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_JOB_ID`,
-    `SLURM_STEP_ID`. JAX's own detection gives each task one GPU; here it has those that
-    Slurm lets it see.
+    the step come before those of the job. JAX's own detection gives each task one GPU;
+    here it has those that Slurm lets it see.
 
     Args:
         jobs: How many tasks each job has, such as `{"worker": 4, "evaluator": 1}`.
@@ -135,6 +129,11 @@ class SlurmClusterResolver(ScheduledResolver):
             not one of `tf.distribute`.
     """
 
+    # A script in a batch job has some of the variables as well.
+    _NEEDS = ("SLURM_STEP_NODELIST", "SLURM_PROCID")
+    _FIX = "Start the program with `srun`, which sets it for each task."
+    _IS_OUTER = True
+
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
@@ -147,72 +146,45 @@ class SlurmClusterResolver(ScheduledResolver):
         check_instance("jobs", jobs, Mapping | None, fix)
         for job, count in (jobs or {}).items():
             check_one_of("jobs", job, TASK_TYPES)
-            check_positive_int(f'jobs["{job}"]', count)
+            check_single(job, check_positive_int(f'jobs["{job}"]', count))
         if port_base is not None:
-            check_port("port_base", port_base)
+            check_positive_int("port_base", port_base, HIGHEST_PORT)
         if gpus_per_task is not None:
             check_positive_int("gpus_per_task", gpus_per_task)
-        fix = "Start the program with `srun`, which sets it for each task."
-        variables = Variables(find_environ(environ), fix)
-        name = variables.find("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        num_tasks = variables.number(name, least=1)
-        rank = variables.number("SLURM_PROCID", below=num_tasks)
-        tasks = _list_tasks(jobs or {"worker": num_tasks}, num_tasks)
-        task_type, task_id = tasks[rank]
-        devices = None
+        super().__init__(environ)
+        num_tasks = self._number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        rank = self._number("SLURM_PROCID", below=num_tasks)
+        jobs = jobs or {"worker": num_tasks}
+        if sum(jobs.values()) != num_tasks:
+            raise ClusterError(
+                f"`jobs` is {dict(jobs)!r}, but Slurm started {num_tasks} tasks. "
+                f"Change `jobs`, or use `srun --ntasks={sum(jobs.values())}`."
+            )
+        tasks = [(job, i) for job in TASK_TYPES for i in range(jobs.get(job, 0))]
+        plan = ProcessPlan(task_type=tasks[rank][0], task_id=tasks[rank][1])
         if gpus_per_task is not None:
-            devices = _take_share(variables.number("SLURM_LOCALID"), gpus_per_task)
-        plan = ProcessPlan(
-            task_type=task_type, task_id=task_id, local_device_ids=devices
-        )
+            first = self._number("SLURM_LOCALID") * gpus_per_task
+            gpus = tuple(range(first, first + gpus_per_task))
+            plan = dataclasses.replace(plan, local_device_ids=gpus)
         if plan.is_training:
             plan = dataclasses.replace(
                 plan,
                 num_processes=sum(job in TRAINING_TASK_TYPES for job, _ in tasks),
                 process_id=rank,
-                coordinator_address=_find_first_node(variables, port_base),
+                coordinator_address=self._find_first_node(port_base),
             )
-        super().__init__(plan, chief_job=tasks[0][0])
+        self._hold(plan, chief_job=tasks[0][0])
 
-    @classmethod
-    def is_present(cls, environ: Environ) -> bool:
-        """Returns whether `srun` started this process, and no other launcher since.
-
-        A script in a batch job has some of the variables as well, without the other
-        tasks; and those of `srun torchrun` are about torchrun's processes, not ours.
-        """
-        is_step = has_variables(environ, "SLURM_STEP_NODELIST", "SLURM_PROCID")
-        return is_step and not has_variables(environ, "TORCHELASTIC_RUN_ID")
-
-
-def _list_tasks(jobs: Mapping[str, int], num_tasks: int) -> list[tuple[str, int]]:
-    """Returns the job and the index of each of Slurm's tasks."""
-    if sum(jobs.values()) != num_tasks:
-        raise ClusterError(
-            f"`jobs` is {dict(jobs)!r}, which is {sum(jobs.values())} tasks, but Slurm "
-            f"started {num_tasks}. Change `jobs`, or start the program with "
-            f"`srun --ntasks={sum(jobs.values())}`."
-        )
-    for job, count in jobs.items():
-        try:
-            check_single(job, count)
-        except ValueError as error:
-            raise ClusterError(f"`jobs` is {dict(jobs)!r}, but {error}") from error
-    return [(job, index) for job in TASK_TYPES for index in range(jobs.get(job, 0))]
-
-
-def _find_first_node(variables: Variables, port: int | None) -> str:
-    """Returns the address of task 0, at a port that other jobs there do not choose."""
-    if port is None:
-        job_id, step_id = variables.number("SLURM_JOB_ID"), 0
-        if has_variables(variables.environ, "SLURM_STEP_ID"):
-            step_id = variables.number("SLURM_STEP_ID")
-        port = _FIRST_SLURM_PORT + (31 * job_id + step_id) % _NUM_SLURM_PORTS
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    name = variables.find(*names)
-    # The first of `node[001-003,7],other` is node001.
-    nodes = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", variables.text(name))
-    return variables.address(nodes.partition(",")[0], port, name)
+    def _find_first_node(self, port: int | None) -> str:
+        if port is None:
+            # Other jobs there choose another one.
+            step_id = self._environ.get("SLURM_STEP_ID") or 0
+            number = 31 * self._number("SLURM_JOB_ID") + int(step_id)
+            port = _FIRST_SLURM_PORT + number % _NUM_SLURM_PORTS
+        names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        # The first of `node[001-003,7],other` is node001.
+        nodes = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", self._text(*names))
+        return self._address(nodes.partition(",")[0], port)
 
 
 class KubernetesClusterResolver(ScheduledResolver):
@@ -233,18 +205,21 @@ class KubernetesClusterResolver(ScheduledResolver):
             the number of pods.
     """
 
+    # The index alone says nothing: the pods may be independent runs.
+    _NEEDS = ("JOB_COMPLETION_INDEX", "ARMILLARY_NUM_PROCESSES")
+    _FIX = (
+        "The pods of a Job with `completionMode: Indexed` have it, or their template "
+        "sets it: see `KubernetesClusterResolver`."
+    )
+    _IS_OUTER = True
+
     def __init__(self, *, environ: Environ | None = None) -> None:
-        fix = (
-            "The pods of a Job with `completionMode: Indexed` have it, or their "
-            "template sets it: see `KubernetesClusterResolver`."
-        )
-        variables = Variables(find_environ(environ), fix)
-        num_pods = variables.number("ARMILLARY_NUM_PROCESSES", least=1)
-        index = variables.number("JOB_COMPLETION_INDEX", below=num_pods)
-        service, hostname = "ARMILLARY_SERVICE_NAME", variables.text("HOSTNAME")
-        port = _KUBERNETES_PORT
-        if has_variables(variables.environ, "ARMILLARY_PORT"):
-            port = variables.number("ARMILLARY_PORT", least=1, below=HIGHEST_PORT + 1)
+        super().__init__(environ)
+        num_pods = self._number("ARMILLARY_NUM_PROCESSES")
+        index = self._number("JOB_COMPLETION_INDEX", below=num_pods)
+        is_set = has_variables(self._environ, "ARMILLARY_PORT")
+        port = self._number("ARMILLARY_PORT") if is_set else _KUBERNETES_PORT
+        hostname = self._text("HOSTNAME")
         # The name of a pod may include the domain.
         job, _, number = hostname.partition(".")[0].rpartition("-")
         if not job or number != str(index):
@@ -253,77 +228,147 @@ class KubernetesClusterResolver(ScheduledResolver):
                 f"called by the Job's name and `-{index}`. Leave the pods' `hostname` "
                 "to Kubernetes."
             )
-        first = f"{job}-0.{variables.text(service)}"
-        address = variables.address(first, port, service)
-        super().__init__(plan_worker(index, num_pods, address))
-
-    @classmethod
-    def is_present(cls, environ: Environ) -> bool:
-        """Returns whether this is a pod of an indexed Job that trains together.
-
-        The index alone says nothing: the pods may be independent runs. And where
-        torchrun started this process in a pod, its variables tell more.
-        """
-        names = ("JOB_COMPLETION_INDEX", "ARMILLARY_NUM_PROCESSES")
-        is_torchrun = has_variables(environ, "TORCHELASTIC_RUN_ID")
-        return has_variables(environ, *names) and not is_torchrun
+        first = f"{job}-0.{self._text('ARMILLARY_SERVICE_NAME')}"
+        self._hold_worker(index, num_pods, self._address(first, port))
 
 
 class TorchrunClusterResolver(ScheduledResolver):
     """Reads the variables that torchrun and schedulers like it set.
 
     These are `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, and `LOCAL_RANK`
-    and `LOCAL_WORLD_SIZE` where several processes run on one machine. All processes are
-    workers.
+    and `LOCAL_WORLD_SIZE` where several processes run on one machine, of which each
+    takes one GPU. All processes are workers.
 
     Where torchrun keeps `MASTER_PORT` for itself (`TORCHELASTIC_USE_AGENT_STORE` is
     `True`), JAX's coordination service takes the next port.
 
     Args:
-        port: The port of the coordination service, which must be free where `RANK` is
-            0. By default as above.
-        gpus_per_task: How many GPUs of its machine each process takes, the process with
-            `LOCAL_RANK` 0 the first ones. By default one, if there are several
-            processes on the machine, and otherwise all that it sees.
         environ: The environment to read, by default that of this process.
 
     Raises:
         ClusterError: If a variable is missing or malformed, or a rank is not below its
             size.
-        ValueError: If an argument is not a number of the kind it must be.
     """
 
+    _NEEDS = ("RANK", "WORLD_SIZE")
+    _FIX = "Start the program with `torchrun`, which sets it for each process."
+
+    def __init__(self, *, environ: Environ | None = None) -> None:
+        super().__init__(environ)
+        num_processes = self._number("WORLD_SIZE")
+        rank = self._number("RANK", below=num_processes)
+        port = self._number("MASTER_PORT")
+        port += self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_alone = self._environ.get("LOCAL_WORLD_SIZE", "").strip() == "1"
+        gpus = None
+        if has_variables(self._environ, "LOCAL_RANK") and not is_alone:
+            gpus = (self._number("LOCAL_RANK"),)
+        address = self._address(self._text("MASTER_ADDR"), port)
+        self._hold_worker(rank, num_processes, address, gpus)
+
+
+class TPUClusterResolver(ScheduledResolver):
+    """Reads the variables that describe the machines of a TPU slice.
+
+    `TPU_WORKER_HOSTNAMES`, or `TPU_PROCESS_ADDRESSES` instead of it, lists the machines
+    of the slice, and `TPU_WORKER_ID` says which of them this is. If a job has several
+    slices, `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and
+    `MEGASCALE_COORDINATOR_ADDRESS` join them: the workers of slice 0 come first.
+
+    A machine that Google Compute Engine started has none of these variables. Then the
+    plan leaves everything to JAX, which asks the metadata server.
+
+    Args:
+        tpu: May be `""` or `"local"`, as in TensorFlow's guides: the TPU that the
+            program runs on, which is the only one it can use.
+        environ: The environment to read, by default that of this process.
+
+    Raises:
+        ClusterError: If the machines are listed and another variable is missing or
+            malformed.
+        ValueError: If `tpu` names another TPU.
+    """
+
+    _NEEDS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+    _FIX = "The scheduler sets it on each machine."
+
     def __init__(
-        self,
-        port: int | None = None,
-        *,
-        gpus_per_task: int | None = None,
-        environ: Environ | None = None,
+        self, tpu: str | None = None, *, environ: Environ | None = None
     ) -> None:
-        if port is not None:
-            check_port("port", port)
-        if gpus_per_task is not None:
-            check_positive_int("gpus_per_task", gpus_per_task)
-        environ = find_environ(environ)
-        fix = "Start the program with `torchrun`, which sets it for each process."
-        variables = Variables(environ, fix)
-        num_processes = variables.number("WORLD_SIZE", least=1)
-        rank = variables.number("RANK", below=num_processes)
-        host = variables.text("MASTER_ADDR")
-        if port is None:
-            port = variables.number("MASTER_PORT", least=1)
-            port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        devices, num_local = None, None
-        if has_variables(environ, "LOCAL_WORLD_SIZE"):
-            num_local = variables.number("LOCAL_WORLD_SIZE", least=1)
-        is_one_of_several = has_variables(environ, "LOCAL_RANK") and num_local != 1
-        if is_one_of_several or gpus_per_task is not None:
-            local_rank = variables.number("LOCAL_RANK", below=num_local)
-            devices = _take_share(local_rank, gpus_per_task or 1)
-        address = variables.address(host, port, "MASTER_ADDR", "MASTER_PORT")
-        super().__init__(plan_worker(rank, num_processes, address, devices))
+        if tpu is not None and str(tpu) not in ("", "local"):
+            raise ValueError(
+                f"`tpu` is {tpu!r}, but a program uses the TPU on whose machines it "
+                "runs. Start it on every machine of that TPU, and leave `tpu` out."
+            )
+        super().__init__(environ)
+        if not self.is_present(self._environ):
+            self._hold(ProcessPlan(num_processes=None, process_id=None))
+            return
+        hosts = self._text(*self._NEEDS).split(",")
+        # A single machine may only know that it is alone.
+        is_told = len(hosts) > 1 or has_variables(self._environ, "TPU_WORKER_ID")
+        worker = self._number("TPU_WORKER_ID", below=len(hosts)) if is_told else 0
+        num_slices, slice_id, first = 1, 0, hosts[0].strip()
+        if has_variables(self._environ, "MEGASCALE_NUM_SLICES"):
+            num_slices = self._number("MEGASCALE_NUM_SLICES")
+            slice_id = self._number("MEGASCALE_SLICE_ID", below=num_slices)
+        if num_slices > 1:
+            first = self._text("MEGASCALE_COORDINATOR_ADDRESS")
+        # Without the port, which is that of the TPU runtime.
+        head, _, port = first.rpartition(":")
+        if port.isdecimal() and (head.startswith("[") or ":" not in head):
+            first = head or first
+        index = slice_id * len(hosts) + worker
+        address = self._address(first, _TPU_PORT)
+        self._hold_worker(index, num_slices * len(hosts), address)
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
-        """Returns whether the rank and the number of processes are set."""
-        return has_variables(environ, "RANK", "WORLD_SIZE")
+        """Returns whether the machines of a slice are listed."""
+        return any(has_variables(environ, name) for name in cls._NEEDS)
+
+
+# ORDER: what a person or a launcher wrote on purpose comes before what a scheduler sets
+# in every process. All processes of a job must choose the same.
+RESOLVERS: dict[str, Any] = {
+    "TF_CONFIG": TFConfigClusterResolver,
+    "Slurm": SlurmClusterResolver,
+    "Kubernetes": KubernetesClusterResolver,
+    "torchrun": TorchrunClusterResolver,
+    "a TPU slice": TPUClusterResolver,
+}
+
+
+def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
+    """Returns the resolver that fits the environment, and logs a line that says why.
+
+    The first of these that is there is taken: `TF_CONFIG`, Slurm, Kubernetes, torchrun,
+    a TPU slice. Without any of them this is a single process.
+
+    Args:
+        environ: The environment to read, by default that of this process.
+
+    Raises:
+        ClusterError: If what is taken is malformed. The next one is not tried: this
+            process would train alone while the others wait for it.
+    """
+    ensure_visible()
+    environ = find_environ(environ)
+    present = [name for name, kind in RESOLVERS.items() if kind.is_present(environ)]
+    if not present:
+        known = ", ".join(RESOLVERS)
+        logger.info(
+            "cluster | a single process: the environment tells nothing of %s", known
+        )
+        return SimpleClusterResolver({})
+    chosen, *others = present
+    resolver = RESOLVERS[chosen](environ=environ)
+    plan = resolver.process_plan()
+    place = "a single process"
+    if plan.is_distributed:
+        place = f"process {plan.process_id} of {plan.num_processes}"
+        place += f", coordinator {plan.coordinator_address}"
+    task = f"{plan.task_type} {plan.task_id}"
+    note = f" | comes before {', '.join(others)}" if others else ""
+    logger.info("cluster | from %s: %s, %s%s", chosen, task, place, note)
+    return resolver

@@ -3,14 +3,13 @@
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from armillary._checks import (
     check_instance,
     check_not_negative_int,
     check_one_of,
-    check_positive_int,
 )
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -22,7 +21,7 @@ SINGLE_TASK_TYPES = ("chief", "evaluator")
 HIGHEST_PORT = 65_535
 
 _ADDRESS = re.compile(
-    r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})"
+    r"(\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})"
 )
 
 
@@ -45,14 +44,26 @@ class ClusterSpec:
 
     Raises:
         TypeError: If `cluster` is not a mapping, or a job is not a list of strings.
-        ValueError: If a job has no name, an address is malformed, or two tasks have the
-            same one.
+        ValueError: If a job has no name, or an address is malformed.
     """
 
     def __init__(self, cluster: "Mapping[str, Sequence[str]] | ClusterSpec") -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster.as_dict()
-        self._tasks = read_tasks("cluster", cluster)
+        fix = 'Use, for example, `{"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}`.'
+        check_instance("cluster", cluster, Mapping, fix)
+        self._tasks: dict[str, list[str]] = {}
+        for job, addresses in cluster.items():
+            name = f'cluster["{job}"]'
+            if not isinstance(job, str) or not job:
+                raise ValueError(
+                    f"`cluster` has the job {job!r}, which is no name. {fix}"
+                )
+            check_instance(name, addresses, list | tuple, fix)
+            for index, address in enumerate(addresses):
+                check_address(f"{name}[{index}]", address)
+            if addresses:
+                self._tasks[job] = list(addresses)
 
     def as_dict(self) -> dict[str, list[str]]:
         """Returns the addresses of the tasks of each job."""
@@ -78,9 +89,8 @@ class ClusterSpec:
         Raises:
             ValueError: If the cluster has no such job, or the job no such task.
         """
-        index = check_not_negative_int("task_index", task_index)
-        check_one_of("task_index", index, self.task_indices(job_name))
-        return self._tasks[job_name][index]
+        check_one_of("task_index", task_index, self.task_indices(job_name))
+        return self._tasks[job_name][task_index]
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -89,9 +99,6 @@ class ClusterSpec:
         if not isinstance(other, ClusterSpec):
             return NotImplemented
         return self._tasks == other._tasks
-
-    def __hash__(self) -> int:
-        return hash(frozenset((job, *tasks) for job, tasks in self._tasks.items()))
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
@@ -183,9 +190,8 @@ def plan_process(
         if job in cluster_spec.jobs
         for index in cluster_spec.task_indices(job)
     ]
-    return ProcessPlan(
-        task_type=task_type,
-        task_id=task_id,
+    return replace(
+        alone,
         num_processes=len(tasks),
         process_id=tasks.index((task_type, task_id)),
         coordinator_address=cluster_spec.task_address(*tasks[0]),
@@ -201,73 +207,28 @@ def check_single(job: str, count: int) -> None:
         )
 
 
-def check_task(
-    cluster_spec: ClusterSpec,
-    task_type: Any,
-    task_id: Any,
-    *,
-    type_name: str = "task_type",
-    id_name: str = "task_id",
-) -> None:
+def check_task(cluster_spec: ClusterSpec, task_type: Any, task_id: Any) -> None:
     """Raises if no task of the cluster has this type and number."""
-    check_one_of(type_name, task_type, TASK_TYPES)
-    index = check_not_negative_int(id_name, task_id)
+    check_one_of("task_type", task_type, TASK_TYPES)
+    index = check_not_negative_int("task_id", task_id)
+    # A process alone is worker 0, and an evaluator need not be listed.
+    counts = {job: len(tasks) for job, tasks in cluster_spec.as_dict().items()}
+    counts = {"evaluator": 1} | (counts or {"worker": 1})
     fix = "Use one of these, or add the address of the task to the cluster."
-    if task_type in cluster_spec.jobs:
-        check_one_of(id_name, index, cluster_spec.task_indices(task_type), fix)
-    elif task_type == "evaluator":
-        check_one_of(id_name, index, [0], "There is one evaluator.")
-    elif cluster_spec:
-        check_one_of(type_name, task_type, cluster_spec.jobs, fix)
-
-
-def read_tasks(name: str, cluster: Any) -> dict[str, list[str]]:
-    """Returns the addresses of the tasks of each job, after checking them."""
-    fix = 'Use, for example, `{"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}`.'
-    check_instance(name, cluster, Mapping, fix)
-    tasks: dict[str, list[str]] = {}
-    owners: dict[str, str] = {}
-    for job, addresses in cluster.items():
-        if not isinstance(job, str) or not job:
-            raise ValueError(
-                f"`{name}` has the job {job!r}, but a job is named by a string that is "
-                'not empty. Use a name such as `"worker"`.'
-            )
-        if not isinstance(addresses, Sequence) or isinstance(addresses, str | bytes):
-            raise TypeError(
-                f'`{name}["{job}"]` is {addresses!r} of type '
-                f"{type(addresses).__name__}, but it must be a list of addresses. {fix}"
-            )
-        for index, address in enumerate(addresses):
-            check_address(f'{name}["{job}"][{index}]', address)
-            if address in owners:
-                raise ValueError(
-                    f"`{name}` gives {address!r} to both {owners[address]} and {job} "
-                    f"{index}, but each task is a process with an address of its own. "
-                    "Give one of them another host or another port."
-                )
-            owners[address] = f"{job} {index}"
-        if addresses:
-            tasks[job] = list(addresses)
-    return tasks
+    check_one_of("task_type", task_type, list(counts), fix)
+    check_one_of("task_id", index, range(counts[task_type]), fix)
 
 
 def check_address(name: str, value: Any) -> str:
     """Returns `value`, or raises if it is not the address of a task."""
-    fix = 'Use, for example, `"10.0.0.1:2222"`.'
-    check_instance(name, value, str, fix)
+    check_instance(name, value, str, 'Use, for example, `"10.0.0.1:2222"`.')
     match = _ADDRESS.fullmatch(value)
     if match is None or not 1 <= int(match["port"]) <= HIGHEST_PORT:
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a host, a colon and a port from 1 "
-            f"to {HIGHEST_PORT}, with IPv6 addresses in brackets. {fix}"
+            f'to {HIGHEST_PORT}, such as `"10.0.0.1:2222"` or `"[::1]:2222"`.'
         )
     return value
-
-
-def check_port(name: str, value: Any) -> int:
-    """Returns `value`, or raises if it is not the number of a port."""
-    return check_positive_int(name, value, HIGHEST_PORT)
 
 
 def split_address(address: str) -> tuple[str, int]:

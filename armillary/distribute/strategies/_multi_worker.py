@@ -12,8 +12,8 @@ from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster._join import join_cluster
-from armillary.cluster.resolvers._resolve import resolve_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.cluster.resolvers._schedulers import resolve_cluster
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.data.sources._arrays import IndexedDataset
