@@ -39,7 +39,7 @@ class SaveCheckpointIfPreempted:
 
     Raises:
         TypeError: If `checkpoint_manager` or `termination_config` is of the wrong type.
-        RuntimeError: If this is not the main thread.
+        ValueError: If this is not the main thread.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SaveCheckpointIfPreempted:
             raise
         # Whatever comes from now on is another notice.
         self._has_acted = False
-        self._notice.clear()
+        self._notice.source = None
         code = ExitCode.PREEMPTED
         ending = f"ends with exit code {code.value} ({code.name})"
         ending = "calls `exit_fn`" if self._exit_fn else ending

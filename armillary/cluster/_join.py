@@ -1,15 +1,18 @@
-"""Joins this process to the others of its job, once.
+"""Joins this process to the others of its job, once, and says how they communicate.
 
 Three connections are made: JAX's coordination service, the lifeline, at the address
 where the processes met, and Gloo's, through which processes on CPUs exchange values.
 """
 
 import contextlib
+import enum
 import json
+import math
 import os
 import resource
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,108 +20,107 @@ import numpy as np
 from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from armillary._checks import check_not_negative_int, check_one_of, check_seconds
+from armillary._jax_compat import XLA_LIMITS_PROGRAMS
 from armillary._logging import logger
 from armillary._process import Process, set_process
-from armillary.cluster._communication import (
-    PLATFORMS,
-    CommunicationImplementation,
-    CommunicationOptions,
-)
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError
 from armillary.lifeline._ending import put_off_aborts
-from armillary.lifeline._lifeline import Lifeline, set_lifeline
-from armillary.lifeline._link import Link, connect, listen
+from armillary.lifeline._lifeline import Lifeline, connect, listen, set_lifeline
 
+GPU_PLATFORMS = ("cuda", "gpu", "rocm")
+PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
 _LIFELINE_KEY = "armillary/lifeline"
 _LIFELINE_TIMEOUT_SECONDS = 60
 _TIMEOUT_SECONDS = 1800.0
 """How long XLA waits on CPUs, where nothing else is said."""
 
 
-def keep_gloo_on(host: str) -> None:
-    """Makes Gloo listen at an address of this machine, once it starts."""
-    # By default it listens at the address of the machine's name, which others may
-    # reach, and JAX has no option for it. All that makes a client is private.
-    from jax._src import distributed, xla_bridge  # noqa: TID251
-    from jax._src.lib import _jax  # noqa: TID251
+class CommunicationImplementation(enum.StrEnum):
+    """Which library carries the values, as in `tf.distribute`.
 
-    is_known = hasattr(xla_bridge, "make_cpu_client")
-    if not (is_known and hasattr(_jax, "make_gloo_tcp_collectives")):
-        logger.warning(
-            "JAX %s makes its CPU devices in another way than the versions that this "
-            "library knows, so Gloo listens where the name of this machine points to.",
-            jax.__version__,
-        )
-        return
+    `AUTO` leaves it to XLA: Gloo on CPUs, NCCL on GPUs, and their own network on TPUs.
+    `RING` asks for a ring, which is what Gloo does, so it holds on CPUs only. `NCCL`
+    holds on GPUs only.
+    """
 
-    def make_client() -> object:
-        if jax.config.jax_cpu_collectives_implementation != "gloo":  # pyright: ignore[reportAttributeAccessIssue]
-            return xla_bridge.make_cpu_client()
-        return xla_bridge.make_cpu_client(
-            _jax.make_gloo_tcp_collectives(
-                distributed_client=distributed.global_state.client, hostname=host
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Options for the exchange of values between processes.
+
+    The names are those of `tf.distribute.experimental.CommunicationOptions`. There they
+    are hints; here an option that XLA cannot follow is an error that says so. The
+    strategy that gets them sets XLA's flags, when it joins the others.
+
+    Args:
+        bytes_per_pack: XLA joins small collective operations into packs of up to so
+            many bytes. It does not cut larger ones. 0 leaves it to XLA. GPUs only.
+        timeout_seconds: How long an operation may wait for the other processes, more
+            than 0, rounded up to whole seconds. None leaves it to XLA: 30 minutes on
+            CPUs and no limit on GPUs. On GPUs XLA limits the meeting of the processes
+            and (from JAX 0.9.2) each run of a compiled program, computation included,
+            and ends the process: allow for the longest loop. Not on TPUs.
+        implementation: A `CommunicationImplementation`, or its name.
+
+    Raises:
+        ValueError: If an option is not a value of its kind.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        check_not_negative_int("bytes_per_pack", self.bytes_per_pack)
+        if self.timeout_seconds is not None:
+            fix = (
+                "Use, for example, `timeout_seconds=120`, or None for XLA's own limit."
             )
-        )
+            check_seconds("timeout_seconds", self.timeout_seconds, fix)
+        choices = [str(choice) for choice in CommunicationImplementation]
+        check_one_of("implementation", self.implementation, choices)
+        implementation = CommunicationImplementation(self.implementation)
+        # The dataclass is frozen, and the field must hold one type.
+        object.__setattr__(self, "implementation", implementation)
 
-    register_backend_factory("cpu", make_client, fail_quietly=False)
-
-
-def connect_gloo(peers: Peers) -> None:
-    """Lets the processes connect to each other, if they compute on CPUs."""
-    # Gloo does so at the first operation, and gives up after 30 seconds,
-    # while one process may still compile what the others run already.
-    implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
-    if jax.default_backend() != "cpu" or implementation != "gloo":
-        return
-    mesh = Mesh(np.array(jax.devices()), ("device",))
-    row = jax.make_array_from_callback(
-        (mesh.size,),
-        NamedSharding(mesh, PartitionSpec("device")),
-        lambda index: np.zeros(1, np.int32),
-    )
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    connect = jax.jit(lambda x: x.sum(), out_shardings=everywhere).lower(row).compile()
-    peers.gather("the first meeting", "")
-    jax.block_until_ready(connect(row))
-
-
-def start_lifeline(
-    store: Any, index: int, count: int, coordinator_address: str
-) -> Lifeline | None:
-    """Returns what tells of the end of the other processes, once it is connected."""
-    # As JAX's service does, process 0 listens on loopback if its address is there.
-    host, listener = split_address(coordinator_address)[0], None
-    try:
-        if index == 0:
-            token = secrets.token_hex(16)
-            listener = listen(host if is_loopback(coordinator_address) else None)
-            port = listener.getsockname()[1]
-            store.key_value_set(_LIFELINE_KEY, json.dumps([port, token]))
-            link = Link(listener, token)
-        else:
-            timeout = 1000 * _LIFELINE_TIMEOUT_SECONDS
-            text = store.blocking_key_value_get(_LIFELINE_KEY, timeout)
-            port, token = json.loads(text)
-            link = connect(host, port, token, index)
-    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-        if listener is not None:
-            listener.close()
-        logger.warning(
-            "no connection that tells of dead and stuck processes (%s: %s). They are "
-            "noticed by JAX's own heartbeat, which takes longer. Let the processes "
-            "reach %s on all ports.",
-            type(error).__name__,
-            error,
-            host,
-        )
-        return None
-    put_off_aborts()
-    lifeline = Lifeline(index, count, link)
-    lifeline.start()
-    return lifeline
+    def _find_flags(self, platform: str) -> dict[str, str]:
+        """Returns the flags by which XLA follows these options, and their values."""
+        kind = "gpu" if platform in GPU_PLATFORMS else platform
+        kinds = {"RING": ["cpu"], "NCCL": ["gpu"]}.get(self.implementation, [kind])
+        for name, value, followed_on in (
+            ("implementation", str(self.implementation), kinds),
+            ("bytes_per_pack", self.bytes_per_pack or None, ["gpu"]),
+            ("timeout_seconds", self.timeout_seconds, ["cpu", "gpu"]),
+        ):
+            if value is not None and kind not in followed_on:
+                raise ValueError(
+                    f"`{name}` is {value!r}, which XLA follows on "
+                    f"{' and '.join(followed_on)} alone, but the platform is {kind!r}. "
+                    f"Leave `{name}` out."
+                )
+        flags: dict[str, str] = {}
+        if self.bytes_per_pack:
+            for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+                name = f"xla_gpu_{operation}_combine_threshold_bytes"
+                flags[name] = str(self.bytes_per_pack)
+        if self.timeout_seconds is not None:
+            seconds = str(math.ceil(self.timeout_seconds))
+            if kind == "cpu":
+                return {"xla_cpu_collective_timeout_seconds": seconds}
+            # The first flag does not end a process that waits inside NCCL
+            # (https://github.com/jax-ml/jax/issues/38503); the second one does.
+            flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
+            if XLA_LIMITS_PROGRAMS:
+                flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
+        return flags
 
 
 class _Joined(NamedTuple):
@@ -147,6 +149,9 @@ def join_cluster(
     resolver: ClusterResolver, options: CommunicationOptions | None = None
 ) -> Peers | None:
     """Joins the processes that a resolver tells of, and waits until all are there."""
+    # JAX has no public way to its key-value store.
+    from jax._src import distributed  # noqa: TID251
+
     global _joined
     plan = resolver.process_plan()
     if not plan.is_distributed:
@@ -157,9 +162,8 @@ def join_cluster(
         if (arguments, options) != (_joined.arguments, _joined.options):
             raise ClusterError(
                 f"`cluster_resolver` says {arguments} with {options}, but this process "
-                f"has joined its job with {_joined.arguments} and {_joined.options}. A "
-                "process joins once: use the same resolver and options for all "
-                "strategies."
+                f"has joined its job with {_joined.arguments} and {_joined.options}. "
+                "Use the same resolver and options for all strategies."
             )
         return _joined.peers
     if not jax.distributed.is_initialized():
@@ -179,16 +183,34 @@ def join_cluster(
             "Describe the same cluster to all processes, and leave "
             "`jax.distributed.initialize` to the strategy."
         )
-    timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     set_process(Process(index, count))
-    client, address = _get_service()
-    lifeline = start_lifeline(client, index, count, address)
-    if lifeline is not None:
-        set_lifeline(lifeline)
-    peers = Peers(client, index, count, timeout_seconds, lifeline)
-    connect_gloo(peers)
+    service = distributed.global_state
+    assert service.client is not None and service.coordinator_address is not None
+    lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
+    timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
+    peers = Peers(service.client, index, count, timeout_seconds, lifeline)
+    _connect_gloo(peers)
     _joined = _Joined(arguments, options, peers)
     return peers
+
+
+def _apply(options: CommunicationOptions) -> None:
+    """Sets what JAX must know before it starts its devices."""
+    if options == CommunicationOptions():
+        return
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    platform = str(platforms or "").partition(",")[0]
+    if platform not in PLATFORMS:
+        raise ClusterError(
+            f"`jax_platforms` is {platforms!r}, but what XLA can follow of "
+            "`communication_options` depends on it. Set the variable `JAX_PLATFORMS`, "
+            "for example to `cuda`, or leave the options out."
+        )
+    flags = [
+        f"--{name}={value}" for name, value in options._find_flags(platform).items()
+    ]
+    # Of two values the last one counts.
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
 def _initialize(arguments: Mapping[str, Any]) -> None:
@@ -201,53 +223,90 @@ def _initialize(arguments: Mapping[str, Any]) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**arguments)
-        if "coordinator_bind_address" in arguments:  # All are on this machine.
-            keep_gloo_on(split_address(arguments["coordinator_address"])[0])
     except RuntimeError as error:
         if "before any JAX" not in str(error):
             raise
         raise ClusterError(
-            "The strategy was made after JAX's devices had been used, "
-            "but processes must join before. Make the strategy first, ahead of every "
-            "array and every `jax.devices()`."
+            "The strategy was made after JAX's devices had been used, but processes "
+            "must join before. Make the strategy first, ahead of every array and every "
+            "`jax.devices()`."
         ) from error
+    # If all are on this machine.
+    if "coordinator_bind_address" in arguments and _uses_gloo():
+        keep_gloo_on(split_address(arguments["coordinator_address"])[0])
 
 
-def _apply(options: CommunicationOptions) -> None:
-    """Sets what JAX must know before it starts its devices."""
-    if options == CommunicationOptions():
-        return
-    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    platform = str(platforms or "").partition(",")[0]
-    if platform not in PLATFORMS:
-        raise ClusterError(
-            f"`jax_platforms` is {platforms!r}, but which options can be followed "
-            "depends on the platform, and JAX's devices cannot be asked before the "
-            "processes have joined. Set the variable `JAX_PLATFORMS`, for example to "
-            "`cuda`, or leave `communication_options` out."
+def _uses_gloo() -> bool:
+    return jax.config.jax_cpu_collectives_implementation == "gloo"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def keep_gloo_on(host: str) -> None:
+    """Makes Gloo listen at an address of this machine, once it starts."""
+    # By default it listens at the address of the machine's name, which others may
+    # reach, and JAX has no option for it. All that makes a client is private.
+    from jax._src import distributed, xla_bridge  # noqa: TID251
+    from jax._src.lib import _jax  # noqa: TID251
+
+    if not hasattr(xla_bridge, "make_cpu_client"):
+        logger.warning(
+            "JAX %s makes its CPU devices in a way that is not known here, so Gloo "
+            "listens where the name of this machine points to.",
+            jax.__version__,
         )
-    words = os.environ.get("XLA_FLAGS", "").split()
-    parts = (word.lstrip("-").partition("=") for word in words)
-    present = {name: value for name, _, value in parts}
-    for name, value in options.xla_flags(platform).items():
-        if present.get(name, value) != value:
-            raise ValueError(
-                f"`XLA_FLAGS` sets `--{name}={present[name]}`, but the communication "
-                f"options need `--{name}={value}`. Remove the flag, or leave the "
-                "option out."
-            )
-        if name not in present:
-            words.append(f"--{name}={value}")
-    os.environ["XLA_FLAGS"] = " ".join(words)
-    if options.implementation == CommunicationImplementation.RING:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        return
+
+    def make_client() -> object:
+        client = distributed.global_state.client
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        return xla_bridge.make_cpu_client(gloo)
+
+    register_backend_factory("cpu", make_client, fail_quietly=False)
 
 
-def _get_service() -> tuple[Any, str]:
-    """Returns the client of JAX's coordination service, and its address."""
-    # JAX has no public way to its key-value store.
-    from jax._src import distributed  # noqa: TID251
+def _connect_gloo(peers: Peers) -> None:
+    """Lets the processes connect to each other, if they compute on CPUs."""
+    # Gloo does so at the first operation, and gives up after 30 seconds,
+    # while one process may still compile what the others run already.
+    if jax.default_backend() != "cpu" or not _uses_gloo():
+        return
+    mesh = Mesh(np.array(jax.devices()), ("device",))
+    row = jax.make_array_from_callback(
+        (mesh.size,),
+        NamedSharding(mesh, PartitionSpec("device")),
+        lambda index: np.zeros(1, np.int32),
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    connect = jax.jit(lambda x: x.sum(), out_shardings=everywhere).lower(row).compile()
+    peers.gather("the first meeting", "")
+    jax.block_until_ready(connect(row))
 
-    state = distributed.global_state
-    assert state.client is not None and state.coordinator_address is not None
-    return state.client, state.coordinator_address
+
+def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline | None:
+    """Connects what tells of the end of the other processes, at process 0."""
+    host, _ = split_address(address)
+    try:
+        if index == 0:
+            # As JAX's service does, it listens on loopback if its address is there.
+            token = secrets.token_hex(16)
+            endpoint = listen(host if is_loopback(address) else None)
+            port = endpoint.getsockname()[1]
+            store.key_value_set(_LIFELINE_KEY, json.dumps([port, token]))
+        else:
+            timeout = 1000 * _LIFELINE_TIMEOUT_SECONDS
+            text = store.blocking_key_value_get(_LIFELINE_KEY, timeout)
+            port, token = json.loads(text)
+            endpoint = connect(host, port, token, index)
+    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        logger.warning(
+            "no connection that tells of dead and stuck processes (%s: %s): JAX's own "
+            "heartbeat takes longer. Let the processes reach %s on all ports.",
+            type(error).__name__,
+            error,
+            host,
+        )
+        return None
+    put_off_aborts()
+    lifeline = Lifeline(index, count, endpoint, token)
+    set_lifeline(lifeline)
+    lifeline.start()
+    return lifeline

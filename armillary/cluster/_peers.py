@@ -1,15 +1,13 @@
 """How the processes of a job agree on something, without their devices.
 
-Values travel as text through the key-value store of JAX's coordination service. All
-processes exchange them at the same points of the program, in *rounds* that are counted:
-whoever is at another point, or has failed, is found out and named, where a collective
-operation between devices would wait for ever.
+Values travel as text through the key-value store of JAX's coordination service, in
+*rounds* that all processes take at the same points of the program. Whoever is at
+another point, or has failed, is named, where a collective operation would wait.
 
 Between two loops one exchange serves all that must hear of the others (a stop, a
-preemption, the next data): each time that one of them causes it, all of them say
-something, and the others find their answers when they look. What was said is out of
-date after a loop, an evaluation or an action. Data that is taken in the middle of a
-loop, and saves, have rounds of their own, since waiting for them would put off a stop.
+preemption, the next data): all of them say something when one asks, and find their
+answers when they look, until the next loop, evaluation or action. Saves, and data taken
+within a loop, have rounds of their own: waiting for them would put off a stop.
 """
 
 import contextlib
@@ -46,7 +44,7 @@ class Peers:
         lifeline: Lifeline | None = None,
     ) -> None:
         self.index, self.count = index, count
-        self._lifeline = lifeline
+        self._lifeline = lifeline or Lifeline(index, count)
         self._store = store  # JAX's client of it.
         self._timeout_seconds = timeout_seconds
         self._round = 0
@@ -61,26 +59,24 @@ class Peers:
                 "Start all processes again."
             )
         entries = self._exchange(["value", topic, value])
-
-        def list_processes(position: int, kind: str) -> str:
-            lines = [
-                f"  process {index} of {self.count}: {entry[position]}"
-                for index, entry in enumerate(entries)
-                if entry[0] == kind
-            ]
-            return "\n".join(lines)
-
-        if failures := list_processes(2, "error"):
+        names = [f"  process {index} of {self.count}: " for index in range(self.count)]
+        failures = [
+            name + text
+            for name, (kind, _, text) in zip(names, entries, strict=True)
+            if kind == "error"
+        ]
+        if failures:
             self._fail(
-                f"Another process has failed:\n{failures}\nRepair what it says, and "
-                "start all processes again."
+                "Another process has failed:\n" + "\n".join(failures) + "\nRepair what "
+                "it says, and start all processes again."
             )
-        if len({topic for _, topic, _ in entries}) > 1:
+        topics = [topic for _, topic, _ in entries]
+        if len(set(topics)) > 1:
+            places = "\n".join(map("".join, zip(names, topics, strict=True)))
             self._fail(
-                "The processes are at different points of the program:\n"
-                f"{list_processes(1, 'value')}\nAll must run the same program with the "
-                "same arguments, and take the same decisions in it. Take them from "
-                "values that all processes share."
+                f"The processes are at different points of the program:\n{places}\nAll "
+                "must run the same program with the same arguments, and take the same "
+                "decisions in it. Take them from values that all processes share."
             )
         return [text for _, _, text in entries]
 
@@ -88,22 +84,19 @@ class Peers:
         """Tells the others, at their next round, that this process has failed."""
         if not self.has_failed:
             self.has_failed = True
-            if self._lifeline is not None:
-                self._lifeline.tell_failure(f"{type(error).__name__}: {error}")
+            self._lifeline.tell_failure(error)
             self._tell(error)
 
     def explain(self, error: BaseException) -> PeerError | None:
         """Returns what has caused an error, if that is another process."""
         if self.has_failed or isinstance(error, PeerError):
             return None
-        if isinstance(error, Exception):
-            cause = self._find_cause(_VERDICT_SECONDS)
-            if cause is not None:
-                return cause
+        is_own = not isinstance(error, Exception)
+        cause = None if is_own else self._find_cause(_VERDICT_SECONDS)
         # A process that ends by choice says so at the end of its program.
-        if not isinstance(error, SystemExit):
+        if cause is None and not isinstance(error, SystemExit):
             self.fail(error)
-        return None
+        return cause
 
     @contextlib.contextmanager
     def announcing_errors(self) -> Iterator[None]:
@@ -156,14 +149,13 @@ class Peers:
         return [entries[index] for index in range(self.count)]
 
     def _tell(self, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
+        entry = ["error", "", f"{type(error).__name__}: {error}"]
         # Without the service the others find out that it is gone, and `error` is what
         # this process has to say.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._set(str(self.index), ["error", "", text])
+            self._set(str(self.index), entry)
             if not self.index:
-                entries = [["value", "", ""]] * self.count
-                self._set("all", [["error", "", text], *entries[1:]])
+                self._set("all", [entry, *[["value", "", ""]] * (self.count - 1)])
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{_folder(self._round)}/{name}"
@@ -188,9 +180,8 @@ class Peers:
                 raise cause
             if not is_late:
                 self._fail(
-                    f"{who} cannot be reached {waiting}: {failure}. It has ended, or "
-                    "the network is down: look at its output, and start all processes "
-                    "again."
+                    f"{who} cannot be reached {waiting}: {failure}. Look at its output "
+                    "and at the network, and start all processes again."
                 )
             if has_ended:
                 self._fail(
@@ -198,18 +189,15 @@ class Peers:
                     "processes must run the same steps, loops and saves."
                 )
             # What it said before may have come after the last look.
-            has_ended = self._lifeline is not None and self._lifeline.has_ended(index)
+            has_ended = self._lifeline.has_ended(index)
             if time.monotonic() > end:
                 self._fail(
                     f"{who} has not answered for {self._timeout_seconds:g} seconds, "
-                    f"{waiting}. It is stuck, slow, or does not run the same program: "
-                    "look at its output, or allow more time with "
+                    f"{waiting}. Look at its output, or allow more time with "
                     "`CommunicationOptions(timeout_seconds=...)`."
                 )
 
     def _find_cause(self, timeout_seconds: float) -> PeerError | None:
-        if self._lifeline is None:
-            return None
         verdict = self._lifeline.wait_for_verdict(timeout_seconds)
         if verdict is None:
             return None

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,8 +32,7 @@ class TerminationConfig:
             `armillary.cluster.ExitCode.PREEMPTED`.
         watcher: A function without arguments that returns whether the machine is going
             to be taken, for platforms that do not say it by SIGTERM. A thread calls it
-            about once a second. Where it fails, that is logged once, and it is called
-            again.
+            about once a second, also after it has failed, which is logged once.
 
     Raises:
         TypeError: If `exit_fn` or `watcher` is not callable.
@@ -56,14 +56,8 @@ class PreemptionNotice:
     """Listens to SIGTERM, and asks a watcher, until it is closed or forgotten."""
 
     def __init__(self, watcher: Callable[[], bool] | None = None) -> None:
-        if not _is_main_thread():
-            raise RuntimeError(
-                "`SaveCheckpointIfPreempted` is made in the thread "
-                f"{threading.current_thread().name!r}, but Python lets only the main "
-                "thread handle SIGTERM. Make it there; any thread may call it."
-            )
         self.source: str | None = None
-        self._closed = threading.Event()
+        self.is_closed = False
         reference: weakref.ref[PreemptionNotice] = weakref.ref(self)
         self._previous = signal.getsignal(signal.SIGTERM)
         self._handler = _make_handler(reference, self._previous)
@@ -71,25 +65,16 @@ class PreemptionNotice:
         if watcher is not None:
             threading.Thread(
                 target=_watch,
-                args=(reference, watcher, self._closed),
+                args=(reference, watcher),
                 name="armillary-preemption",
                 daemon=True,
             ).start()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed.is_set()
 
     def listen(self) -> None:
         """Takes SIGTERM back from code outside Python that has taken it since."""
         # `jax.distributed.initialize` takes it, if the program calls that itself.
         if self._is_installed():
             signal.signal(signal.SIGTERM, self._handler)
-
-    def clear(self) -> None:
-        """Forgets the notice, and waits for the next one."""
-        self.source = None
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -108,7 +93,7 @@ class PreemptionNotice:
         """Stops listening, and lets SIGTERM be what it was."""
         if self.is_kept:
             return
-        self._closed.set()
+        self.is_closed = True
         if self._is_installed():
             # `None` is a handler from outside Python, which cannot be put back.
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
@@ -116,8 +101,8 @@ class PreemptionNotice:
     def _is_installed(self) -> bool:
         # Only the main thread may set a handler; from another, the handler is left to
         # find out that nobody listens.
-        handler = signal.getsignal(signal.SIGTERM)
-        return _is_main_thread() and handler is self._handler
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and signal.getsignal(signal.SIGTERM) is self._handler
 
 
 @atexit.register
@@ -148,16 +133,16 @@ def _make_handler(
 
 
 def _watch(
-    reference: "weakref.ref[PreemptionNotice]",
-    watcher: Callable[[], bool],
-    closed: threading.Event,
+    reference: "weakref.ref[PreemptionNotice]", watcher: Callable[[], bool]
 ) -> None:
     has_failed = was_taken = False
-    while not closed.is_set():
+    while (notice := reference()) is not None and not notice.is_closed:
         try:
             is_taken = bool(watcher())
+            if is_taken and not was_taken:
+                notice.source = notice.source or "`watcher`"
+            was_taken = is_taken
         except Exception as error:
-            is_taken = was_taken
             if not has_failed:
                 logger.warning(
                     "`watcher` of `TerminationConfig` failed, and is called again "
@@ -165,15 +150,5 @@ def _watch(
                     error,
                 )
             has_failed = True
-        notice = reference()
-        if notice is None:
-            return
-        if is_taken and not was_taken:
-            notice.source = notice.source or "`watcher`"
-        was_taken = is_taken
         del notice  # Or it would be kept alive by the wait.
-        closed.wait(_POLL_SECONDS)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        time.sleep(_POLL_SECONDS)

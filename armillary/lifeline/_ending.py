@@ -1,6 +1,6 @@
-"""Says where a process is, and ends one that cannot go on.
+"""Says where a process is, whether a job is stuck, and ends what cannot go on.
 
-Another thread does both: the main one may wait in C code for ever, where no exception
+Another thread does so: the main one may wait in C code for ever, where no exception
 reaches it.
 """
 
@@ -14,9 +14,9 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from armillary._frames import is_library_file
 from armillary._process import READER_THREADS, ExitCode, get_process
@@ -34,12 +34,79 @@ _DEBUGGER = tuple(
     os.path.join(sysconfig.get_path("stdlib"), name)
     for name in ("bdb.py", "pdb.py", "cmd.py")
 )
+_FRESH_SECONDS = 10.0
+_SILENT_SECONDS = 3.0
+"""Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
 _UNWIND_SECONDS = 3.0
 _FINISH_SECONDS = 8.0
 _PAUSE_SECONDS = 0.05
 
 _unfinished: list[Callable[[], bool]] = []
 _is_ending = False
+
+
+class Report(NamedTuple):
+    """What a process tells the others every second."""
+
+    phase: str  # Such as `"data"` or `"step"`.
+    line: str
+    quiet_seconds: float
+    limit_seconds: float | None = None  # `None` in no loop that is watched.
+    is_compiling: bool = False
+    has_ended: bool = False
+
+
+class Sighting(NamedTuple):
+    """A report, and when it arrived, by the clock of this process."""
+
+    report: Report
+    time: float
+
+    def quiet_seconds(self, now: float) -> float:
+        """Returns how long the process has not gone on, as far as is known."""
+        return self.report.quiet_seconds + now - self.time
+
+    def describe(self, now: float) -> str:
+        """Returns where the process is, and since when."""
+        if self.report.has_ended:
+            return "has reached the end of its program"
+        phase = "compiling" if self.report.is_compiling else self.report.phase
+        text = f"{phase} for {self.quiet_seconds(now):.0f} s, at {self.report.line}"
+        silent = now - self.time
+        if silent > _SILENT_SECONDS:
+            text += f"; it has not answered for {silent:.0f} s (stopped?)"
+        return text
+
+
+def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
+    """Returns what to say if no process has gone on for too long, else `None`."""
+    # While one process goes on, or compiles, or is in no loop that is watched, the
+    # others wait for it with good reason.
+    running = [seen for seen in sightings.values() if not seen.report.has_ended]
+    limits = [seen.report.limit_seconds for seen in running]
+    limits = [limit for limit in limits if limit is not None]
+    if not limits:
+        return None
+    for seen in running:
+        # One that is silent is stopped, whatever it was about to do.
+        if now - seen.time >= min(limits):
+            continue
+        limit = seen.report.limit_seconds
+        if limit is None or seen.quiet_seconds(now) < limit:
+            return None
+        if seen.report.is_compiling and now - seen.time < _FRESH_SECONDS:
+            return None
+    places = "\n".join(
+        f"  process {index} of {count}: {seen.describe(now)}"
+        for index, seen in sightings.items()
+    )
+    return (
+        f"No process has gone on for {min(limits):g} seconds "
+        f"(`hang_timeout_seconds`):\n{places}\n"
+        "Look at the one that does not wait for another one, or allow more time: "
+        "`hang_timeout_seconds` must exceed the longest loop, evaluation, save and "
+        "action."
+    )
 
 
 def find_line(phase: str) -> str:
@@ -104,10 +171,8 @@ def end_process(reason: str) -> None:
     """Prints why, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
     code = ExitCode.RESTART_REQUESTED
-    process = get_process()
-    who = f"{process}: " if process.count > 1 else ""
-    ends = f"ends with exit code {code.value} ({code.name})."
-    text = f"ERROR: {who}{reason}\n{who or 'The program '}{ends}\n"
+    who, ends = get_process(), f"ends with exit code {code.value} ({code.name})."
+    text = f"ERROR: {who}: {reason}\n{who}: {ends}\n"
     # Not the logger: the main thread may be stuck while it holds its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))

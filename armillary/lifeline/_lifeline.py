@@ -1,109 +1,55 @@
-"""One thread in each process, which listens to the others and may end the process."""
+"""One thread in each process, which listens to the others and may end the process.
+
+Process 0 and the others tell each other what they do, one JSON text a line. The kernel
+closes the connection of a process that ends, and of a machine that no longer answers.
+"""
 
 import asyncio
 import atexit
 import contextlib
+import hmac
+import json
 import math
+import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from armillary._process import ExitCode
-from armillary.lifeline._ending import end_process, find_line, is_compiling, leave
-from armillary.lifeline._link import Link
+from armillary.lifeline._ending import (
+    Report,
+    Sighting,
+    end_process,
+    find_hang,
+    find_line,
+    is_compiling,
+    leave,
+)
 
 _BEAT_SECONDS = 1.0
-_FLUSH_SECONDS = 1.0
+_START_SECONDS = _SEND_SECONDS = 1.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""
-_FRESH_SECONDS = 10.0
-_SILENT_SECONDS = 3.0
-"""Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
+_SILENCE_SECONDS = 12
+"""How long a machine may not answer before it counts as gone."""
+_CONNECT_SECONDS = 10.0
+_GREETING_SECONDS = 30.0
+_MOST_BYTES = 1 << 24  # Of one report.
+_INDEX_DIGITS = 8
 _CHIEF = 0
 
 
 class Place(NamedTuple):
     """Where a program is, as far as its loops tell."""
 
-    phase: str  # Such as `"data"` or `"step"`.
+    phase: str
     moves: int  # It changes whenever the program goes on.
 
 
 _OUTSIDE = Place("outside of loops", 0)
-
-
-class Report(NamedTuple):
-    """The report that a process sends every second."""
-
-    phase: str
-    line: str
-    quiet_seconds: float
-    limit_seconds: float | None = None  # `None` in no loop that is watched.
-    is_compiling: bool = False
-    has_ended: bool = False
-
-
-class Sighting(NamedTuple):
-    """A report, and when it arrived, by the clock of this process."""
-
-    report: Report
-    time: float
-
-    def quiet_seconds(self, now: float) -> float:
-        """Returns how long the process has not gone on, as far as is known."""
-        return self.report.quiet_seconds + now - self.time
-
-    def describe(self, now: float) -> str:
-        """Returns where the process is, and since when."""
-        if self.report.has_ended:
-            return "has reached the end of its program"
-        phase = "compiling" if self.report.is_compiling else self.report.phase
-        text = f"{phase} for {self.quiet_seconds(now):.0f} s, at {self.report.line}"
-        silent = now - self.time
-        if silent > _SILENT_SECONDS:
-            text += f"; it has not answered for {silent:.0f} s (stopped?)"
-        return text
-
-
-def see_start(now: float) -> Sighting:
-    """Returns what is known of a process that has just joined."""
-    return Sighting(Report("start", "a line that it has not told", 0.0), now)
-
-
-def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
-    """Returns what to say if no process has gone on for too long, else `None`."""
-    # While one process goes on, or compiles, or is in no loop that is watched, the
-    # others wait for it with good reason.
-    running = [seen for seen in sightings.values() if not seen.report.has_ended]
-    limits = [seen.report.limit_seconds for seen in running]
-    limits = [limit for limit in limits if limit is not None]
-    if not limits:
-        return None
-    for seen in running:
-        # One that is silent is stopped, whatever it was about to do.
-        if now - seen.time >= min(limits):
-            continue
-        limit = seen.report.limit_seconds
-        if limit is None or seen.quiet_seconds(now) < limit:
-            return None
-        if seen.report.is_compiling and now - seen.time < _FRESH_SECONDS:
-            return None
-    who, advice = "The program has not", "Look at this line"
-    if count > 1:
-        who = "No process has"
-        advice = "Look at the one that does not wait for another one"
-    places = "\n".join(
-        f"  process {index} of {count}: {seen.describe(now)}"
-        for index, seen in sightings.items()
-    )
-    return (
-        f"{who} gone on for {min(limits):g} seconds (`hang_timeout_seconds`):\n"
-        f"{places}\n"
-        f"{advice}, or allow more time with a larger `hang_timeout_seconds`: it must "
-        "exceed the longest loop, evaluation, save and action."
-    )
 
 
 class Lifeline:
@@ -113,16 +59,19 @@ class Lifeline:
         self,
         index: int = 0,
         count: int = 1,
-        link: Link | None = None,
-        end: Callable[[str], None] = end_process,
+        endpoint: socket.socket | None = None,
+        token: str = "",
     ) -> None:
         self.verdict: str | None = None
         self._index, self._count = index, count
-        self._link, self._end = link, end
+        # In process 0 the others connect there, and say the token first.
+        self._endpoint, self._token = endpoint, token
+        self._writers: dict[int, asyncio.StreamWriter] = {}
         # Process 0 hears of all, the others of process 0. All have joined, or this
         # process would not be here.
         known = range(count) if index == _CHIEF else (_CHIEF, index)
-        self._sightings = dict.fromkeys(known, see_start(time.monotonic()))
+        start = Report("start", "a line that it has not told", 0.0)
+        self._sightings = dict.fromkeys(known, Sighting(start, time.monotonic()))
         self._failures: dict[int, tuple[str, float]] = {}
         self._limit: float | None = None
         self._find_place: Callable[[], Place] = lambda: _OUTSIDE
@@ -136,13 +85,14 @@ class Lifeline:
     def start(self) -> None:
         """Starts to watch, unless it does already."""
         if self._thread is None:
-            self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self._run, name="armillary-lifeline", daemon=True
+                target=lambda: asyncio.run(self._watch()),
+                name="armillary-lifeline",
+                daemon=True,
             )
             self._thread.start()
-            self._is_open.wait(_FLUSH_SECONDS)
-            if self._link is not None:
+            self._is_open.wait(_START_SECONDS)
+            if self._endpoint is not None:
                 # JAX's own end of the program, where it waits for the others, was
                 # registered before, and so comes later.
                 atexit.register(self._tell_how_it_ends)
@@ -165,11 +115,11 @@ class Lifeline:
         finally:
             self._limit, self._find_place = before
 
-    def tell_failure(self, text: str) -> None:
+    def tell_failure(self, error: BaseException) -> None:
         """Tells the others why this process is about to end."""
         if not self._has_failed:
             self._has_failed = True
-            self._tell({"failure": text})
+            self._tell({"failure": f"{type(error).__name__}: {error}"})
 
     def tell_end(self) -> None:
         """Tells the others that this process has come to the end of its program."""
@@ -182,15 +132,9 @@ class Lifeline:
 
     def wait_for_verdict(self, timeout_seconds: float) -> str | None:
         """Returns why the job ends, if that is known in time."""
-        if self._link is not None and self._thread is not None:
+        if self._endpoint is not None:
             self._has_verdict.wait(timeout_seconds)
         return self.verdict
-
-    def close(self) -> None:
-        """Sends the last reports, then ends the thread and the connections."""
-        self._call(self._is_done.set)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_FLUSH_SECONDS + 2 * _BEAT_SECONDS)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function in the thread, after what was called there before."""
@@ -199,51 +143,88 @@ class Lifeline:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        if self._link is not None:
-            self._call(self._link.send, message)
+        self._call(self._send, message)
 
     def _tell_how_it_ends(self) -> None:
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self.tell_failure(f"{type(error).__name__}: {error}")
+            self.tell_failure(error)
         if not self._has_failed:
             self.tell_end()
         is_sent = threading.Event()
         self._call(is_sent.set)
-        is_sent.wait(_FLUSH_SECONDS)
-
-    def _run(self) -> None:
-        assert self._loop is not None
-        with contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._watch())
+        is_sent.wait(_SEND_SECONDS)
 
     async def _watch(self) -> None:
-        if self._link is not None:
-            await self._link.open(self._note)
+        self._loop, work = asyncio.get_running_loop(), None
+        if self._endpoint is not None:
+            work = await self._open(self._endpoint)
         self._is_open.set()
         while not self._is_done.is_set():
             self._beat(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
-        if self._link is not None:
-            if self.verdict is not None and self._index == _CHIEF:
-                self._link.send({"verdict": self.verdict})
-            await self._link.flush(_FLUSH_SECONDS)
         if self.verdict is not None:
+            if self._index == _CHIEF:
+                self._send({"verdict": self.verdict})
             self._has_verdict.set()
             if self._has_failed:
                 # The others ended because of this process, which has said why.
                 leave(ExitCode.FAILED)
-            self._end(self.verdict)
-        if self._link is not None:
-            await self._link.close()
+            end_process(self.verdict)
+        if isinstance(work, asyncio.Server):
+            work.close()
+
+    async def _open(self, endpoint: socket.socket) -> Any:
+        """Begins to listen to the others; returns what must not be forgotten."""
+        options = {"sock": endpoint, "limit": _MOST_BYTES}
+        if self._index == _CHIEF:
+            return await asyncio.start_server(self._welcome, **options)
+        reader, writer = await asyncio.open_connection(**options)
+        return asyncio.create_task(self._read(_CHIEF, reader, writer))
+
+    async def _welcome(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        token = self._token.encode()
+        with contextlib.closing(writer):
+            work = reader.readexactly(_INDEX_DIGITS + len(token))
+            try:
+                greeting = await asyncio.wait_for(work, _GREETING_SECONDS)
+                index = int(greeting[:_INDEX_DIGITS])
+            except (OSError, EOFError, ValueError, TimeoutError):
+                return  # A stranger.
+            if hmac.compare_digest(greeting[_INDEX_DIGITS:], token):
+                await self._read(index, reader, writer)
+
+    async def _read(
+        self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Notes what a process says, until its connection ends."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # There is always something that it has to confirm.
+            option = socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *option)
+        self._writers[index] = writer
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                while line := await reader.readline():
+                    self._note(index, json.loads(line))
+        finally:
+            self._writers.pop(index).close()
+        self._note(index, None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Sends to all who are connected; what cannot go now goes later."""
+        data = json.dumps(message).encode() + b"\n"
+        for writer in self._writers.values():
+            writer.write(data)
 
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
         own = self._report(now)
         self._sightings[self._index] = Sighting(own, now)
-        if self._link is not None:
-            self._link.send({"report": own})
+        self._send({"report": own})
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
                 self._conclude(f"{self._name(index)} has failed: {failure}")
@@ -296,6 +277,24 @@ class Lifeline:
             self._is_done.set()
 
 
+def listen(host: str | None) -> socket.socket:
+    """Returns a socket that accepts connections at a free port."""
+    if host is None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+def connect(host: str, port: int, token: str, index: int) -> socket.socket:
+    """Returns the connection of process `index` to process 0, which has greeted it."""
+    connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+    connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
+    connection.setblocking(False)
+    return connection
+
+
 _current: Lifeline | None = None
 
 
@@ -311,3 +310,19 @@ def set_lifeline(lifeline: Lifeline) -> None:
     """Makes a lifeline that of this process."""
     global _current
     _current = lifeline
+
+
+def _let_go_in_child() -> None:
+    """Ends the connections of a forked child, which would outlive a dead parent."""
+    if _current is None or _current._endpoint is None:
+        return
+    writers = _current._writers.values()
+    sockets = [writer.get_extra_info("socket") for writer in writers]
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for each in (_current._endpoint, *sockets):
+        if each.fileno() >= 0:
+            os.dup2(nothing, each.fileno())
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

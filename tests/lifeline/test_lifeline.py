@@ -9,14 +9,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from armillary.lifeline import _lifeline as module
-from armillary.lifeline import _link
-from armillary.lifeline._lifeline import Lifeline, Place
-from armillary.lifeline._link import Link, connect, listen
+from armillary.lifeline._lifeline import Lifeline, Place, connect, listen
 
 TOKEN = "secret"
 
@@ -34,30 +31,34 @@ class Job:
 
     def __init__(self, count: int) -> None:
         listener = listen("127.0.0.1")
-        port = listener.getsockname()[1]
-        links = [Link(listener, TOKEN)]
-        links += [connect("127.0.0.1", port, TOKEN, i) for i in range(1, count)]
-        self.reasons: list[str | None] = [None] * count
-        self.port = port
+        self.port = port = listener.getsockname()[1]
+        endpoints = [listener]
+        endpoints += [connect("127.0.0.1", port, TOKEN, i) for i in range(1, count)]
         self.lifelines = [
-            Lifeline(index, count, link, self._note(index))
-            for index, link in enumerate(links)
+            Lifeline(index, count, endpoint, TOKEN)
+            for index, endpoint in enumerate(endpoints)
         ]
 
-    def _note(self, index: int) -> Callable[[str], None]:
-        def note(reason: str) -> None:
-            self.reasons[index] = reason
-
-        return note
+    @property
+    def reasons(self) -> list[str | None]:
+        return [each.verdict for each in self.lifelines]
 
     def wait(self, *indices: int) -> None:
         until(lambda: all(self.reasons[i] is not None for i in indices))
 
 
+def close(lifeline: Lifeline) -> None:
+    """Ends a lifeline, and with it its connections, as the end of a process does."""
+    lifeline._call(lifeline._is_done.set)
+    if lifeline._thread is not None:
+        lifeline._thread.join(10)
+
+
 @pytest.fixture
 def start(monkeypatch) -> Iterator[Callable[[int], Job]]:
     monkeypatch.setattr(module, "_BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(_link, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(module, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(module, "end_process", lambda reason: None)
     monkeypatch.setattr(module.atexit, "register", lambda function: function)
     jobs = []
 
@@ -72,7 +73,7 @@ def start(monkeypatch) -> Iterator[Callable[[int], Job]]:
     yield start
     for job in jobs:
         for lifeline in job.lifelines:
-            lifeline.close()
+            close(lifeline)
 
 
 def knows_all(lifeline: Lifeline) -> bool:
@@ -81,16 +82,11 @@ def knows_all(lifeline: Lifeline) -> bool:
     return all(each.report.phase != "start" for each in seen)
 
 
-def cut(lifeline: Lifeline) -> None:
-    """Closes the connections of a process, as the kernel does when it is killed."""
-    # Its thread ends first: alive, it would see that *its* others are gone.
-    lifeline.close()
-
-
 @pytest.mark.parametrize("dead", [0, 2])
 def test_a_process_that_is_gone_is_named_by_all_others(start, dead):
     job = start(3)
-    cut(job.lifelines[dead])
+    # Its thread ends first: alive, it would see that *its* others are gone.
+    close(job.lifelines[dead])
     alive = [index for index in range(3) if index != dead]
     job.wait(*alive)
     for index in alive:
@@ -104,7 +100,7 @@ def test_a_process_that_came_to_its_end_is_not_missed(start):
     job = start(3)
     job.lifelines[1].tell_end()
     until(lambda: job.lifelines[0].has_ended(1))
-    job.lifelines[1].close()
+    close(job.lifelines[1])
     time.sleep(0.5)
     assert job.reasons == [None] * 3
 
@@ -114,7 +110,7 @@ def test_a_failure_is_told_when_the_others_have_not_noticed_in_time(start, monke
     job = start(3)
     codes = []
     monkeypatch.setattr(module, "leave", codes.append)
-    job.lifelines[2].tell_failure("ValueError: no such file")
+    job.lifelines[2].tell_failure(ValueError("no such file"))
     job.wait(0, 1)
     assert job.reasons[1] == "Process 2 of 3 has failed: ValueError: no such file"
     until(lambda: bool(codes))
@@ -140,15 +136,12 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
     job = start(2)
     # It says nothing, but its connections are open.
     monkeypatch.setattr(job.lifelines[0], "_beat", lambda now: None)
-    job.lifelines[1]._sightings[0] = _as_watched(job.lifelines[1]._sightings[0])
+    seen = job.lifelines[1]._sightings[0]
+    report = seen.report._replace(limit_seconds=0.3, phase="step")
+    job.lifelines[1]._sightings[0] = seen._replace(report=report)
     with job.lifelines[1].watching(0.3, lambda: Place("step", 1)):
         job.wait(1)
     assert "process 0 of 2: step for" in (job.reasons[1] or "")
-
-
-def _as_watched(seen: Any) -> Any:
-    report = seen.report._replace(limit_seconds=0.3, phase="step")
-    return seen._replace(report=report)
 
 
 def test_process_0_decides_while_it_answers(start):
@@ -194,8 +187,10 @@ def test_a_stranger_is_shown_out_and_changes_nothing(start, greeting):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if in use
-def test_a_forked_child_does_not_keep_a_dead_process_alive(start):
+def test_a_forked_child_does_not_keep_a_dead_process_alive(start, monkeypatch):
     job = start(2)
+    dead = job.lifelines[1]
+    monkeypatch.setattr(module, "_current", dead)
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -204,7 +199,9 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start):
         os._exit(0)
     os.close(reader)
     try:
-        cut_by_kernel(job.lifelines[1])
+        # The connection ends if no other process holds its descriptor.
+        os.close(dead._endpoint.detach())
+        dead._call(dead._is_done.set)
         job.wait(0)
         assert "Process 1 of 2 is gone" in (job.reasons[0] or "")
     finally:
@@ -213,8 +210,8 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start):
 
 
 FORKS = """
-    import asyncio, os
-    from armillary.lifeline._link import Link, listen
+    import os
+    from armillary.lifeline._lifeline import Lifeline, listen, set_lifeline
 
     def fork(in_child=lambda: None):
         child = os.fork()
@@ -223,9 +220,10 @@ FORKS = """
             os._exit(0)
         os.waitpid(child, 0)
 
-    link = Link(listen("127.0.0.1"), "token")
+    endpoint = listen("127.0.0.1")
+    set_lifeline(Lifeline(0, 2, endpoint, "token"))
     fork(fork)
-    asyncio.run(link.close())
+    endpoint.close()
     fork()
     print("done")
 """
@@ -241,11 +239,3 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
         timeout=120,
     )
     assert (done.stdout, done.stderr) == ("done\n", "")
-
-
-def cut_by_kernel(lifeline: Lifeline) -> None:
-    """Closes descriptors only: the connection ends if no other process holds one."""
-    assert lifeline._link is not None
-    lifeline._end = lambda reason: None
-    os.close(lifeline._link._endpoint.detach())
-    lifeline._call(lifeline._is_done.set)

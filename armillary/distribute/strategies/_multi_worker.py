@@ -10,8 +10,7 @@ from jax.core import Tracer
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
-from armillary.cluster._communication import CommunicationOptions
-from armillary.cluster._join import join_cluster
+from armillary.cluster._join import CommunicationOptions, join_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._schedulers import resolve_cluster
 from armillary.data._dataset import DistributedDataset

@@ -17,7 +17,7 @@ from jax.sharding import (
 )
 
 from armillary._checks import check_instance, check_positive_int
-from armillary.cluster._communication import CommunicationOptions
+from armillary.cluster._join import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
