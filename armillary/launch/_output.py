@@ -16,9 +16,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from io import BufferedReader, FileIO
 from queue import Queue
-from typing import TextIO
-
-from armillary._logging import is_terminal
 
 TAIL_LINES = 15
 """Lines of a failed process's stderr that are shown again at the end."""
@@ -26,9 +23,6 @@ MAX_LINE = 32 * 1024
 """Characters after which a line without an end is passed on all the same."""
 
 _LAUNCHER = "launcher"
-_BOLD = 1
-# Cyan, green, magenta, yellow, blue, and two of them brighter (ECMA-48, SGR).
-_COLORS = (36, 32, 35, 33, 34, 96, 92)
 _DRAIN_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
@@ -41,42 +35,14 @@ def read_lines(file: BufferedReader) -> Iterator[str]:
             yield line.rstrip("\r\n").rpartition("\r")[2]
 
 
-class StreamSink:
-    """Writes to stdout or stderr of the launcher, with colored labels on a terminal."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        # Python has no stream where the launcher was started with a closed one.
-        self._descriptor = None if stream is None else stream.fileno()
-        self._encoding = "utf-8" if stream is None else stream.encoding
-        self._is_colored = (
-            is_terminal(stream)
-            and os.environ.get("TERM", "dumb") != "dumb"
-            and not os.environ.get("NO_COLOR")
-        )
-
-    def write(self, label: str, line: str) -> None:
-        """Writes `line` behind `[label]`, or drops it if nobody can read it."""
-        if self._descriptor is None:
-            return
-        prefix = f"[{label}]"
-        if self._is_colored:
-            number = label.rpartition(" ")[2]
-            is_worker = number.isdecimal()
-            code = _COLORS[int(number) % len(_COLORS)] if is_worker else _BOLD
-            prefix = f"\x1b[{code}m{prefix}\x1b[0m"
-        text = f"{prefix} {line}\n"
-        try:
-            _write_all(self._descriptor, text.encode(self._encoding, "replace"))
-        except OSError:  # A reader that went away (`| head`) must not end the job.
-            self._descriptor = None
-
-
 class Output:
-    """Writes the lines of all processes and of the launcher."""
+    """Writes the lines of all processes and of the launcher, each behind its label."""
 
     def __init__(self, logs: Mapping[str, FileIO] | None = None) -> None:
         self._logs = dict(logs or {})
-        self._stdout, self._stderr = StreamSink(sys.stdout), StreamSink(sys.stderr)
+        # Python has no stream where the launcher was started with a closed one.
+        streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._open = {name: each.fileno() for name, each in streams.items() if each}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._said: Queue[str] = Queue()
@@ -93,7 +59,7 @@ class Output:
         """Writes what a process says; returns the last lines of its stderr."""
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         nothing: deque[str] = deque(maxlen=0)
-        for stream in ((stdout, self._stdout, nothing), (stderr, self._stderr, tail)):
+        for stream in (("stdout", stdout, nothing), ("stderr", stderr, tail)):
             thread = threading.Thread(
                 target=self._write_lines, args=(label, *stream), name=label, daemon=True
             )
@@ -101,71 +67,64 @@ class Output:
             thread.start()
         return tail
 
-    async def wait(self, seconds: float, labels: Collection[str] | None = None) -> bool:
-        """Waits until streams, of some processes or all, are written; says if so."""
-        end = time.monotonic() + seconds
-        while is_late := not self._is_written(labels):
-            if time.monotonic() > end:
-                break
-            await asyncio.sleep(_POLL_SECONDS)
-        return not is_late
-
     async def drain(
-        self, labels: Collection[str] | None = None, *, seconds: float = _DRAIN_SECONDS
-    ) -> bool:
-        """Waits for streams of processes that have ended; returns whether it need not.
+        self, labels: Collection[str] | None = None, seconds: float = _DRAIN_SECONDS
+    ) -> None:
+        """Waits until the streams of some processes, or all, have ended, or a while.
 
         A process that left its worker's group may hold a stream open for longer.
         """
-        is_written = await self.wait(seconds, labels)
-        if not is_written and not self._lock.locked():
-            late = [t for t in self._threads if labels is None or t.name in labels]
-            self._threads = [t for t in self._threads if t not in late]
-        return is_written
+        end = time.monotonic() + seconds
+        while self._has_more(labels) and time.monotonic() < end:
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def finish(self) -> None:
         """Drains all streams, and closes the log files."""
+        await self.drain()
         # The last lines say what went wrong: a reader that pauses still gets them.
-        while not await self.drain() and self._lock.locked():
-            pass
+        while self._has_more() and self._lock.locked():
+            await self.drain()
         logs, self._logs = self._logs, {}
         for log in logs.values():
             log.close()
 
-    def _is_written(self, labels: Collection[str] | None) -> bool:
+    def _has_more(self, labels: Collection[str] | None = None) -> bool:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if labels is None:
-            return not self._threads and not self._said.unfinished_tasks
-        return not any(thread.name in labels for thread in self._threads)
+            return bool(self._threads or self._said.unfinished_tasks)
+        return any(thread.name in labels for thread in self._threads)
 
     def _write_said(self) -> None:
         while True:
             for line in self._said.get().splitlines():
-                self._write(self._stderr, _LAUNCHER, line)
+                self._write("stderr", _LAUNCHER, line)
             self._said.task_done()
 
     def _write_lines(
-        self, label: str, file: BufferedReader, sink: StreamSink, tail: "deque[str]"
+        self, label: str, name: str, file: BufferedReader, tail: "deque[str]"
     ) -> None:
         for line in read_lines(file):
             tail.append(line)
-            self._write(sink, label, line)
+            self._write(name, label, line)
 
-    def _write(self, sink: StreamSink, label: str, line: str) -> None:
+    def _write(self, name: str, label: str, line: str) -> None:
         with self._lock:
-            sink.write(label, line)
-            if (log := self._logs.get(label)) is None:
-                return
             try:
-                _write_all(log.fileno(), f"{line}\n".encode())
+                if name in self._open:
+                    _write_all(self._open[name], f"[{label}] {line}\n")
+            except OSError:  # A reader that went away (`| head`) must not end the job.
+                del self._open[name]
+            try:
+                if label in self._logs:
+                    _write_all(self._logs[label].fileno(), f"{line}\n")
             except OSError as error:
-                del self._logs[label]
+                log = self._logs.pop(label)
                 log.close()
-                why = f"cannot write {log.name} any more ({error})"
-                self._stderr.write(_LAUNCHER, f"{why}; the job goes on without.")
+                self.say(f"cannot write {log.name} any more ({error}).")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, text: str) -> None:
+    data = text.encode()
     while data:
         try:
             data = data[os.write(descriptor, data) :]

@@ -1,9 +1,12 @@
-"""One process of a job, a worker or the evaluator; here, on the launcher's machine."""
+"""One process of a job: its devices, its variables, how it starts and how it ended."""
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,15 +14,130 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from io import BufferedReader
+from pathlib import Path
 from typing import cast
 
+from armillary._checks import counted
 from armillary._process import ExitCode
-from armillary.launch import _exec
-from armillary.launch._environment import find_addresses
 
 Say = Callable[[str], None]
-_SPOKEN_FOR = (ExitCode.USAGE, ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED)
+_LOOPBACK = "127.0.0.1"
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+_SPOKEN_FOR = (
+    ExitCode.OK,
+    ExitCode.USAGE,
+    ExitCode.RESTART_REQUESTED,
+    ExitCode.PREEMPTED,
+)
+# What a new process runs first. The kernel kills a process that asked for it (1 is
+# `PR_SET_PDEATHSIG`) when the thread that started it ends, also after `exec`. Asking
+# between `fork` and `exec` would run Python in a copy of a program with other threads.
+_TIE = """
+import ctypes, os, signal, sys
+has_failed = ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if has_failed or os.getppid() != int(sys.argv[1]):
+    sys.exit("the launcher of this worker is gone, or cannot be tied to it")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """The devices of each process."""
+
+    virtual_cpus: int | None = None  # `None` leaves it to the script.
+    gpus: tuple[tuple[str, ...], ...] = ()  # Names, for `CUDA_VISIBLE_DEVICES`.
+    num_gpus: int = 0  # Where Ray chooses which ones.
+
+    def __str__(self) -> str:
+        if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
+            return f"{counted(num_gpus, 'GPU')} each"
+        if self.virtual_cpus is not None:
+            return f"{counted(self.virtual_cpus, 'virtual CPU device')} each"
+        return "devices as the script finds them"
+
+
+def plan_devices(
+    gpus: Sequence[str], num_processes: int, share: int | None
+) -> DevicePlan:
+    """Shares the GPUs, or plans virtual CPU devices where there is none."""
+    if not gpus:
+        return DevicePlan(virtual_cpus=share)
+    share = share or len(gpus) // num_processes or 1
+    if num_processes * share > len(gpus):
+        raise ValueError(
+            f"the job has {num_processes} processes, with the evaluator, and "
+            f"`--devices-per-worker` is {share}, but this machine offers {len(gpus)} "
+            f"GPUs ({', '.join(gpus)}). Use fewer, or set `JAX_PLATFORMS=cpu` to run "
+            "on virtual CPU devices."
+        )
+    starts = range(0, num_processes * share, share)
+    return DevicePlan(gpus=tuple(tuple(gpus[i : i + share]) for i in starts))
+
+
+def can_use_gpus(environment: Mapping[str, str]) -> bool:
+    """Returns whether JAX would use NVIDIA GPUs, if there were any."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return False
+    return any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
+
+
+def find_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of the NVIDIA GPUs that JAX would use, without touching one."""
+    if not can_use_gpus(environment):
+        return []
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        # As CUDA reads it: a name that is none, such as -1, ends the list.
+        names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
+        return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
+    names = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*")]
+    return sorted((name for name in names if name.isdecimal()), key=int)
+
+
+def find_addresses(count: int) -> list[str]:
+    """Returns `count` different addresses on loopback that are free now."""
+    # If another program takes one, that attempt fails, and the next has other ports.
+    with contextlib.ExitStack() as stack:
+        # All are open at once, or the system could give the same one twice.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((_LOOPBACK, 0))
+        return [f"{_LOOPBACK}:{each.getsockname()[1]}" for each in sockets]
+
+
+def make_environment(
+    base: Mapping[str, str],
+    *,
+    addresses: Sequence[str],
+    index: int | None,
+    devices: DevicePlan,
+    num_restarts: int,
+) -> dict[str, str]:
+    """Returns the environment of one worker, or of the evaluator (index `None`)."""
+    is_worker = index is not None
+    task = {"type": "worker" if is_worker else "evaluator", "index": index or 0}
+    changes = {
+        "TF_CONFIG": json.dumps({"cluster": {"worker": [*addresses]}, "task": task}),
+        "ARMILLARY_RESTART_COUNT": str(num_restarts),
+        # JAX would listen on all interfaces of the machine.
+        "JAX_COORDINATOR_BIND_ADDRESS": addresses[0],
+        # Output goes to a pipe, where Python would hold back whole pages of it.
+        "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED") or "1",
+    }
+    if any(base.get(name) for name in _PROXY_VARIABLES):
+        # gRPC would ask the proxy for the coordinator.
+        direct = base.get("no_grpc_proxy") or base.get("no_proxy")
+        hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
+        changes["no_grpc_proxy"] = ",".join([*([direct] if direct else []), *hosts])
+    if devices.gpus:
+        gpus = devices.gpus[index if is_worker else -1]
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    elif devices.virtual_cpus is not None:
+        changes["JAX_NUM_CPU_DEVICES"] = str(devices.virtual_cpus)
+    return {**base, **changes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +151,8 @@ class Ending:
     @property
     def cause(self) -> ExitCode:
         """What the end means for the job; `FAILED` if nothing more is known."""
-        if self.returncode == 0:
-            return ExitCode.OK
-        if self.returncode in _SPOKEN_FOR:
-            return ExitCode(self.returncode)
-        return ExitCode.FAILED
+        is_known = self.returncode in _SPOKEN_FOR
+        return ExitCode(self.returncode) if is_known else ExitCode.FAILED
 
     @property
     def is_reaction(self) -> bool:
@@ -45,37 +160,29 @@ class Ending:
         return self.cause in {ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED}
 
     def __str__(self) -> str:
+        after = f"after {self.seconds:.1f} s"
         if self.loss:
-            return f"lost after {self.seconds:.1f} s, {self.loss.rstrip('.')}"
+            return f"lost {after}, {self.loss.rstrip('.')}"
         if self.returncode < 0:
-            way = f"killed by {name_signal(-self.returncode)}"
-        else:
-            way = f"exit code {self.returncode}"
-        if self.is_reaction:
-            way += f" ({self.cause.name})"
-        return f"{way} after {self.seconds:.1f} s"
+            return f"killed by {name_signal(-self.returncode)} {after}"
+        meaning = f" ({self.cause.name})" if self.is_reaction else ""
+        return f"exit code {self.returncode}{meaning} {after}"
 
 
 def name_signal(number: int) -> str:
     """Returns the name of a signal, such as `SIGKILL`; real-time ones have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
 def start_tied(
-    exec_path: str,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    folder: str,
+    command: Sequence[str], environment: Mapping[str, str], folder: str
 ) -> "subprocess.Popen[bytes]":
     """Starts a process that ends with the calling thread, in a group of its own."""
     # The group keeps the terminal's Ctrl-C away, which the launcher passes on instead,
     # and lets what the process itself started end with it.
     return subprocess.Popen(
-        # For the first moment without `site` and the folder of `_exec.py`.
-        [sys.executable, "-S", "-P", exec_path, str(os.getpid()), *command],
+        # For the first moment without `site` and the folder of the script.
+        [sys.executable, "-S", "-P", "-c", _TIE, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -127,7 +234,7 @@ class Child(Process):
     ) -> None:
         super().__init__(label)
         command = [sys.executable, *arguments]
-        self._process = start_tied(_exec.__file__, command, environment, os.getcwd())
+        self._process = start_tied(command, environment, os.getcwd())
         self.stdout = cast("BufferedReader", self._process.stdout)
         self.stderr = cast("BufferedReader", self._process.stderr)
         loop = asyncio.get_running_loop()
@@ -148,20 +255,18 @@ class Child(Process):
             loop.call_soon_threadsafe(self.kill)
 
 
-class ThisMachine:
+class Machines:
     """The machine of the launcher, which has a place for every worker."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+    def __init__(self, num_workers: int, devices: DevicePlan) -> None:
+        self._num_workers, self.devices = num_workers, devices
 
-    async def reserve(self, say: Say) -> list[str]:
-        """Finds a place for each worker of an attempt; returns their addresses."""
-        del say
-        return find_addresses(self._num_workers)
+    async def reserve(self, say: Say) -> tuple[list[str], str]:
+        """Finds a place for each worker of an attempt.
 
-    def describe(self) -> str:
-        """Returns where the reserved places are, or nothing if that is clear."""
-        return ""
+        Returns their addresses, and where they are, if that is to be said.
+        """
+        return find_addresses(self._num_workers), ""
 
     def start(
         self,
@@ -171,7 +276,6 @@ class ThisMachine:
         environment: Mapping[str, str],
     ) -> Process:
         """Starts worker `index`, or the evaluator."""
-        del index
         return Child(label, arguments, environment)
 
     def release(self) -> None:

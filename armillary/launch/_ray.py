@@ -14,14 +14,20 @@ from typing import Any, NamedTuple
 
 from armillary._checks import counted
 from armillary._optional import import_ray
-from armillary.launch import _exec, _process
-from armillary.launch._environment import DevicePlan, can_use_gpus
-from armillary.launch._process import Process, Say, end_group, start_tied
+from armillary.launch import _process
+from armillary.launch._process import (
+    DevicePlan,
+    Machines,
+    Process,
+    Say,
+    can_use_gpus,
+    end_group,
+    start_tied,
+)
 
 _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 20.0
-_POLL_SECONDS = 1  # Ray takes whole ones only.
-_PLACE_SECONDS = 5.0
+_PLACE_SECONDS = 5
 _START_SECONDS = 120.0
 _OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
 
@@ -49,8 +55,8 @@ def connect(address: str) -> Any:
         raise ValueError(
             f"`--ray` is {address!r}, but the launcher cannot join a cluster there: "
             f"{reason or type(error).__name__} Use HOST:PORT as `ray start --head` "
-            "printed it, not of its dashboard, on a machine of the cluster, with its "
-            "versions of Ray and Python, and its token (`RAY_AUTH_TOKEN`)."
+            "printed it, on a machine of the cluster, with its versions of Ray and "
+            "Python, and its token (`RAY_AUTH_TOKEN`)."
         ) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -58,7 +64,7 @@ def connect(address: str) -> Any:
 
 
 # Its methods run in one thread, that of its event loop, which lives as long as the
-# actor does. So the kernel ends the worker with the actor: see `_exec.py`.
+# actor does. So the kernel ends the worker with the actor.
 class _Actor:
     """The parent of a worker on its machine, where Ray sends this class as a value."""
 
@@ -73,18 +79,14 @@ class _Actor:
         return address, socket.gethostname(), self._socket.getsockname()[1]
 
     async def start(
-        self,
-        exec_path: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        folder: str,
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> None:
         """Starts the worker; a few of its variables are the machine's own."""
         kept = {k: v for k, v in environment.items() if k not in _OF_THE_MACHINE}
         own = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
         self._socket.close()
         self._since = time.monotonic()
-        self._process = start_tied(exec_path, command, {**kept, **own}, folder)
+        self._process = start_tied(command, {**kept, **own}, folder)
 
     async def read(self, name: str, size: int) -> bytes:
         """Returns what comes next on `stdout` or `stderr`; nothing at the end."""
@@ -126,7 +128,7 @@ class _Worker(Process):
         super().__init__(label)
         self._ray, self._place, actor = ray, place, place.actor
         command = [sys.executable, *arguments]
-        started = actor.start.remote(_exec.__file__, command, environment, os.getcwd())
+        started = actor.start.remote(command, environment, os.getcwd())
         self.stdout = io.BufferedReader(_Stream(ray, actor, started, "stdout"))
         self.stderr = io.BufferedReader(_Stream(ray, actor, started, "stderr"))
         self._watching = asyncio.create_task(self._watch(started))
@@ -170,50 +172,37 @@ class _Stream(io.RawIOBase):
         return len(data)
 
 
-class RayMachines:
+class RayMachines(Machines):
     """The machines of a Ray cluster, of which every attempt takes what there is."""
 
-    def __init__(
-        self,
-        ray: Any,
-        *,
-        min_workers: int,
-        max_workers: int,
-        devices_per_worker: int | None = None,
-    ) -> None:
+    def __init__(self, ray: Any, fewest: int, most: int, share: int | None) -> None:
+        super().__init__(most, DevicePlan(virtual_cpus=share))
+        self._ray, self._fewest = ray, fewest
         # Or the machines would have to import this library to find the class.
         for module in (_process, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
-        self._ray = ray
-        self._min_workers, self._max_workers = min_workers, max_workers
         self._group: Any = None
         self._places: list[_Place] = []
-        self._needs, self.devices = {"CPU": 1}, DevicePlan()
+        self._needs = {"CPU": 1}
         has_gpus = any(machine.get("GPU") for machine in self._find_machines())
         if has_gpus and can_use_gpus(os.environ):
-            self._needs["GPU"] = devices_per_worker or 1
+            self._needs["GPU"] = share or 1
             self.devices = DevicePlan(num_gpus=self._needs["GPU"])
-        elif devices_per_worker:
-            self.devices = DevicePlan(virtual_cpus=devices_per_worker)
 
-    async def reserve(self, say: Say) -> list[str]:
+    async def reserve(self, say: Say) -> tuple[list[str], str]:
         """Reserves as many places as there are; waits for the fewest allowed."""
         while True:
             await self._reserve_group(say)
             try:
                 work = self._start_actors()
                 self._places = await asyncio.wait_for(work, _START_SECONDS)
+                counts = Counter(place.machine for place in self._places)
+                where = ", ".join(f"{name} ({n})" for name, n in counts.items())
+                addresses = [f"{each.address}:{each.port}" for each in self._places]
+                return addresses, f" on {where}"
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 self.release()
-                why = _shorten(error)
-                say(f"a machine was lost before it started a worker: {why}")
-            else:
-                return [f"{place.address}:{place.port}" for place in self._places]
-
-    def describe(self) -> str:
-        """Returns how many workers each machine has."""
-        counts = Counter(place.machine for place in self._places)
-        return f" on {', '.join(f'{name} ({n})' for name, n in counts.items())}"
+                say(f"a machine was lost before it had a worker: {_shorten(error)}")
 
     def start(
         self,
@@ -240,37 +229,31 @@ class RayMachines:
         # With GPUs on few machines, which are connected best. Else on many: every
         # worker computes on all cores of its machine.
         strategy = "PACK" if "GPU" in self._needs else "SPREAD"
-        wanted, said = self._count_places(self._find_machines()), ""
-        count, since = 0, 0.0
+        count, is_waiting = 0, False
+        wanted = self._count_room(self._find_machines())
         while True:
+            wanted = min(self._num_workers, max(self._fewest, wanted))
             if count != wanted:
                 self.release()
-                count, since = wanted, time.monotonic()
-                self._group = self._ray.util.placement_group(
-                    [self._needs] * count, strategy=strategy
-                )
-            if await asyncio.to_thread(self._group.wait, _POLL_SECONDS):
-                return
-            if time.monotonic() < since + _PLACE_SECONDS:
-                continue
-            if count > self._min_workers:
-                free = self._count_places([self._ray.available_resources()])
-                wanted = max(self._min_workers, min(count - 1, free))
+                count, bundles = wanted, [self._needs] * wanted
+                self._group = self._ray.util.placement_group(bundles, strategy=strategy)
+            for _ in range(_PLACE_SECONDS):
+                # Ray takes whole seconds only.
+                if await asyncio.to_thread(self._group.wait, 1):
+                    return
+            if count > self._fewest:
+                free = self._count_room([self._ray.available_resources()])
+                wanted = min(count - 1, free)
                 continue
             # The group is kept meanwhile, so that Ray may start machines for it.
-            if said != (said := self._explain_wait()):
-                say(said)
-            wanted = self._count_places(self._find_machines())
-
-    def _explain_wait(self) -> str:
-        machines, need = self._find_machines(), self._min_workers
-        room, gpus = self._count_room(machines), self._needs.get("GPU", 0)
-        each = f"1 CPU and {counted(gpus, 'GPU')}" if gpus else "1 CPU"
-        return (
-            f"waits for room for {counted(need, 'worker')} with {each} each: the "
-            f"{counted(len(machines), 'machine')} of the cluster have room for {room}"
-            + (", but it is in use." if room >= need else " in all.")
-        )
+            wanted = self._count_room(self._find_machines())
+            if not is_waiting:
+                needs = " and ".join(f"{n} {name}" for name, n in self._needs.items())
+                say(
+                    f"waits for room for {counted(count, 'worker')} with {needs} each: "
+                    f"the whole cluster has room for {wanted}."
+                )
+            is_waiting = True
 
     def _find_machines(self) -> list[dict[str, float]]:
         """Returns the resources of each machine that lives, whoever uses them."""
@@ -278,15 +261,8 @@ class RayMachines:
 
     def _count_room(self, machines: Iterable[Mapping[str, float]]) -> int:
         needs = self._needs.items()
-        return sum(
-            int(min(have.get(name, 0) // need for name, need in needs))
-            for have in machines
-        )
-
-    def _count_places(self, machines: Iterable[Mapping[str, float]]) -> int:
-        """Returns how many workers to try."""
-        room = self._count_room(machines)
-        return min(self._max_workers, max(self._min_workers, room))
+        rooms = [[have.get(key, 0) // n for key, n in needs] for have in machines]
+        return sum(int(min(room)) for room in rooms)
 
     async def _start_actors(self) -> list[_Place]:
         """Starts an actor at each place, and looks at its machine."""

@@ -8,16 +8,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from typing import TYPE_CHECKING
 
 from armillary._checks import counted
 from armillary._process import ExitCode
-from armillary.launch._environment import DevicePlan, make_environment
 from armillary.launch._output import Output
-from armillary.launch._process import Process, ThisMachine, name_signal
-
-if TYPE_CHECKING:
-    from armillary.launch._ray import RayMachines
+from armillary.launch._process import Machines, Process, make_environment, name_signal
 
 EVALUATOR = "evaluator"
 """The label of the evaluator."""
@@ -35,9 +30,8 @@ class Job:
     """The command to run, and the options of `armillary launch`, already checked."""
 
     arguments: Sequence[str]
-    machines: "ThisMachine | RayMachines"
+    machines: Machines
     has_evaluator: bool = False
-    devices: DevicePlan
     max_restarts: int
     pause_seconds: float
     grace_seconds: float
@@ -56,29 +50,23 @@ def run_job(job: Job) -> ExitCode:
         return asyncio.run(_Supervisor(job, output).run())
 
 
-class RestartPolicy:
-    """Counts restarts, and says when there is another one and after which pause."""
+def find_final_code(
+    cause: ExitCode, num_restarts: int, max_restarts: int
+) -> ExitCode | None:
+    """Returns the exit code for the end of an attempt, or `None` for a restart."""
+    # The same command line will be as wrong the next time.
+    if cause in {ExitCode.OK, ExitCode.USAGE}:
+        return cause
+    if num_restarts < max_restarts:
+        return None
+    return ExitCode.TOO_MANY_RESTARTS if max_restarts else cause
 
-    def __init__(self, max_restarts: int, pause_seconds: float) -> None:
-        self.max_restarts = max_restarts
-        self.num_restarts = 0
-        self._pause_seconds = pause_seconds
 
-    def find_exit_code(self, cause: ExitCode) -> ExitCode | None:
-        """Returns the exit code for a cause, or `None` if it leads to a restart."""
-        # The same command line will be as wrong the next time.
-        if cause in {ExitCode.OK, ExitCode.USAGE}:
-            return cause
-        if self.num_restarts < self.max_restarts:
-            return None
-        return ExitCode.TOO_MANY_RESTARTS if self.max_restarts else cause
-
-    def begin_restart(self) -> float:
-        """Counts one restart and returns the seconds to wait before it."""
-        # The bound of the exponent keeps the power a number that a float can hold.
-        pause = self._pause_seconds * 2 ** min(self.num_restarts, 30)
-        self.num_restarts += 1
-        return min(pause, max(MAX_PAUSE_SECONDS, self._pause_seconds))
+def find_pause(num_restarts: int, first_seconds: float) -> float:
+    """Returns the seconds before the next restart: they double, up to a bound."""
+    # The bound of the exponent keeps the power a number that a float can hold.
+    seconds = first_seconds * 2 ** min(num_restarts, 30)
+    return min(seconds, max(MAX_PAUSE_SECONDS, first_seconds))
 
 
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
@@ -115,7 +103,7 @@ class _Supervisor:
             code = await self.workers.run()
             if self.evaluation is not None:
                 code = await self._end_evaluation(self.evaluation, code)
-            count = self.workers.policy.num_restarts
+            count = self.workers.num_restarts
             if code is not ExitCode.OK or count:
                 after = f" after {counted(count, 'restart')}" if count else ""
                 self.say(f"ends with exit code {code.value} ({code.name}){after}.")
@@ -162,8 +150,7 @@ class _Supervisor:
             group.end_after((grace_seconds, signal.SIGKILL))
         # One request may arrive twice: `timeout` signals a process and its group.
         elif now > self._asked_at + _REPEAT_SECONDS:
-            if workers.running:
-                self.say(f"{name_signal(number)} again: ends all workers now.")
+            self.say(f"{name_signal(number)} again: ends all processes now.")
             workers.end_after((0.0, signal.SIGKILL))
             evaluator.end_after((0.0, signal.SIGKILL))
 
@@ -175,28 +162,28 @@ class _Group:
         self._supervisor, self._job = supervisor, supervisor.job
         self._say, self._output = supervisor.say, supervisor.output
         self._is_evaluator = is_evaluator
-        self.policy = RestartPolicy(self._job.max_restarts, self._job.pause_seconds)
+        self.num_restarts = 0
         self.children: list[Process] = []
         self._tails: dict[str, deque[str]] = {}
         self._ender: asyncio.Task[None] | None = None
 
     async def run(self) -> ExitCode:
         """Runs the processes, and again if they fail; returns what comes of it."""
-        is_ending = self._supervisor.is_ending
+        job, is_ending = self._job, self._supervisor.is_ending
         while True:
             cause = await self._run_attempt()
             if is_ending.is_set():
                 return cause
-            rest = " The workers go on." if self._supervisor.workers.running else ""
-            code = self.policy.find_exit_code(cause)
-            if code is not None:
-                if self._is_evaluator and code is not ExitCode.OK:
-                    self._say(f"the evaluator is not started again.{rest}")
-                return code
-            seconds = self.policy.begin_restart()
-            count = f"{self.policy.num_restarts} of {self.policy.max_restarts}"
+            code = find_final_code(cause, self.num_restarts, job.max_restarts)
             alone = " of the evaluator alone" if self._is_evaluator else ""
-            self._say(f"restart {count}{alone} in {seconds:g} s.{rest}")
+            if code is not None:
+                if alone and code is not ExitCode.OK:
+                    self._say(f"no restart{alone}: the workers go on.")
+                return code
+            seconds = find_pause(self.num_restarts, job.pause_seconds)
+            self.num_restarts += 1
+            count = f"{self.num_restarts} of {job.max_restarts}"
+            self._say(f"restart {count}{alone} in {seconds:g} s.")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_ending.wait(), seconds)
             if is_ending.is_set():
@@ -249,8 +236,7 @@ class _Group:
             await self._start()
             failure = await self._find_failure()
         except OSError as error:
-            who = "the evaluator" if self._is_evaluator else "the workers"
-            self._say(f"cannot start {who}: {error}.")
+            self._say(f"cannot start a process: {error}.")
             return ExitCode.FAILED
         finally:
             self.kill()
@@ -259,14 +245,10 @@ class _Group:
             if not self._is_evaluator:
                 self._job.machines.release()
         supervisor = self._supervisor
-        is_told = not (self._is_evaluator and supervisor.is_ending.is_set())
-        endings = [child.ended.result() for child in self.children]
-        if failure is not None and is_told:
+        if failure and not (self._is_evaluator and supervisor.is_ending.is_set()):
             self._show_failure(failure)
-        elif is_told and supervisor.workers.running:
-            self._say(f"evaluator: {endings[0]}. The workers go on.")
         if supervisor.stop is not None:
-            causes = [ending.cause for ending in endings]
+            causes = [child.ended.result().cause for child in self.children]
             return find_stop_code(supervisor.stop, causes)
         return ExitCode.OK if failure is None else failure.ended.result().cause
 
@@ -285,10 +267,11 @@ class _Group:
             reserving.cancel()
             return
         ending.cancel()
-        addresses = supervisor.addresses = reserving.result()
+        addresses, where = reserving.result()
+        supervisor.addresses = addresses
         self._say(
-            f"starts {counted(len(addresses), 'worker')}{machines.describe()}, "
-            f"coordinator {addresses[0]}, {self._job.devices}."
+            f"starts {counted(len(addresses), 'worker')}{where}, "
+            f"coordinator {addresses[0]}, {machines.devices}."
         )
         for index in range(len(addresses)):
             self._start_process(f"worker {index}", index)
@@ -297,14 +280,14 @@ class _Group:
             supervisor.evaluation = asyncio.create_task(work)
 
     def _start_process(self, label: str, index: int | None) -> None:
+        machines, arguments = self._job.machines, self._job.arguments
         environment = make_environment(
             os.environ,
             addresses=self._supervisor.addresses,
             index=index,
-            devices=self._job.devices,
-            num_restarts=self.policy.num_restarts,
+            devices=machines.devices,
+            num_restarts=self.num_restarts,
         )
-        machines, arguments = self._job.machines, self._job.arguments
         child = machines.start(label, index, arguments, environment)
         self.children.append(child)
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
@@ -333,7 +316,7 @@ class _Group:
                     (_TERMINATE_SECONDS, signal.SIGKILL),
                 )
                 # What a worker said before it ended comes first.
-                await self._output.wait(_LAST_WORDS_SECONDS, [failure.label])
+                await self._output.drain([failure.label], _LAST_WORDS_SECONDS)
                 self._say(
                     f"{failure.label}: {failure.ended.result()}. "
                     f"{len(pending)} of {len(self.children)} still run, and have "
@@ -343,13 +326,13 @@ class _Group:
 
     def _show_failure(self, child: Process) -> None:
         """Says which process failed, and how its stderr ended."""
-        ending, count, who = child.ended.result(), len(self.children), child.label
-        is_failure = ending.cause is not ExitCode.PREEMPTED
-        if not self._is_evaluator:
-            who += f" of {count}"
-        if count > 1:
-            who += " failed first" if is_failure else " ended first"
-        tail = list(self._tails[child.label]) if is_failure else ()
+        ending, count = child.ended.result(), len(self.children)
+        who = child.label if self._is_evaluator else f"{child.label} of {count}"
+        tail = list(self._tails[child.label])
+        if ending.cause is ExitCode.PREEMPTED:
+            who, tail = f"{who} ended first", []
+        elif count > 1:
+            who += " failed first"
         lines = [f"  | {line}" for line in tail if line.strip()]
         before = [f"{who}: {ending}.{' Its stderr ended with:' if lines else ''}"]
         self._say("\n".join(before + lines))

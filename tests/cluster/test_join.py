@@ -11,7 +11,7 @@ import pytest
 from armillary.cluster import CommunicationOptions, SimpleClusterResolver, _join
 from armillary.cluster._join import keep_gloo_on
 from armillary.errors import ClusterError
-from armillary.launch._environment import find_addresses
+from armillary.launch._process import find_addresses
 
 TWO = SimpleClusterResolver({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 1)
 

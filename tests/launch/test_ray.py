@@ -16,7 +16,12 @@ from tests.conftest import DEVICE_COUNT_FLAG, REPOSITORY
 from tests.launch.conftest import is_running, wait_for
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+# One cluster serves them all.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.xdist_group("ray"),
+]
 
 DEADLINE = 300.0
 SLEEP = "mark(f'ready_{index}')\ntime.sleep(300)\n"
@@ -144,8 +149,8 @@ def test_a_signal_lets_workers_save_and_the_launchers_death_ends_them(start):
 def test_more_workers_than_there_is_room_for_are_waited_for(start, machines):
     launcher = start("print('started')\n", "--workers 3")
     launcher.wait_for_line(
-        "waits for room for 3 workers with 1 CPU each: the 3 machines of the cluster "
-        "have room for 2 in all."
+        "waits for room for 3 workers with 1 CPU each: the whole cluster has "
+        "room for 2."
     )
     machines.set_count(3)
     code, stdout, stderr = launcher.finish()

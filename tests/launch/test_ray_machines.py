@@ -30,7 +30,7 @@ def test_gpus_are_taken_where_jax_can_use_them(
     monkeypatch.setattr(_ray, "can_use_gpus", lambda environment: is_usable)
     ray = FakeRay(0)
     ray.nodes = lambda: [{"Alive": True, "Resources": each} for each in machines]
-    found = RayMachines(ray, min_workers=1, max_workers=99, devices_per_worker=share)
+    found = RayMachines(ray, 1, 99, share)
     assert (found._needs, found._count_room(machines)) == (needs, room)
     assert str(found.devices) == said
 
@@ -66,8 +66,8 @@ class FakeRay:
 
 def reserve(monkeypatch, ray, min_workers, max_workers, happen=lambda text: None):
     """Reserves places, unless `happen` cancels that; returns what was said."""
-    monkeypatch.setattr(_ray, "_PLACE_SECONDS", 0.0)
-    machines = RayMachines(ray, min_workers=min_workers, max_workers=max_workers)
+    monkeypatch.setattr(_ray, "_PLACE_SECONDS", 1)
+    machines = RayMachines(ray, min_workers, max_workers, None)
 
     async def run():
         said = []
@@ -108,8 +108,8 @@ def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
 
     _, said = reserve(monkeypatch, ray, 2, 3, happen=come)
     assert said == [
-        "waits for room for 2 workers with 1 CPU each: the 1 machine of the cluster "
-        "have room for 1 in all."
+        "waits for room for 2 workers with 1 CPU each: the whole cluster has "
+        "room for 1."
     ]
     assert ray.asked == [2, 3]
     assert ray.open == 1
@@ -118,7 +118,7 @@ def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
 def test_a_wait_ends_with_the_job(monkeypatch):
     ray = FakeRay(4, in_use=2)
     machines, said = reserve(monkeypatch, ray, 3, 3, happen=lambda text: True)
-    assert said[0].endswith("have room for 4, but it is in use.")
+    assert said[0].endswith("the whole cluster has room for 4.")
     machines.release()
     assert ray.open == 0
 

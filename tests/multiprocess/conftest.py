@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from armillary.launch._environment import DevicePlan, find_addresses, make_environment
+from armillary.launch._process import DevicePlan, find_addresses, make_environment
 from tests.conftest import REPOSITORY
 
 DEADLINE = 120.0
