@@ -45,8 +45,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     jobs: list[Watched] = []
 
     def start(scenario: str, count: int = 2, **options: Any) -> Watched:
-        devices = 1 if count > 1 else None
-        job = Watched(tmp_path, PROGRAM, scenario, count, devices, **options)
+        job = Watched(tmp_path, PROGRAM, scenario, count, **options)
         jobs.append(job)
         return job
 
@@ -112,13 +111,6 @@ def test_every_process_prints_the_line_that_one_sleeps_at(start, scenario, place
         assert re.search(r"process 0 of 2: \w+ for \d+ s", job.output(index))
 
 
-def test_a_program_alone_prints_its_line_too(start):
-    job = start("sleep", count=1, limit_seconds=HANG_TIMEOUT)
-    assert job.wait_for_ends([0], STARTED_SECONDS) == [ExitCode.RESTART_REQUESTED]
-    assert "The program has not gone on for 4 seconds" in job.output(0)
-    assert "in read: time.sleep(3600)  # the reader sleeps" in job.output(0)
-
-
 def test_an_error_in_one_process_is_told_by_all_and_keeps_its_own_exit_code(start):
     job = start("raise")
     codes = job.wait_for_ends([0, 1], STARTED_SECONDS)
@@ -126,12 +118,4 @@ def test_an_error_in_one_process_is_told_by_all_and_keeps_its_own_exit_code(star
     assert codes[0] != 0
     for index in (0, 1):
         assert "OSError: the disk is on fire" in job.output(index)
-
-
-def test_a_process_that_leaves_early_is_named(start):
-    job = start("exit")
-    codes = job.wait_for_ends([0], STARTED_SECONDS)
-    assert codes[0] != 0
-    assert re.search(
-        r"Process 1 of 2 (has reached the end of its program|is gone)", job.output(0)
-    )
+    assert "PeerError: Another process has failed:\n  process 1 of 2" in job.output(0)

@@ -239,3 +239,31 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
         timeout=120,
     )
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+ENDS = """
+    import sys
+    from armillary.lifeline._lifeline import Lifeline, connect
+
+    endpoint = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)
+    Lifeline(1, 2, endpoint).start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no such file')"])
+def test_a_program_says_how_it_ends(end):
+    listener = listen("127.0.0.1")
+    chief = Lifeline(0, 2, listener, TOKEN)
+    chief.start()
+    program = [sys.executable, "-c", textwrap.dedent(ENDS) + end]
+    port = str(listener.getsockname()[1])
+    subprocess.run([*program, port], capture_output=True, timeout=60)
+    if "exit" in end:
+        until(lambda: chief.has_ended(1))
+    else:
+        until(lambda: 1 in chief._failures)
+        assert chief._failures[1][0] == "ValueError: no such file"
+    assert chief.verdict is None
+    close(chief)

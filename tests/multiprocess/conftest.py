@@ -21,7 +21,6 @@ class Job:
     """Processes that run a function of a program, with some devices each.
 
     The program gets the name of the function, a file for its result, and options.
-    Without `devices` it is alone, in no cluster.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Job:
         program: Path,
         scenario: str,
         count: int,
-        devices: int | None = 1,
+        devices: int = 1,
         **options: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,15 +42,13 @@ class Job:
 
     def start(self, index: int) -> None:
         """Starts a process, or one more in its place."""
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        if self._devices is not None:
-            environment = make_environment(
-                environment,
-                addresses=self._addresses,
-                index=index,
-                devices=DevicePlan(virtual_cpus=self._devices),
-                num_restarts=0,
-            )
+        environment = make_environment(
+            {**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            addresses=self._addresses,
+            index=index,
+            devices=DevicePlan(virtual_cpus=self._devices),
+            num_restarts=0,
+        )
         result = self.folder / f"result_{index}.json"
         result.unlink(missing_ok=True)
         arguments = [str(self._program), self._scenario, str(result), self._options]
