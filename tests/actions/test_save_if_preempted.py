@@ -378,5 +378,5 @@ def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch):
     ):
         action._notice.source = "SIGTERM"
         found = run_all(lambda peers: action._find_notice())
-        action._notice.clear()
+        action._notice.source = None
     assert found == ["SIGTERM in process 0 of 2, and in 1 more"] * 2
