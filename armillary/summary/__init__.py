@@ -15,16 +15,10 @@ can be compared between runs::
     runs/digits/train/events...         loss
     runs/digits/validation/events...    loss
 
-A value is a number, or a `Histogram`, an `Image` or a `Text` made where it is put into
-the dictionary. A loop's output is written in the same way, so these may be in what
-`train_loop_end` and `eval_end` return::
-
-    def train_loop_end(self):
-        return {"loss": self.loss.compute(), "kernel": Histogram(self.model.kernel)}
-
-Another place or format is one class with the methods of `SummaryWriter`, given as
-`writer_fn`: `WandbWriter` and `MlflowWriter` are such. A `Controller` also writes
-`metrics.jsonl`, which `read_metrics` reads.
+A value is a number, or a `Histogram`, an `Image` or a `Text`, which may be in what
+`train_loop_end` and `eval_end` return, too. Another place or format is one class with
+the methods of `SummaryWriter`, given as `writer_fn`: `WandbWriter` and `MlflowWriter`
+are such. A `Controller` also writes `metrics.jsonl`, which `read_metrics` reads.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -118,11 +118,12 @@ class Image(Summary):
     """
 
     def __init__(self, pixels: Any) -> None:
-        self.pixels = _as_array("pixels", pixels)
+        self.pixels = as_array("pixels", pixels)
         dtype, shape = self.pixels.dtype, tuple(self.pixels.shape)
         is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
+        channels = shape[2:][-1:]
         has_axes = 2 <= len(shape) <= 4 and 0 not in shape
-        if not (is_kind and has_axes and shape[2:][-1:] in ((), (1,), (3,), (4,))):
+        if not (is_kind and has_axes and channels in ((), (1,), (3,), (4,))):
             raise ValueError(
                 f"`pixels` is of dtype {dtype} and shape {shape}, but images are "
                 "floats from 0 to 1, or `uint8`, of shape (height, width), (height, "
@@ -176,15 +177,14 @@ class Text(Summary):
 def as_arrays(name: str, values: PyTree) -> list[Any]:
     """Returns the leaves of a pytree, of which some must have elements."""
     leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
-    arrays = [_as_array(name, leaf) for leaf in leaves]
+    arrays = [as_array(name, leaf) for leaf in leaves]
     if not any(array.size for array in arrays):
-        raise ValueError(
-            f"`{name}` is {values!r}, which has no elements. Use arrays with some."
-        )
+        raise ValueError(f"`{name}` has no elements. Use arrays with some.")
     return arrays
 
 
-def _as_array(name: str, value: Any) -> Any:
+def as_array(name: str, value: Any) -> Any:
+    """Returns an array of real numbers, or that of a variable."""
     arrays = jax.Array | np.ndarray | np.generic
     if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # A variable; a `PerReplica` raises.

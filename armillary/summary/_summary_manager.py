@@ -18,17 +18,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from armillary._checks import check_callable, check_instance, check_path, list_lines
+from armillary._checks import check_callable, check_instance, check_path
 from armillary._process import get_process
 from armillary._records import flatten
 from armillary.distribute._global_arrays import as_local
-from armillary.distribute.replica._values import PerReplica
-from armillary.summary._kinds import Histogram, Summary
+from armillary.summary._kinds import Histogram, Summary, as_array
 from armillary.typing import Output
 
-_NUMBERS = (np.bool_, np.integer, np.floating)
 _file_numbers = itertools.count()
 
 
@@ -194,22 +191,15 @@ class SummaryManager:
 
         Raises:
             TypeError: If a key is no name, or leaves `summary_dir`, or if a value is
-                not numeric or has no elements. All are listed, and none is written.
-            AttributeError: If a writer has no method for a kind of value.
+                not numeric. Nothing is written then.
+            ValueError: If an array has no elements.
+            AttributeError: If no writer has a method for a kind of value.
         """
         if self.summary_dir is None:
             return
         fix = 'Use a dictionary, such as `{"loss": loss}`.'
         check_instance("values", values, Mapping | None, fix)
-        problems: list[str] = []
-        entries = list(_find_values(values or {}, (), problems))
-        if problems:
-            raise TypeError(
-                f"`values` has {len(problems)} that cannot be written: keys are names, "
-                "and values numbers, arrays that are not empty, or each a `Histogram`, "
-                f"an `Image` or a `Text`:\n{list_lines(problems)}\n"
-                "Reduce per-replica values (`strategy.reduce`), or leave an entry out."
-            )
+        entries = list(_find_values(values or {}, ()))
         # On all processes: each may have a part of an array.
         known = jax.tree.map(as_local, [value for *_, value in entries])
         if not get_process().is_chief:
@@ -277,38 +267,28 @@ class _Group:
 
 
 def _find_values(
-    values: Mapping[Any, Any], parents: tuple[str, ...], problems: list[str]
+    values: Mapping[Any, Any], parents: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """Yields each value with its directory and tag, and notes what is wrong."""
+    """Yields each value with its directory and tag."""
     for key, value in values.items():
-        path = "/".join((*parents, str(key)))
-        if not isinstance(key, str) or not key:
-            problems.append(f"{path}: the key {key!r} is no name")
-        elif not isinstance(value, Mapping):
-            problem = _find_problem(value)
-            if problem is not None:
-                problems.append(f"{path}: {problem}")
+        path, is_folder = (*parents, key), isinstance(value, Mapping)
+        is_name = isinstance(key, str) and key != ""
+        if not is_name or (is_folder and (key[0] == "/" or ".." in key.split("/"))):
+            raise TypeError(
+                f"`values` has the key {key!r} at {path!r}, but a key must be the name "
+                "of a value, or of a subdirectory. Use a name such as `'loss'`."
+            )
+        if is_folder:
+            yield from _find_values(value, path)
+        elif isinstance(value, int | float | Summary):
             yield parents, key, value
-        elif key.startswith("/") or ".." in key.split("/"):
-            problems.append(f"{path}: {key!r} cannot name a subdirectory")
         else:
-            yield from _find_values(value, (*parents, key), problems)
-
-
-def _find_problem(value: Any) -> str | None:
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
-        return "a value that JAX traces; return it from `train_loop_end`"
-    if isinstance(value, int | float | Summary):
-        return None
-    if isinstance(value, PerReplica):
-        return repr(value)
-    if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
-        value = np.asarray(value)
-    if not hasattr(value, "dtype"):
-        return f"{value!r} of type {type(value).__name__}"
-    is_number = any(jax.dtypes.issubdtype(value.dtype, kind) for kind in _NUMBERS)
-    is_fine = is_number and 0 not in value.shape
-    return None if is_fine else f"{value.dtype} {tuple(value.shape)}"
+            if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
+                value = np.asarray(value)
+            array = as_array("/".join(path), value)
+            if not array.size:
+                raise ValueError(f"`{'/'.join(path)}` has no elements. Leave it out.")
+            yield parents, key, array
 
 
 def as_png(pixels: np.ndarray) -> bytes:

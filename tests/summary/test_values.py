@@ -161,7 +161,7 @@ def test_tensorboard_reads_text(tmp_path: Path) -> None:
             r"`text` is 3 of type int.*`Text\(str": lambda: Text(3),
         },
         ValueError: {
-            "`values` is array.*has no elements": lambda: Histogram(np.zeros((0, 3))),
+            "`values` has no elements": lambda: Histogram(np.zeros((0, 3))),
             r"dtype int32 and .*`pixels.astype": (
                 lambda: Image(np.zeros((2, 2), np.int32))
             ),
@@ -176,12 +176,3 @@ def test_tensorboard_reads_text(tmp_path: Path) -> None:
 def test_values_of_another_form_are_an_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_nothing_is_written_in_a_traced_function(tmp_path: Path) -> None:
-    def step(x):
-        with pytest.raises(TypeError, match=r"x: .*JAX traces.*`train_loop_end`"):
-            SummaryManager(tmp_path).write_summaries({"x": Histogram(x)}, step=0)
-
-    jax.jit(step)(jnp.ones(2))
-    assert not list(tmp_path.iterdir())
