@@ -1,15 +1,21 @@
-"""Walks a traced program and the programs nested in it; tells when one is traced."""
+"""Walks a traced program and the programs nested in it, and follows facts through it.
 
-from collections.abc import Iterator
-from typing import Any
+An analysis says what is known of the values that go in (the source), what an operation
+makes of what is known of its operands (`transfer`), and what is known where ways meet
+(`join`). How facts go through calls, branches, loops and references is `Dataflow`'s.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.extend import core, source_info_util
 from jax.extend.core.primitives import jit_p
 
-from armillary._frames import is_library_file
 from armillary._jax_compat import get_trace_state
+from armillary._traceback import is_library_file
 
+Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()
 
 
@@ -102,3 +108,173 @@ def call_program(
     params |= {name: params[name] * len(arguments) for name in _PER_INPUT}
     params |= {name: params[name] * len(program.out_avals) for name in _PER_OUTPUT}
     return jit_p.bind(*arguments, **params)
+
+
+class Dataflow(Generic[Fact]):
+    """Follows facts about values through a program and all that is nested in it.
+
+    Facts may only grow by `join`, so that loops come to an end. `nothing` is what is
+    known of a constant, and `within` the equations that the current one is in.
+    """
+
+    nothing: Fact
+
+    def __init__(self) -> None:
+        self.jaxpr: Any = None
+        self.within: list[Any] = []
+        # What references hold: any operation may write to any of them.
+        self._written = self.nothing
+
+    def join(self, facts: Iterable[Fact]) -> Fact:
+        """Returns what is known of a value that comes by several ways."""
+        raise NotImplementedError
+
+    def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
+        """Returns the facts of an equation's results; `None` for what follows here."""
+        del equation, operands
+
+    def mix(self, equation: Any, operands: list[Fact]) -> Fact:
+        """Returns what is known of the results of an equation without programs."""
+        del equation
+        return self.join(operands)
+
+    def decide(self, equation: Any, decides: Fact) -> Fact:
+        """Returns what results of a branch or loop gain from what decides it."""
+        del equation
+        return decides
+
+    def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        """Returns the facts of the program's results, given those of its inputs."""
+        while True:
+            before = self._written
+            results = self._run(program, inputs)
+            if self._written == before:
+                return results
+
+    def _run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        jaxpr = getattr(program, "jaxpr", program)
+        outer, self.jaxpr = self.jaxpr, jaxpr
+        known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Fact:
+            return self.nothing if isinstance(atom, core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            operands = list(map(read, equation.invars))
+            if any(map(_is_reference, equation.invars)):
+                self._written = self.join([self._written, *operands])
+                operands = [self.join([fact, self._written]) for fact in operands]
+            results = self.transfer(equation, operands)
+            if results is None:
+                results = self._follow(equation, operands)
+            known.update(zip(equation.outvars, results, strict=True))
+        self.jaxpr = outer
+        return list(map(read, jaxpr.outvars))
+
+    def _follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """Returns the facts of results through the programs of an equation."""
+        name = equation.primitive.name
+        known = {
+            "cond": self._follow_branches,
+            "while": self._follow_while,
+            "scan": self._follow_scan,
+            "custom_linear_solve": self._follow_solve,
+        }
+        if name in known:
+            return known[name](equation, operands)
+        programs = list(programs_in(equation))
+        if not programs:
+            return [self.mix(equation, operands)] * len(equation.outvars)
+        is_map = name == "shard_map"
+        if len(programs) == 1 and (is_map or _is_call(equation, programs[0])):
+            return self._enter(equation, programs[0], operands)
+        # How it uses its programs is not known: all that goes in comes out.
+        everything = self.join(operands)
+        for program in programs:
+            count = len(getattr(program, "jaxpr", program).invars)
+            made = self._enter(equation, program, [everything] * count)
+            everything = self.join([everything, *made])
+        return [everything] * len(equation.outvars)
+
+    def line(self, equation: Any) -> str:
+        """Returns the user's line of an equation, or of the closest one around it."""
+        lines = map(source_line, (equation, *reversed(self.within)))
+        return next(filter(None, lines), "")
+
+    def _enter(self, equation: Any, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        self.within.append(equation)
+        try:
+            return self._run(program, inputs)
+        finally:
+            self.within.pop()
+
+    def _follow_branches(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        decides, *rest = operands
+        gained = self.decide(equation, decides)
+        branches = equation.params["branches"]
+        results = [self._enter(equation, branch, rest) for branch in branches]
+        return [self.join([*column, gained]) for column in zip(*results, strict=True)]
+
+    def _follow_while(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        params = equation.params
+        decide, body = params["cond_jaxpr"], params["body_jaxpr"]
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        constants, carry = operands[:first], operands[last:]
+        while True:
+            (decides,) = self._enter(equation, decide, [*constants, *carry])
+            gained = self.decide(equation, decides)
+            if any(map(_is_reference, equation.invars)):
+                self._written = self.join([self._written, gained])
+            made = self._enter(equation, body, [*operands[first:last], *carry])
+            now = [self.join([a, b, gained]) for a, b in zip(carry, made, strict=True)]
+            if now == carry:
+                return carry
+            carry = now
+
+    def _follow_solve(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        lengths = equation.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        constants = operands[first : first + lengths.solve]
+        inputs = [*constants, *operands[sum(lengths) :]]
+        return self._enter(equation, equation.params["jaxprs"].solve, inputs)
+
+    def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        params = equation.params
+        body = params["jaxpr"]
+        first = params["num_consts"]
+        last = first + params["num_carry"]
+        carry = operands[first:last]
+        while True:
+            inputs = [*operands[:first], *carry, *operands[last:]]
+            made = self._enter(equation, body, inputs)
+            now = [self.join(pair) for pair in zip(carry, made, strict=False)]
+            if now == carry:
+                return [*carry, *made[len(carry) :]]
+            carry = now
+
+
+def _is_call(equation: Any, program: Any) -> bool:
+    """Returns whether an equation runs its program once and does no more."""
+    jaxpr = getattr(program, "jaxpr", program)
+    return len(jaxpr.outvars) == len(equation.outvars) and [
+        atom.aval.strip_weak_type() for atom in equation.invars
+    ] == [variable.aval.strip_weak_type() for variable in jaxpr.invars]
+
+
+def _is_reference(atom: Any) -> bool:
+    return hasattr(atom.aval, "inner_aval")
+
+
+class _Dependencies(Dataflow[frozenset[int]]):
+    nothing = frozenset()
+
+    def join(self, facts: Iterable[frozenset[int]]) -> frozenset[int]:
+        return frozenset().union(*facts)
+
+
+def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:
+    """Returns the inputs that each result of a program depends on, by their number."""
+    inputs = [frozenset({i}) for i in range(len(program.jaxpr.invars))]
+    return _Dependencies().run(program, inputs)

@@ -3,7 +3,7 @@
 A mistake in a step surfaces below twenty frames of the library. Like JAX, the library
 removes its own frames from an exception that leaves it, and the traceback shows the
 user's lines. `JAX_TRACEBACK_FILTERING=off`, which keeps the frames of JAX, also keeps
-these.
+these. Also tells the user's code from that of libraries: by its module, or by its file.
 """
 
 import contextlib
@@ -20,6 +20,23 @@ from typing import Any, ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = frozenset(
+    {
+        *(
+            "armillary",
+            "datasets",
+            "equinox",
+            "etils",
+            "flax",
+            "grain",
+            "jax",
+            "jaxlib",
+        ),
+        *("keras", "numpy", "optax", "orbax", "rich", "tensorboard", "tensorboardX"),
+        *("tensorflow", "torch"),
+    }
+)
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
@@ -220,3 +237,20 @@ def _is_own(entry: types.TracebackType) -> bool:
     file = entry.tb_frame.f_code.co_filename
     # Through `contextlib` run the context managers of this package.
     return file.startswith(_PACKAGE) or file == contextlib.__file__
+
+
+def is_library(module: str | None) -> bool:
+    """Returns whether a module is one of Python's, of this package or what it uses."""
+    name = (module or "").partition(".")[0]
+    return name in _LIBRARIES or name in sys.stdlib_module_names
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_file(file: str) -> bool:
+    """Returns whether a file belongs to such a module, or code has no file."""
+    if file.startswith(_STANDARD_LIBRARY):
+        return "-packages" not in file
+    modules = (sys.modules.get(name) for name in _LIBRARIES)
+    files = (getattr(module, "__file__", None) for module in modules)
+    folders = (os.path.dirname(file) + os.sep for file in files if file)
+    return file.startswith(("<", *folders))

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from armillary._frames import is_library_file
 from armillary._process import READER_THREADS, ExitCode, get_process
+from armillary._traceback import is_library_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _COMPILER = os.path.join("jax", "_src", "compiler.py")

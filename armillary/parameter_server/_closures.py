@@ -17,9 +17,8 @@ from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import type_of
 from armillary.parameter_server._shipping import ship
 from armillary.parameter_server._worker import Dynamic, PlacedTask, ShippedTask
-from armillary.state._holders import is_claimed
+from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State, as_array
-from armillary.state._opaque import captured
 from armillary.typing import PyTree
 
 _WHY = "another scheduled call failed. `schedule` and `join` raise its error"

@@ -24,8 +24,7 @@ from armillary.parameter_server._scheduler import Scheduler
 from armillary.parameter_server._shipping import ship
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._variables import Variables
-from armillary.state._holders import is_claimed
-from armillary.state._opaque import captured
+from armillary.state._holders import captured, is_claimed
 from armillary.typing import PyTree
 
 _MANY_TASKS = 16

@@ -20,8 +20,9 @@ from armillary._checks import counted, list_lines
 from armillary._jaxpr import walk_equations, walk_programs
 from armillary.errors import CapturedStateError, StateStructureError
 from armillary.state import _keras, _nnx
+from armillary.state._holders import entries_of, is_function
 from armillary.state._lift import State
-from armillary.state._opaque import entries_of, is_equal, is_function
+from armillary.state._slots import is_equal
 from armillary.state._walk import Walk
 
 if TYPE_CHECKING:

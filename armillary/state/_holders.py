@@ -1,13 +1,15 @@
 """What may hold what: the kinds of objects that a walk looks into.
 
 A *holder* is an object that others can be put into: one with attributes, a dictionary,
-a list, a function with its closure. It has one part for each way of holding.
+a list, a function with its closure. It has one part for each way of holding. A function
+is searched by what it reaches by name: closure, globals, defaults, `self`. Values of
+libraries cannot hold a user's state, and plain ones hold nothing.
 """
 
 import collections
 import dataclasses
+import dis
 import functools
-import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -17,17 +19,33 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from armillary._traceback import is_library
 from armillary.state import _keras, _nnx
-from armillary.state._opaque import (
-    ABSENT,
-    FUNCTION_TYPES,
-    PLAIN,
-    entries_of,
-    is_function,
-    is_opaque,
-    join_captured,
+from armillary.state._slots import ABSENT, PLAIN, join, join_keys
+
+# Classes of libraries that hold what a user puts into them. By name, so that none is
+# imported for it.
+_TRANSPARENT = {
+    "armillary.parameter_server._fit.ScheduledSteps",
+    "armillary.keras._trainer.KerasEvaluator",
+    "armillary.keras._trainer.KerasTrainer",
+    "armillary.estimator._runners.EstimatorEvaluator",
+    "armillary.estimator._runners.EstimatorTrainer",
+    "argparse.Namespace",
+    "collections.ChainMap",
+    "collections.UserDict",
+    "collections.UserList",
+    "types.SimpleNamespace",
+}
+_COMPILED_FUNCTION = type(jax.jit(lambda: None))
+FUNCTION_TYPES = (
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    _COMPILED_FUNCTION,
 )
-from armillary.state._slots import join, join_keys
+# Where a function leads to another one, under no name of its own.
+_INNER = ("function", "wrapped")
 
 
 class Kind(NamedTuple):
@@ -37,7 +55,6 @@ class Kind(NamedTuple):
     get: Callable[[Any, Any], Any] = operator.getitem
     put: Callable[[Any, Any, Any], None] | None = None
     join: Callable[[str, Any], str] = join
-    is_ordered: bool = False  # by the user
 
 
 class Part(NamedTuple):
@@ -57,6 +74,12 @@ class Part(NamedTuple):
     def held(self) -> dict[Any, Any]:
         """What the places held, by name."""
         return dict(self.pairs)
+
+
+def join_captured(path: str, name: str) -> str:
+    """Returns the path of what a function at `path` captured."""
+    name = "" if name in (*_INNER, "code") else name.partition(" #")[0]
+    return f"{path}/{name}" if path and name else path or name
 
 
 def _look_at_items(source: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
@@ -84,19 +107,11 @@ def _look_at_keras(source: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
-    held = {name: _get_member(source, name) for name in _slot_names(type(source))}
-    held = {name: value for name, value in held.items() if value is not ABSENT}
-    return list(held), list(held.values())
+    names = [name for name in _slot_names(type(source)) if hasattr(source, name)]
+    return names, [getattr(source, name) for name in names]
 
 
-def _get_member(source: Any, name: str) -> Any:
-    try:
-        return object.__getattribute__(source, name)  # runs no code of the user's
-    except AttributeError:  # a name that is assigned only later
-        return ABSENT
-
-
-ITEMS = Kind(_look_at_items, put=operator.setitem, is_ordered=True)
+ITEMS = Kind(_look_at_items, put=operator.setitem)
 ATTRIBUTES = Kind(_look_at_items, put=operator.setitem)
 METADATA = Kind(_look_at_items)
 SEQUENCE = Kind(_look_at_sequence, put=operator.setitem)
@@ -110,7 +125,7 @@ _KERAS_ATTRIBUTES = Kind(
 _KERAS_VARIABLE = Kind(
     lambda variable: _look_at_items(_keras.variable_attributes(variable))
 )
-_MEMBERS = Kind(_look_at_members, _get_member, object.__setattr__)
+_MEMBERS = Kind(_look_at_members, getattr, object.__setattr__)
 _CAPTURED = Kind(
     lambda function: _look_at_items(entries_of(function)), join=join_captured
 )
@@ -119,6 +134,15 @@ _CONTAINERS: tuple[tuple[Any, Kind], ...] = (
     (list | collections.deque, SEQUENCE),
     (tuple, _TUPLE),
 )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_opaque(kind: type) -> bool:
+    """Returns whether instances of `kind` cannot hold a user's state."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in _TRANSPARENT or name.startswith(("flax.", "equinox.")):
+        return False
+    return is_library(kind.__module__)
 
 
 def part_of(source: Any, kind: Kind) -> Part:
@@ -205,7 +229,6 @@ def _slot_names(kind: type) -> tuple[str, ...]:
         if "__slots__" in vars(base) and not is_opaque(base)
         for name, member in vars(base).items()
         if isinstance(member, types.MemberDescriptorType)
-        and inspect.getattr_static(kind, name) is member
     )
 
 
@@ -249,3 +272,79 @@ def is_frozen(value: Any) -> bool:
     except dataclasses.FrozenInstanceError:
         return True
     return False
+
+
+def is_function(value: Any) -> bool:
+    """Returns whether `value` is searched by what it captures."""
+    # A method or a partial leads to the user's objects whoever wrote its function.
+    is_bound = isinstance(value, functools.partial | types.MethodType)
+    return is_bound or _is_of_user(value)
+
+
+def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yields what a function can reach by name, and what it wraps can."""
+    for name, value in entries_of(fn).items():
+        if name in _INNER:
+            yield from captured(value)
+        elif name != "code":
+            yield name.partition(" #")[0], value
+
+
+def entries_of(fn: Any) -> dict[str, Any]:
+    """Returns what a function captured itself, by name, each name once."""
+    if isinstance(fn, functools.partial):
+        arguments = {f"argument {i}": value for i, value in enumerate(fn.args)}
+        return {"function": fn.func, **arguments, **fn.keywords}
+    if isinstance(fn, types.MethodType):
+        return {"self": fn.__self__, "function": fn.__func__}
+    if isinstance(fn, _COMPILED_FUNCTION):
+        # Only a compiled function: a Python wrapper has a closure of its own, which
+        # leads to the function it wraps.
+        return {"wrapped": getattr(fn, "__wrapped__", None)}
+    return _entries_of_function(fn) if _is_of_user(fn) else {}
+
+
+def global_names(fn: Any) -> frozenset[str]:
+    """Returns the names that a Python function looks up in its module."""
+    if not isinstance(fn, types.FunctionType):
+        return frozenset()
+    return _global_names(fn.__code__).difference(fn.__code__.co_freevars)
+
+
+def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
+    entries: dict[str, Any] = {"code": fn.__code__}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            entries[name] = cell.cell_contents
+        except ValueError:  # a name that is assigned only later
+            continue
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    entries |= {f"default #{i}": value for i, value in enumerate(defaults)}
+    names = sorted(global_names(fn) & fn.__globals__.keys())
+    entries |= {name: fn.__globals__[name] for name in names}
+    # `armillary.function` and others keep what they wrap where no search looks.
+    wrapped = getattr(fn, "__wrapped__", None)
+    return entries if wrapped is None else entries | {"wrapped": wrapped}
+
+
+def _is_of_user(value: Any) -> bool:
+    """Returns whether `value` is a Python function of the user's, or one compiled."""
+    if isinstance(value, _COMPILED_FUNCTION):
+        return _is_of_user(getattr(value, "__wrapped__", None))
+    if isinstance(value, functools.partial):
+        return _is_of_user(value.func)
+    if isinstance(value, types.MethodType):
+        return _is_of_user(value.__func__)
+    return isinstance(value, types.FunctionType) and not is_library(value.__module__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    # Not `co_names`, which holds the names of attributes too.
+    names = {
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    }
+    nested = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return frozenset(names.union(*map(_global_names, nested)))

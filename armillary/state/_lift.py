@@ -21,10 +21,8 @@ from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._holders import ATTRIBUTES
-from armillary.state._opaque import ABSENT
-from armillary.state._slots import Slot, describe
-from armillary.state._walk import Walk
-from armillary.state._watch import Watch, find_differences, find_facts
+from armillary.state._slots import ABSENT, Slot, describe
+from armillary.state._walk import Walk, Watch, find_differences, find_facts
 
 
 class State:

@@ -6,17 +6,69 @@ for tracers, and put back, while the object that owns the place stays the same o
 """
 
 import enum
+import functools
 import operator
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from armillary.errors import StateStructureError
-from armillary.state._opaque import ABSENT, is_array, is_equal
 from armillary.typing import PyTree
 
 _LEAF = jax.tree.structure(0)
+PLAIN = frozenset(
+    {
+        *(str, bytes, int, float, complex, bool, type(None), type, slice, range),
+        *(types.ModuleType, types.BuiltinFunctionType, types.CodeType),
+    }
+)
+"""Types of values that hold nothing, and are told apart by looking at them."""
+
+ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+"""What a place holds that is not there."""
+
+
+def are_plain(values: Iterable[object]) -> bool:
+    """Returns whether none of many values is a holder or an array."""
+    return PLAIN.issuperset(map(type, values))
+
+
+def is_array(value: object) -> bool:
+    """Returns whether a value is an array that a program can take."""
+    # JAX runs Python code to answer, which a walk asks for every value.
+    return _may_be_array(type(value)) and isinstance(value, jax.Array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_be_array(kind: type) -> bool:
+    return issubclass(kind, jax.Array | Tracer)
+
+
+def is_equal(a: object, b: object) -> bool:
+    """Returns whether two values make no difference to a program.
+
+    Arrays of JAX never change; another one is another constant.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic):
+        a, b = np.asarray(a), np.asarray(b)
+        is_alike = a.shape == b.shape and a.dtype == b.dtype
+        return is_alike and (np.array_equal(a, b) or a.tobytes() == b.tobytes())
+    if type(a).__hash__ is None and not isinstance(a, set):
+        return False
+    if type(a).__eq__ is object.__eq__:
+        return False
+    try:
+        return bool(a == b)
+    except Exception:  # the comparison is the user's code
+        return False
 
 
 class Role(enum.Enum):

@@ -1,13 +1,12 @@
 """What a model consists of: its arrays, their shapes and sizes, as a table.
 
 Only shapes and dtypes are looked at, so abstract arrays do as well, and no device is
-touched.
-
-Reads a global step, whatever holds it.
+touched. Also reads a global step, whatever holds it.
 """
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -117,27 +116,26 @@ class ModelSummary:
     def modules(self) -> list[ModuleSize]:
         """The parts that the model divides into first, the largest in front."""
         inner = [row.path.split("/")[:-1] for row in self.parameters]
-        columns = enumerate(zip(*inner, strict=False))
-        shared = (depth for depth, names in columns if len(set(names)) > 1)
-        depth = 1 + next(shared, min(map(len, inner), default=0))
+        columns = (set(names) for names in zip(*inner, strict=False))
+        shared = 1 + len(
+            list(itertools.takewhile(lambda each: len(each) == 1, columns))
+        )
         parts: dict[str, list[ArrayRow]] = collections.defaultdict(list)
         for row, places in zip(self.parameters, inner, strict=True):
-            parts["/".join(places[:depth]) or row.path].append(row)
+            parts["/".join(places[:shared]) or row.path].append(row)
         sizes = [_sum(name, rows) for name, rows in parts.items()]
         return sorted(sizes, key=lambda size: -size.count)
 
     def __rich__(self) -> "Table":
-        def shown(of: ArrayRow | ModuleSize) -> tuple[str, str]:
-            return f"{of.count:,}", format_bytes(of.bytes)
-
         sums = [_sum("parameters", self.parameters)]
         if others := [row for row in self.rows if not row.is_parameter]:
             sums.append(_sum("other state", others))
-        rows = [
-            (row.path, str(row.shape), row.dtype, row.kind, *shown(row))
-            for row in self.rows
-        ]
-        totals = [(each.name, "", "", "", *shown(each)) for each in sums]
+
+        def size(of: ArrayRow | ModuleSize) -> tuple[str, str]:
+            return f"{of.count:,}", format_bytes(of.bytes)
+
+        rows = [(r.path, str(r.shape), r.dtype, r.kind, *size(r)) for r in self.rows]
+        totals = [(each.name, "", "", "", *size(each)) for each in sums]
         head = ["array", "shape", "dtype", "kind", "count", "size"]
         return make_table(head, rows, totals, numbers=head[-2:])
 

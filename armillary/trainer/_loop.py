@@ -275,7 +275,7 @@ class Loop:
                 donated, others, chunk.inputs, start, count, guard.health, num_loops
             )
             # The outputs of a loop on the device are arrays of their own.
-            flat.give(values, token, may_share=not program.is_nested)
+            flat.give(values, token)
             guard.add(chunk.positions[start : start + count])
             feed.commit(count)
             feed.read_on()  # when the device has something to do

@@ -13,7 +13,6 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._notes import add_part_note
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._gradient import accumulating
 from armillary.goodput._stopwatch import Category, get_stopwatch
@@ -112,12 +111,8 @@ class Runner(RecordsReads):
         if not has_strategy():
             own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
         strategy = own[0] if own else get_strategy()
-        try:
-            with strategy.scope() if own else contextlib.nullcontext():
-                yield strategy
-        except RuntimeError as error:
-            add_part_note(error)
-            raise
+        with strategy.scope() if own else contextlib.nullcontext():
+            yield strategy
 
     def _get_run(self, attribute: str, argument: str) -> Run:
         if attribute not in vars(self):

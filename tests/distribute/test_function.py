@@ -524,13 +524,8 @@ def test_a_lambda_that_captures_what_changes_is_named_once(caplog, make_mirrored
     strategy = make_mirrored(2)
     for rate in range(20):
         strategy.run(lambda x: x * rate, args=(jnp.ones(()),))  # noqa: B023
-    assert (
-        caplog.text.count("`<lambda>`, given to `strategy.run`, was compiled 16") == 1
-    )
-    assert (
-        "what it captures changes (some of rate). Pass what changes in `args`"
-        in caplog.text
-    )
+    assert caplog.text.count("`<lambda>` was compiled 16 times") == 1
+    assert "what it captures (rate)" in caplog.text
 
 
 def test_objects_made_anew_are_the_same_function(traces):

@@ -7,8 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from armillary._dataflow import Dataflow
-from armillary._jaxpr import programs_in
+from armillary._jaxpr import Dataflow, programs_in
 
 COUNT = 4
 AXIS = "replica"

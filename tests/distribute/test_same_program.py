@@ -53,8 +53,8 @@ def test_programs_are_compared_without_addresses():
     for outcome in compare(make):
         with pytest.raises(PeerError, match="different programs") as e:
             raise outcome
-        assert re.search(r"process 0 of 2, from line 8:\n.*= tan", str(e.value))
-        assert re.search(r"process 1 of 2, from line 8:\n +in", str(e.value))
+        line = r"  line 8: process 0 has .*= tan .*, process 1 has in"
+        assert re.search(line, str(e.value))
 
 
 @given(
@@ -102,8 +102,8 @@ def test_a_constant_is_called_by_its_name():
         with pytest.raises(PeerError, match="`step` computes with other") as e:
             raise outcome
         values = r"process 0 has int32 \(2, 3\) #\w+, process 1 has int32 \(2, 3\) #\w+"
-        assert re.search(rf"^  `table`: {values}$", str(e.value), re.MULTILINE)
-        assert "\n  `key`: process 0 has uint32 (2,) #" in str(e.value)
+        assert re.search(rf"^  `table` .*: {values}$", str(e.value), re.MULTILINE)
+        assert re.search(r"\n  `key` .*: process 0 has uint32 \(2,\) #", str(e.value))
         assert "`same`" not in str(e.value)
         assert "from one seed and the same data in all processes" in str(e.value)
 

@@ -61,11 +61,6 @@ MANY = [{f"x{i:02}": np.ones(1) for i in range(30)}]
     [
         (lambda: Trainer(ONE, add_three), TypeError, " with: x: float32 (4,)."),
         (
-            lambda: Trainer(make_strategy(1), add_three),
-            TypeError,
-            " with on each replica: x: float32 (4,).",
-        ),
-        (
             lambda: Trainer(make_strategy(2), add_three),
             TypeError,
             " with on each replica: x: float32 (2,).",
@@ -97,20 +92,13 @@ START = (
 )
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize(("use", "kind"), USES)
-def test_a_step_that_needs_a_value_is_led_to_what_needs_none(use, kind, num_replicas):
-    (note,) = notes_of(Trainer(make_strategy(num_replicas), use), kind)
+def test_a_step_that_needs_a_value_is_led_to_what_needs_none(use, kind):
+    (note,) = notes_of(Trainer(make_strategy(2), use), kind)
     assert note.startswith(START.format("train_step"))
     assert "`jnp.where` or `jax.lax.cond`" in note and "`train_loop_end`" in note
-    assert "`StandardTrainerOptions(compile_step=False)`" in note
+    assert "`compile_step=False` in its options" in note
     Trainer(ONE, use, compile_step=False).train(2)  # There it has values.
-
-
-def test_so_is_a_step_that_is_not_compiled_on_several_replicas():
-    trainer = Trainer(make_strategy(2), branch, compile_step=False)
-    (note,) = notes_of(trainer, jax.errors.TracerBoolConversionError)
-    assert note.startswith(START.format("train_step"))
 
 
 def test_evaluators_and_functions_are_led_to_their_results():
@@ -124,9 +112,9 @@ def test_evaluators_and_functions_are_led_to_their_results():
         double(jnp.ones(()))
     (first,), (second,) = of_evaluator.value.__notes__, of_function.value.__notes__
     assert first.startswith(START.format("eval_step"))
-    assert "`StandardEvaluatorOptions(compile_step=False)`" in first
+    assert "return it from `eval_step`" in first
     assert second.startswith(START.format("double"))
-    assert second.endswith("return it, and read it after the call.")
+    assert "return it, and read it after the call." in second
 
 
 def test_other_errors_and_those_of_the_library_get_no_such_note():

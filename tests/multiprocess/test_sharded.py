@@ -107,7 +107,3 @@ def check_mistakes(first: dict[str, str], second: dict[str, str]) -> None:
     assert "Use `strategy.distribute_dataset(dataset)`" in first["function"]
     assert "A plan is made by one process" in first["plan"]
     assert "spans non-addressable" in first["part"]
-    assert first["part"].endswith(
-        "`strategy.gather(array, axis=0)`, called in all of them, gives it whole to "
-        "each."
-    )

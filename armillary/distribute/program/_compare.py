@@ -9,9 +9,9 @@ copies, and the sums are compared.
 """
 
 import hashlib
-import itertools
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,35 +30,40 @@ from armillary.distribute._global_arrays import everywhere, is_divided, is_key
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError, ReplicaDivergenceError
 from armillary.state._captured import find_constants
-from armillary.state._opaque import captured
+from armillary.state._holders import captured
 
 _OPTIONS = ("batch_size", "repeat", "drop_remainder")
-_CONTEXT_LINES = 3
+_TOPICS = {
+    "state": (
+        "Arrays of the state differ between processes",
+        "Begin with the same values: use the same random seed on all processes "
+        "(`nnx.Rngs(0)`), and nothing that depends on the process.",
+    ),
+    "what `reduce` or `gather` is given": (
+        "`strategy.reduce` or `strategy.gather` was given values that all replicas "
+        "share, but they differ between processes",
+        "Compute them from the same values in all processes. A value of each replica's "
+        "own is what `strategy.run` returns for batches.",
+    ),
+    "a data set for all": (
+        "A data set that is distributed over all processes is not the same in each",
+        "Give all of them the same data, `batch_size` and `shuffle_seed`. Where each "
+        "reads data of its own, use a function with an `input_context` "
+        "(`make_distributed_dataset`).",
+    ),
+}
+"""What is compared: what it means if it differs, and what to do."""
 
 
-def check_same_state(peers: Peers, arrays: Mapping[str, Any]) -> None:
-    """Raises if values that must be equal on all processes are not."""
-    own = {path: describe_value(array) for path, array in arrays.items()}
-    if differing := find_differences(peers, "state", own):
-        raise PeerError(
-            f"{len(differing)} of {len(own)} arrays of the state differ between "
-            f"processes:\n{_list(differing)}\n"
-            "Begin with the same values: use the same random seed on all processes "
-            "(`nnx.Rngs(0)`), and nothing that depends on the process."
-        )
-
-
-def check_same_arguments(peers: Peers, values: Mapping[str, Any]) -> None:
-    """Raises if what a function of a strategy was given differs between processes."""
-    own = {name: describe_value(value) for name, value in values.items()}
-    if differing := find_differences(peers, "what `reduce` or `gather` is given", own):
-        raise PeerError(
-            "`strategy.reduce` or `strategy.gather` was given values that all replicas "
-            f"share, but they differ between processes:\n{_list(differing)}\n"
-            "Compute them from the same values in all processes. A value of each "
-            "replica's own is what `strategy.run` returns for batches, or "
-            "`strategy.distribute_values_from_function`."
-        )
+def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
+    """Raises if arrays, or texts, of a topic differ between processes."""
+    own = {
+        name: value if isinstance(value, str) else describe_value(value)
+        for name, value in values.items()
+    }
+    if differing := find_differences(peers, topic, own):
+        problem, fix = _TOPICS[topic]
+        raise PeerError(f"{problem}:\n{_list(differing)}\n{fix}")
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
@@ -66,16 +71,9 @@ def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
 
     Each process gives its replicas their part of what it takes for the global batch.
     """
-    own = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
-    own |= {name: str(value) for name, value in dataset.order_of_examples.items()}
-    if differing := find_differences(peers, "a data set for all", own):
-        raise PeerError(
-            "A data set that is distributed over all processes is not the same in "
-            f"each:\n{_list(differing)}\n"
-            "Give all of them the same data, `batch_size` and `shuffle_seed`. Where "
-            "each reads data of its own, use a function with an `input_context` "
-            "(`make_distributed_dataset`)."
-        )
+    options = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
+    order = {name: str(value) for name, value in dataset.order_of_examples.items()}
+    check_same(peers, "a data set for all", options | order)
 
 
 def find_differences(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, str]:
@@ -124,48 +122,35 @@ def check_same_program(
     """
     # Addresses of Python objects differ where nothing else does.
     lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
-    held = [describe_value(constant) for constant in find_constants(program)]
-    given = {key: describe_value(value) for key, value in (arguments or {}).items()}
-    digest = hashlib.sha256(json.dumps([lines, held, given]).encode()).hexdigest()
+    known = {id(value): f"`{key}`" for key, value in captured(fn)}
+    values = {
+        f"{known.get(id(constant), 'a constant')} ({number})": describe_value(constant)
+        for number, constant in enumerate(find_constants(program))
+    }
+    given = (arguments or {}).items()
+    values |= {f"`{key}`": describe_value(value) for key, value in given}
+    digest = hashlib.sha256(json.dumps([lines, *values.values()]).encode()).hexdigest()
     if len(set(peers.gather(f"the program of {name}", digest))) == 1:
         return
-    _check_same_lines(peers, name, lines)
-    values = {str(i): text for i, text in enumerate(held)} | given
+    # By their sums first: a program may have a hundred thousand lines.
+    sums = {str(i): f"{zlib.crc32(line.encode()):x}" for i, line in enumerate(lines)}
+    if differing := find_differences(peers, f"the lines of {name}", sums):
+        first = int(next(iter(differing)))
+        shown = {f"line {first + 1}": "".join(lines[first : first + 1]).strip()}
+        raise PeerError(
+            f"`{name}` is traced to different programs in different processes, which "
+            "would wait for each other for ever:\n"
+            f"{_list(find_differences(peers, f'where {name} differs', shown))}\n"
+            "Let nothing in the step depend on the process: `jax.process_index()`, the "
+            "host's name, the time, or an argument that only some processes were given."
+        )
     differing = find_differences(peers, f"the constants of {name}", values)
-    known = {id(value): f"`{key}`" for key, value in captured(fn)}
-    titles = [known.get(id(each), "a constant") for each in find_constants(program)]
-    shown = [
-        f"{titles[int(key)] if key.isdigit() else f'`{key}`'}: {text}"
-        for key, text in differing.items()
-    ]
     raise PeerError(
         f"`{name}` computes with other values in each process, where all must have the "
-        f"same:\n{list_lines(shown)}\n"
+        f"same:\n{_list(differing)}\n"
         "What a step captures, and arguments that all replicas share, must come from "
         "one seed and the same data in all processes. What is to differ between "
-        "replicas belongs into the batches, or comes from "
-        "`strategy.distribute_values_from_function`."
-    )
-
-
-def _check_same_lines(peers: Peers, name: str, lines: list[str]) -> None:
-    marks = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
-    texts = peers.gather(f"the lines of {name}", json.dumps(marks))
-    columns = enumerate(itertools.zip_longest(*map(json.loads, texts)))
-    start = next((i for i, column in columns if len(set(column)) > 1), None)
-    if start is None:
-        return
-    shown = "\n".join(lines[start : start + _CONTEXT_LINES]) or "(it ends before)"
-    texts = peers.gather(f"where {name} differs", shown)
-    parts = "\n".join(
-        f"process {index} of {peers.count}, from line {start + 1}:\n{text}"
-        for index, text in enumerate(texts)
-    )
-    raise PeerError(
-        f"`{name}` is traced to different programs in different processes, which would "
-        f"wait for each other for ever:\n{parts}\n"
-        "Let nothing in the step depend on the process: `jax.process_index()`, the "
-        "host's name, the time, or an argument that only some processes were given."
+        "replicas belongs into the batches."
     )
 
 

@@ -19,91 +19,45 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 
 from armillary.distribute._dispatch import uninterrupted
 from armillary.distribute._global_arrays import as_global
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._compare import check_same_state
+from armillary.distribute.program._compare import check_same
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._lift import State, as_array, strong
-from armillary.state._nnx import NnxSlot
 from armillary.state._slots import Slot, is_same_raw
 
 _Picker: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 _Parts: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
-Place: TypeAlias = tuple[Slot, int, int]
-"""A slot, and the range of its arrays in the flat list."""
 
 
-class _Use(NamedTuple):
+class _Use:
     """How one kind of program uses the arrays: which it changes, and takes over."""
 
-    changed: tuple[int, ...]
-    donated: list[int]
-    others: list[int]
-    pick_donated: _Picker
-    pick_others: _Picker
-    pick_given: _Picker  # all, among those of `changed` followed by all of before
-    # The NNX variables of one array that it changes, and what they are to hold.
-    variables: list[Any]
-    pick_values: _Picker
-    # The other places that it changes: their numbers, their slots, and which of their
-    # arrays are which among all.
-    containers: list[tuple[int, Slot, list[tuple[int, int]]]]
+    def __init__(self, changed: tuple[int, ...], types: Sequence[Any]) -> None:
+        self.changed = changed
+        self.new = {index: number for number, index in enumerate(changed)}
+        self.donated = [i for i in changed if types[i].ndim]
+        read = [i for i in range(len(types)) if i not in self.new]
+        self.others = [*read, *[i for i in changed if not types[i].ndim]]
+        self.pick_donated = _make_picker(self.donated)
+        self.pick_others = _make_picker(self.others)
+        # All, of those in `changed`, followed by all of before.
+        given = [self.new.get(i, len(changed) + i) for i in range(len(types))]
+        self.pick_given = _make_picker(given)
 
 
-def _find_use(
-    changed: tuple[int, ...], types: Sequence[Any], places: Sequence[Place]
-) -> _Use:
-    donated, others = _divide(changed, types)
-    new = {index: number for number, index in enumerate(changed)}
-    given = [new.get(i, len(changed) + i) for i in range(len(types))]
-    variables, indices, containers = [], [], []
-    for number, (slot, start, stop) in enumerate(places):
-        offsets = [(i - start, i) for i in range(start, stop) if i in new]
-        if offsets and _is_leaf(slot):
-            variables.append(slot.variable)
-            indices.append(start)
-        elif offsets:
-            containers.append((number, slot, offsets))
-    return _Use(
-        changed,
-        donated,
-        others,
-        make_picker(donated),
-        make_picker(others),
-        make_picker(given),
-        variables,
-        make_picker(indices),
-        containers,
-    )
-
-
-def _divide(
-    changed: Sequence[int], types: Sequence[Any]
-) -> tuple[list[int], list[int]]:
-    """Returns the indices of arrays that are donated, and of the others."""
-    donated = [i for i in changed if types[i].ndim]
-    changes = set(changed)
-    read = [i for i in range(len(types)) if i not in changes]
-    return donated, [*read, *[i for i in changed if not types[i].ndim]]
-
-
-def make_picker(indices: Sequence[int]) -> _Picker:
+def _make_picker(indices: Sequence[int]) -> _Picker:
     """Returns a function that picks the values at some indices, in one pass in C."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda values: [values[i] for i in indices]
-
-
-def _is_leaf(slot: Slot) -> TypeGuard[NnxSlot]:
-    """Returns whether a slot is an NNX variable that holds one array."""
-    return isinstance(slot, NnxSlot) and slot.is_leaf
 
 
 class FlatState:
@@ -117,8 +71,8 @@ class FlatState:
         flat.write_back()
 
     What is lent is what the slots hold, on its devices. Where no code of the user runs
-    between two programs, nothing need be written back there. Until it is (`is_ahead`),
-    the slots hold arrays that are gone. `arrays` stay good until the next program runs.
+    between two programs, nothing need be written back there; until it is, the slots
+    hold arrays that are gone. `arrays` stay good until the next program runs.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
@@ -135,38 +89,38 @@ class FlatState:
         self._homes = [home or sharding for sharding in self._shardings]
         self._moves = self._homes != self._shardings
         self.arrays: list[Any] = [None] * len(state.paths)
-        self.is_ahead = False
-        self._bind(state, ())
+        self._use = _Use((), self.types)
+        self._is_ahead = self._has_looked = False
+        self._bind(state)
         # What each place holds, and which places hold something else than `arrays`.
         self._held = self._read()
         self._stale = set(range(len(self._places)))
-        # Whether an array that is donated may stand in another place too.
-        self._may_share = True
 
     def rebind(self, state: State) -> None:
         """Goes on with what a new search for the same places has found."""
         # Now, and not when it is next asked: NumPy arrays can be written into.
         state.watch()
-        self._bind(state, self._use.changed)
+        self._bind(state)
 
-    def _bind(self, state: State, changed: tuple[int, ...]) -> None:
+    def _bind(self, state: State) -> None:
         self.state = state
         # NNX variables of one array come first: all of them are read in one go.
         self._places = sorted(state.ranges, key=lambda place: not _is_leaf(place[0]))
-        leaves = [(slot, i) for slot, i, _ in self._places if _is_leaf(slot)]
-        self._variables = [slot.variable for slot, _ in leaves]
-        self._pick_variables = make_picker([i for _, i in leaves])
-        self._use = _find_use(changed, self.types, self._places)
+        leaves = [(slot.variable, i) for slot, i, _ in self._places if _is_leaf(slot)]
+        self._variables = [variable for variable, _ in leaves]
+        self._pick_variables = _make_picker([i for _, i in leaves])
         self._has_looked = False
 
     def fits(self) -> bool:
         """Returns whether the slots hold arrays and structures as were found."""
         self._look()
+        self._has_looked = True  # for `settle`, which comes next
         try:
-            leaves = [pair for place in self._stale for pair in self._leaves(place)]
+            pairs = [
+                (self.types[i], as_array(leaf)) for i, leaf in self._stale_leaves()
+            ]
         except StateStructureError:
             return False
-        pairs = [(self.types[i], as_array(leaf)) for i, leaf in leaves]
         return all(
             (array.shape, array.dtype) == (kind.shape, kind.dtype)
             for kind, array in pairs
@@ -197,17 +151,13 @@ class FlatState:
         """Puts what the slots hold where it lives, ready for a program."""
         if self._use.changed != changed:
             self.write_back()
-            self._change_use(changed)
-        moved: set[int] = set()
-        if not self.is_ahead:
-            self._check_peers()
-            if not self._has_looked:
-                self._look()
-            self._has_looked = False
-            moved |= self._refresh()
-        if self._may_share:
-            moved |= self._separate()
-        self._may_share = True
+            before, self._use = self._use, _Use(changed, self.types)
+            for i in {*self._use.donated}.difference(before.donated):
+                # A step that is traced again may change what the last one only read.
+                if self.arrays[i] is not None:
+                    self.arrays[i] = self.arrays[i].copy()
+        moved = set() if self._is_ahead else self._refresh()
+        moved |= self._separate()
         if moved:
             # Code between loops must find them where the programs have them. And that
             # somebody writes into a NumPy array, identity would not tell.
@@ -218,7 +168,8 @@ class FlatState:
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
     ) -> list[Any]:
         """Returns the arrays that `take` divided, in the order of the slots."""
-        order = [i for part in _divide(changed, self.types) for i in part]
+        use = _Use(changed, self.types)
+        order = [*use.donated, *use.others]
         arrays = dict(zip(order, [*donated, *others], strict=True))
         return [arrays[i] for i in range(len(order))]
 
@@ -232,8 +183,8 @@ class FlatState:
             jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
             for kind, sharding in zip(self.types, self._shardings, strict=True)
         ]
-        donated, others = _divide(changed, types)
-        return [types[i] for i in donated], [types[i] for i in others]
+        use = _Use(changed, types)
+        return list(use.pick_donated(types)), list(use.pick_others(types))
 
     def owns(self, leaf: Any) -> bool:
         """Returns whether the next program may take this array over."""
@@ -241,31 +192,31 @@ class FlatState:
             return False
         return any(leaf is array for array in self.arrays)
 
-    def give(
-        self, values: Sequence[jax.Array], token: Any, *, may_share: bool = True
-    ) -> None:
+    def give(self, values: Sequence[jax.Array], token: Any) -> None:
         """Takes over the outputs of the program that the arrays were lent to."""
         if self._moves:
             homes = [self._homes[i] for i in self._use.changed]
             values = list(map(_put, values, homes))
         self.arrays = list(self._use.pick_given([*values, *self.arrays]))
-        self._may_share = may_share
-        self.is_ahead = True
+        self._is_ahead = True
         self._stale.clear()
         self._dispatch.started(token)
 
     def write_back(self) -> None:
         """Writes the outputs of the last program into the slots."""
-        if not self.is_ahead:
+        if not self._is_ahead:
             return
-        use, arrays = self._use, self.arrays
-        _nnx.write_raw(use.variables, use.pick_values(arrays))
-        held = [*self._pick_variables(arrays), *self._held[len(self._variables) :]]
-        for place, slot, offsets in use.containers:
-            values = {offset: arrays[i] for offset, i in offsets}
-            held[place] = slot.replace(self._held[place], values)
+        values, new = self._pick_variables(self.arrays), self._use.new
+        _nnx.write_raw(self._variables, values)
+        held = [*values, *self._held[len(values) :]]
+        for number in range(len(values), len(held)):
+            slot, start, stop = self._places[number]
+            offsets = [i - start for i in range(start, stop) if i in new]
+            if offsets:
+                leaves = {offset: self.arrays[start + offset] for offset in offsets}
+                held[number] = slot.replace(held[number], leaves)
         self._held = held
-        self.is_ahead = False
+        self._is_ahead = False
 
     @contextlib.contextmanager
     def writing_back(self) -> Iterator[None]:
@@ -273,22 +224,9 @@ class FlatState:
         try:
             yield
         finally:
-            if self.is_ahead:
+            if self._is_ahead:
                 with uninterrupted():
                     self.write_back()
-
-    def _check_peers(self) -> None:
-        """Checks, at the first program, that all processes begin with one state."""
-        peers, self._peers = self._peers, None
-        if peers is None:
-            return
-        arrays = dict(
-            zip(self.state.paths, map(as_array, self.state.read()), strict=True)
-        )
-        check_same_state(
-            peers,
-            {path: each for path, each in arrays.items() if each.is_fully_addressable},
-        )
 
     def _read(self) -> list[Any]:
         """Returns what each place holds."""
@@ -302,36 +240,30 @@ class FlatState:
         others = itertools.compress(range(len(now)), is_other)
         self._stale.update(i for i in others if not is_same_raw(now[i], before[i]))
         self._held = now
-        self._has_looked = True
 
-    def _leaves(self, place: int) -> list[tuple[int, Any]]:
-        slot, start, stop = self._places[place]
-        return list(zip(range(start, stop), slot.read(), strict=True))
-
-    def _change_use(self, changed: tuple[int, ...]) -> None:
-        """Prepares for another kind of program."""
-        before = self._use.donated
-        self._use = _find_use(changed, self.types, self._places)
-        for i in {*self._use.donated}.difference(before):
-            # A step that is traced again may change what the last one only read.
-            if self.arrays[i] is not None:
-                self.arrays[i] = self.arrays[i].copy()
+    def _stale_leaves(self) -> Iterable[tuple[int, Any]]:
+        for slot, start, stop in map(self._places.__getitem__, self._stale):
+            yield from zip(range(start, stop), slot.read(), strict=True)
 
     def _refresh(self) -> set[int]:
         """Places what was put into the slots; returns what they are to hold instead."""
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            # At the first program, all processes must begin with one state.
+            pairs = zip(self.state.paths, map(as_array, self.state.read()), strict=True)
+            whole = {path: each for path, each in pairs if each.is_fully_addressable}
+            check_same(peers, "state", whole)
+        if not self._has_looked:
+            self._look()
+        self._has_looked = False
         moved: set[int] = set()
-        if not self._stale:
-            return moved
-        donated, changed = set(self._use.donated), set(self._use.changed)
-        leaves = [pair for place in self._stale for pair in self._leaves(place)]
-        for i, leaf in leaves:
+        for i, leaf in self._stale_leaves():
             if leaf is self.arrays[i]:
                 continue
-            placed = _put(strong(leaf), self._homes[i], i not in donated)
-            if placed is not leaf and i not in changed:
+            may_alias = i not in self._use.new or leaf.ndim == 0
+            self.arrays[i] = _put(strong(leaf), self._homes[i], may_alias)
+            if self.arrays[i] is not leaf and i not in self._use.new:
                 moved.add(i)
-            self.arrays[i] = placed
-            self._may_share |= placed.ndim > 0
         return moved
 
     def _separate(self) -> set[int]:
@@ -350,6 +282,11 @@ class FlatState:
         for i in moved:
             arrays[i] = arrays[i].copy()
         return moved
+
+
+def _is_leaf(slot: Slot) -> bool:
+    """Returns whether a slot is an NNX variable that holds one array."""
+    return slot.is_leaf and _nnx.is_variable(slot.variable)
 
 
 def _put(leaf: jax.Array, sharding: Any, may_alias: bool = True) -> jax.Array:

@@ -8,6 +8,7 @@ program. Its state is what its arguments, closure, globals and `self` reach.
 import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -25,9 +26,8 @@ from armillary.distribute.program._notes import MetricWarnings
 from armillary.distribute.program._trace import TracedStep, check_no_trace, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
 from armillary.distribute.replica._values import is_per_replica
-from armillary.state._holders import is_claimed
+from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State
-from armillary.state._opaque import captured
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -35,6 +35,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
+_num_compiled = collections.Counter[Any]()  # by code
 
 
 @overload
@@ -120,7 +121,6 @@ class Function:
         self.fn, self.body, self.compiler_options = fn, body or fn, compiler_options
         self.name = getattr(fn, "__name__", "the function")
         self._strategy, self._check = strategy, check
-        self._num_compiled = 0
         self._programs: dict[Any, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,31 +139,32 @@ class Function:
                 # A transformation of NNX has lifted what the arguments hold already.
                 return self.body(*args, **kwargs)
             if program is None or not program.goes_on_with(state):
-                last, program = (
-                    program,
-                    _Program(self, state, strategy, leaves, treedef),
-                )
-                self._note(program, state, strategy)
-                program.reuse(last)
+                last = program
+                program = _Program(self, state, strategy, leaves, treedef)
+                warnings = MetricWarnings(self.name, strategy.num_replicas_in_sync)
+                warnings.look(state, program.step, is_uneven=False)
+                if self._check is not None:
+                    self._check(state, program.step.changed)
+                if last is not None:
+                    program.reuse(last)
+                _warn_if_compiled_often(self.fn, self.name)
         _keep(self._programs, key, program)
         return program((args, kwargs), leaves)
 
-    def _note(self, program: "_Program", state: State, strategy: Strategy) -> None:
-        """Looks at a new program before it runs, and warns."""
-        warnings = MetricWarnings(self.name, strategy.num_replicas_in_sync)
-        warnings.look(state, program.step, is_uneven=False)
-        if self._check is not None:
-            self._check(state, program.step.changed)
-        self._num_compiled += 1
-        if self._num_compiled == _MANY_PROGRAMS:
-            logger.warning(
-                "`%s` was compiled %d times. Each new shape or dtype of an array, each "
-                "new value of another argument, and each new object among the "
-                "arguments compiles it again: pass arrays of a few shapes, and keep "
-                "objects that hold variables.",
-                self.name,
-                _MANY_PROGRAMS,
-            )
+
+def _warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
+    code = code_of(fn)
+    _num_compiled[code] += 1
+    if _num_compiled[code] == _MANY_PROGRAMS:
+        held = (n for n, value in captured(fn) if not isinstance(value, ModuleType))
+        logger.warning(
+            "`%s` was compiled %d times. Each new shape or dtype of an array compiles "
+            "it again, and each new value or object among its other arguments and "
+            "what it captures (%s): pass what changes as arrays of a few shapes.",
+            name,
+            _MANY_PROGRAMS,
+            ", ".join(dict.fromkeys(held)) or "nothing",
+        )
 
 
 class Functions:
@@ -175,7 +176,6 @@ class Functions:
 
     def __init__(self) -> None:
         self._functions: dict[Any, tuple[Any, Function]] = {}
-        self._num_compiled = collections.Counter[Any]()  # by their code
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
         """Returns the compiled function for `strategy.run(fn, ...)`."""
@@ -190,16 +190,6 @@ class Functions:
 
             # The values are kept, so that their identities stay theirs.
             found = values, Function(fn, strategy, body)
-            self._num_compiled[key[0]] += 1
-            if self._num_compiled[key[0]] == _MANY_PROGRAMS:
-                logger.warning(
-                    "`%s`, given to `strategy.run`, was compiled %d times, because "
-                    "what it captures changes (some of %s). Pass what changes in "
-                    "`args`, as an array.",
-                    found[1].name,
-                    _MANY_PROGRAMS,
-                    ", ".join(name for name, _ in values),
-                )
         _keep(self._functions, key, found)
         return found[1]
 
@@ -279,11 +269,10 @@ class _Program:
         flat.rebind(state)
         return True
 
-    def reuse(self, last: "_Program | None") -> None:
+    def reuse(self, last: "_Program") -> None:
         """Takes over what `last` has compiled, if that is the same program."""
-        if last is None or self._flat.signature != last._flat.signature:
-            return
-        if self.step.is_same(last.step):
+        is_same = self._flat.signature == last._flat.signature
+        if is_same and self.step.is_same(last.step):
             self._compiled = last._compiled
 
     def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:

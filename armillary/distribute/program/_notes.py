@@ -7,13 +7,12 @@ values of each replica cannot be added up.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from armillary._dataflow import Dataflow
-from armillary._jaxpr import is_in_trace
+from armillary._jaxpr import Dataflow, is_in_trace
 from armillary._logging import logger
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
@@ -39,23 +38,11 @@ _VALUE_ERRORS = (
     jax.errors.TracerIntegerConversionError,
 )
 _READING = {
-    "the trainer": "hold it in an array of the trainer, made in the constructor, and "
-    "return that from `train_loop_end`. On one device, "
-    "`StandardTrainerOptions(compile_step=False)` runs the step line by line.",
-    "the evaluator": "return it from `eval_step`, for `eval_reduce`. On one device, "
-    "`StandardEvaluatorOptions(compile_step=False)` runs the step line by line.",
-    "the function": "return it, and read it after the call.",
+    "the trainer": "return it from `train_loop_end`",
+    "the evaluator": "return it from `eval_step`, for `eval_reduce`",
+    "the function": "return it, and read it after the call",
 }
 _MOST_ARRAYS = 20
-
-
-def add_part_note(error: RuntimeError) -> None:
-    """Adds a note to an error, if it is for an array of which a part is elsewhere."""
-    if "spans non-addressable" in str(error):
-        error.add_note(
-            "Each process has a part of this array. `strategy.gather(array, axis=0)`, "
-            "called in all of them, gives it whole to each."
-        )
 
 
 def add_trace_note(error: Exception) -> None:
@@ -67,43 +54,39 @@ def add_trace_note(error: Exception) -> None:
 def add_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
-    """Adds notes to what a step raised, if there is something to say."""
+    """Adds a note to what a step raised, if there is something to say."""
     if isinstance(error, ArmillaryError):
         return
     if isinstance(error, _VALUE_ERRORS):
         error.add_note(
             f"`{step_name}` uses the value of an array in Python, but in a compiled "
             "step, and on several replicas, an array has no value for Python. To "
-            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
-            f"`jax.debug.print`; to read it, {_READING[owner]}"
+            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, "
+            f"`jax.debug.print`; to read it, {_READING[owner]}. On one device, a "
+            "trainer with `compile_step=False` in its options runs line by line."
         )
-        return
-    if "unbound axis name" in str(error):
+    elif "unbound axis name" in str(error):
         error.add_note(
             f"The axis of replicas is called {AXIS_NAME!r}, and is there inside "
             "`strategy.run`, under every strategy: put the code into a function, and "
             "call it with `strategy.run(replica_fn, args=(batch,))`."
         )
-    if arguments and owner != "the function":
-        error.add_note(_batch_note(step_name, arguments))
-
-
-def _batch_note(step_name: str, arguments: tuple[PyTree, ...]) -> str:
-    """Returns what a step of a trainer or evaluator was traced with."""
-    is_stacked = get_strategy().layout.stacked
-    shown = []
-    for dataset, batches in enumerate(arguments):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batches[0]):
+    elif arguments and owner != "the function":
+        is_stacked = get_strategy().layout.stacked
+        shown = []
+        first = [batches[0] for batches in arguments]
+        tree = first if len(first) > 1 else first[0]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            if len(arguments) > 1:
-                name = f"{dataset}/{name}" if name else str(dataset)
             shape = leaf.shape[1:] if is_stacked else leaf.shape
             array = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
             shown.append(f"{name}: {array}" if name else array)
-    if len(shown) > _MOST_ARRAYS:
-        shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
-    where = " on each replica" if is_stacked else ""
-    return f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
+        if len(shown) > _MOST_ARRAYS:
+            shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
+        where = " on each replica" if is_stacked else ""
+        error.add_note(
+            f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
+        )
 
 
 def warn_of_draws(name: str, step: "TracedStep") -> None:
@@ -114,83 +97,11 @@ def warn_of_draws(name: str, step: "TracedStep") -> None:
         logger.warning(
             "`%s` draws random numbers from a key that is a constant, so they are the "
             "same in each step (%s). Draw from an `nnx.Rngs` that the trainer holds "
-            "(`jax.random.normal(rngs(), shape)`), or fold the step in "
-            "(`jax.random.fold_in(key, self.optimizer.step[...])`). Make a constant "
-            "that is meant before the step.",
+            "(`jax.random.normal(rngs(), shape)`), or make a constant that is meant "
+            "before the step.",
             name,
             draws.lines[0],
         )
-
-
-class MetricWarnings:
-    """Warns once of metrics of a step that replicas cannot add up.
-
-    A replica's mean is one: where replicas have no data it counts less than elsewhere.
-    """
-
-    def __init__(self, name: str, num_replicas: int) -> None:
-        self._name, self._num_replicas = name, num_replicas
-        self._means: list[tuple[str, str]] = []
-        self._is_uneven = False
-        self._is_done = num_replicas == 1
-
-    def look(self, state: State, step: "TracedStep", *, is_uneven: bool) -> None:
-        """Looks at one program of the step, in which replicas may have no data."""
-        if self._is_done:
-            return
-        self._is_uneven |= is_uneven
-        extremes: list[tuple[str, str]] = []
-        for path, fact in _find_summed(state, step):
-            places = {"mean": self._means, "extreme": extremes}.get(fact.kind, [])
-            places.append((path, fact.value))
-        if extremes:
-            logger.warning(
-                "`%s` keeps a maximum or minimum in the metric %s (%s), and those of "
-                "%d replicas are added up. Reduce it first "
-                '(`armillary.all_reduce("max", value)`), in a variable of your own '
-                "(`nnx.Variable`), or outside `run`.",
-                self._name,
-                *extremes[0],
-                self._num_replicas,
-            )
-        elif self._means and self._is_uneven:
-            logger.warning(
-                "`%s` adds the mean of a replica's examples to the metric %s (%s), and "
-                "the batches do not divide evenly: the result depends on the number of "
-                "replicas. Update the metric with one value for each example.",
-                self._name,
-                *self._means[0],
-            )
-        else:
-            return
-        self._is_done = True
-
-
-class _Fact(NamedTuple):
-    """What is known of a value, by what it was made of.
-
-    It is `"held"` by a metric (a path), the `"sum"` of some number of values, the
-    `"mean"` of examples, or an `"extreme"` of a metric and another value (lines).
-    """
-
-    kind: str
-    value: str
-
-
-def _find_summed(state: State, step: "TracedStep") -> Iterator[tuple[str, _Fact]]:
-    """Yields the paths of changed arrays that are summed, and what made them."""
-    types = step.program.in_avals
-    policies = policies_of(state, types[: len(state.paths)])
-    summed = {i for i in step.changed if policies[i] is Policy.SUM}
-    if not summed:
-        return
-    inputs = [
-        frozenset({_Fact("held", state.paths[i])} if i in summed else ())
-        for i in range(len(types))
-    ]
-    results = _Additions().run(step.program, inputs)
-    for i, facts in zip(step.changed, results, strict=False):
-        yield from ((state.paths[i], fact) for fact in facts if i in summed)
 
 
 class _Draws(Dataflow[bool]):
@@ -211,29 +122,89 @@ class _Draws(Dataflow[bool]):
         return any(operands)
 
 
-class _Additions(Dataflow[frozenset[_Fact]]):
-    """Follows what is added to metrics; the mean of all examples is one number."""
+class MetricWarnings:
+    """Warns once of metrics of a step that replicas cannot add up.
+
+    A replica's mean is one: where replicas have no data it counts less than elsewhere.
+    """
+
+    def __init__(self, name: str, num_replicas: int) -> None:
+        self._name, self._num_replicas = name, num_replicas
+        self._means: list[tuple[str, str]] = []
+        self._is_uneven, self._is_done = False, num_replicas == 1
+
+    def look(self, state: State, step: "TracedStep", *, is_uneven: bool) -> None:
+        """Looks at one program of the step, in which replicas may have no data."""
+        types = step.program.in_avals
+        policies = policies_of(state, types[: len(state.paths)])
+        summed = {i for i in step.changed if policies[i] is Policy.SUM}
+        if self._is_done or not summed:
+            return
+        self._is_uneven |= is_uneven
+        inputs = [frozenset({_HELD} if i in summed else ()) for i in range(len(types))]
+        extremes: list[tuple[str, str]] = []
+        made = _Additions().run(step.program, inputs)
+        for i, facts in zip(step.changed, made, strict=False):
+            for kind, line in facts if i in summed else ():
+                found = {"extreme": extremes, "mean": self._means}.get(kind, [])
+                found.append((state.paths[i], line))
+        if extremes:
+            logger.warning(
+                "`%s` keeps a maximum or minimum in the metric %s (%s), and those of "
+                "%d replicas are added up. Reduce it first "
+                '(`armillary.all_reduce("max", value)`), in a variable of your own '
+                "(`nnx.Variable`), or outside `run`.",
+                self._name,
+                *extremes[0],
+                self._num_replicas,
+            )
+        elif self._means and self._is_uneven:
+            logger.warning(
+                "`%s` adds the mean of a replica's examples to the metric %s (%s), and "
+                "the batches do not divide evenly: the result depends on the number of "
+                "replicas. Update the metric with one value for each example.",
+                self._name,
+                *self._means[0],
+            )
+        self._is_done = bool(extremes or (self._means and self._is_uneven))
+
+
+_HELD = ("held", "by a metric")
+
+
+class _Additions(Dataflow[frozenset[tuple[str, str]]]):
+    """Follows what is added to metrics; the mean of all examples is one number.
+
+    A value is `held` by a metric, the `sum` of some number of values, the `mean` of
+    examples, or an `extreme` of a metric and another value; the latter with their line.
+    """
 
     nothing = frozenset()
 
-    def join(self, facts: Iterable[frozenset[_Fact]]) -> frozenset[_Fact]:
+    def join(
+        self, facts: Iterable[frozenset[tuple[str, str]]]
+    ) -> frozenset[tuple[str, str]]:
         return frozenset().union(*facts)
 
-    def decide(self, equation: Any, decides: frozenset[_Fact]) -> frozenset[_Fact]:
+    def decide(
+        self, equation: Any, decides: frozenset[tuple[str, str]]
+    ) -> frozenset[tuple[str, str]]:
         del equation, decides
         return self.nothing
 
-    def mix(self, equation: Any, operands: list[frozenset[_Fact]]) -> frozenset[_Fact]:
+    def mix(
+        self, equation: Any, operands: list[frozenset[tuple[str, str]]]
+    ) -> frozenset[tuple[str, str]]:
         facts, name = self.join(operands), equation.primitive.name
         shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
-        if name in ("max", "min") and any(fact.kind == "held" for fact in facts):
-            return facts | {_Fact("extreme", self.line(equation))}
+        if name in ("max", "min") and _HELD in facts:
+            return facts | {("extreme", self.line(equation))}
         if max(map(math.prod, shapes), default=0) > 1:
-            return frozenset(f for f in facts if f.kind in ("held", "extreme"))
+            return frozenset(f for f in facts if f[0] in ("held", "extreme"))
         shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
         if shape and shape[0] > 1:  # A share of one example is its own mean.
-            return facts | {_Fact("sum", str(float(math.prod(shape))))}
+            return facts | {("sum", str(float(math.prod(shape))))}
         divisor = str(getattr(equation.invars[1], "val", "")) if name == "div" else ""
-        if _Fact("sum", divisor) in facts:
-            return facts | {_Fact("mean", self.line(equation))}
+        if ("sum", divisor) in facts:
+            return facts | {("mean", self.line(equation))}
         return facts

@@ -147,30 +147,30 @@ def trace_step(
     step, changes, drawn = tracing.trace()
     if changes and refusal is not None:
         raise StateStructureError(refusal(tracing.name, changes))
-    if changes or drawn:
-        again, more_changes, _ = tracing.trace()
-        is_same = again.is_same(step)
-        if drawn and not is_same:
-            raise CapturedStateError(
-                f"`{tracing.name}` draws from `{drawn[0]}` while it is traced, so the "
-                "same numbers would be a constant of the compiled program in every "
-                f"step. Draw from an `nnx.Rngs` that {owner} reaches "
-                "(`jax.random.normal(rngs(), shape)`), or put random numbers into the "
-                "batches."
-            )
-        if changes and (more_changes or not is_same):
-            lines = [
-                f"{path}: {change}, once, while the step was traced"
-                for path, change in sorted(changes.items())
-            ]
-            raise StateStructureError(
-                f"`{tracing.name}` changed plain values, so that the next step would "
-                "be another one, and a compiled loop runs Python only once:\n"
-                f"{list_lines(lines, most=10)}\n"
-                "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
-                "`jnp.where`), and set what is set once in `__init__` or "
-                "`train_loop_begin`."
-            )
+    if not (changes or drawn):
+        return step
+    again, more_changes, _ = tracing.trace()
+    is_same = again.is_same(step)
+    if drawn and not is_same:
+        raise CapturedStateError(
+            f"`{tracing.name}` draws from `{drawn[0]}` while it is traced, so the same "
+            "numbers would be a constant of the compiled program in every step. Draw "
+            f"from an `nnx.Rngs` that {owner} reaches (`jax.random.normal(rngs(), "
+            "shape)`), or put random numbers into the batches."
+        )
+    if changes and (more_changes or not is_same):
+        lines = [
+            f"{path}: {change}, once, while the step was traced"
+            for path, change in sorted(changes.items())
+        ]
+        raise StateStructureError(
+            f"`{tracing.name}` changed plain values, so that the next step would be "
+            "another one, and a compiled loop runs Python only once:\n"
+            f"{list_lines(lines, most=10)}\n"
+            "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
+            "`jnp.where`), and set what is set once in `__init__` or "
+            "`train_loop_begin`."
+        )
     return step
 
 
@@ -192,15 +192,15 @@ class _Tracing(NamedTuple):
         """Traces the step; returns what plain values it changed, and drew from."""
         state = self.flat.state
         before = state.look()
-        generators = _find_generators(before, Walk(self._functions))
-        states = {name: _state_of(each) for name, each in generators.items()}
+        get_states = _find_generators(before, Walk(self._functions))
+        states = {name: get_state() for name, get_state in get_states.items()}
         try:
             step, after = self._trace()
         except BaseException:
             if not is_in_trace():
                 take_tracers(state.roots)
             raise
-        drawn = [n for n, each in generators.items() if _state_of(each) != states[n]]
+        drawn = [name for name, get in get_states.items() if get() != states[name]]
         return step, state.changes_between(before, after), drawn
 
     @property
@@ -302,31 +302,25 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
     """Raises if a function with state is called under a transformation of JAX."""
     if not (is_in_trace() and state.slots):
         return
-    name = getattr(fn, "__name__", "the function")
-    paths = ", ".join(state.paths[:3])
-    more = f" and {len(state.paths) - 3} more" if len(state.paths) > 3 else ""
     raise ReplicaContextError(
-        f"`{name}` reads or writes variables ({paths}{more}), and was called inside "
-        "`jax.jit`, `nnx.jit` or another transformation of JAX, which would leave its "
-        f"own values in them. {INSTEAD_OF_JIT}"
+        f"`{getattr(fn, '__name__', 'the function')}` reads or writes variables "
+        f"({', '.join(state.paths[:3])}), and was called inside `jax.jit`, `nnx.jit` "
+        "or another transformation of JAX, which would leave its own values in them. "
+        f"{INSTEAD_OF_JIT}"
     )
 
 
-def _find_generators(*walks: Walk) -> dict[str, Any]:
-    """Returns the generators that a step knows by name, and those of the modules."""
-    kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    return {"np.random": np.random, "random": random} | {
-        part.kind.join(node.path, name): value
-        for walk in walks
-        for node in walk.nodes.values()
-        for part in node.parts
-        for name, value in part.pairs
-        if isinstance(value, kinds)
+def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
+    """Returns what gives the states of random generators that a step may draw from."""
+    found: dict[str, Callable[[], Any]] = {
+        "np.random": lambda: pickle.dumps(np.random.get_state()),
+        "random": random.getstate,
     }
-
-
-def _state_of(generator: Any) -> bytes:
-    for name in ("getstate", "get_state"):
-        if hasattr(generator, name):
-            return pickle.dumps(getattr(generator, name)())
-    return pickle.dumps(generator.bit_generator.state)
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    for node in (node for walk in walks for node in walk.nodes.values()):
+        for part in node.parts:
+            for name, value in part.pairs:
+                if isinstance(value, kinds):
+                    path = part.kind.join(node.path, name)
+                    found[path] = functools.partial(pickle.dumps, value)
+    return found

@@ -29,8 +29,13 @@ import numpy as np
 from jax.dtypes import issubdtype, prng_key
 from jax.extend import core
 
-from armillary._dataflow import Dataflow
-from armillary._jaxpr import is_made_by, named_axes, programs_in, walk_equations
+from armillary._jaxpr import (
+    Dataflow,
+    is_made_by,
+    named_axes,
+    programs_in,
+    walk_equations,
+)
 from armillary.distribute.replica._values import AXIS_NAME
 
 Reasons = frozenset[str]

@@ -19,7 +19,7 @@ from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._source import as_source
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._compare import check_same_arguments, check_same_data
+from armillary.distribute.program._compare import check_same, check_same_data
 from armillary.distribute.replica._values import array_of, is_per_replica
 from armillary.distribute.strategies._single import MirroredStrategy
 from armillary.errors import ClusterError
@@ -89,7 +89,7 @@ class JoinedStrategy(Strategy):
                 if not is_divided(array)
             }
             if shared:
-                check_same_arguments(self.peers, shared)
+                check_same(self.peers, "what `reduce` or `gather` is given", shared)
 
         def collect(leaf: Any) -> Any:
             array = array_of(leaf)
