@@ -71,11 +71,7 @@ class StepAction:
     last_step = 0  # That of the last call.
 
     def bind_step_counter(self, counter: Any) -> None:
-        """Takes what counts training steps; a `Controller` calls this.
-
-        Args:
-            counter: A variable such as `optimizer.step`, or a function.
-        """
+        """Takes `optimizer.step`, or another counter; a `Controller` calls this."""
         self._read_step = as_step_counter(counter)
         self.last_step = self._read_step()
 

@@ -34,14 +34,15 @@ from armillary.typing import Output, PyTree
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _USE_PLATFORMS = 'Use `platforms=["cpu", "tpu"]`.'
-_UNFINISHED = ".incomplete"
+# The next export writes over what a killed one has left.
+_UNFINISHED = ".export.incomplete"
 
 
 class ExportFileManager:
     """Names the files of one model, `<base_name>-<id>`, and removes old ones.
 
-    A subclass may do either in another way: `ExportModel` calls `next_name` before it
-    writes, and `clean_up` after that. One program uses a base name at a time.
+    `ExportModel` calls `next_name` before it writes, and `clean_up` after that. One
+    program uses a base name at a time.
 
     Args:
         base_name: What the names of the files begin with, such as
@@ -75,21 +76,19 @@ class ExportFileManager:
     @property
     def managed_files(self) -> list[str]:
         """Paths of the complete files, by increasing number."""
-        return [str(path) for _, path in self._find("", "")]
+        return [str(path) for _, path in self._find()]
 
     def next_name(self) -> str:
         """Returns the path of the next file."""
         if self._next_id is not None:
             number = self._next_id()
         else:
-            number = max((n for n, _ in self._find("", "")), default=-1) + 1
+            number = max((n for n, _ in self._find()), default=-1) + 1
         self._last_name = f"{self._base}-{number}"
         return self._last_name
 
     def clean_up(self) -> None:
-        """Removes all but `max_to_keep` files, and what interrupted exports left."""
-        for _, path in self._find(".", _UNFINISHED):
-            path.unlink(missing_ok=True)
+        """Removes all but `max_to_keep` files."""
         if self._max_to_keep is None:
             return
         # A run that went back to an earlier step writes lower numbers than are there.
@@ -97,9 +96,9 @@ class ExportFileManager:
         for path in files[: -self._max_to_keep]:
             epath.Path(path).unlink(missing_ok=True)
 
-    def _find(self, before: str, after: str) -> list[tuple[int, epath.Path]]:
-        folder, base = self._base.parent, re.escape(before + self._base.name)
-        pattern = re.compile(rf"{base}-(\d+){re.escape(after)}")
+    def _find(self) -> list[tuple[int, epath.Path]]:
+        pattern = re.compile(rf"{re.escape(self._base.name)}-(\d+)")
+        folder = self._base.parent
         paths = folder.iterdir() if folder.is_dir() else ()
         found = [(pattern.fullmatch(path.name), path) for path in paths]
         return sorted((int(m[1]), path) for m, path in found if m and path.is_file())
@@ -129,9 +128,8 @@ class ExportModel:
     `model.eval()`) is set back. Of several processes, the chief writes.
 
     Args:
-        model: The function to export: a model that can be called, a method, or a
-            function such as `predict` above. It must not change arrays that it
-            reaches: an export has nowhere to keep them.
+        model: The function to export, or a model that can be called. It must not change
+            arrays that it reaches: an export has nowhere to keep them.
         file_manager: Names the files and removes old ones.
         args: The arguments to trace `model` with: arrays or `jax.ShapeDtypeStruct`, or
             pytrees of them. Shapes may be symbolic (`jax.export.symbolic_shape`).
@@ -141,8 +139,7 @@ class ExportModel:
             several of them. By default what this program runs on.
 
     Raises:
-        TypeError: If `model` cannot be called, `file_manager` lacks a method, or `args`
-            is not a tuple.
+        TypeError: If an argument is of the wrong kind.
         ValueError: If `polymorphic_batch_size` is neither true nor false, or a platform
             is none of those.
     """
@@ -174,9 +171,6 @@ class ExportModel:
     def __call__(self, output: Output = None) -> None:
         """Exports the model as it is now. All processes must call it.
 
-        Args:
-            output: Not used.
-
         Raises:
             ValueError: If the function changes arrays, or needs several devices.
             OSError: If the file cannot be written. Earlier ones are as they were.
@@ -190,7 +184,7 @@ class ExportModel:
         with announcing_errors():
             data = self._export(state, leaves).serialize()
             path = epath.Path(self.file_manager.next_name())
-            write_whole(path, data, f".{path.name}{_UNFINISHED}")
+            write_whole(path, data, _UNFINISHED)
             self.file_manager.clean_up()
         logger.info("exported the model to %s.", path)
 
@@ -258,23 +252,15 @@ class Profile(StepAction):
         steps: How many steps to trace, at least.
         directory: Where the trace goes, below `plugins/profile`: the directory that
             TensorBoard shows.
-        options: What to trace, as `jax.profiler.ProfileOptions`. `None` leaves out the
-            calls of Python functions, which fill a trace and slow the run down.
 
     Raises:
-        TypeError: If `options` is something else.
         ValueError: If `at` is negative, `steps` not positive, or `directory` not local.
         RuntimeError: When it is called and does not know the global step, or another
             trace is running: JAX runs one at a time.
     """
 
     def __init__(
-        self,
-        *,
-        at: int,
-        steps: int,
-        directory: str | os.PathLike[str],
-        options: jax.profiler.ProfileOptions | None = None,
+        self, *, at: int, steps: int, directory: str | os.PathLike[str]
     ) -> None:
         self.at = check_not_negative_int("at", at)
         self.steps = check_positive_int("steps", steps)
@@ -284,20 +270,11 @@ class Profile(StepAction):
                 f"`directory` is {self.directory!r}, but traces are local files. Use a "
                 "local directory, and copy it when the run has ended."
             )
-        kinds, fix = jax.profiler.ProfileOptions | None, "Use a `ProfileOptions()`."
-        check_instance("options", options, kinds, fix)
-        self._options = options or jax.profiler.ProfileOptions()
-        if options is None:
-            self._options.python_tracer_level = 0
         # The step at which the trace that is running began.
         self._begun_at: int | None = None
 
     def __call__(self, output: Output) -> None:
-        """Begins or ends the trace if it is time.
-
-        Args:
-            output: Not used.
-        """
+        """Begins or ends the trace if it is time."""
         del output
         last, now = self._advance()
         if self._begun_at is not None:
@@ -305,7 +282,10 @@ class Profile(StepAction):
                 self.end_training()
         elif last < self.at <= now and get_process().is_chief:
             Path(self.directory).mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(self.directory, profiler_options=self._options)
+            options = jax.profiler.ProfileOptions()
+            # Calls of Python functions fill a trace, and slow the run down.
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self.directory, profiler_options=options)
             self._begun_at = now
 
     def end_training(self) -> None:

@@ -67,9 +67,6 @@ class SaveCheckpointIfPreempted:
 
         All processes must call it. Without a notice, it costs them one exchange.
 
-        Args:
-            output: Not used.
-
         Raises:
             CheckpointError: If the state cannot be saved. The exit code is then not
                 that of a preemption.

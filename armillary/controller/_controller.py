@@ -23,7 +23,7 @@ from armillary._traceback import hides_frames
 from armillary.actions._conditions import as_actions, tell
 from armillary.controller._display import Display, describe_attempt
 from armillary.controller._loops import Loops
-from armillary.controller._outputs import Curves, History, RunOutput, run_evaluations
+from armillary.controller._outputs import History, RunOutput, run_evaluations
 from armillary.controller._run import (
     Run,
     check_arguments,
@@ -39,9 +39,7 @@ from armillary.controller._saving import (
     warn_of_unsaved,
     watch_checkpoints,
 )
-from armillary.goodput._journal import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
-from armillary.state._summarize import as_step_counter
 from armillary.summary._summary_manager import SummaryManager
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
@@ -150,39 +148,19 @@ class Controller:
         self.summary_interval, self.log_interval = summary_interval, log_interval
         self.hang_timeout_seconds, self.progress = hang_timeout_seconds, progress
         self.hyperparameters = dict(hyperparameters or {})
-        step_counter = as_step_counter(global_step)
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
-        is_own = eval_summary_dir is not None and not _are_same(
-            summary_dir, eval_summary_dir
+        is_own = eval_summary_dir is not None and not (
+            summary_dir
+            and os.path.abspath(summary_dir) == os.path.abspath(eval_summary_dir)
         )
         if eval_summary_manager is None and is_own:
             self.eval_summary_manager = self._make_manager(eval_summary_dir)
-
-        directory = getattr(checkpoint_manager, "directory", None)
-        curves = eval_curves = Curves(self.summary_manager, directory)
-        if self.eval_summary_manager is not self.summary_manager:
-            eval_curves = Curves(self.eval_summary_manager, directory)
-        self._run = run = Run(
-            trainer=trainer,
-            strategy=strategy,
-            steps_per_loop=steps_per_loop,
-            summary_interval=summary_interval,
-            log_interval=log_interval,
-            train_actions=self.train_actions,
-            directory=directory,
-            read_step=step_counter,
-            scope=contextlib.nullcontext if strategy is None else strategy.scope,
-            goodput=make_recorder(None if trainer is None else directory),
-            curves=curves,
-            eval_curves=eval_curves,
-        )
+        self._run = run = Run(self, steps_per_loop)
         self._display = Display(run, progress)
         self._saving = Saving(run, checkpoint_manager)
         self._loops = Loops(run, self._saving, self._display)
-
         self._has_begun = False
-
         ensure_visible()
         is_resumed = False
         if checkpoint_manager is not None:
@@ -510,8 +488,3 @@ class Controller:
         self._run.curves.flush()
         self._run.eval_curves.flush()
         self._saving.sync()
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Returns whether two paths are one, however they are written."""
-    return one is not None and os.path.abspath(one) == os.path.abspath(other)

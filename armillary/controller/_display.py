@@ -195,8 +195,7 @@ class LiveLine:
         """Draws `text` in place of what was shown, cut off at the edge."""
         text = text[: get_console().width - 1]
         with self._lock:
-            is_free = self._is_at_start and not self._is_closed
-            if is_free and self._is_in_foreground():
+            if self._is_at_start and not self._is_closed:
                 self._put(f"\r{text}{_TO_END}\r")
                 self._is_shown = True
 
@@ -241,13 +240,6 @@ class LiveLine:
         except (OSError, ValueError):
             # The terminal is gone, or the stream is closed. Training goes on.
             self._is_closed = True
-
-    def _is_in_foreground(self) -> bool:
-        """Returns whether the terminal is this job's, and not that of a shell again."""
-        try:
-            return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
-        except (OSError, ValueError):
-            return True  # It is not the terminal that this session belongs to.
 
 
 def describe_start(run: Run) -> Iterator[str]:
@@ -302,13 +294,6 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
         if not is_average and (row.kind != "array" or top in _PLACES):
             kept.append(row)
     return ModelSummary(tuple(kept)) if kept else None
-
-
-def repeats_for_ever(trainer: Any) -> bool:
-    """Returns whether it is known that the data of a trainer does not end."""
-    datasets = _find_datasets(trainer)
-    endless = [getattr(dataset, "is_endless", False) for dataset in datasets]
-    return bool(endless) and all(endless)
 
 
 def _find_datasets(trainer: Any) -> list[Any]:

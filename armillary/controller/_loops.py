@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from armillary._checks import check_positive_int, is_positive_int
+from armillary._checks import check_positive_int
 from armillary.cluster._join import expire_boundary, get_peers
-from armillary.controller._display import Display, repeats_for_ever
+from armillary.controller._display import Display
 from armillary.controller._outputs import LoopReports, fetch_output, log_line
 from armillary.controller._run import Run
 from armillary.controller._saving import Saving
@@ -72,7 +72,8 @@ class Loops:
             log_line("train", step, f"already at step {target}, nothing to train.")
         else:
             self._display.log_start()
-            log_line("train", step, f"training until {self._describe(target)}...")
+            end = f"step {target}" if target != -1 else "the data ends"
+            log_line("train", step, f"training until {end}...")
             with self._run.scope():
                 self._run.trainer.prepare(self.num_steps_at(step))
         while step != target and not stop.is_agreed():
@@ -101,16 +102,10 @@ class Loops:
 
     def num_steps_at(self, step: int) -> int:
         """Returns how many steps the loop has that begins at a step."""
-        if not callable(self._run.steps_per_loop):
-            return check_positive_int("steps_per_loop", self._run.steps_per_loop)
-        num_steps = self._run.steps_per_loop(step)
-        if not is_positive_int(num_steps):
-            raise ValueError(
-                f"The function `steps_per_loop` returned {num_steps!r} at global step "
-                f"{step}, but it must return a positive integer, the steps of the next "
-                "loop. Return `max(1, int(num_steps))`."
-            )
-        return int(num_steps)
+        num_steps = self._run.steps_per_loop
+        if callable(num_steps):
+            num_steps = num_steps(step)
+        return check_positive_int("steps_per_loop", num_steps)
 
     def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
         """Returns how many loops of as many steps have nothing to do between them."""
@@ -193,13 +188,6 @@ class Loops:
     def _finish(self) -> None:
         self.report()
         self._reports.log()
-
-    def _describe(self, target: int) -> str:
-        if target != -1:
-            return f"step {target}"
-        if repeats_for_ever(self._run.trainer):
-            return "a stop is requested: the data never ends, and `steps` is not given"
-        return "the data ends"
 
 
 class StartedLoops:

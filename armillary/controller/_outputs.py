@@ -99,7 +99,6 @@ def add_record(records: Records, step: int, scalars: Mapping[str, float]) -> Non
         column.append(number)
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class RunOutput(dict[str, Any]):
     """The output of the last evaluation of a run, with the history of the run.
 
@@ -116,16 +115,6 @@ class RunOutput(dict[str, Any]):
     def __init__(self, output: Mapping[str, Any], history: History) -> None:
         super().__init__(output)
         self.history = history
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """Returns what a dictionary does: a tree of results holds no history."""
-        names = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Any) -> dict[str, Any]:
-        """Returns a plain dictionary."""
-        return dict(zip(names, values, strict=True))
 
 
 class Curves:

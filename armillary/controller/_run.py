@@ -1,7 +1,6 @@
 """What a controller is given, checked before it is used, and what its parts share."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,8 +16,8 @@ from armillary._checks import (
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._outputs import Curves, History
-from armillary.goodput._journal import Recorder
-from armillary.state._summarize import StepCounter
+from armillary.goodput._journal import make_recorder
+from armillary.state._summarize import as_step_counter
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 
@@ -53,6 +52,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     fix = "Pass an instance of `armillary.StandardTrainer`, or of `AbstractTrainer`."
     check_instance("trainer", trainer, AbstractTrainer | None, fix)
     _check_evaluator(evaluator)
+    as_step_counter(arguments["global_step"])
     for name, (methods, fix) in _METHODS.items():
         if arguments[name] is not None:
             check_methods(name, arguments[name], methods, fix)
@@ -175,7 +175,6 @@ class StopRequest:
         return [] if self.reason is None else [self.reason]
 
 
-@dataclasses.dataclass
 class Run:
     """What the parts of one controller share; settings are those of `Controller`.
 
@@ -189,20 +188,25 @@ class Run:
         history: What the call in progress has seen.
     """
 
-    trainer: Any
-    strategy: Any
-    steps_per_loop: int | Callable[[int], int] | None
-    summary_interval: int | None
-    log_interval: int | None
-    train_actions: tuple[Action, ...]
-    directory: str | None
-    read_step: StepCounter
-    scope: Callable[[], contextlib.AbstractContextManager[Any]]
-    goodput: Recorder
-    curves: Curves
-    eval_curves: Curves
-    stop: StopRequest = dataclasses.field(default_factory=StopRequest)
-    history: History = dataclasses.field(default_factory=History)
+    def __init__(self, controller: Any, steps_per_loop: Any) -> None:
+        self.trainer, self.strategy = controller.trainer, controller.strategy
+        self.steps_per_loop: int | Callable[[int], int] | None = steps_per_loop
+        self.log_interval: int | None = controller.log_interval
+        self.summary_interval: int | None = controller.summary_interval
+        self.train_actions: tuple[Action, ...] = controller.train_actions
+        directory = getattr(controller.checkpoint_manager, "directory", None)
+        self.directory: str | None = directory
+        self.read_step = as_step_counter(controller.global_step)
+        has_scope = self.strategy is not None
+        self.scope: Callable[[], contextlib.AbstractContextManager[Any]] = (
+            self.strategy.scope if has_scope else contextlib.nullcontext
+        )
+        self.goodput = make_recorder(None if self.trainer is None else directory)
+        summaries = controller.summary_manager, controller.eval_summary_manager
+        self.curves = self.eval_curves = Curves(summaries[0], directory)
+        if summaries[1] is not summaries[0]:
+            self.eval_curves = Curves(summaries[1], directory)
+        self.stop, self.history = StopRequest(), History()
 
     def take_history(self) -> History:
         """Returns the history of a call; what follows is none of it."""

@@ -30,7 +30,7 @@ from armillary.cluster._join import get_peers
 from armillary.controller._run import Run, StopRequest
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
-from armillary.errors import CheckpointDamageError, CheckpointError
+from armillary.errors import CheckpointDamageError
 from armillary.goodput._stopwatch import Category
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -241,13 +241,7 @@ class Saving:
         error = getattr(self.manager, "last_error", None)
         if error is not None:
             raise error
-        if path is None:
-            raise CheckpointError(
-                "`checkpoint_manager.save` wrote nothing at step "
-                f"{self._run.read_step()}, but it must return the path of the "
-                "checkpoint. Use an `armillary.CheckpointManager`."
-            )
-        return path
+        return str(path)
 
     def sync(self) -> None:
         """Waits for the saves that are still being written."""

@@ -1,6 +1,5 @@
 """`NewBestMetric` and `EarlyStopping`, and what runs when they hold."""
 
-import inspect
 import json
 from types import SimpleNamespace
 
@@ -27,14 +26,6 @@ def test_only_strictly_better_values_are_new(higher, values, expected):
     condition = best(higher=higher)
     assert [condition({"loss": value}) for value in values] == expected
     assert condition.best_value == values[-1]
-
-
-def test_test_does_not_remember():
-    condition = best()
-    assert condition.test({"loss": 0.5})
-    assert condition.best_value is None
-    assert condition.commit({"loss": 0.5})
-    assert not condition.test({"loss": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -114,13 +105,6 @@ def test_failed_action_is_tried_again_when_commit_comes_last():
     action({"loss": 0.5})
 
     assert exports == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("kind", [NewBestMetric, EarlyStopping])
-def test_the_direction_has_no_default_and_is_given_by_name(kind):
-    direction = inspect.signature(kind).parameters["higher_is_better"]
-    assert direction.kind is inspect.Parameter.KEYWORD_ONLY
-    assert direction.default is inspect.Parameter.empty
 
 
 def stop_early(request_stop, *, higher=False, **options):

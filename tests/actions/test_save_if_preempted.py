@@ -290,18 +290,6 @@ def test_a_failed_save_is_said_and_is_no_preemption(
     assert "after the last loop" not in caplog.text
 
 
-def test_a_loop_of_the_users_own_may_call_it(tmp_path):
-    run = Run()
-    # Without a step counter, saves are only numbered.
-    with SaveCheckpointIfPreempted(make_manager(run, tmp_path)) as save_if_preempted:
-        run.train(3)
-        save_if_preempted()
-        terminate()
-        with pytest.raises(SystemExit):
-            save_if_preempted()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]
-
-
 def test_a_signal_after_the_last_loop_is_not_forgotten_in_silence(tmp_path, caplog):
     run = Run()
     with training(run, make_manager(run, tmp_path)) as controller:

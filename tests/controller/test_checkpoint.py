@@ -16,11 +16,8 @@ from armillary.controller import _saving
 from armillary.controller._controller import Controller
 from armillary.errors import (
     CheckpointDamageError,
-    CheckpointError,
-    CheckpointMismatchError,
 )
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
-from tests.mistakes import mistakes
 
 
 class Run(AbstractTrainer, AbstractEvaluator):
@@ -98,25 +95,6 @@ def test_new_controller_resumes_where_the_last_one_ended(tmp_path, caplog):
     assert run.num_loops == 2
 
 
-def test_finished_run_is_evaluated_again_without_saving(tmp_path, caplog):
-    make_controller(Run(), tmp_path).train_and_evaluate(6)
-    controller = make_controller(Run(), tmp_path)
-    caplog.set_level("INFO", "armillary")
-    caplog.clear()
-
-    assert controller.train_and_evaluate(6) == {"total": sum(range(7))}
-    assert "saving" not in caplog.text
-
-
-def test_evaluations_keep_their_steps_after_a_restart(tmp_path):
-    make_controller(Run(), tmp_path).train(6)
-    run = Run()
-
-    make_controller(run, tmp_path).train_and_evaluate(12, eval_interval=5)
-
-    assert run.evaluated == [10, 12]
-
-
 @pytest.mark.parametrize("by_signal", [False, True])
 def test_stop_request_saves_first(tmp_path, by_signal):
     def stop(output):
@@ -171,14 +149,6 @@ def test_save_checkpoint_always_writes(tmp_path):
     assert run.total.get_value() == 7
 
 
-def test_save_that_writes_nothing_is_an_error(tmp_path, monkeypatch):
-    controller = make_controller(Run(), tmp_path)
-    monkeypatch.setattr(controller.checkpoint_manager, "save", lambda **_: None)
-
-    with pytest.raises(CheckpointError, match=r"wrote nothing at step 0.*Manager"):
-        controller.save_checkpoint()
-
-
 def test_restores_a_given_checkpoint_and_goes_on_from_it(tmp_path):
     run = Run()
     controller = make_controller(run, tmp_path)
@@ -191,36 +161,6 @@ def test_restores_a_given_checkpoint_and_goes_on_from_it(tmp_path):
 
     assert run.total.get_value() == sum(range(9))
     assert controller.checkpoint_manager.latest_checkpoint.endswith("checkpoint_8")
-
-
-def test_nothing_to_restore_runs_the_init_function(tmp_path, caplog):
-    caplog.set_level("INFO", "armillary")
-    run = Run()
-
-    controller = make_controller(
-        run, tmp_path, {"init_fn": lambda: run.total.set_value(jnp.int32(5))}
-    )
-
-    assert run.total.get_value() == 5
-    said = [line.split(" in ")[0] for line in caplog.messages]
-    assert said == [
-        "found no checkpoint",
-        "`init_fn` ran, as there is no checkpoint to restore.",
-    ]
-    assert controller.restore_checkpoint() is None
-
-
-@pytest.mark.parametrize(("counter", "number"), [(None, 7), (3, 3)])
-def test_manager_takes_the_global_step_of_the_controller(tmp_path, counter, number):
-    """It keeps a step counter of its own."""
-    run = Run()
-    options = {"step_counter": counter and nnx.Variable(jnp.int32(counter))}
-    controller = make_controller(run, tmp_path, options)
-    run.step.set_value(jnp.int32(7))
-
-    path = controller.checkpoint_manager.save()
-    controller.checkpoint_manager.sync()
-    assert path == str(tmp_path / f"checkpoint_{number}")
 
 
 def make_evaluation_job(directory, run, **options):
@@ -267,22 +207,6 @@ def test_checkpoint_deleted_while_it_is_restored_is_skipped(
 
     assert run.evaluated == [4]
     assert "checkpoint_2` is not evaluated: it was deleted meanwhile." in caplog.text
-
-
-def test_checkpoint_that_cannot_be_restored_is_an_error(tmp_path):
-    make_controller(Run(), tmp_path).train(2)
-    run = Run()
-    evaluation = Controller(
-        evaluator=run,
-        global_step=run.step,
-        checkpoint_manager=CheckpointManager(Checkpoint(step=run.step), tmp_path / "x"),
-    )
-    (tmp_path / "x").mkdir()
-    shutil.move(tmp_path / "checkpoint_2", tmp_path / "x" / "checkpoint_2")
-
-    with pytest.raises(CheckpointMismatchError, match="total"):
-        evaluation.evaluate_continuously(timeout=0)
-    assert run.evaluated == []
 
 
 def test_a_damaged_checkpoint_is_not_evaluated_and_the_next_one_is(tmp_path, caplog):
@@ -332,20 +256,6 @@ def test_evaluation_ends_with_the_step_that_training_goes_up_to(tmp_path):
     evaluation.evaluate_continuously(until_step=10)
 
     assert run.evaluated == [2, 4, 6, 8, 10]
-
-
-@pytest.mark.parametrize(
-    "options", [{"until_step": 5}, {"timeout": 0, "until_step": 9}]
-)
-def test_a_later_step_or_a_timeout_ends_evaluation_too(tmp_path, options):
-    run = Run()
-    job = make_evaluation_job(tmp_path, run)
-    assert job.evaluate_continuously(timeout=0.01) is None
-    make_controller(Run(), tmp_path).train(6)
-
-    job.evaluate_continuously(**options)
-
-    assert run.evaluated == [2, 6]
 
 
 def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tmp_path):
@@ -405,31 +315,3 @@ def test_evaluating_writes_nothing_beside_the_checkpoints(tmp_path):
 
 def list_files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def test_stop_request_ends_continuous_evaluation(tmp_path, caplog):
-    caplog.set_level("INFO", "armillary")
-    make_controller(Run(), tmp_path, {"checkpoint_interval": 2}).train(6)
-    run = Run()
-    evaluation = make_evaluation_job(
-        tmp_path, run, eval_actions=[lambda output: evaluation.request_stop("enough")]
-    )
-
-    evaluation.evaluate_continuously()
-
-    assert len(run.evaluated) == 1
-    assert "enough" in caplog.text
-
-
-@mistakes(
-    {
-        ValueError: {
-            r"`timeout` is -1.*not negative": {"timeout": -1},
-            r"`until_step` is 0.*`until_step=1` or more": {"until_step": 0},
-        },
-        TypeError: {r"`timeout_fn` is 3.*callable": {"timeout_fn": 3}},
-    }
-)
-def test_wrong_timeouts_are_errors(call, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        make_evaluation_job(tmp_path, Run()).evaluate_continuously(**call)

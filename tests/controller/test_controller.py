@@ -1,7 +1,6 @@
 """The loops of `Controller`: what runs when, in which order, and how it ends."""
 
 import contextlib
-import threading
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from armillary.actions import EarlyStopping, NewBestMetric
+from armillary.actions import EarlyStopping
 from armillary.controller._controller import Controller
 from armillary.errors import GlobalStepError
 from armillary.summary import read_metrics
@@ -74,14 +73,9 @@ def test_train_runs_loops_up_to_the_global_step():
     trainer = Trainer()
     controller = make_controller(trainer)
     controller.train(10)
-    controller.train(11)
+    for _ in range(2):
+        controller.train(11)
     assert trainer.loops == [4, 4, 2, 1]
-
-    trainer = Trainer()
-    Controller(
-        trainer=trainer, global_step=lambda: trainer.step.get_value(), steps_per_loop=4
-    ).train(6)
-    assert trainer.loops == [4, 2]
 
 
 def test_steps_per_loop_may_depend_on_the_global_step():
@@ -91,17 +85,6 @@ def test_steps_per_loop_may_depend_on_the_global_step():
 
     assert controller.trainer.loops == [1, 1, 5, 3]
     assert controller.steps_per_loop == 5
-
-
-def test_training_at_its_target_does_nothing(caplog):
-    caplog.set_level("INFO", "armillary")
-    controller = make_controller()
-    controller.train(4)
-
-    controller.train(4)
-
-    assert controller.trainer.loops == [4]
-    assert "train | step:      4 | already at step 4, nothing to train." in caplog.text
 
 
 def test_the_end_of_the_data_ends_training_and_says_what_to_do(caplog):
@@ -160,17 +143,6 @@ def test_output_reaches_actions_as_numpy_values():
     assert isinstance(outputs[0]["a"]["count"], np.int32)
 
 
-def test_output_of_none_is_empty():
-    class Silent(Trainer):
-        def train(self, num_steps):
-            super().train(num_steps)
-
-    outputs = []
-    make_controller(Silent(), train_actions=[outputs.append]).train(4)
-
-    assert outputs == [{}]
-
-
 class Computed:
     def compute(self):
         return 0.5
@@ -192,20 +164,6 @@ class Computed:
 def test_output_that_is_no_dictionary_of_scalars_is_an_error(output, message):
     with pytest.raises(TypeError, match=f"`trainer.train` returned.*{message}"):
         make_controller(Trainer(output=output)).train(4)
-
-
-def test_actions_run_in_order_after_summaries():
-    events = []
-    controller = make_controller(
-        train_actions=[
-            lambda output: events.append("first"),
-            lambda output: events.append(len(controller.summary_manager.written)),
-        ]
-    )
-
-    controller.train(8)
-
-    assert events == ["first", 1, "first", 2]
 
 
 @pytest.mark.parametrize(
@@ -265,14 +223,6 @@ def test_train_and_evaluate_takes_turns_and_evaluates_the_end_once():
     assert controller.evaluator.steps[3:] == [18]
 
 
-def test_finished_training_is_still_evaluated():
-    controller = make_controller()
-    controller.train(8)
-
-    assert controller.train_and_evaluate(8) == {"num_steps": -1}
-    assert controller.evaluator.steps == [8]
-
-
 @pytest.mark.parametrize(
     ("num_batches", "steps"), [(12, [5, 10, 12]), (10, [5, 10]), (0, [0])]
 )
@@ -317,29 +267,6 @@ def test_stop_request_of_an_evaluation_needs_no_further_one():
 
     assert controller.evaluator.steps == [5, 10, 15]
     assert controller.trainer.step.get_value() == 15
-
-
-def test_stop_request_while_training_is_followed_by_an_evaluation():
-    controller = make_controller(train_actions=[lambda x: controller.request_stop("x")])
-
-    assert controller.train_and_evaluate(100, eval_interval=50) == {"num_steps": -1}
-    assert controller.evaluator.steps == [4]
-
-
-def test_stop_request_from_another_thread():
-    started = threading.Event()
-    controller = make_controller(train_actions=[lambda output: started.set()])
-
-    def request():
-        started.wait()
-        controller.request_stop("enough")
-
-    thread = threading.Thread(target=request)
-    thread.start()
-    controller.train()
-    thread.join()
-
-    assert controller.trainer.step.get_value() % 4 == 0
 
 
 class FailingSummaries(Summaries):
@@ -465,20 +392,3 @@ def test_summaries_of_several_go_to_directories_of_their_names(tmp_path):
         ("validation", {"loss": 3}),
         ("test", {"loss": 4}),
     ]
-
-
-def test_actions_look_at_one_of_several():
-    best = NewBestMetric("validation/loss", higher_is_better=False)
-    stopping = EarlyStopping(
-        lambda reason: controller.request_stop(reason),
-        "test/loss",
-        patience=2,
-        higher_is_better=False,
-    )
-    controller = make_two(best, stopping)
-
-    controller.train_and_evaluate(100, eval_interval=4)
-
-    assert best.best_value == 1
-    assert controller.trainer.step.get_value() == 12
-    assert stopping.best_value == 4

@@ -88,23 +88,6 @@ def test_a_loop_is_looked_at_while_the_next_one_runs():
     ]
 
 
-def test_actions_see_each_loop_before_the_next_one():
-    events = []
-    actions = [lambda output: events.append(int(output["seen"]))]
-    _, controller = make(events, train_actions=actions)
-
-    controller.train(6)
-
-    assert [event for event in events if not isinstance(event, tuple)] == [
-        "begin",
-        2,
-        "begin",
-        4,
-        "begin",
-        6,
-    ]
-
-
 def test_a_loop_is_reported_before_its_checkpoint_is_saved(tmp_path, caplog):
     caplog.set_level("INFO", "armillary")
     events = []
@@ -150,16 +133,6 @@ def make_short(events):
     """Returns a trainer whose data has five batches."""
     x = np.ones((20, 1), np.float32)
     return Counting(events, from_arrays({"x": x}, batch_size=4))
-
-
-def test_data_that_ends_is_noticed_at_once():
-    events = []
-    trainer, controller = make(events, make_short(events))
-
-    controller.train(100)
-
-    assert int(trainer.step) == 5
-    assert events[-1] == (5, 5)
 
 
 @pytest.mark.parametrize("is_method", [True, False])

@@ -61,20 +61,6 @@ def test_loops_and_evaluations_are_records(tmp_path):
     assert rest == [("train", 40), ("eval", 40)]
 
 
-def test_evaluations_are_recorded_beside_their_summaries(tmp_path):
-    controller = make_controller(
-        summary_dir=tmp_path / "train", eval_summary_dir=tmp_path / "eval"
-    )
-    controller.train_and_evaluate(20)
-
-    assert read_steps(tmp_path / "eval") == [("eval", 20)]
-    assert read_steps(tmp_path / "train") == [
-        ("start", 0),
-        ("train", 10),
-        ("train", 20),
-    ]
-
-
 @pytest.mark.parametrize("as_path", [str, Path, lambda path: f"{path}/../run"])
 def test_one_directory_in_two_spellings_is_one(tmp_path, as_path):
     folder = tmp_path / "run"
@@ -104,12 +90,6 @@ def test_a_job_that_only_evaluates_leaves_the_checkpoints_directory_alone(tmp_pa
 
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert read_steps(tmp_path / "test") == [("eval", 20)]
-
-
-def test_nothing_is_recorded_without_a_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_controller().train_and_evaluate(10)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_is_resumed_has_one_curve(tmp_path):
@@ -181,12 +161,6 @@ def test_the_first_record_counts_the_parameters(tmp_path):
         "bytes": 40,
         "modules": [{"name": "model", "count": 8, "bytes": 40}],
     }
-
-
-def test_hyperparameters_are_a_dictionary():
-    message = r"`hyperparameters` is 3 of type int.*Mapping.*dataclasses\.asdict"
-    with pytest.raises(TypeError, match=message):
-        make_controller(hyperparameters=3)
 
 
 @pytest.fixture

@@ -96,26 +96,6 @@ def test_what_is_not_known_is_left_out(caplog):
     assert find_lines(caplog, Trainer(make_source()))[2:] == ["batch: 16"]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "target"),
-    [
-        (make_source(), "a stop is requested: the data never ends, and `steps` is not"),
-        (lambda: iter([ARRAYS] * 4), "the data ends..."),
-    ],
-)
-def test_training_without_a_target_says_so(caplog, dataset, target):
-    caplog.set_level("INFO", "armillary")
-    trainer = Trainer(dataset)
-    controller = armillary.Controller(
-        trainer=trainer,
-        steps_per_loop=1,
-        global_step=trainer.optimizer.step,
-        train_actions=[lambda output: controller.request_stop("enough")],
-    )
-    controller.train()
-    assert f"train | step:      0 | training until {target}" in caplog.text
-
-
 WORKERS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 
 

@@ -169,15 +169,6 @@ def test_only_the_chief_says_it(tmp_path, monkeypatch):
     assert read_end(str(tmp_path)) == "earlier"
 
 
-def test_without_a_directory_nothing_is_written(tmp_path):
-    begin_training(None)
-    end_training(None, 5)
-    end_training(str(tmp_path / "gone"), 5)
-    announce_ends()
-    assert list(tmp_path.iterdir()) == []
-    assert read_end(str(tmp_path)) is None
-
-
 @pytest.mark.slow
 def test_the_interpreter_says_it_at_its_end(tmp_path):
     code = (

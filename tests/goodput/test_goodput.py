@@ -14,19 +14,6 @@ def spent(goodput):
     return {str(name): value for name, value in goodput.seconds.items() if value}
 
 
-def test_one_attempt():
-    attempt = Attempt("a", 100.0, step=0)
-    attempt.spend(2.0, Category.START_UP).spend(6.0, step=30)
-    attempt.spend(2.0, Category.EVALUATING, is_done=True)
-
-    goodput = add_up(attempt.entries)
-
-    assert spent(goodput) == {"start_up": 2.0, "stepping": 6.0, "evaluating": 2.0}
-    assert (goodput.total_seconds, goodput.goodput) == (10.0, 0.6)
-    assert (goodput.num_attempts, goodput.num_steps) == (1, 30)
-    assert goodput.num_lost_steps == 0
-
-
 def test_what_a_killed_attempt_did_after_its_last_save_is_lost():
     first = Attempt("a", 100.0, step=0).spend(1.0, Category.START_UP)
     first.spend(10.0, step=20).spend(1.0, Category.SAVING)
@@ -89,10 +76,6 @@ def test_a_pause_as_planned_and_clocks_that_disagree_are_no_time(start, is_done)
     second = Attempt("b", start, step=10).spend(10.0, step=20)
 
     assert spent(add_up([*first.entries, *second.entries])) == {"stepping": 20.0}
-
-
-def test_nothing_has_no_goodput():
-    assert add_up([]).goodput == 0.0
 
 
 @pytest.fixture

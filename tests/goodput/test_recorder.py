@@ -72,20 +72,6 @@ def test_time_between_calls_is_not_counted(tmp_path, clock):
     assert [entry.is_done for entry in entries] == [False, True, True, False, True]
 
 
-def test_a_run_that_stops_early_or_fails_is_not_done(tmp_path, clock):
-    recorder = Recorder(tmp_path)
-    with run(recorder, reached=False):
-        pass
-    with pytest.raises(KeyError), run(recorder):
-        raise KeyError("x")
-
-    entries = entries_of(tmp_path)
-    ends = [entry.is_done for entry in entries if entry.event == "end"]
-    assert ends == [False, False]
-    clock.now += 1000
-    assert sum(recorder.seconds.values()) == 0
-
-
 def test_lines_of_loops_thin_out_and_others_do_not(tmp_path, clock):
     recorder = Recorder(tmp_path)
     with run(recorder):

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import armillary
-from armillary.actions import _export_model
+from armillary.actions import _files
 from armillary.checkpoint import _reader
 from armillary.checkpoint._store import Store
 from armillary.cluster._preemption import PreemptionNotice
@@ -561,13 +561,13 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
     """Exports while it trains, and restores a part; then one process cannot write."""
     directory = Path(run_dir)
     written: list[str] = []
-    write = _export_model.write_whole
+    write = _files.write_whole
 
     def write_noted(path: Any, data: Any, temporary: str) -> None:
         written.append(path.name)
         write(path, data, temporary)
 
-    _export_model.write_whole = write_noted
+    _files.write_whole = write_noted
 
     def make_export(trainer: Classifier, base_name: Path) -> Any:
         def predict(image: Any) -> Any:
