@@ -87,7 +87,6 @@ if TYPE_CHECKING:
         StandardTrainerOptions,
         predict,
     )
-    from armillary.trainer._contract import EpochHelper
     from armillary.trainer._moving_average import ExponentialMovingAverage
     from armillary.typing import Action, Output
 
@@ -102,7 +101,6 @@ __all__ = [
     "CheckpointManager",
     "Controller",
     "DefaultStrategy",
-    "EpochHelper",
     "ExponentialMovingAverage",
     "History",
     "InputContext",
@@ -166,7 +164,6 @@ _HOMES = [
     "parameter_server",
     "checkpoint",
     "trainer",
-    "trainer._contract",
     "controller",
     "trainer._moving_average",
 ]
@@ -189,12 +186,7 @@ def __getattr__(name: str) -> Any:
         if name in vars(module):
             globals()[name] = vars(module)[name]
             return vars(module)[name]
-    hint = (
-        ". What `orbit.utils` has is in `armillary` itself: `armillary.EpochHelper`"
-        if name == "utils"
-        else ""
-    )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

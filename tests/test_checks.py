@@ -66,7 +66,6 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
         (armillary.data.from_arrays, "batchsize", "Did you mean `batch_size`?"),
         (armillary.data.from_arrays, "shuffle", "Did you mean `shuffle_seed`?"),
         (armillary.MirroredStrategy, "device", "Did you mean `devices`?"),
-        (armillary.EpochHelper, "epoch_step", "Did you mean `epoch_steps`?"),
         (armillary.summarize, "models", "Did you mean `model`?"),
         (
             armillary.Controller.train_and_evaluate,

@@ -21,7 +21,7 @@ from armillary.distribute.replica._reductions import all_reduce
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
-from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._runner import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_evaluator import predict as predict_batches
 from armillary.trainer._standard_trainer import StandardTrainer

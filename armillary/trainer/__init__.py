@@ -10,10 +10,10 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
-from armillary.trainer._options import (
+from armillary.trainer._runner import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )
-from armillary.trainer._options import (
+from armillary.trainer._runner import (
     StandardTrainerOptions as StandardTrainerOptions,
 )
 from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator

@@ -18,9 +18,9 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
-from armillary.trainer._guard import Health, LoopGuard
+from armillary.trainer._guard import Health
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
-from armillary.trainer._runner import StepMethod, distribute, flatten_datasets
+from armillary.trainer._runner import LoopOptions, distribute, flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
@@ -68,29 +68,62 @@ def described(
     with trainer._in_strategy() as strategy:
         run = trainer._get_train()
         method = trainer._get_method(run, strategy, "train_step")
-        num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
         leaves, structure = flatten_datasets(run.datasets)
         datasets = [distribute(data, strategy) for data in leaves]
         num_shares = strategy.layout.num_shares
         shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
+        options = method.options
+        num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
-            layout = strategy.layout
-            gathers = [replace(each.gather, layout=layout) for each in datasets]
-            programs = StepPrograms(method, gathers, structure, LoopGuard(method))
-            yield _describe(method, programs, gathers, shares, num_steps, mesh)
+            gathers = [
+                replace(each.gather, layout=strategy.layout) for each in datasets
+            ]
+            programs = StepPrograms(method, gathers, structure)
+            programs.find_hooks()
+            flat = programs.find_state()
+            chunk = _describe_chunk(programs, gathers, shares, options, num_steps, mesh)
+            program = programs.get(chunk)
+            health = None
+            if options.on_non_finite is not None:
+                health = Health.start(len(flat.state.paths))
+                health = _placed(health, everywhere(mesh))
+            fn, types = program.describe(chunk.inputs, health)
+            yield DescribedLoop(
+                fn=fn,
+                types=types,
+                mesh=mesh,
+                step=program.step.program,
+                depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
+                capacity=chunk.capacity,
+                num_shares=num_shares,
+                share_size=jax.tree.leaves(shares[0])[0].shape[0],
+                num_parts=options.accumulate_steps,
+                chunk_bytes=_count_held(chunk.arrays),
+                state_bytes=sum(each.size * each.dtype.itemsize for each in flat.types),
+                held_bytes=_count_held(flat.describe(())),
+                compiler_options=dict(options.compiler_options or {}),
+                split=flat.split,
+            )
 
 
-def _describe(
-    method: StepMethod,
+def _share(dataset: DistributedDataset, num_shares: int, size: int | None) -> PyTree:
+    """Returns the types of one share of a batch."""
+    spec = dataset.element_spec
+    rows = size or max(jax.tree.leaves(spec)[0].shape[0] // num_shares, 1)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
+    )
+
+
+def _describe_chunk(
     programs: StepPrograms,
     gathers: list[Gather],
     shares: list[PyTree],
+    options: LoopOptions,
     num_steps: int,
     mesh: AbstractMesh,
-) -> DescribedLoop:
-    layout, options = method.strategy.layout, method.options
-    programs.find_hooks()
-    flat = programs.find_state()
+) -> Chunk:
+    layout = gathers[0].layout
     types = [layout.describe(share) for share in shares]
     active = (layout.num_replicas,) * len(types)
     per_step = programs.count_batches(types, active)
@@ -102,11 +135,12 @@ def _describe(
     pairs = zip(gathers, shares, strict=True)
     sent, resident = zip(*(each.describe(share) for each, share in pairs), strict=True)
     capacity = builder.count_steps([layout.describe(each) for each in sent])
-    chunk = Chunk(
-        arrays=[
-            layout.describe(each, (capacity * taken,))
-            for each, taken in zip(sent, per_step, strict=True)
-        ],
+    arrays = [
+        layout.describe(each, (capacity * taken,))
+        for each, taken in zip(sent, per_step, strict=True)
+    ]
+    return Chunk(
+        arrays=arrays,
         resident=[_placed(each, everywhere(mesh)) for each in resident],
         types=types,
         num_steps=capacity,
@@ -114,36 +148,6 @@ def _describe(
         signature=None,
         num_active=active,
         num_replicas=active,
-    )
-    program = programs.get(chunk)
-    health = None
-    if options.on_non_finite is not None:
-        health = _placed(Health.start(len(flat.state.paths)), everywhere(mesh))
-    fn, arguments = program.describe(chunk.inputs, health)
-    return DescribedLoop(
-        fn=fn,
-        types=arguments,
-        mesh=mesh,
-        step=program.step.program,
-        depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
-        capacity=capacity,
-        num_shares=layout.num_shares,
-        share_size=jax.tree.leaves(shares[0])[0].shape[0],
-        num_parts=options.accumulate_steps,
-        chunk_bytes=_count_held(chunk.arrays),
-        state_bytes=sum(type_.size * type_.dtype.itemsize for type_ in flat.types),
-        held_bytes=_count_held(flat.describe(())),
-        compiler_options=dict(options.compiler_options or {}),
-        split=flat.split,
-    )
-
-
-def _share(dataset: DistributedDataset, num_shares: int, size: int | None) -> PyTree:
-    """Returns the types of one share of a batch."""
-    spec = dataset.element_spec
-    rows = size or max(jax.tree.leaves(spec)[0].shape[0] // num_shares, 1)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
     )
 
 

@@ -13,9 +13,9 @@ so the step is compiled to the same instructions as without them, and gives the 
 bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ _HOW_TO_FIND = (
     '`jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for infinities) and '
     "run the step with `StandardTrainerOptions(compile_step=False)` on one device."
 )
+
+
+Halt: TypeAlias = Callable[[Sequence[Position], Sequence[int]], str | None]
 
 
 class Health(NamedTuple):
@@ -68,7 +71,7 @@ class StepGuard:
     def __init__(
         self,
         state: State,
-        types: Sequence[Any] | Mapping[int, Any],
+        types: Sequence[Any],
         changed: Sequence[int],
         method: StepMethod,
     ) -> None:
@@ -109,16 +112,15 @@ class StepGuard:
         return jax.lax.cond(
             is_fine & ~health.is_halted,
             lambda _, new, last: (new, last._replace(num_steps=last.num_steps + 1)),
-            self.look_closely,
+            self._look_closely,
             list(old),
             list(new),
             health,
         )
 
-    def look_closely(
+    def _look_closely(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
-        """Does what `check` does, also where there is nothing to be compiled."""
         before, after = (
             largest_on_replicas(
                 self._mesh, _count_bad, [all_[i] for i in self._checked]
@@ -180,9 +182,8 @@ class LoopGuard:
         self._method, strategy = method, method.strategy
         mesh = strategy.mesh if strategy.home is None else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
-        self._start: Health | None = None
+        self._start, self._num_steps = Health.start(0), 0
         self._loop = LoopCheck(method.name, (), 0, [])
-        self._num_steps = 0
         self.health: Health | None = None
 
     def begin(
@@ -192,79 +193,39 @@ class LoopGuard:
         self._loop = LoopCheck(self._method.name, paths, num_steps, [position])
         if self._method.options.on_non_finite is None:
             return
-        start = self._start
-        if start is None or len(start.counts) != len(paths):
+        if len(self._start.counts) != len(paths):
             layout = self._method.strategy.layout
-            start = self._start = layout.replicate(Health.start(len(paths)))
-        is_halted = start.is_halted if self.health is None else self.health.is_halted
-        self.health = start._replace(is_halted=is_halted)
-
-    def for_step(
-        self,
-        state: State,
-        types: Sequence[Any] | Mapping[int, Any],
-        changed: Sequence[int],
-    ) -> StepGuard | None:
-        """Returns what looks at each step, if anything does; as `StepGuard` takes."""
-        if self._method.options.on_non_finite is None:
-            return None
-        return StepGuard(state, types, changed, self._method)
+            self._start = layout.replicate(Health.start(len(paths)))
+        last = self.health or self._start
+        self.health = self._start._replace(is_halted=last.is_halted)
 
     def add(self, positions: Sequence[tuple[Position, ...]]) -> None:
         """Notes where the data is after each step of those that were started."""
         if self.health is not None:
             self._loop.positions.extend(positions)
 
-    def finish(self, num_steps: int, read: Callable[[], Sequence[jax.Array]]) -> None:
-        """Ends a loop in which `num_steps` steps ran; `read` returns the state."""
+    def finish(self, num_steps: int, arrays: Sequence[jax.Array]) -> None:
+        """Ends a loop in which `num_steps` steps ran, and left the state in arrays."""
         before = self._num_steps
         self._num_steps += num_steps
         interval = self._method.options.check_replicas_every
         if interval is not None and before // interval < self._num_steps // interval:
-            self._loop.checksums = self._comparison.start(read())
+            self._loop.checksums = self._comparison.start(arrays)
 
-    def fail(
-        self, error: BaseException, rewind: Callable[[Sequence[Position]], None]
-    ) -> None:
-        """Ends a loop with an error, which gets a note on a bad step before it."""
-        check = self.check(rewind)
-        self.health = None
-        try:
-            if check is not None:
-                check.resolve()
-        except Exception as earlier:
-            error.add_note(f"Before that, {earlier}")
-
-    def check(
-        self,
-        rewind: Callable[[Sequence[Position]], None],
-        find_origin: Callable[[Sequence[int]], str | None] = lambda bad: None,
-    ) -> "LoopCheck | None":
-        """Returns what is to be resolved of the loop that ended last, if anything.
-
-        For a bad step, the data is moved back to it by `rewind`, and `find_origin` gets
-        the indices of the arrays that it leaves bad.
-        """
-        check = self._loop
-        if self.health is None and check.checksums is None:
-            return None
-
-        def halt(num_good: int, bad: Sequence[int]) -> str | None:
-            self.health = None
-            rewind(check.positions[num_good])
-            return find_origin(bad)
-
-        check.health, check.halt = self.health, halt
-        return check
+    def check(self, halt: Halt) -> "LoopCheck | None":
+        """Returns what is to be resolved of the loop that ended last, if anything."""
+        self._loop.health, self._loop.halt = self.health, halt
+        is_guarded = self.health is not None or self._loop.checksums is not None
+        return self._loop if is_guarded else None
 
 
 @dataclass
 class LoopCheck:
     """Tells whether the steps of one loop are good.
 
-    If one has ended training, `halt` is called with the number of those before it, and
-    the arrays that it left bad; it says where they come from. `positions` are those of
-    the data at the start of the loop and after each of its steps.
+    If one has ended training, `halt` is called with the positions of the data before
+    it, and the indices of the arrays that it left bad; it says where they come from.
+    `positions` are those at the start of the loop and after each of its steps.
     """
 
     name: str
@@ -273,7 +234,7 @@ class LoopCheck:
     positions: list[tuple[Position, ...]]
     health: Health | None = None
     checksums: Any = None
-    halt: Callable[[int, Sequence[int]], str | None] = lambda _, bad: None
+    halt: Halt = lambda position, bad: None
 
     def fetch(self) -> None:
         """Waits for the loop; may run in another thread than `resolve`, before it."""
@@ -304,7 +265,7 @@ class LoopCheck:
                 shown,
             )
             return
-        origin = self.halt(first, bad) or _HOW_TO_FIND
+        origin = self.halt(self.positions[first], bad) or _HOW_TO_FIND
         raise NonFiniteError(
             f"`{self.name}` left values that are not finite in {len(leaves)} of "
             f"{len(self.paths)} arrays, at {where}:\n{shown}\n"

@@ -9,6 +9,7 @@ is not known to compute only has Python, so the list of what is known is short.
 
 import ast
 import inspect
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -59,7 +60,14 @@ class Hooks(NamedTuple):
         """Returns the output of each loop, from what a program put out for them."""
         results = self.end.results
         rows = [results([each[i] for each in arrays]) for i in range(num_loops)]
-        return [_rebuild(self.shape, leaves) for leaves in rows]
+        return [map_output(leaves.__getitem__, self.shape) for leaves in rows]
+
+
+def map_output(fn: Callable[[Any], Any], output: Any) -> Any:
+    """Returns an output with `fn` of each leaf; `jax.tree` would sort its names."""
+    if isinstance(output, dict):
+        return {name: map_output(fn, value) for name, value in output.items()}
+    return jax.tree.map(fn, output)
 
 
 def without_python(hook: _Hook) -> _Hook:
@@ -74,8 +82,7 @@ def without_python(hook: _Hook) -> _Hook:
 def need_python(owner: Any) -> bool:
     """Returns whether the code of a trainer's hooks may do more than compute."""
     for name in (BEGIN, END):
-        is_marked = getattr(getattr(owner, name), _MARK, False)
-        if not is_marked and (effect := find_effect(owner, name)):
+        if effect := find_effect(owner, name):
             logger.debug("`%s` runs in Python: %s", name, effect)
             return True
     return False
@@ -86,8 +93,29 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
 
     The user may say (`is_asked`) that they need not.
     """
+    shapes: list[Any] = []
+
+    def begin() -> None:
+        owner.train_loop_begin()
+
+    def end() -> list[Any]:
+        output, leaves, numbers = owner.train_loop_end(), [], itertools.count()
+        map_output(leaves.append, output)
+        shapes[:] = [map_output(lambda _: next(numbers), output)]
+        return leaves
+
     try:
-        return _trace(owner, flat)
+        begin_and_end = [
+            trace_step(
+                run,
+                flat,
+                (),
+                user_fn=getattr(owner, name),
+                owner="the trainer",
+                refusal=_refusal,
+            )
+            for name, run in ((BEGIN, begin), (END, end))
+        ]
     except Exception as error:
         if is_asked:
             error.add_note(
@@ -97,31 +125,7 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
             raise
         logger.debug("The hooks of the trainer run in Python: %r", error)
         return None
-
-
-def _trace(owner: Any, flat: FlatState) -> Hooks:
-    shapes: list[Any] = []
-
-    def begin() -> None:
-        owner.train_loop_begin()
-
-    def end() -> list[Any]:
-        leaves: list[Any] = []
-        shapes[:] = [_number(owner.train_loop_end(), leaves)]
-        return leaves
-
-    traced = [
-        trace_step(
-            run,
-            flat,
-            (),
-            user_fn=getattr(owner, name),
-            owner="the trainer",
-            refusal=_refusal,
-        )
-        for name, run in ((BEGIN, begin), (END, end))
-    ]
-    return Hooks(*traced, *shapes)
+    return Hooks(*begin_and_end, *shapes)
 
 
 def _refusal(name: str, changes: dict[str, str]) -> str:
@@ -131,38 +135,22 @@ def _refusal(name: str, changes: dict[str, str]) -> str:
     )
 
 
-def _number(output: Any, leaves: list[Any]) -> Any:
-    """Returns an output with numbers for leaves, which it collects. Keeps all orders.
-
-    `jax.tree` would sort the user's names.
-    """
-    if isinstance(output, dict):
-        return {name: _number(value, leaves) for name, value in output.items()}
-    if output is None:
-        return None
-    leaves.append(output)
-    return len(leaves) - 1
-
-
-def _rebuild(shape: Any, leaves: Sequence[Any]) -> Any:
-    if isinstance(shape, dict):
-        return {name: _rebuild(part, leaves) for name, part in shape.items()}
-    return None if shape is None else leaves[shape]
-
-
 def find_effect(owner: Any, name: str) -> str | None:
     """Returns why Python must run a method of a trainer in every loop, if it must."""
-    kind, method = type(owner), getattr(type(owner), name)
+    method = getattr(type(owner), name)
+    if getattr(getattr(owner, name), _MARK, False):
+        return None
     try:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
     except (OSError, SyntaxError, TypeError, ValueError):
         return "its code cannot be read"
-    is_plain = inspect.isfunction(method) and name not in vars(owner)
-    is_function = isinstance(definition, ast.FunctionDef)
-    if not (is_plain and is_function) or definition.decorator_list:
-        return "it is no plain method"
-    if kind.__setattr__ is not object.__setattr__:
-        return f"`{kind.__name__}` defines `__setattr__`"
+    if (
+        not isinstance(definition, ast.FunctionDef)
+        or definition.decorator_list
+        or name in vars(owner)
+        or type(owner).__setattr__ is not object.__setattr__
+    ):
+        return "it is no plain method of a plain class"
     reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
     for statement in definition.body:
         if not reader.computes(statement):
@@ -180,11 +168,10 @@ class _Reader:
     def computes(self, node: ast.AST) -> bool:
         """Returns whether code is known to do no more than compute."""
         match node:
-            case ast.Assign(targets=targets, value=value):
-                return self.computes(value) and all(map(self._may_set, targets))
-            case ast.AugAssign() | ast.AnnAssign():
-                is_known = node.value is None or self.computes(node.value)
-                return is_known and self._may_set(node.target)
+            case ast.Assign(targets=[target], value=value):
+                return self.computes(value) and self._may_set(target)
+            case ast.AugAssign(target=target, value=value):
+                return self.computes(value) and self._may_set(target)
             case ast.Call(func=ast.Attribute(value=holder, attr=name)):
                 arguments = [*node.args, *node.keywords]
                 if self._is_jax_numpy(holder):
@@ -201,15 +188,13 @@ class _Reader:
         return isinstance(node, _NODES) and all(map(self.computes, parts))
 
     def _may_set(self, target: ast.expr) -> bool:
-        if isinstance(target, ast.Name):
-            self._locals.add(target.id)
-            return target.id != self._self
-        if isinstance(target, ast.Subscript):
-            return self.computes(target)
-        is_own = isinstance(target, ast.Attribute) and isinstance(
-            target.value, ast.Name
-        )
-        return is_own and isinstance(self._find(target), jax.Array)
+        match target:
+            case ast.Name(id=name):
+                self._locals.add(name)
+                return name != self._self
+            case ast.Attribute(value=ast.Name()):
+                return isinstance(self._find(target), jax.Array)
+        return isinstance(target, ast.Subscript) and self.computes(target)
 
     def _is_jax_numpy(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.Name) or node.id in self._locals:
@@ -218,8 +203,8 @@ class _Reader:
 
     def _find(self, node: ast.AST) -> Any:
         """Returns what `self.a.b` holds, unless code of the user's would run."""
-        if isinstance(node, ast.Name):
-            return self._owner if node.id == self._self else _UNKNOWN
+        if isinstance(node, ast.Name) and node.id == self._self:
+            return self._owner
         if not isinstance(node, ast.Attribute):
             return _UNKNOWN
         holder = self._find(node.value)

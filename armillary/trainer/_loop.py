@@ -7,6 +7,7 @@ step takes of them shows when it is traced, and then chunks can be built.
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
-from armillary.state._lift import State
 from armillary.trainer._guard import LoopCheck, LoopGuard
+from armillary.trainer._hooks import map_output
 from armillary.trainer._origin import find_origin
 from armillary.trainer._runner import (
     Run,
@@ -49,8 +50,6 @@ class Loop:
     Attributes:
         datasets: The datasets, without the structure of their nest.
         feed: Reads them; a new one for each pass that begins anew.
-        is_cut_off: Whether the last `iterate` ended before it was done.
-        num_iterated: How many steps it ran.
     """
 
     def __init__(self, method: StepMethod, nest: PyTree) -> None:
@@ -61,18 +60,16 @@ class Loop:
         self.feed = self._open_feed(begins_anew=method.exact)
         self._guard = LoopGuard(method)
         gathers = [data.gather for data in self.datasets]
-        self._programs = StepPrograms(method, gathers, self._structure, self._guard)
-        self.is_cut_off, self.num_iterated = False, 0
+        self._programs = StepPrograms(method, gathers, self._structure)
 
     def serves(self, method: StepMethod, nest: PyTree) -> bool:
         """Returns whether this loop was made for these arguments."""
-        return (
-            not (self.feed.is_closed and not method.exact)  # which would `reopen` it
-            and nest is self._nest
-            and method.strategy is self._strategy
-            and method.options is self._method.options
-            and method.keep_results == self._method.keep_results
-        )
+        own = self._method
+        is_open = method.exact or not self.feed.is_closed  # `exact` opens it anew
+        is_alike = method.keep_results == own.keep_results
+        parts = (nest, method.strategy, method.options)
+        own_parts = (self._nest, own.strategy, own.options)
+        return is_open and is_alike and all(map(operator.is_, parts, own_parts))
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
         exact, name = self._method.exact, self._method.name
@@ -104,10 +101,7 @@ class Loop:
         return num_done + 1
 
     def set_chunk_size(self, num_steps: int) -> None:
-        """Decides, once, how many steps a chunk has: other sizes are other programs.
-
-        As many as a loop that nothing shortens, or as several such loops.
-        """
+        """Decides, once, how many steps a chunk has: other sizes are other programs."""
         if self._steps_per_chunk is None:
             self._steps_per_chunk = choose_chunk_size(num_steps)
 
@@ -150,15 +144,10 @@ class Loop:
         prefetch = min(1, *(dataset.prefetch for dataset in self.datasets))
         self.feed.start(builder.build, prefetch)
 
-    def _rewind(self, positions: Sequence[Position]) -> None:
-        """Goes back to positions that were read since the data was last moved."""
-        if self.feed.is_repositionable:
-            self.feed.seek(positions)
-
     # Loops with the hooks of the trainer
 
     def count_loops(self, num_steps: int, num_loops: int) -> int:
-        """Finds the state; returns how many loops `run_loops` can run now, with hooks.
+        """Finds the state; returns how many loops `run_loops` can run, with hooks.
 
         Those that fit into what is left of a chunk. Others have their hooks in Python.
         """
@@ -168,10 +157,7 @@ class Loop:
         return min(num_loops, room, self._programs.get(chunk).most_loops)
 
     def run_loops(self, num_steps: int, num_loops: int) -> tuple[list[Any], Any]:
-        """Runs so many loops with the hooks of the owner, as one program.
-
-        Returns arrays, and a function from these, or copies, to the loops' outputs.
-        """
+        """Runs loops as one program; returns arrays, and what makes outputs of them."""
         hooks, flat, chunk = self._programs.hooks, self._programs.flat, self.feed.chunk
         assert hooks is not None and flat is not None and chunk is not None
         with flat.writing_back():
@@ -192,16 +178,22 @@ class Loop:
         except BaseException as error:
             self.fail(error)
             raise
-        self._guard.finish(count, self._read_state)
+        if (flat := self._programs.flat) is not None:
+            self._guard.finish(count, flat.arrays)
         return count
 
     def fail(self, error: BaseException) -> None:
-        """Ends a loop with an error, before or after its `check`."""
-        self._guard.fail(error, self._rewind)
+        """Ends a loop with an error, which gets a note on a bad step before it."""
+        check, self._guard.health = self.check(), None
+        try:
+            if check is not None:
+                check.resolve()
+        except Exception as earlier:
+            error.add_note(f"Before that, {earlier}")
 
     def check(self) -> LoopCheck | None:
         """Returns what is to be resolved of the last `run`, if it was guarded."""
-        return self._guard.check(self._rewind, self._find_origin)
+        return self._guard.check(self._halt)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
         """Yields what each step returned; -1 runs until the data ends.
@@ -209,11 +201,8 @@ class Loop:
         The first pieces of a batch that runs as several smaller steps do not count.
         """
         self.set_chunk_size(FEW_STEPS if num_steps == -1 else num_steps)
-        self.is_cut_off, self.num_iterated = True, 0
-        for num_done, results in self._run(num_steps):
-            self.num_iterated += num_done
+        for _, results in self._run(num_steps):
             yield from results
-        self.is_cut_off = False
 
     def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         """Yields how many steps ran, and what they returned, until enough did."""
@@ -226,9 +215,7 @@ class Loop:
             yield from self._run_chunks(num_steps, flat)
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
-        paths = State([(self._method.owner, "")]).paths
-        self._guard.begin(paths, self.feed.positions, num_steps)
-        steps = run_eagerly(self._method, self.feed, self._structure, self._guard)
+        steps = run_eagerly(self._method, self.feed, self._structure)
         with self.feed.reading():
             while num_steps and (outcome := next(steps, None)) is not None:
                 result, is_end = outcome
@@ -284,42 +271,31 @@ class Loop:
         return arrays
 
     def detach(self, output: PyTree) -> PyTree:
-        """Returns `output` with copies of arrays that the next loop takes over.
-
-        What is divided between processes is whole in it: they may fetch it when they
-        like.
-        """
-        if isinstance(output, dict):  # `jax.tree` would sort the user's names
-            return {name: self.detach(value) for name, value in output.items()}
+        """Returns an output that is whole, and stays when the next loop runs."""
         flat = self._programs.flat
-        return jax.tree.map(
+        return map_output(
             lambda leaf: as_whole(leaf.copy() if flat and flat.owns(leaf) else leaf),
             output,
         )
 
-    def _read_state(self) -> list[jax.Array]:
-        """Returns the arrays of the state, on their devices."""
-        flat = self._programs.flat
-        if flat is None:
-            flat = FlatState(State([(self._method.owner, "")]), self._strategy)
-            flat.settle(())
-        return flat.arrays
-
-    def _find_origin(self, bad: Sequence[int]) -> str | None:
-        """Returns where the next step gets its bad values from, if that can be told."""
-        flat = self._programs.flat
-        if flat is None or not self.feed.is_repositionable or self._strategy.peers:
+    def _halt(self, position: Sequence[Position], bad: Sequence[int]) -> str | None:
+        """Goes back to before a bad step; returns where its values come from."""
+        self._guard.health = None
+        if not self.feed.is_repositionable:
+            return None
+        self.feed.seek(position)
+        if self._strategy.peers is not None:
             return None
         try:
-            return self._repeat_step(flat, bad)
+            return self._find_origin(bad)
         except Exception as error:
             # It helps with an error that must not be lost to another one.
             logger.warning("The bad step could not be repeated: %r", error)
             return None
 
-    def _repeat_step(self, flat: FlatState, bad: Sequence[int]) -> str | None:
-        chunk = self._next_chunk()
-        assert chunk is not None
+    def _find_origin(self, bad: Sequence[int]) -> str | None:
+        flat, chunk = self._programs.flat, self._next_chunk()
+        assert flat is not None and chunk is not None
         program = self._programs.get(chunk)
         arrays = flat.join(program.changed, *flat.take(program.changed))
         batches = program.batches(chunk.inputs, self.feed.offset)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from armillary._checks import check_instance, list_lines
+from armillary._checks import check_instance
 from armillary._traceback import hides_frames
 
 _OTHER_MODELS = (
@@ -56,8 +56,7 @@ class ExponentialMovingAverage(nnx.Module):
 
     Raises:
         TypeError: If `model` is no NNX module.
-        ValueError: If `decay` is out of range, or a model to update from has other
-            parameters.
+        ValueError: If `decay` is out of range.
     """
 
     @hides_frames
@@ -85,7 +84,7 @@ class ExponentialMovingAverage(nnx.Module):
             model: The model, after its own update.
 
         Raises:
-            ValueError: If it is the average itself, or has other parameters.
+            ValueError: If it is the average itself.
         """
         check_instance("model", model, nnx.Module, _OTHER_MODELS)
         if model is self.model:
@@ -96,7 +95,6 @@ class ExponentialMovingAverage(nnx.Module):
         filters, decay = (nnx.Param, nnx.RngState, ...), self.decay
         new, _, others = nnx.state(model, *filters)
         old, _, _ = nnx.state(self.model, *filters)
-        _check_same(new, old)
         averages: Any = optax.incremental_update(
             jax.tree.map(jnp.asarray, nnx.to_pure_dict(new)),
             nnx.to_pure_dict(old),
@@ -110,16 +108,3 @@ class ExponentialMovingAverage(nnx.Module):
 def _copy(value: jax.Array) -> jax.Array:
     is_short = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
     return jnp.array(value, jnp.float32 if is_short else None, copy=True)
-
-
-def _check_same(new: Any, old: Any) -> None:
-    now, averaged = (
-        {("/".join(map(str, path)), leaf.shape) for path, leaf in nnx.to_flat_state(x)}
-        for x in (new, old)
-    )
-    if now != averaged:
-        lines = sorted(f"{path}: {shape}" for path, shape in now ^ averaged)
-        raise ValueError(
-            "`model` has other parameters than the model whose average this is:\n"
-            f"{list_lines(lines)}\nPass the model that it was made with."
-        )

@@ -25,8 +25,7 @@ from armillary.trainer._guard import is_bad
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 _NOBODY = np.int32(2**31 - 1)
 
-_Value = tuple[Any, Any]
-"""An array, and the number of what is to blame for it."""
+_Value = tuple[Any, Any]  # an array, and the number of what is to blame for it
 
 
 def find_origin(
@@ -36,10 +35,9 @@ def find_origin(
     batch_paths: Sequence[str],
     bad: Sequence[int],
 ) -> str | None:
-    """Returns a sentence on where bad values come from; `None` if it is not known.
+    """Returns a sentence on what left the arrays `bad` of a state bad, if it is known.
 
-    The step gets the arrays of the state and of its batches, which have these paths. Of
-    the first, `bad` are the indices of those that it leaves bad.
+    The step gets the arrays of the state and of its batches, which have these paths.
     """
     # Paths of the batch, then equations, after those that they are within.
     causes: list[Any] = list(batch_paths)
@@ -49,30 +47,32 @@ def find_origin(
         inputs = [(array, _NOBODY) for array in slots]
         inputs += [_blame(array, number) for number, array in enumerate(batches)]
         outputs = _interpret(step.program, inputs, (), causes)
-        return [outputs[step.changed.index(i)][1] for i in bad if i in step.changed]
+        return [outputs[step.changed.index(i)][1] for i in bad]
 
-    number = min(map(int, jax.jit(run)(slots, batches)), default=_NOBODY)
+    number = min(map(int, jax.jit(run)(slots, batches)))
     return None if number == _NOBODY else _describe(causes[number])
 
 
 def _interpret(
     program: Any, inputs: Sequence[_Value], within: tuple[Any, ...], causes: list[Any]
 ) -> list[_Value]:
-    jaxpr = getattr(program, "jaxpr", program)
-    constants = [(value, _NOBODY) for value in getattr(program, "consts", ())]
-    names = [*jaxpr.constvars, *jaxpr.invars]
-    known = dict(zip(names, [*constants, *inputs], strict=True))
+    jaxpr, constants = (
+        getattr(program, "jaxpr", program),
+        getattr(program, "consts", ()),
+    )
+    values = [*((value, _NOBODY) for value in constants), *inputs]
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
     def read(atom: Any) -> _Value:
         return (atom.val, _NOBODY) if isinstance(atom, core.Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         operands, path = list(map(read, equation.invars)), (*within, equation)
-        if equation.primitive.name in _CALLS:
-            params = equation.params
+        name, params = equation.primitive.name, equation.params
+        if name in _CALLS:
             body = params.get("call_jaxpr", params.get("jaxpr"))
             results = _interpret(body, operands, path, causes)
-        elif equation.primitive.name == "shard_map":
+        elif name == "shard_map":
             results = _interpret_mapped(operands, path, causes)
         else:
             results = _apply(jaxpr, operands, path, causes)

@@ -44,11 +44,12 @@ class _Inputs(NamedTuple):
 class Program:
     """Compiles a traced step into a loop over a chunk with room for `capacity` steps.
 
-    If it is not `is_nested`, each step is a program of its own. A `guard` undoes bad
-    steps. `hooks` run where a loop begins and ends; without them, that is up to Python.
+    If it is not `is_nested`, each step is a program of its own. `hooks` run where a
+    loop begins and ends; without them, that is up to Python.
 
     Attributes:
         changed: Indices of the arrays of the state that the program changes.
+        most_steps: The largest number of steps that one call may run.
         most_loops: The largest number of loops, with hooks, that one call may run.
     """
 
@@ -60,7 +61,6 @@ class Program:
         capacity: int,
         flat: FlatState,
         method: StepMethod,
-        guard: StepGuard | None,
         hooks: Hooks | None,
         *,
         is_nested: bool,
@@ -68,7 +68,11 @@ class Program:
         self.step, self.hooks, self.is_nested = step, hooks, is_nested
         self._per_step, self._gathers = tuple(batches_per_step), tuple(gathers)
         self._capacity, self._keep_results = capacity, method.keep_results
-        self._flat, self._guard = flat, guard
+        self.most_steps = capacity if is_nested else 1
+        self._flat, self._guard = flat, None
+        if method.options.on_non_finite is not None:
+            types = step.program.in_avals
+            self._guard = StepGuard(flat.state, types, step.changed, method)
         parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
         self.changed = tuple(sorted({i for part in parts for i in part.changed}))
         self.most_loops = 0
@@ -91,14 +95,16 @@ class Program:
                 flat.shardings(self.changed),
                 outputs,
                 None,
-                None if guard is None else guard.sharding,
+                None if self._guard is None else self._guard.sharding,
             ),
         )
 
-    @property
-    def most_steps(self) -> int:
-        """The largest number of steps that one call may run."""
-        return self._capacity if self.is_nested else 1
+    def is_of(self, step: TracedStep, hooks: Hooks | None) -> bool:
+        """Returns whether this is the program of another trace of step and hooks."""
+        has_same_hooks = self.hooks is None or (
+            hooks is not None and hooks.is_same(self.hooks)
+        )
+        return has_same_hooks and step.is_same(self.step)
 
     def __call__(
         self,
@@ -242,8 +248,6 @@ def _call_if(
     is_due: Any, hook: TracedStep, slots: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the slots, and what a hook returns, or zeros if it is not due."""
-    if not hook.program.out_avals:
-        return slots, []
 
     def skip(slots: list[Any]) -> tuple[list[Any], list[Any]]:
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
@@ -266,10 +270,14 @@ def take_batches(
     stay on the device. So the step is compiled apart from it.
     """
 
+    def row(arrays: PyTree, index: Any) -> PyTree:
+        take = jax.lax.dynamic_index_in_dim
+        return jax.tree.map(lambda leaf: take(leaf, index, keepdims=False), arrays)
+
     def take(index: Any) -> list[Any]:
         triples = zip(inputs, batches_per_step, gathers, strict=True)
         batches = [
-            gather.on_device(resident, _take_row(arrays, index * count + offset))
+            gather.on_device(resident, row(arrays, index * count + offset))
             for (arrays, resident), count, gather in triples
             for offset in range(count)
         ]
@@ -288,10 +296,4 @@ def take_batches(
         index,
         cpu=take_in_branch,
         default=lambda index: jax.lax.optimization_barrier(take(index)),
-    )
-
-
-def _take_row(arrays: PyTree, index: Any) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), arrays
     )

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_num_steps
-from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._feed import Feed
@@ -27,9 +26,14 @@ from armillary.distribute.program._function import Function
 from armillary.distribute.replica._context import get_strategy
 from armillary.trainer._contract import AbstractEvaluator
 from armillary.trainer._loop import find_loop
-from armillary.trainer._options import StandardEvaluatorOptions
-from armillary.trainer._runner import Run, Runner, distribute, make_run
-from armillary.trainer._step_checks import check_evaluation
+from armillary.trainer._runner import (
+    Run,
+    Runner,
+    StandardEvaluatorOptions,
+    distribute,
+    make_run,
+)
+from armillary.trainer._tracer import check_evaluation
 from armillary.typing import Batch, Output, PyTree
 
 _PROGRAMS = "armillary_predict"
@@ -152,24 +156,11 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                     "repeats its data for ever. Make it without `repeat=True`, or "
                     "give a number of steps."
                 )
-            recreate = run.options.recreate_iterator_for_each_eval
-            # What an error or Ctrl-C left over of a pass is not all of the data.
-            if loop is last and (recreate or loop.is_cut_off or not loop.has_data()):
+            if loop is last:
                 loop.reopen()
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
-            # An iterator that is made anew has lost nothing to the last evaluation.
-            if loop.num_iterated < num_steps and not recreate:
-                logger.warning(
-                    "`evaluate(%d)` ran %d steps, because the data ended: the last "
-                    "evaluation had taken what came before, or there is no more. The "
-                    "next one begins anew. Use `evaluate(-1)` for all of the data, or "
-                    "leave out `recreate_iterator_for_each_eval=False` to begin anew "
-                    "each time.",
-                    num_steps,
-                    loop.num_iterated,
-                )
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
 
@@ -207,12 +198,12 @@ def predict(
         An iterator with one pytree of NumPy arrays for each batch of the data set.
 
     Raises:
-        TypeError: If `fn` is not callable, or returns what is no array.
+        TypeError: If `fn` is not callable.
         StateStructureError: If `fn` changes parameters or batch statistics of a model,
             as one in training mode does.
         ValueError: If the data repeats itself for ever, or gives each replica batches
-            of its own, or belongs to another strategy, or if an output of `fn` does not
-            have one row for each example.
+            of its own, or belongs to another strategy, or if an output of `fn` is no
+            array with one row for each example.
     """
     check_callable("fn", fn)
     strategy = get_strategy() if strategy is None else strategy
@@ -306,15 +297,11 @@ def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
     for path, leaf in leaves:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
         name = f"{f'`{key}` of what' if key else 'What'} `{fn_name}` returned"
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            raise TypeError(
-                f"{name} is {leaf!r:.80} of type {type(leaf).__name__}, but it must be "
-                "an array with the examples on its first axis. Leave it out, or end "
-                "the function with `return`."
-            )
-        if leaf.shape[:1] != (num_rows,):
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        if not is_array or leaf.shape[:1] != (num_rows,):
+            shown = f"has shape {leaf.shape}" if is_array else f"is {leaf!r:.80}"
             raise ValueError(
-                f"{name} has shape {leaf.shape}, but its first axis must have the "
+                f"{name} {shown}, but it must be an array whose first axis has the "
                 f"{num_rows} examples that it was given. Return a value for each "
                 "example; for one of all of them, write a `StandardEvaluator`."
             )

@@ -23,8 +23,13 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._loop import Loop, find_loop
-from armillary.trainer._options import LoopOptions, StandardTrainerOptions
-from armillary.trainer._runner import Run, Runner, make_run
+from armillary.trainer._runner import (
+    LoopOptions,
+    Run,
+    Runner,
+    StandardTrainerOptions,
+    make_run,
+)
 from armillary.typing import Output, PyTree
 
 

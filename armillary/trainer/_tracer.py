@@ -8,11 +8,13 @@ New places or values are noticed between loops, and what is out of date is dropp
 device line by line, where a debugger stops and `print` shows values.
 """
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 
+from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk
@@ -30,35 +32,20 @@ from armillary.distribute.program._trace import (
     trace_step,
 )
 from armillary.distribute.replica._context import lifted
-from armillary.errors import RetraceError
-from armillary.state._lift import State, as_array
-from armillary.trainer._guard import LoopGuard
+from armillary.errors import RetraceError, StateStructureError
+from armillary.state._keras import KerasSlot
+from armillary.state._lift import State
+from armillary.state._nnx import NnxSlot
+from armillary.state._slots import Role, Slot, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._runner import StepMethod, recorded_reads
-from armillary.trainer._step_checks import (
-    check_evaluation,
-    check_shapes,
-    check_training,
-)
 from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
-
-
-class Trace(NamedTuple):
-    """A traced step, the batches it is for, and how many of each dataset it takes."""
-
-    batches: list[PyTree]
-    active: tuple[Active, ...]
-    step: TracedStep
-    batches_per_step: tuple[int, ...]
-
-    def is_same(self, other: "Trace") -> bool:
-        """Returns whether two traces are the same program."""
-        is_same_count = self.batches_per_step == other.batches_per_step
-        return is_same_count and self.step.is_same(other.step)
+_Leaves: TypeAlias = dict[Any, Any]
+"""The arrays of batches, by their paths."""
 
 
 class StepPrograms:
@@ -73,18 +60,17 @@ class StepPrograms:
     """
 
     def __init__(
-        self,
-        method: StepMethod,
-        gathers: Sequence[Gather],
-        structure: Any,
-        guard: LoopGuard,
+        self, method: StepMethod, gathers: Sequence[Gather], structure: Any
     ) -> None:
         self._method, self._gathers, self._structure = method, gathers, structure
-        self._guard = guard
-        self._traces: dict[Any, Trace] = {}
+        # For each shape of batches, the step and how many of each dataset it takes.
+        self._traces: dict[Any, tuple[TracedStep, tuple[int, ...]]] = {}
         self._programs: dict[Any, Program] = {}
+        # Those made before plain values changed, and the names of these.
+        self._doubted: dict[Any, Program] = {}
+        self._changes: Collection[str] = ()
         # The first batches of each shape.
-        self._shapes: list[Sequence[PyTree]] = []
+        self._shapes: list[_Leaves] = []
         # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
         replicas = method.strategy.num_replicas_in_sync
@@ -102,67 +88,43 @@ class StepPrograms:
         state = self._search()
         # That of `flat` as it was: its places may have another structure by now.
         if flat is not None and state.signature() == flat.signature:
-            changes = state.changes_since(flat.state)
+            if changes := state.changes_since(flat.state):
+                self._doubt(changes)
             flat.rebind(state)
-            if changes:
-                self._trace_again(changes)
-        else:
-            self._traces.clear()
-            self._programs.clear()
-            if flat is not None:
-                self._has_traced_hooks, self.hooks = False, None
-            self.flat = FlatState(state, self._method.strategy)
-        return self.flat or self.find_state()
+            return flat
+        self._traces.clear()
+        self._programs.clear()
+        self._doubted.clear()
+        if flat is not None:
+            self._has_traced_hooks, self.hooks = False, None
+        self.flat = FlatState(state, self._method.strategy)
+        return self.flat
 
     def _search(self) -> State:
-        roots = [(self._method.owner, "")]
-        return State(roots, self._reads)
+        return State([(self._method.owner, "")], self._reads)
 
-    def _trace_again(self, changes: Collection[str]) -> None:
-        """Traces again where plain values changed, and drops programs if it must.
+    def _doubt(self, changes: Collection[str]) -> None:
+        """Has all traced again, since plain values changed that it may have read.
 
         A step may look at any of them while it is traced, such as at a flag of a
         module. Whether it does shows in the program.
         """
-        shown = ", ".join(sorted(changes)[:5])
-        old, self._traces = self._traces, {}
-        try:
-            is_same = self._has_same_hooks() and all(
-                self.trace(each.batches, each.active).is_same(each)
-                for each in old.values()
-            )
-        except BaseException:
-            # The next loop must not run what was traced before.
-            self.flat, self._traces, self._has_traced_hooks = None, {}, False
-            raise
-        if is_same:
-            self._traces = old
-            logger.debug("%s changed, but no program.", shown)
-            return
+        self._doubted.update(self._programs)
+        self._changes = changes
         self._programs.clear()
-        logger.warning(
-            "`%s` is compiled again, because it read plain values that have changed "
-            "(%s). Hold a value that changes often in an array, so that it is an input "
-            "of the compiled step.",
-            self._method.name,
-            shown,
-        )
-
-    def _has_same_hooks(self) -> bool:
-        old, self.hooks = self.hooks, None
-        if old is not None:
-            self.hooks = self._trace_hooks()
-        return old is None or (self.hooks is not None and self.hooks.is_same(old))
+        self._traces.clear()
+        self._has_traced_hooks &= self.hooks is None
 
     def find_hooks(self) -> Hooks | None:
         """Finds the state, and the hooks of the trainer unless they stay in Python."""
-        is_known = self._has_traced_hooks and self.hooks is None
-        if self._method.options.hooks_in_program is False or is_known:
+        if self._method.options.hooks_in_program is False:
+            return None
+        if self._has_traced_hooks and self.hooks is None:
             return None
         self.find_state()
         if not self._has_traced_hooks:
-            self._has_traced_hooks, self.hooks = True, self._trace_hooks()
-            self._programs.clear()
+            self.hooks = self._trace_hooks()
+            self._has_traced_hooks = True
         return self.hooks
 
     def _trace_hooks(self) -> Hooks | None:
@@ -183,11 +145,12 @@ class StepPrograms:
         self, types: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[int, ...]:
         """Traces the step for its first batches; returns how many of each it takes."""
-        self.batches_per_step = self.trace(types, active).batches_per_step
+        _, self.batches_per_step = self._find_trace(types, active)
         return self.batches_per_step
 
-    def trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
-        """Returns the traced step for batches of some shape."""
+    def _find_trace(
+        self, batches: list[PyTree], active: tuple[Active, ...]
+    ) -> tuple[TracedStep, tuple[int, ...]]:
         leaves, structure = jax.tree.flatten(batches)
         key = (structure, *leaves, active)
         if key not in self._traces:
@@ -195,7 +158,9 @@ class StepPrograms:
             self._traces[key] = self._trace(batches, active)
         return self._traces[key]
 
-    def _trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
+    def _trace(
+        self, batches: list[PyTree], active: tuple[Active, ...]
+    ) -> tuple[TracedStep, tuple[int, ...]]:
         method, flat = self._method, self.flat
         assert flat is not None
         taken = [0] * len(batches)
@@ -235,19 +200,20 @@ class StepPrograms:
             # The step set something to what it is after each of its runs.
             flat.rebind(self._search())
         check_taken(method.name, taken)
-        return Trace(batches, active, step, tuple(taken))
+        return step, tuple(taken)
 
     def get(self, chunk: Chunk) -> Program:
         """Returns the program for a chunk, compiled at the first one of its kind."""
         key = (chunk.signature, chunk.capacity)
         if key not in self._programs:
-            self._programs[key] = self._make(chunk)
+            self._programs[key] = self._make(chunk, self._doubted.pop(key, None))
         return self._programs[key]
 
-    def _make(self, chunk: Chunk) -> Program:
+    def _make(self, chunk: Chunk, old: Program | None) -> Program:
+        """Returns the program for a chunk, the old one if that is still right."""
         method, flat = self._method, self.flat
         assert flat is not None
-        step, taken = self.trace(chunk.types, chunk.num_active)[2:]
+        step, taken = self._find_trace(chunk.types, chunk.num_active)
         if taken != self.batches_per_step:
             raise RetraceError(
                 f"`{method.name}` took {list(self.batches_per_step)} batches of its "
@@ -255,13 +221,33 @@ class StepPrograms:
                 "read ahead cannot be shared out anew: take the same number in every "
                 "step, or make a new trainer."
             )
+        if old is not None:
+            if old.is_of(step, self.hooks):
+                return old
+            self._doubted.clear()
+            logger.warning(
+                "`%s` is compiled again, because it read plain values that have "
+                "changed (%s). Hold a value that changes often in an array, so that it "
+                "is an input of the compiled step.",
+                method.name,
+                ", ".join(sorted(self._changes)[:5]),
+            )
         if (peers := method.strategy.peers) is not None:
             check_same_program(peers, method.name, step.program, method.fn)
         is_slow = has_slow_loop(
             step.program, flat.platform, is_partitioned=flat.split is not None
         )
         if not self._programs:
-            self._look_at_first(step, flat, is_slow)
+            if method.is_evaluation:
+                check_evaluation(method.name, flat.state, step.changed)
+            else:
+                warn_of_draws(method.name, step)
+            if is_slow and method.options.compile_loop:
+                logger.info(
+                    "`%s` has convolutions that XLA's CPU compiler would run slowly "
+                    "inside a loop on the device: its steps run one by one.",
+                    method.name,
+                )
         replicas = method.strategy.num_replicas_in_sync
         is_uneven = any(active != replicas for active in chunk.num_active)
         is_uneven &= method.is_evaluation
@@ -273,44 +259,23 @@ class StepPrograms:
             chunk.capacity,
             flat,
             method,
-            self._guard.for_step(flat.state, step.program.in_avals, step.changed),
             None if is_slow else self.hooks,
             is_nested=not is_slow,
         )
 
-    def _look_at_first(self, step: TracedStep, flat: FlatState, is_slow: bool) -> None:
-        """Says what is to be said of a step once."""
-        method = self._method
-        if method.is_evaluation:
-            check_evaluation(method.name, flat.state, step.changed)
-        else:
-            check_training(method.name, flat.state, step.changed)
-            warn_of_draws(method.name, step)
-        if is_slow and method.options.compile_loop:
-            logger.info(
-                "`%s` has convolutions that XLA's CPU compiler runs slowly inside a "
-                "loop on the device: its steps run one by one.",
-                method.name,
-            )
-
 
 def run_eagerly(
-    method: StepMethod, feed: Feed[Any], structure: Any, guard: LoopGuard
+    method: StepMethod, feed: Feed[Any], structure: Any
 ) -> Iterator[tuple[PyTree, bool]]:
     """Yields what each step returned, and whether it ended its batch, until data ends.
 
-    What `run` of several replicas is given is traced and proved as in a compiled step.
-    It also ends when `guard` finds a step that ends training. A step for which the data
-    ends in the middle is not counted, but what it did before stays done.
+    A step for which the data ends in the middle does not count, but its writes stay.
     """
     while all(reader.peek() is not None for reader in feed.readers):
-        if guard.health is not None and guard.health.is_halted:
-            return
         state = State([(method.owner, "")])
         flat = FlatState(state, method.strategy)
         every = tuple(range(len(state.paths)))
-        before = flat.join(every, *flat.take(every))
-        state.write(before)
+        state.write(flat.join(every, *flat.take(every)))
         taken: list[list[Any]] = [[] for _ in feed.readers]
         pairs = zip(feed.readers, taken, strict=True)
         iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
@@ -323,10 +288,8 @@ def run_eagerly(
         except MoreBatches:
             return
         check_taken(method.name, list(map(len, taken)))
-        _undo_if_bad(guard, state, before)
         FlatState(state, method.strategy).settle(())
         feed.commit_taken()
-        guard.add([feed.positions])
         yield result, all(batches[-1].is_last for batches in taken)
 
 
@@ -338,14 +301,97 @@ def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
         yield gather.layout.wrap(gather.place(batch), batch.num_active)
 
 
-def _undo_if_bad(guard: LoopGuard, state: State, before: list[jax.Array]) -> None:
-    after = [as_array(leaf) for leaf in state.read()]
-    changed = [i for i, old in enumerate(before) if after[i] is not old]
-    step_guard = guard.for_step(state, after, changed)
-    if step_guard is None or guard.health is None:
+def check_shapes(
+    method: StepMethod, seen: list[_Leaves], batches: Sequence[PyTree]
+) -> None:
+    """Checks that batches are like the first ones, and adds those of a new shape.
+
+    Whatever the number of examples is; `seen` has the first batches of each shape.
+    """
+    axis = 1 if method.strategy.layout.stacked else 0
+    now = dict(jax.tree_util.tree_leaves_with_path(list(batches)))
+    changes = [_compare(first, now, axis) for first in seen]
+    if not all(changes):
         return
-    old, new = [before[i] for i in changed], [after[i] for i in changed]
-    kept, guard.health = step_guard.look_closely(old, new, guard.health)
-    for i, array in zip(changed, kept, strict=True):
-        after[i] = array
-    state.write(after, set(changed))
+    most = method.options.max_shapes
+    kinds = [
+        {path: (leaf.ndim, leaf.dtype) for path, leaf in leaves.items()}
+        for leaves in (*seen[:1], now)
+    ]
+    is_shape_only = kinds[0] == kinds[-1]
+    if not seen or (is_shape_only and len(seen) < most):
+        seen.append(now)
+        return
+    kind = "Evaluator" if method.is_evaluation else "Trainer"
+    fix = (
+        "Only the number of examples may be smaller at the end of the data. Pad "
+        "sequences to a few lengths (buckets), and say how many there are: "
+        f"`Standard{kind}Options(max_shapes={2 * most if most > 1 else 8})`."
+        if is_shape_only
+        else "Give all batches one dtype and one structure, for example with `.astype` "
+        "where they are made; `max_shapes` allows other shapes only."
+    )
+    shown = "\n".join(changes[0])
+    raise RetraceError(
+        f"Batches changed after `{method.name}` was compiled for "
+        f"{counted(len(seen), 'shape')} of them:\n{shown}\n{fix}"
+    )
+
+
+def _compare(first: _Leaves, now: _Leaves, axis: int) -> list[str]:
+    """Returns what differs in more than the number of examples."""
+    changes = []
+    for path in first | now:
+        pair = [leaves.get(path) for leaves in (first, now)]
+        parts = [leaf and (leaf.dtype, *leaf.shape[axis + 1 :]) for leaf in pair]
+        if parts[0] != parts[1]:
+            name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            old, new = ("nothing" if leaf is None else describe(leaf) for leaf in pair)
+            changes.append(f"  {name or 'the batch'}: {old} became {new}")
+    return changes
+
+
+def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
+    """Checks what a step changes that is to leave a model as it is."""
+    owners = {i: state.owners[i] for i in changed}
+    learned = [
+        i
+        for i, slot in owners.items()
+        if slot.role is Role.BATCH_STATISTIC or _is_parameter(slot)
+    ]
+    if learned:
+        raise StateStructureError(
+            f"`{name}` changes {counted(len(learned), 'array')} of a model, which an "
+            f"evaluation leaves as it is:\n{_list(state, learned)}\n"
+            "Evaluate a view of it, which shares its variables (`self.model = "
+            "nnx.view(model, use_running_average=True)`, with `deterministic=True` if "
+            "it has dropout), and call a Keras model with `training=False`."
+        )
+    nnx = sys.modules.get("flax.nnx")
+    dropouts = [n for n in state._nodes if nnx and isinstance(n, nnx.Dropout)]
+    counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
+    if drawn := [i for i, slot in owners.items() if slot.key in counts]:
+        logger.warning(
+            "`%s` draws random numbers for dropout, so that its results are those of a "
+            "model in training mode:\n%s\nEvaluate a view of it, which shares its "
+            "variables: `self.model = nnx.view(model, deterministic=True)`.",
+            name,
+            _list(state, drawn),
+        )
+
+
+def _is_parameter(slot: Slot) -> bool:
+    if isinstance(slot, KerasSlot):
+        return slot.variable.trainable
+    return _is_nnx(slot, "Param")
+
+
+def _is_nnx(slot: Slot, kind: str) -> bool:
+    """Returns whether a slot is a variable of a kind of Flax, which may be unloaded."""
+    if not isinstance(slot, NnxSlot):
+        return False
+    return isinstance(slot.variable, getattr(sys.modules["flax.nnx"], kind))
+
+
+def _list(state: State, indices: Sequence[int]) -> str:
+    return list_lines((state.paths[i] for i in indices), most=10)

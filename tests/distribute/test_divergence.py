@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.data import from_arrays
 from armillary.distribute.program._compare import ReplicaComparison, check_equal
 from armillary.errors import ReplicaDivergenceError
 from tests.problems import MLP, Classifier, make_strategy
@@ -147,34 +146,6 @@ def test_a_flipped_bit_in_a_parameter_is_reported():
         r"(.*\n)*  model/first/kernel: replica 3\n",
     ):
         trainer.train(2)
-
-
-def test_copies_are_compared_after_eager_steps():
-    class Counting(armillary.StandardTrainer):
-        def __init__(self):
-            data = from_arrays({"x": np.ones((4, 1), np.float32)}, batch_size=2)
-            options = armillary.StandardTrainerOptions(
-                check_replicas_every=1, compile_step=False
-            )
-            super().__init__(strategy.distribute_dataset(data), options)
-            self.strategy = strategy
-            self.value = nnx.Variable(jnp.ones(3))
-            self.count = nnx.Variable(jnp.zeros(()))
-
-        def train_step(self, iterator):
-            next(iterator)
-            self.count[...] += 1
-
-    strategy = make_strategy(2)
-    trainer = Counting()
-    trainer.train(1)
-    one = np.ones(3, np.float32)
-    trainer.value.set_value(make_copies(strategy, [one, one * 2]))
-
-    with pytest.raises(ReplicaDivergenceError, match="  value: no majority") as caught:
-        trainer.train(1)
-
-    assert caught.value.leaves == {"value": (0, 1)}
 
 
 @pytest.mark.slow

@@ -89,8 +89,3 @@ def test_names_in_docstrings_can_be_reached_from_the_package():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
-
-
-def test_the_module_of_orbit_that_is_not_here_is_answered():
-    with pytest.raises(AttributeError, match=r"`orbit\.utils` has is in `armillary`"):
-        _ = armillary.utils

@@ -213,9 +213,7 @@ class Poisoned(armillary.StandardTrainer):
 
     def __init__(self, strategy: Any) -> None:
         batches = [np.ones(4, np.float32), np.full(4, np.nan, np.float32)]
-        options = armillary.StandardTrainerOptions(
-            compile_step=False, on_non_finite="raise"
-        )
+        options = armillary.StandardTrainerOptions(on_non_finite="raise")
         super().__init__(strategy.distribute_dataset(batches), options)
         self.strategy = strategy
         self.first = nnx.Dict(kernel=nnx.Param(jnp.ones((64, 32))))

@@ -185,13 +185,6 @@ class SizeTrainer(Trainer):
         return armillary.compute_average_loss(losses, batch["label"] + 1, self.size)
 
 
-@pytest.mark.slow
-def test_a_global_batch_size_is_that_of_the_whole_batch(expected):
-    trainer = SizeTrainer(make_strategy(4), accumulate_steps=2)
-    trainer.train(3)
-    np.testing.assert_allclose(trainer.results()[0], expected[0], rtol=1e-5, atol=1e-6)
-
-
 def test_a_list_of_variables_outside_a_trainer():
     weight = nnx.Param(jnp.asarray(2.0))
     batch = jnp.arange(8.0)

@@ -66,19 +66,24 @@ def count_programs(compiled: Counter[str]) -> int:
     return count
 
 
-def make_trainer(model: type[nnx.Module], num_replicas: int) -> Classifier:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "num_replicas", "on_non_finite"), [(MLP, 4, None), (CNN, 1, "skip")]
+)
+def test_each_program_is_compiled_once(
+    compiled: Counter[str],
+    model: type[nnx.Module],
+    num_replicas: int,
+    on_non_finite: str | None,
+) -> None:
     strategy = make_strategy(num_replicas)
     with strategy.scope():
-        return Classifier(strategy, model(nnx.Rngs(0)), optax.adam(1e-2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 4])
-@pytest.mark.parametrize("model", [MLP, CNN], ids=["one program", "program per step"])
-def test_each_program_is_compiled_once(
-    compiled: Counter[str], model: type[nnx.Module], num_replicas: int
-) -> None:
-    trainer = make_trainer(model, num_replicas)
+        trainer = Classifier(
+            strategy,
+            model(nnx.Rngs(0)),
+            optax.adam(1e-2),
+            on_non_finite=on_non_finite,
+        )
     evaluator = Evaluator(trainer, num_examples=40)
     compiled.clear()
 
@@ -97,23 +102,3 @@ def test_each_program_is_compiled_once(
         evaluator.evaluate(2)
         evaluator.evaluate(-1)
     assert compiled == Counter()
-
-
-@pytest.mark.slow
-def test_a_controller_compiles_each_program_once(compiled: Counter[str]) -> None:
-    trainer = make_trainer(MLP, 4)
-    controller = armillary.Controller(
-        trainer=trainer,
-        evaluator=Evaluator(trainer, num_examples=40),
-        global_step=trainer.optimizer.step,
-        strategy=trainer.strategy,
-        steps_per_loop=7,
-    )
-    compiled.clear()
-
-    controller.train_and_evaluate(train_steps=30, eval_interval=10)
-    assert count_programs(compiled) == 3
-
-    controller.train_and_evaluate(train_steps=50, eval_interval=10)
-    controller.train(steps=63)
-    assert count_programs(compiled) == 0

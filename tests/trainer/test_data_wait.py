@@ -13,8 +13,7 @@ from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category
 from armillary.goodput._stopwatch import Stopwatch
 from armillary.trainer._loop import Loop
-from armillary.trainer._options import LoopOptions
-from armillary.trainer._runner import StepMethod, waiting_for_data
+from armillary.trainer._runner import LoopOptions, StepMethod, waiting_for_data
 
 
 class Owner:
@@ -70,22 +69,6 @@ def test_only_an_idle_device_waits(
 ):
     measured = measure(data_seconds, device_seconds, prefetch)
     assert measured == pytest.approx((stepping, waiting), abs=0.1)
-
-
-def test_a_chunk_that_is_there_is_no_wait():
-    data: Any = Prefetcher(iter("ab"), 1, OWNER)
-    data.head()
-    stopwatch = Stopwatch()
-    with stopwatch.phase(Category.STEPPING), waiting_for_data(data, DefaultStrategy()):
-        pass
-    data.close()
-    assert stopwatch.seconds[Category.DATA] == 0
-
-
-def test_without_a_stopwatch_nothing_is_counted():
-    data: Any = Prefetcher(iter("ab"), 0, OWNER)
-    with waiting_for_data(data, DefaultStrategy()):
-        assert data.head() == "a"
 
 
 @pytest.mark.parametrize("compile_step", [True, False])

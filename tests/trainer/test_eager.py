@@ -9,7 +9,7 @@ from flax import nnx
 
 import armillary
 from armillary.errors import CapturedStateError, RetraceError
-from tests.problems import MLP, Classifier, make_strategy, read_state
+from tests.problems import MLP, Classifier, read_state
 
 EAGER = armillary.StandardTrainerOptions(compile_step=False)
 
@@ -61,30 +61,6 @@ def test_eager_steps_equal_compiled_ones():
         np.testing.assert_allclose(eager[path], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_an_eager_step_runs_on_replicas():
-    strategy = make_strategy(2)
-
-    class Shares(armillary.StandardTrainer):
-        def __init__(self):
-            super().__init__(make_batches(3), EAGER)
-            self.strategy = strategy
-            self.sum = nnx.Variable(
-                jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM
-            )
-
-        def train_step(self, iterator):
-            def step_fn(batch):
-                self.sum[...] += batch["x"][0] + 1
-
-            strategy.run(step_fn, args=(next(iterator),))
-
-    shares = Shares()
-    shares.train(1)
-
-    assert float(shares.sum[...]) == 2
-
-
 def test_an_exception_leaves_the_steps_before_it():
     class Breaks(Trainer):
         def train_step(self, iterator):
@@ -114,23 +90,6 @@ def test_a_step_that_takes_no_batch_is_an_error(compile_step):
         r"end. Call `next\(iterator\)` on each iterator, or leave the dataset out",
     ):
         evaluator.evaluate(-1)
-
-
-@pytest.mark.parametrize("compile_step", [True, False])
-def test_a_step_that_skips_one_of_its_datasets_is_an_error(compile_step):
-    class Skips(Trainer):
-        def train_step(self, iterator):
-            super().train_step(iterator["a"])
-
-    options = armillary.StandardTrainerOptions(compile_step=compile_step)
-    trainer = Skips(options)
-    trainer.train_dataset = {
-        name: armillary.data.from_arrays({"x": np.zeros(4)}, batch_size=2)
-        for name in ("a", "b")
-    }
-
-    with pytest.raises(RetraceError, match="no batch from dataset 1 of 2"):
-        trainer.train(1)
 
 
 @pytest.mark.parametrize("compile_step", [True, False])

@@ -35,50 +35,12 @@ class Evaluator(StandardEvaluator):
         return {"seen": state[0]}
 
 
-def continuing(**options):
-    return StandardEvaluatorOptions(recreate_iterator_for_each_eval=False, **options)
-
-
-def test_an_evaluator_may_continue_where_the_last_evaluation_stopped():
-    evaluator = Evaluator(make_batches(4), continuing())
-
-    seen = [evaluator.evaluate(1)["seen"] for _ in range(6)]
-
-    assert seen == [[1], [2], [3], [4], [1], [2]]
-
-
 def test_an_evaluator_begins_anew_each_time():
     evaluator = Evaluator(make_batches(4))
 
     seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (1, 2, -1, 1)]
 
     assert seen == [[1], [1, 2], [1, 2, 3, 4], [1]]
-
-
-@pytest.mark.parametrize("compile_step", [True, False])
-def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step):
-    evaluator = Evaluator(make_batches(4), continuing(compile_step=compile_step))
-
-    seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (3, 3, 3, -1, -1)]
-
-    assert seen == [[1, 2, 3], [4], [1, 2, 3], [4], [1, 2, 3, 4]]
-
-
-def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
-    evaluator = Evaluator(make_batches(4), continuing())
-
-    evaluator.evaluate(4)
-    evaluator.evaluate(3)
-    assert not caplog.records
-    evaluator.evaluate(3)
-
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "`evaluate(3)` ran 1 steps, because the data ended: the last evaluation had "
-        "taken what came before, or there is no more. The next one begins anew. Use "
-        "`evaluate(-1)` for all of the data, or leave out "
-        "`recreate_iterator_for_each_eval=False` to begin anew each time."
-    )
 
 
 def test_all_of_a_data_set_without_an_end_is_an_error():
@@ -104,7 +66,8 @@ def test_an_evaluation_that_was_cut_off_is_not_continued(error, compile_step):
                 raise error
             return super().eval_reduce(state, step_outputs)
 
-    evaluator = Failing(make_batches(4), continuing(compile_step=compile_step))
+    options = StandardEvaluatorOptions(compile_step=compile_step)
+    evaluator = Failing(make_batches(4), options)
     with pytest.raises(error):
         evaluator.evaluate(-1)
     evaluator.fails = False
@@ -173,16 +136,6 @@ def test_step_outputs_keep_what_is_no_array():
             return [*state, (step_outputs["name"], float(step_outputs["value"]))]
 
     assert Named(make_batches(2)).evaluate(-1) == {"seen": [("x", 1.0), ("x", 2.0)]}
-
-
-def test_another_evaluation_dataset_is_started_on():
-    evaluator = Evaluator(make_batches(2))
-    evaluator.evaluate(-1)
-
-    # An iterator gives its batches once: opening it twice would be an error.
-    evaluator.eval_dataset = iter(make_batches(2, start=5))
-
-    assert evaluator.evaluate(-1) == {"seen": [5, 6]}
 
 
 @pytest.mark.slow

@@ -154,23 +154,11 @@ def test_any_division_gives_the_same_state_and_outputs(
     for compile_hooks in (False, True):
         options = {"compile_hooks": compile_hooks, "steps_per_chunk": steps_per_chunk}
         trainer = Regression(data=make_data(), **options)
-        runs.append((trainer, train(trainer, steps_per_loop, min(steps, 15))))
+        end = steps if steps <= 15 else -1  # The data ends there.
+        runs.append((trainer, train(trainer, steps_per_loop, end)))
 
     assert_equal_runs(*runs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_per_loop", [4, 15, 100])
-def test_a_loop_that_the_data_cuts_short_has_its_end(steps_per_loop):
-    runs = []
-    for compile_hooks in (False, None):
-        trainer = Regression(data=make_data(), compile_hooks=compile_hooks)
-        runs.append((trainer, train(trainer, steps_per_loop, -1)))
-
-    assert_equal_runs(*runs)
-    assert runs[1][1].steps[-1] == NUM_EXAMPLES // BATCH
-    counts = [output["nested"]["count"] for output in runs[1][1].outputs]
-    assert sum(counts) == NUM_EXAMPLES
+    assert runs[1][1].steps[-1] == min(steps, NUM_EXAMPLES // BATCH)
 
 
 @pytest.mark.slow
@@ -257,19 +245,14 @@ class Printing(Regression):
         return super().train_loop_end()
 
 
-def test_a_hook_with_an_effect_runs_in_each_loop(capsys, calls):
-    train(Printing(), 5, 20)
+@pytest.mark.parametrize(("compile_hooks", "count"), [(None, 4), (True, 1)])
+def test_a_hook_with_an_effect_runs_once_if_the_user_says_so(
+    compile_hooks, count, capsys, calls
+):
+    train(Printing(compile_hooks=compile_hooks), 5, 20)
 
-    assert capsys.readouterr().out.count("end") == 4
-    assert not calls
-
-
-@pytest.mark.slow
-def test_a_hook_runs_once_if_the_user_says_so(capsys, calls):
-    train(Printing(compile_hooks=True), 5, 20)
-
-    assert capsys.readouterr().out.count("end") == 1
-    assert sum(calls) == 4
+    assert capsys.readouterr().out.count("end") == count
+    assert sum(calls) == (4 if compile_hooks else 0)
 
 
 class Counting(Regression):
@@ -357,47 +340,34 @@ class Property(Regression):
 
 
 PURE = [
-    "pass",
-    '"""Does nothing."""',
-    "self.loss.reset()",
+    '"""Does nothing."""\npass',
+    "self.loss.reset()\nself.loss.total[...] = jnp.zeros(())",
     "loss = self.loss.compute()\nreturn {'loss': loss, 'twice': 2 * loss}",
-    "return {'rate': 2.0, 'x': jnp.sqrt(self.num_loops + 1)}",
-    "self.num_loops = jnp.zeros_like(self.num_loops)",
-    "self.loss.total[...] = jnp.zeros(())",
+    "self.num_loops = jnp.zeros_like(self.num_loops)\nself.num_loops += 1",
     "return {'step': self.optimizer.step[...], **self.loss.compute()}",
     "return {'factor': -self.factor, 'list': [1, 2], 'none': None}",
 ]
 NOT_PURE = [
-    "print(1)",
     "self.num_begun = 1",
     "self.factor += 1",
     "self.loss.extra = 1",
     "self.model.train()",
     "self.own.reset()",
-    "return {'time': time.time()}",
-    "return {'own': self.own.compute()}",
     "return {'shown': self.shown}",
     "return {'missing': self.missing}",
     "return {'loss': float(self.loss.compute())}",
     "return {'random': np.random.rand()}",
-    "logging.info('begin')",
-    "global SCALE\nSCALE = 1",
     "return {'rate': SCALE}",
+    "return {'line': unknown.lineno}",
     "jnp = time\nreturn jnp.zeros()",
     "jnp.save('x', self.num_loops)",
     "for x in [1]: pass",
     "if self.factor: self.loss.reset()",
     "return {'x': [print(i) for i in range(2)]}",
-    "return {'x': (lambda: 1)()}",
     "return {f'{print(1)}': 1}",
     "return (yield)",
-    "self.strategy.x = 1",
     "self.model.kernel[0] = 1",
     "return self",
-    "return {'x': unknown}",
-    "import os",
-    "del self.loss",
-    "with self.strategy.scope(): pass",
     "self = 1",
     "return {'n': (n := print(1))}",
     "self.loss.reset(*[print(1)])",
@@ -426,19 +396,15 @@ def test_code_that_may_do_more_needs_python(tmp_path, body):
     assert read(tmp_path, body) is not None
 
 
-def test_code_without_source_needs_python():
+def test_a_hook_that_is_no_plain_method_needs_python():
+    trainer = Regression()
+    trainer.train_loop_end = dict
+    assert "no plain method" in str(find_effect(trainer, "train_loop_end"))
+
     names = {}
     exec("def train_loop_end(self): return {}", names)
     kind = type("Written", (Regression,), dict(train_loop_end=names["train_loop_end"]))
-
     assert find_effect(kind(), "train_loop_end") == "its code cannot be read"
-
-
-def test_a_hook_of_one_object_needs_python():
-    trainer = Regression()
-    trainer.train_loop_end = dict
-
-    assert find_effect(trainer, "train_loop_end") == "it is no plain method"
 
 
 def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():

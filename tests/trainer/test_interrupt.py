@@ -1,5 +1,6 @@
 """Ctrl-C at any line of a loop leaves a state that can be saved and trained on."""
 
+import contextlib
 import signal
 import sys
 
@@ -65,8 +66,9 @@ def make_data(prefetch):
     return armillary.DefaultStrategy().distribute_dataset(data, options)
 
 
-def train_interrupted(trainer, files, num_lines):
-    """Trains, with Ctrl-C after some lines of files; returns whether it came."""
+@contextlib.contextmanager
+def interrupted(files, num_lines):
+    """Has Ctrl-C come after some lines of files."""
     lines = iter(range(num_lines))
 
     def trace(frame, event, _):
@@ -80,13 +82,20 @@ def train_interrupted(trainer, files, num_lines):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        trainer.train(4 if files is LOOP else 2)
-    except KeyboardInterrupt:
-        # Here, where the traceback still holds what the loop left behind.
-        assert trainer.is_exact()
-        return True
+        yield
     finally:
         sys.settrace(before)
+
+
+def train_interrupted(trainer, files, num_lines):
+    """Trains, with Ctrl-C after some lines of files; returns whether it came."""
+    with interrupted(files, num_lines):
+        try:
+            trainer.train(4 if files is LOOP else 2)
+        except KeyboardInterrupt:
+            # Here, where the traceback still holds what the loop left behind.
+            assert trainer.is_exact()
+            return True
     return False
 
 
@@ -110,49 +119,19 @@ def test_an_interrupt_at_any_line_of_a_loop_leaves_an_exact_state(files, prefetc
 def test_an_interrupt_at_any_line_loses_no_batch_of_an_iterator(prefetch):
     num_lines, is_interrupted = 0, True
     while is_interrupted:
-        lines = iter(range(num_lines))
-
-        def trace(frame, event, _, lines=lines):
-            if frame.f_code.co_filename not in READING:
-                return None
-            if event == "line" and next(lines, None) is None:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-            return trace
-
         iterator, seen, is_interrupted = iter(make_data(prefetch)), [], False
         seen.append(float(next(iterator)["x"][0]))
-        before = sys.gettrace()
-        sys.settrace(trace)
         try:
-            seen.append(float(next(iterator)["x"][0]))
+            with interrupted(READING, num_lines):
+                seen.append(float(next(iterator)["x"][0]))
         except KeyboardInterrupt:
             is_interrupted = True
-        finally:
-            sys.settrace(before)
         seen += [float(next(iterator)["x"][0]) for _ in range(3)]
         iterator.close()
         assert seen == NUMBERS[: len(seen)].tolist()
         num_lines += 1
 
     assert num_lines > 10
-
-
-def test_an_interrupt_before_a_chunk_is_in_hand_loses_none(monkeypatch):
-    trainer = Sum()
-    trainer.train(4)
-    next_chunk = _feed.Feed.next_chunk
-
-    def interrupted(feed):
-        next_chunk(feed)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(_feed.Feed, "next_chunk", interrupted)
-        trainer.train(4)
-    trainer.train(4)
-
-    assert trainer.is_exact()
 
 
 class Interrupted:

@@ -75,7 +75,9 @@ def read(model):
 
 
 LAYERS = {
-    "dense": lambda layers: [layers.Dense(3, "relu", kernel_regularizer="l2")],
+    "dense": lambda layers: [
+        layers.Dense(3, "relu", kernel_regularizer="l2", activity_regularizer="l1")
+    ],
     "conv": lambda layers: [
         layers.Reshape((2, 2, 1)),
         layers.Conv2D(3, 2, padding="same"),
@@ -83,12 +85,6 @@ LAYERS = {
         layers.Flatten(),
     ],
     "lstm": lambda layers: [layers.Reshape((4, 1)), layers.LSTM(3)],
-    "attention": lambda layers: [
-        layers.Dense(4, activity_regularizer="l1"),
-        layers.LayerNormalization(),
-        layers.Reshape((2, 2)),
-        layers.Flatten(),
-    ],
 }
 
 
@@ -163,15 +159,3 @@ def test_an_evaluation_that_changes_a_keras_model_is_refused(keras):
 
     with pytest.raises(StateStructureError, match=r"a Keras model with `training=Fal"):
         Evaluator().evaluate(1)
-
-
-def test_the_optimizer_of_keras_counts_the_global_step(keras):
-    optimizer = keras.optimizers.SGD()
-    trainer = make_trainer(keras, 1, LAYERS["dense"])
-    trainer.optimizer = optimizer
-    optimizer.build(trainer.model.trainable_variables)
-    controller = armillary.Controller(
-        trainer=trainer, global_step=optimizer.iterations, steps_per_loop=2
-    )
-    controller.train(steps=4)
-    assert int(optimizer.iterations.value) == 4

@@ -1,7 +1,6 @@
 """Tests of loops over chunks: positions, programs, and state between loops."""
 
 import gc
-import time
 import weakref
 
 import jax.numpy as jnp
@@ -102,25 +101,6 @@ def test_data_that_cannot_be_repositioned_trains_but_has_no_position():
     assert trainer.values == list(range(9))
 
 
-def test_prefetch_zero_reads_no_further_than_the_chunk():
-    num_read = []
-
-    def make_data():
-        for value in range(20):
-            num_read.append(value)
-            yield {"x": np.full(1, value)}
-
-    dataset = armillary.DefaultStrategy().distribute_dataset(
-        make_data, InputOptions(prefetch=0)
-    )
-    trainer = Trainer(dataset, steps_per_chunk=5)
-
-    trainer.train(3)
-
-    assert num_read == [0, 1, 2, 3, 4]
-    assert trainer.values == [0, 1, 2]
-
-
 # Programs
 
 
@@ -169,50 +149,6 @@ def test_state_that_the_user_replaces_is_seen():
     trainer.train(5)
 
     assert_identical(read_state(trainer), expected)
-
-
-@pytest.mark.slow
-def test_a_metric_that_the_user_replaces_is_used(no_retrace):
-    trainer = make_classifier()
-    trainer.train(2)
-    old = trainer.accuracy
-
-    trainer.accuracy = nnx.metrics.Accuracy()
-    trainer.train(3)
-
-    assert int(old.count[...]) == 2 * 16
-    assert int(trainer.accuracy.count[...]) == 3 * 16
-
-
-def test_a_copy_of_what_is_trained_may_be_read_by_the_step():
-    strategy = make_strategy(2)
-
-    class Target(armillary.StandardTrainer):
-        def __init__(self):
-            data = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
-            super().__init__(data)
-            self.strategy = strategy
-            self.weight = nnx.Variable(jnp.zeros(()))
-            self.target = nnx.Variable(self.weight[...])
-
-        def train_step(self, iterator):
-            def step_fn(batch):
-                del batch
-                self.weight[...] = self.target[...] + 1
-
-            strategy.run(step_fn, args=(next(iterator),))
-
-    trainer = Target()
-    initial = trainer.weight[...]
-
-    for _ in range(3):
-        trainer.train(2)
-        trainer.target[...] = trainer.weight[...]
-    trainer.train(2)
-
-    assert float(trainer.weight[...]) == 4
-    assert float(trainer.target[...]) == 3
-    assert float(initial) == 0
 
 
 def test_state_that_becomes_trained_later_is_not_taken_from_the_user():
@@ -311,16 +247,6 @@ def test_memory_of_changed_state_is_reused():
 
 
 @pytest.mark.slow
-def test_arrays_that_a_loop_replaced_are_let_go():
-    trainer = make_classifier()
-    old = weakref.ref(trainer.model.first.kernel.get_value())
-
-    trainer.train(2)
-
-    assert old() is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "steps_per_chunk", "capacity"),
     [(1, None, 20), (50, None, 50), (300, None, 100), (300, 7, 7)],
@@ -335,16 +261,6 @@ def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
         if trainer._train_run.loop.feed.chunk is not None:
             assert trainer._train_run.loop.feed.chunk.capacity == capacity
     assert len(trainer._train_run.loop._programs._programs) == 1
-
-
-def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
-    dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
-    trainer = Trainer(dataset)
-    controller = armillary.Controller(
-        trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
-    )
-    controller.train(30)
-    assert trainer._train_run.loop.feed.chunk.capacity == 50
 
 
 def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
@@ -367,17 +283,6 @@ def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
     assert events == ["next_chunk", "__call__", "read_on"] * 2
 
 
-def test_a_chunk_that_is_used_up_is_let_go():
-    trainer = Trainer(make_dataset(), steps_per_chunk=2)
-    trainer.train(3)
-    loop = trainer._train_run.loop
-    chunk = weakref.ref(loop.feed.chunk)
-    trainer.train(1)
-    deadline = time.monotonic() + 10
-    while chunk() is not None:  # The thread that made it may be at it still.
-        assert time.monotonic() < deadline
-
-
 @pytest.mark.slow
 def test_a_trainer_that_is_dropped_is_collected():
     trainer = make_classifier(steps_per_chunk=2)
@@ -388,3 +293,23 @@ def test_a_trainer_that_is_dropped_is_collected():
     gc.collect()
 
     assert array.shape == (64,)
+
+
+def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
+    dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
+    trainer = Trainer(dataset)
+    controller = armillary.Controller(
+        trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
+    )
+    controller.train(30)
+    assert trainer._train_run.loop.feed.chunk.capacity == 50
+
+
+@pytest.mark.slow
+def test_arrays_that_a_loop_replaced_are_let_go():
+    trainer = make_classifier()
+    old = weakref.ref(trainer.model.first.kernel.get_value())
+
+    trainer.train(2)
+
+    assert old() is None

@@ -102,8 +102,7 @@ def follow(trainer, num_steps):
     return seen
 
 
-@pytest.mark.slow
-def test_the_average_is_that_of_optax():
+def test_the_averages_are_those_of_optax():
     trainer = make(make_linear)
     first, *rest = follow(trainer, 6)
     expected = first
@@ -111,18 +110,11 @@ def test_the_average_is_that_of_optax():
         expected = optax.incremental_update(params, expected, 0.2)
     assert_close(read(trainer.averages.model, nnx.Param), expected)
     assert int(trainer.averages.num_updates[...]) == 6
-    assert not np.allclose(expected["kernel"], rest[-1]["kernel"])
 
-
-@pytest.mark.parametrize("num_steps", [1, 6])
-def test_debiased_the_average_is_that_of_optax_ema(num_steps):
-    decay = 0.8
-    trainer = make(
-        make_linear, decay=lambda n: 1 - (1 - decay) / (1 - decay ** (n + 1))
-    )
-    first, *rest = follow(trainer, num_steps)
+    trainer = make(make_linear, decay=lambda n: 1 - 0.2 / (1 - 0.8 ** (n + 1)))
+    first, *rest = follow(trainer, 6)
     transform = optax.ema(0.8, debias=True)
-    state, expected = transform.init(first), None
+    state = transform.init(first)
     for params in rest:
         expected, state = transform.update(params, state)
     assert_close(read(trainer.averages.model, nnx.Param), expected)
@@ -141,21 +133,6 @@ def test_replicas_equal_one(kind):
     one.train(7)
     several.train(7)
     assert_close(read(several.averages.model), read(one.averages.model))
-
-
-@pytest.mark.slow
-def test_other_state_is_that_of_the_model():
-    trainer = make(Model, armillary.MirroredStrategy(jax.devices()[:2]))
-    before = read(trainer.averages.model, nnx.RngCount)
-    trainer.train(3)
-    statistics = read(trainer.model, nnx.BatchStat)
-    assert_close(read(trainer.averages.model, nnx.BatchStat), statistics)
-    assert np.abs(statistics["norm"]["mean"]).max() > 0
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        read(trainer.averages.model, nnx.RngCount),
-        before,
-    )
 
 
 @pytest.mark.slow
@@ -202,11 +179,6 @@ def test_averages_of_short_floats_are_long():
     np.testing.assert_allclose(moved, np.full((2, 1), 1e-3), rtol=1e-2)
 
 
-def update_from_another():
-    averages = ExponentialMovingAverage(make_linear(nnx.Rngs(0)), 0.9)
-    averages.update(nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0)))
-
-
 def update_from_itself():
     averages = ExponentialMovingAverage(make_linear(nnx.Rngs(0)), 0.9)
     averages.update(averages.model)
@@ -222,11 +194,24 @@ def update_from_itself():
         ValueError: {
             "`decay` is 1, but it must be above 0": lambda: make(make_linear, decay=1),
             "`model` is the model of the average itself": update_from_itself,
-            r"(?s)other parameters .*  bias: \(1,\)\n  kernel: \(2, 1\)\n"
-            r"  kernel: \(3, 1\)\nPass the": update_from_another,
         },
     }
 )
 def test_what_cannot_be_averaged_is_an_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.slow
+def test_other_state_is_that_of_the_model():
+    trainer = make(Model, armillary.MirroredStrategy(jax.devices()[:2]))
+    before = read(trainer.averages.model, nnx.RngCount)
+    trainer.train(3)
+    statistics = read(trainer.model, nnx.BatchStat)
+    assert_close(read(trainer.averages.model, nnx.BatchStat), statistics)
+    assert np.abs(statistics["norm"]["mean"]).max() > 0
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        read(trainer.averages.model, nnx.RngCount),
+        before,
+    )

@@ -24,12 +24,10 @@ from tests.problems import (
 
 LOOP = {"steps_per_chunk": 3}
 PYTHON_LOOP = {"compile_loop": False}
-EAGER = {"compile_step": False}
-# Eager steps on several replicas take seconds each.
 ways = pytest.mark.parametrize(
     ("num_replicas", "way"),
-    [(1, LOOP), (4, LOOP), (4, PYTHON_LOOP), (None, PYTHON_LOOP), (None, EAGER)],
-    ids=["loop 1", "loop 4", "Python loop 4", "Python loop", "eager"],
+    [(4, LOOP), (4, PYTHON_LOOP), (None, LOOP)],
+    ids=["loop 4", "Python loop 4", "loop"],
 )
 
 
@@ -115,17 +113,6 @@ def test_good_steps_give_the_same_bits_as_without_the_option(
     assert_identical(read_state(watched), read_state(plain))
 
 
-@pytest.mark.slow
-def test_watched_programs_are_compiled_once(no_retrace):
-    trainer = make_trainer(2, data={"repeat": True}, on_non_finite="skip")
-    trainer.train(3)
-    trainer.train(3)
-
-    with no_retrace():
-        for num_steps in (1, 7, 20):
-            trainer.train(num_steps)
-
-
 # Skipped steps
 
 
@@ -148,35 +135,6 @@ def test_a_skipped_step_changes_counters_only(num_replicas, way):
     np.testing.assert_array_equal(np.flatnonzero(losses), [1, 2, 3, 6, 7, 8, 9])
     np.testing.assert_array_equal(losses[losses != 0], good.pop("losses")[:7])
     assert_identical(actual, good)
-
-
-@pytest.mark.slow
-def test_a_step_of_its_own_program_is_skipped_too():
-    trainer = make_trainer(
-        2, CNN, data={"bad_steps": [1], "num_steps": 4}, on_non_finite="skip"
-    )
-    expected = make_trainer(2, CNN, data={"left_out": [1], "num_steps": 4})
-
-    trainer.train(4)
-    expected.train(3)
-
-    actual, good = read_state(trainer), read_state(expected)
-    for state in (actual, good):
-        del state["optimizer/step"], state["losses"]
-    assert_identical(actual, good)
-
-
-@pytest.mark.slow
-def test_random_keys_of_a_skipped_step_are_used_up():
-    trainer = make_trainer(
-        2, MLP, data={"bad_steps": [1]}, on_non_finite="skip", compile_loop=False
-    )
-    trainer.train(1)
-    before = read_state(trainer)
-    trainer.train(1)
-
-    changed = find_changed(before, read_state(trainer))
-    assert changed == {"optimizer/step", "model/dropout/rngs/count"}
 
 
 class Plain(armillary.StandardTrainer):
@@ -394,32 +352,6 @@ def test_replicas_decide_alike_when_one_of_them_overflows():
     assert float(trainer.total[...]) == 4
 
 
-@pytest.mark.slow
-def test_an_eager_step_on_replicas_is_undone():
-    class Scaling(armillary.StandardTrainer):
-        def __init__(self):
-            self.strategy = make_strategy(2)
-            x = np.float32([[2], [2], [np.inf], [2]])
-            data = self.strategy.distribute_dataset(from_arrays({"x": x}, batch_size=2))
-            super().__init__(data, Options(on_non_finite="skip", compile_step=False))
-            self.value = nnx.Variable(jnp.ones(()))
-            self.step = armillary.create_global_step()
-
-        def train_step(self, iterator):
-            def step_fn(batch):
-                self.value[...] *= jax.lax.psum(batch["x"].sum(), "replica")
-                self.step[...] += 1
-
-            self.strategy.run(step_fn, args=(next(iterator),))
-
-    trainer = Scaling()
-
-    trainer.train(2)
-
-    assert float(trainer.value[...]) == 4
-    assert int(trainer.step[...]) == 2
-
-
 # The controller
 
 
@@ -445,39 +377,3 @@ def test_the_controller_names_the_global_step_and_saves_good_states_only(bad, tm
     path = "model/layer/kernel"
     np.testing.assert_array_equal(read_state(resumed)[path], read_state(expected)[path])
     assert resumed.train_dataset.get_state() == expected.train_dataset.get_state()
-
-
-@pytest.mark.slow
-def test_a_bad_step_is_found_one_loop_later_and_the_next_loop_has_no_effect():
-    trainer = make_trainer(2, data={"bad_steps": [3]}, on_non_finite="raise")
-    begun = []
-    trainer.train_loop_begin = lambda: begun.append(len(begun))
-    controller = make_controller(trainer)
-
-    with pytest.raises(NonFiniteError, match="at step 4:\n"):
-        controller.train(12)
-
-    assert begun == [0, 1, 2]
-    assert int(trainer.optimizer.step[...]) == 3
-
-
-@pytest.mark.slow
-def test_a_loop_written_by_hand_is_guarded(tmp_path):
-    class ByHand(Classifier):
-        def train(self, num_steps):
-            return super().train(num_steps)
-
-    strategy = make_strategy(2)
-    trainer = ByHand(
-        strategy,
-        Dense(nnx.Rngs(0)),
-        optax.adam(1e-2),
-        make_data(strategy, bad_steps=[5]),
-        on_non_finite="raise",
-    )
-
-    with pytest.raises(NonFiniteError, match="at step 2 of the 2 of this loop"):
-        make_controller(trainer, tmp_path).train(9)
-
-    assert int(trainer.optimizer.step[...]) == 5
-    assert is_finite(trainer)

@@ -7,59 +7,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.xla._compile import has_slow_loop
 from tests.problems import make_strategy
-
-
-def convolve(x):
-    return jax.lax.conv(x, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
-
-
-def slow(x):
-    axes = ("NHWC", "HWIO", "NHWC")
-    image, window = jnp.tile(x, (2, 9, 9, 1)), jnp.ones((3, 3, x.shape[-1], 2))
-    return jax.lax.conv_general_dilated(
-        image, window, (1, 1), "SAME", None, None, axes, batch_group_count=2
-    )
-
-
-def convolve_in_order(x):
-    axes = ("NHWC", "HWIO", "NHWC")
-    window = jnp.ones((3, 3, x.shape[-1], 1))
-    return jax.lax.conv_general_dilated(x, window, (1, 1), "SAME", None, None, axes)
-
-
-@pytest.mark.parametrize(
-    ("fn", "platform", "expected"),
-    [
-        (convolve, "cpu", False),
-        (slow, "cpu", True),
-        (slow, "gpu", False),
-        (jax.jit(slow), "cpu", True),
-        (
-            lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y + slow(x).sum(), x),
-            "cpu",
-            True,
-        ),
-        (lambda x: jnp.tanh(x) @ x[0, 0], "cpu", False),
-        (convolve_in_order, "cpu", False),
-        (jax.grad(lambda x: jnp.tanh(convolve_in_order(x)).sum()), "cpu", False),
-    ],
-    ids=[
-        "plain",
-        "in groups of images",
-        "gpu",
-        "nested",
-        "loop",
-        "without",
-        "in order",
-        "gradient",
-    ],
-)
-def test_few_convolutions_on_a_cpu_are_slow_in_loops(fn, platform, expected):
-    program = jax.make_jaxpr(fn)(jnp.ones((1, 1, 4, 4)))
-
-    assert has_slow_loop(program, platform) is expected
 
 
 class Trainer(armillary.StandardTrainer):

@@ -1,6 +1,5 @@
 """Tests of `StandardTrainer`: what a step takes, ends of data, replicas, mistakes."""
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,19 +54,6 @@ class Trainer(Base):
 # Hooks and results
 
 
-def test_a_loop_begins_steps_and_ends():
-    trainer = Trainer(make_batches(5))
-
-    output = trainer.train(3)
-
-    assert trainer.calls == ["begin", "end"]
-    assert {name: float(value) for name, value in output.items()} == {
-        "total": 6.0,
-        "mean": 2.0,
-    }
-    assert trainer.data_exhausted is False
-
-
 def test_the_loop_begin_may_make_the_state():
     class Late(Base):
         def train_loop_begin(self):
@@ -87,19 +73,6 @@ def test_the_loop_begin_may_make_the_state():
 # What a step may take
 
 
-def test_a_step_may_take_several_batches():
-    class Pairs(Trainer):
-        def take(self, iterator):
-            return super().take(iterator) * 10 + super().take(iterator)
-
-    trainer = Pairs(make_batches(6))
-
-    trainer.train(2)
-    trainer.train(1)
-
-    assert trainer.sums == (12 + 34 + 56, 3)
-
-
 @pytest.mark.parametrize("kind", [dict, tuple, list])
 def test_a_step_may_take_a_nest_of_datasets(kind):
     class Nest(Trainer):
@@ -117,20 +90,6 @@ def test_a_step_may_take_a_nest_of_datasets(kind):
     trainer.train(1)
 
     assert trainer.sums == (112 + 234 + 356, 3)
-
-
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_dictionary_of_lists_of_batches_is_a_nest(is_compiled):
-    class Nest(Trainer):
-        def take(self, iterator):
-            return iterator["a"].get_next()[0] + next(iterator["b"])[0]
-
-    batches = [np.asarray([float(i)]) for i in range(4)]
-    trainer = Nest({"a": batches, "b": batches[1:]}, Options(compile_step=is_compiled))
-
-    trainer.train(4)
-
-    assert trainer.sums == (0 + 1 + 1 + 2 + 2 + 3, 3)
 
 
 def test_the_shortest_dataset_ends_training():
@@ -169,50 +128,6 @@ def test_data_that_ends_inside_a_step_ends_training_before_it(compile_step):
     assert trainer.train(1) is None
 
 
-def make_generator():
-    yield from make_batches(4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make_source",
-    [
-        lambda: from_arrays({"x": np.repeat(np.arange(1.0, 5.0), 2)}, batch_size=2),
-        lambda: make_batches(4),
-        lambda: make_generator,
-        lambda: iter(make_batches(4)),
-        lambda: (
-            grain.MapDataset.source(np.repeat(np.arange(1.0, 5.0), 2))
-            .map(lambda x: {"x": x})
-            .batch(2)
-        ),
-    ],
-    ids=["from_arrays", "list", "function", "iterator", "grain"],
-)
-def test_a_trainer_takes_raw_datasets(make_source):
-    trainer = Trainer(make_source())
-
-    trainer.train(2)
-    trainer.train(5)
-
-    assert trainer.sums == (10.0, 4)
-    assert trainer.data_exhausted
-
-
-def test_outputs_keep_the_order_of_their_names():
-    class Trainer(armillary.StandardTrainer):
-        def train_step(self, iterator):
-            next(iterator)
-
-        def train_loop_end(self):
-            return {"loss": 1.0, "accuracy": {"top5": 2.0, "top1": 3.0}}
-
-    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
-    output = Trainer(data).train(1)
-    assert list(output) == ["loss", "accuracy"]
-    assert list(output["accuracy"]) == ["top5", "top1"]
-
-
 # The end of the data
 
 
@@ -230,14 +145,6 @@ def test_data_that_ends_at_a_loop_boundary_gives_no_empty_loop(compile_step):
     assert trainer.sums == (6.0, 3)
 
 
-def test_a_trainer_without_data_runs_no_step():
-    trainer = Trainer([])
-
-    assert trainer.train(3) is None
-    assert trainer.data_exhausted
-    assert trainer.calls == []
-
-
 @pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
 def test_a_step_that_is_compiled_already_is_an_error(jit):
     class Trainer(Base):
@@ -247,26 +154,6 @@ def test_a_step_that_is_compiled_already_is_an_error(jit):
 
     with pytest.raises(TypeError, match=r"`Trainer.train_step` is .* Remove the decor"):
         Trainer([np.ones(2)]).train(1)
-
-
-@pytest.mark.parametrize("num_batches", [5, 6])
-def test_controller_trains_to_the_end_of_the_data(num_batches, caplog):
-    caplog.set_level("INFO", "armillary")
-    trainer = Trainer(make_batches(num_batches))
-    outputs = []
-    controller = armillary.Controller(
-        trainer=trainer,
-        global_step=trainer.num_steps,
-        steps_per_loop=3,
-        train_actions=[outputs.append],
-    )
-
-    controller.train(-1)
-
-    assert trainer.sums[1] == num_batches
-    assert len(outputs) == 2
-    assert "nan" not in caplog.text
-    assert caplog.text.count("the data ended, training ends here.") == 1
 
 
 def test_another_dataset_is_started_on():
@@ -279,20 +166,6 @@ def test_another_dataset_is_started_on():
 
     assert not trainer.data_exhausted
     assert trainer.sums == (1 + 2 + 10 + 11, 4)
-
-
-def test_a_dataset_may_be_taken_again_after_another_was_refused():
-    first = make_batches(40)
-    trainer = Trainer(first)
-    trainer.train(1)
-
-    trainer.train_dataset = make_strategy(2).distribute_dataset(make_batches(2))
-    with pytest.raises(ValueError, match="by another strategy"):
-        trainer.train(1)
-    trainer.train_dataset = first
-    trainer.train(30)
-
-    assert trainer.sums == (1 + sum(range(1, 31)), 31)
 
 
 def test_what_the_data_function_raises_reaches_the_caller():
@@ -495,3 +368,17 @@ def test_a_wrong_number_of_steps_is_an_error(num_steps):
 def test_what_a_trainer_cannot_use_is_an_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_outputs_keep_the_order_of_their_names():
+    class Trainer(armillary.StandardTrainer):
+        def train_step(self, iterator):
+            next(iterator)
+
+        def train_loop_end(self):
+            return {"loss": 1.0, "accuracy": {"top5": 2.0, "top1": 3.0}}
+
+    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
+    output = Trainer(data).train(1)
+    assert list(output) == ["loss", "accuracy"]
+    assert list(output["accuracy"]) == ["top5", "top1"]

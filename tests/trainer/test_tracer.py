@@ -6,14 +6,12 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import armillary
 from armillary.data import from_arrays
 from armillary.errors import CapturedStateError, RetraceError, StateStructureError
-from tests.problems import MLP, Classifier, make_strategy
 
 
 class Trainer(armillary.StandardTrainer):
@@ -118,21 +116,6 @@ def test_a_plain_value_that_the_step_does_not_read_changes_nothing(no_retrace):
     assert trainer.traces.qsize() == 1
 
 
-@pytest.mark.slow
-def test_a_flag_of_a_module_that_is_set_between_loops_is_seen():
-    trainer = Classifier(make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1))
-    trainer.train(2)
-    model = trainer.model
-    mean, count = np.array(model.norm.mean[...]), int(model.dropout.rngs.count[...])
-
-    model.eval()
-    trainer.train(2)
-
-    assert count > 0
-    assert int(model.dropout.rngs.count[...]) == count
-    np.testing.assert_array_equal(model.norm.mean[...], mean)
-
-
 def test_an_attribute_that_is_removed_between_loops_is_missed():
     class Optional(Trainer):
         def train_step(self, iterator):
@@ -168,26 +151,6 @@ def test_a_step_that_fails_when_it_is_traced_again_fails_in_the_next_loop_too():
     trainer.train(1)
 
     assert float(trainer.total) == 2 + 20
-
-
-def test_a_trainer_may_be_an_nnx_object_that_is_differentiated():
-    class Node(armillary.StandardTrainer, nnx.Pytree):
-        def __init__(self):
-            data = {"x": np.ones((2, 3), np.float32)}
-            super().__init__(from_arrays(data, batch_size=2, repeat=True))
-            self.weight = nnx.Param(jnp.zeros(3))
-
-        def train_step(self, iterator):
-            x = next(iterator)["x"]
-            gradients = armillary.all_reduce(
-                "sum", nnx.grad(lambda me: (x @ me.weight[...]).sum())(self)
-            )
-            self.weight[...] = self.weight[...] + gradients["weight"][...]
-
-    trainer = Node()
-    trainer.train(3)
-
-    np.testing.assert_array_equal(trainer.weight[...], [6, 6, 6])
 
 
 def test_a_plain_value_that_the_step_counts_up_is_an_error():

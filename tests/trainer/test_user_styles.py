@@ -77,30 +77,6 @@ def test_a_model_that_is_a_value_trains(num_replicas):
     np.testing.assert_allclose(trainer.model.offset, 1, atol=1e-2)
 
 
-@pytest.mark.slow
-def test_an_equinox_model_trains():
-    eqx = pytest.importorskip("equinox")
-
-    class Module(Regression):
-        def gradient(self, loss_fn):
-            return eqx.filter_grad(loss_fn)(self.model)
-
-        def apply(self, updates):
-            return eqx.apply_updates(self.model, updates)
-
-    model = eqx.nn.MLP("scalar", "scalar", 8, 1, key=jax.random.key(0))
-    first = np.array(model.layers[0].weight)
-    trainer = Module(
-        make_strategy(2), model, lambda model: eqx.filter(model, eqx.is_array)
-    )
-
-    trainer.train(200)
-
-    assert isinstance(trainer.model, eqx.nn.MLP)
-    np.testing.assert_array_equal(model.layers[0].weight, first)
-    np.testing.assert_allclose(trainer.model(jnp.float32(0.5)), 2.5, atol=0.1)
-
-
 class Gan(armillary.StandardTrainer):
     """Two models that share an embedding, two optimizers, two batches of one set."""
 
@@ -172,49 +148,3 @@ def test_two_models_with_a_shared_part_train_alike_on_any_number_of_replicas():
     assert sum(path.endswith("kernel") for path in states[0] if "opt" not in path) == 4
     for path, value in states[0].items():
         np.testing.assert_allclose(states[1][path], value, rtol=1e-4, atol=1e-6)
-
-
-class Scales:
-    __slots__ = ("factor", "total")
-
-    def __init__(self):
-        self.factor, self.total = 2.0, jnp.zeros(())
-
-
-class Slotted(armillary.StandardTrainer):
-    __slots__ = ("num_steps", "scales", "strategy")
-
-    def __init__(self, strategy):
-        data = from_arrays({"x": np.ones(8, np.float32)}, batch_size=2, repeat=True)
-        super().__init__(data)
-        self.strategy, self.scales = strategy, Scales()
-        self.num_steps = jnp.zeros((), int)
-
-    def train_step(self, iterator):
-        def step_fn(batch: Any) -> None:
-            scales = self.scales
-            scales.total = scales.total + scales.factor
-            self.num_steps = self.num_steps + 1
-
-        self.strategy.run(step_fn, args=(next(iterator),))
-
-
-def test_state_in_slots_trains_and_plain_values_in_slots_are_watched(tmp_path):
-    trainer = Slotted(make_strategy(2))
-    trainer.train(3)
-    assert (float(trainer.scales.total), int(trainer.num_steps)) == (6.0, 3)
-
-    trainer.scales.factor = 10.0
-    trainer.train(2)
-    assert (float(trainer.scales.total), int(trainer.num_steps)) == (26.0, 5)
-
-    manager = armillary.CheckpointManager(
-        armillary.Checkpoint(trainer=trainer), tmp_path
-    )
-    path = manager.save(5)
-    manager.sync()
-    again = Slotted(make_strategy(1))
-    armillary.CheckpointManager(armillary.Checkpoint(trainer=again), tmp_path).restore(
-        path
-    )
-    assert (float(again.scales.total), int(again.num_steps)) == (26.0, 5)
