@@ -4,31 +4,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from armillary import AbstractEvaluator, AbstractTrainer, Controller
 from armillary.actions import ConditionalAction, PeriodicAction
+from armillary.actions._conditions import tell
+from tests.controller.loops import make_controller
 
 
-class Loops(AbstractTrainer, AbstractEvaluator):
-    def __init__(self, step=0):
-        self.step = step
+def run(steps, *, start=0, **options):
+    def output(step):
+        return {"step": step}
 
-    def train(self, num_steps):
-        self.step += num_steps
-        return {"step": self.step}
-
-    def evaluate(self, num_steps):
-        return {"step": self.step}
-
-
-def run(steps, *, start=0, steps_per_loop=10, **actions):
-    loops = Loops(start)
-    controller = Controller(
-        trainer=loops,
-        evaluator=loops,
-        global_step=lambda: loops.step,
-        steps_per_loop=steps_per_loop,
-        **actions,
-    )
+    controller = make_controller(output, output, **options)
+    controller.trainer.step = start
+    tell(controller.train_actions, "bind_step_counter", controller.global_step)
     controller.train_and_evaluate(steps, eval_interval=30)
 
 

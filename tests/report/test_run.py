@@ -29,11 +29,6 @@ def test_a_run_that_was_evaluated_first_is_a_run(crashed):
     assert find_runs(crashed.parent) == [crashed]
 
 
-def test_a_run_may_have_summaries_only(short):
-    run = read_run(short)
-    assert (run.step, run.state, run.goodput, run.checkpoints) == (3, "", None, ())
-
-
 def test_runs_are_found_at_any_depth_and_named_apart(crashed, short, tmp_path):
     assert find_runs(tmp_path / "runs") == [crashed, short]
     assert find_runs(crashed) == [crashed]
