@@ -6,7 +6,7 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from etils import epath
 
@@ -61,17 +61,10 @@ class CheckpointManager:
             an optimizer (`"optimizer/opt_state"`), averages of weights, data that has
             grown (`"train_dataset"`). Such a part stays whole as the program made it,
             with a warning, and one that fits is restored.
-        on_write_error: What a save does that cannot be written, for example because
-            the disk is full. `"raise"` is an error, of the save itself or, if it failed
-            in the background, of the next call of `save` or `sync`. `"warn"` logs it,
-            so that training goes on, and the next save that is due tries again;
-            `last_error` tells whether the last one failed. Earlier checkpoints stay
-            either way.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, a path of `may_differ` is empty, or
-            `on_write_error` is neither of the two.
+        ValueError: If a number is out of range, or a path of `may_differ` is empty.
     """
 
     def __init__(
@@ -85,7 +78,6 @@ class CheckpointManager:
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
         may_differ: Paths = (),
-        on_write_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         fix = "Use `Checkpoint(model=model, optimizer=optimizer)`."
         check_instance("checkpoint", checkpoint, Checkpoint, fix)
@@ -98,7 +90,6 @@ class CheckpointManager:
             interval = check_positive_int("checkpoint_interval", interval)
         if init_fn is not None:
             check_callable("init_fn", init_fn)
-        check_one_of("on_write_error", on_write_error, ("raise", "warn"))
         self.checkpoint = checkpoint
         """The `Checkpoint` that is saved."""
         self.checkpoint_interval = interval
@@ -119,7 +110,6 @@ class CheckpointManager:
             self._directory,
             max_to_keep=max_to_keep,
             keep_every_hours=hours,
-            raise_errors=on_write_error == "raise",
         )
 
     @property
@@ -135,11 +125,6 @@ class CheckpointManager:
     def latest_checkpoint(self) -> str | None:
         """Path of the complete checkpoint that was saved last, or `None`."""
         return next(reversed(self.checkpoints), None)
-
-    @property
-    def last_error(self) -> CheckpointError | None:
-        """What kept the last save from being written, or `None`, once `sync` ended."""
-        return self._writer.last_error
 
     @property
     def step_counter(self) -> Any:
@@ -179,14 +164,14 @@ class CheckpointManager:
                 least `checkpoint_interval` steps ago.
 
         Returns:
-            The path it is going to have, or `None` if it is not due, or if it cannot be
-            written and `on_write_error` is `"warn"`.
+            The path it is going to have, or `None` if it is not due.
 
         Raises:
             ValueError: If `checkpoint_number` is not a number for a folder, or if there
                 is an interval and no step counter.
-            CheckpointError: If it cannot be written, or the last one could not be, and
-                `on_write_error` is `"raise"`.
+            CheckpointError: If it cannot be written, for example because the disk is
+                full, or the last one could not be. A program that catches this can go
+                on: earlier checkpoints stay, and the next save tries again.
         """
         check_one_of("check_interval", check_interval, (True, False))
         step = self._step()
@@ -208,7 +193,7 @@ class CheckpointManager:
                 return content
             return dataclasses.replace(content, evaluation=self._evaluation.get_state())
 
-    def save_content(self, number: int, content: Content) -> str | None:
+    def save_content(self, number: int, content: Content) -> str:
         """Starts saving what was read at this step. The last save must be over."""
         path = self._writer.start(number, content)
         self._last_step, self._last_number = self._step(), number
@@ -233,7 +218,7 @@ class CheckpointManager:
         step = self._step()
         number = step if checkpoint_number is None else checkpoint_number
         is_last = (step, number) == (self._last_step, self._last_number)
-        return step is not None and is_last and self.last_error is None
+        return step is not None and is_last
 
     def restore_or_initialize(self) -> str | None:
         """Restores the latest good checkpoint, or calls `init_fn` if there is none.
@@ -309,17 +294,23 @@ class CheckpointManager:
         """Waits until the last save is complete and old checkpoints are removed.
 
         Raises:
-            CheckpointError: If that save failed and `on_write_error` is `"raise"`. It
-                is raised once.
+            CheckpointError: If that save failed. It is raised once.
         """
-        self._writer.sync()
+        try:
+            self._writer.sync()
+        except CheckpointError:
+            self._last_number = None
+            raise
 
     def close(self) -> None:
         """Waits like `sync`, and ends the threads that write.
 
         The manager can still be used; the next save starts them again.
         """
-        self._writer.close()
+        try:
+            self.sync()
+        finally:
+            self._writer.close()
 
     def _step(self) -> int | None:
         if self._read_step is None and self.checkpoint_interval is not None:

@@ -65,10 +65,7 @@ def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
 
 
 class Writer:
-    """Writes the checkpoints of one directory, one at a time. All processes call it.
-
-    It makes the directory. If it does not `raise_errors` of saves, it logs them.
-    """
+    """Writes the checkpoints of one directory, one at a time. All processes call it."""
 
     def __init__(
         self,
@@ -76,12 +73,10 @@ class Writer:
         *,
         max_to_keep: int | None,
         keep_every_hours: float | None,
-        raise_errors: bool,
     ) -> None:
         self._directory = directory
         self._max_to_keep = max_to_keep
         self._keep_every_hours = keep_every_hours
-        self._raise_errors = raise_errors
         self._peers = get_peers()
         self._store = Store()
         self._preserved_at = time()
@@ -90,15 +85,15 @@ class Writer:
         # What ends the save that is running, and what it has found out.
         self.thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self.last_error: CheckpointError | None = None
-        """The error of the last save, as `sync` has found it; the same for all."""
 
-    def start(self, number: int, content: Content) -> str | None:
+    def start(self, number: int, content: Content) -> str:
         """Starts a save. The last one must be over: call `sync` first."""
         # On all processes: computations on shared arrays must be made by all.
         arrays = None if self._peers is None else self._as_arrays(content)
-        path = self._share("a save", lambda: self._start(number, content, arrays))
-        self._is_saving = path is not None
+        path = decide(
+            "a save", lambda: self._start(number, content, arrays), self._peers
+        )
+        self._is_saving = True
         return path
 
     def sync(self) -> None:
@@ -107,28 +102,14 @@ class Writer:
             return
         self._is_saving = False
         if self._peers is None or not self._peers.has_failed:
-            self._share("the end of a save", self._wait)
+            decide("the end of a save", self._wait, self._peers)
         elif self._peers.index == 0:
             # Nobody answers any more, but what was started can still be completed.
             self._wait()
 
     def close(self) -> None:
-        """Waits like `sync`, and ends the threads of Orbax. `start` makes new ones."""
-        try:
-            self.sync()
-        finally:
-            self._store.close()
-
-    def _share(self, topic: str, function: Callable[[], str | None]) -> str | None:
-        """Calls `function` in the process that writes; all learn how it went."""
-        self.last_error = None
-        try:
-            return decide(topic, function, self._peers)
-        except CheckpointError as error:
-            self.last_error = error
-            if self._raise_errors:
-                raise
-            return None
+        """Ends the threads of Orbax. `start` makes new ones."""
+        self._store.close()
 
     def _as_arrays(self, content: Content) -> dict[str, Any]:
         return {
@@ -239,19 +220,12 @@ class Writer:
             with contextlib.suppress(OSError):
                 _folder.remove_leftovers(self._directory, f"{path.name}.")
                 break
-        advice = (
-            "Make room, or go on without such a save "
-            "(`CheckpointManager(..., on_write_error='warn')`)."
-            if self._raise_errors
-            else "This run goes on, and the next save that is due tries again."
-        )
         failure = CheckpointError(
             f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
-            f"complete, and earlier checkpoints are as they were. {advice}"
+            "complete, and earlier checkpoints are as they were. Make room; a program "
+            "that catches this error can go on."
         )
         failure.__cause__ = error
-        if not self._raise_errors:
-            logger.warning("%s", failure)
         return failure
 
 

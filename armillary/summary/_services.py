@@ -148,11 +148,6 @@ class WandbWriter(_Service):
 class MlflowWriter(_Service):
     """Makes writers to one run of MLflow, and is used like `WandbWriter`.
 
-    For example::
-
-        mlflow_writer = armillary.summary.MlflowWriter(
-            run_dir, "digits", tracking_uri="http://mlflow.example:5000")
-
     Images are artifacts of the run. What a server does not take is in the log, and
     training goes on: numbers wait for ten minutes, until it can be reached again, and
     hyperparameters stay those that a run began with.
@@ -161,7 +156,6 @@ class MlflowWriter(_Service):
         run_dir: The directory of the run, at or above all summaries.
         experiment: The name of the experiment, which is made if there is none.
         tracking_uri: Where runs are kept; `None` asks MLflow's settings.
-        run_name: The name of the run; `None` takes one from MLflow.
 
     Raises:
         ImportError: If MLflow is not installed.
@@ -174,7 +168,6 @@ class MlflowWriter(_Service):
         experiment: str = "Default",
         *,
         tracking_uri: str | None = None,
-        run_name: str | None = None,
     ) -> None:
         super().__init__(run_dir, "mlflow_run_id.txt")
         tracking, self._entities, self._errors = (
@@ -182,7 +175,7 @@ class MlflowWriter(_Service):
             for name in ("tracking", "entities", "exceptions")
         )
         self._client = tracking.MlflowClient(tracking_uri=tracking_uri)
-        self._experiment, self._run_name = experiment, run_name
+        self._experiment = experiment
         self._run_id: str | None = None
         self._metrics: list[Any] = []
         self._next_try = 0.0
@@ -197,7 +190,7 @@ class MlflowWriter(_Service):
         client, name = self._client, self._experiment
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
-        return client.create_run(experiment, run_name=self._run_name).info.run_id
+        return client.create_run(experiment).info.run_id
 
     def _configure(self, values: Mapping[str, Any]) -> None:
         param = self._entities.Param

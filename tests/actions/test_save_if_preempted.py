@@ -276,13 +276,12 @@ def fail_to_save(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 # At once, or in the background.
 @pytest.mark.parametrize("method", ["write", "wait"])
-@pytest.mark.parametrize("on_write_error", ["raise", "warn"])
 def test_a_failed_save_is_said_and_is_no_preemption(
-    tmp_path, monkeypatch, caplog, on_write_error, method
+    tmp_path, monkeypatch, caplog, method
 ):
     fail_to_save(monkeypatch, method)
     run = Run(at_1=terminate)
-    manager = make_manager(run, tmp_path, on_write_error=on_write_error)
+    manager = make_manager(run, tmp_path)
     error = pytest.raises(CheckpointError, match="No space left on device")
     with training(run, manager) as controller, error:
         controller.train(100)

@@ -47,20 +47,14 @@ def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path
 
     # Process 0 alone could not write, and what follows is as if nothing had been.
     assert "checkpoint_3` failed: FileExistsError" in first["start"]
-    assert first["start"].endswith(first["start error"])
     assert first["after start"] == [str(run_dir / "run" / "checkpoint_3"), 1]
     assert "checkpoint_4` failed" in first["late"]
     assert "File too large" in first["late"]
     assert first["after late"] == [str(run_dir / "run" / "checkpoint_5"), 2]
 
-    (step, said, names, error), stopped = first["trained"]
-    assert (step, error) == (12, "")
-    assert [text.partition("` failed")[0][-12:] for text in said] == [
-        *("None", "None", "checkpoint_6", "None")
-    ]
+    error, failed_at, step, names = first["trained"]
+    # It is raised by the first that looks: the action of the next loop.
+    assert error.startswith(f"CheckpointError: Saving `{run_dir}/failing/checkpoint_6`")
+    assert (failed_at, step) == (9, 12)
     assert names == ["checkpoint_3", "checkpoint_9", "checkpoint_12"]
-    # The error is raised by the first that looks: the action of the next loop.
-    step, said, names, error = stopped
-    assert (step, said, names) == (9, ["None", "None"], ["checkpoint_3"])
-    assert error.startswith(f"CheckpointError: Saving `{run_dir}/raise/checkpoint_6`")
     assert "WARNING: process" not in outcome.errors[1], outcome.errors[1]
