@@ -170,8 +170,8 @@ class CheckpointManager:
             ValueError: If `checkpoint_number` is not a number for a folder, or if there
                 is an interval and no step counter.
             CheckpointError: If it cannot be written, for example because the disk is
-                full, or the last one could not be. A program that catches this can go
-                on: earlier checkpoints stay, and the next save tries again.
+                full, or the last one could not be. Earlier checkpoints stay, and the
+                next save tries again, if a program catches this and goes on.
         """
         check_one_of("check_interval", check_interval, (True, False))
         step = self._step()

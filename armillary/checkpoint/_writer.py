@@ -222,8 +222,8 @@ class Writer:
                 break
         failure = CheckpointError(
             f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
-            "complete, and earlier checkpoints are as they were. Make room; a program "
-            "that catches this error can go on."
+            "complete, and earlier checkpoints are as they were. Make room, and start "
+            "again; one process that catches this error can go on."
         )
         failure.__cause__ = error
         return failure
