@@ -87,7 +87,6 @@ if TYPE_CHECKING:
         StandardTrainerOptions,
         predict,
     )
-    from armillary.trainer._moving_average import ExponentialMovingAverage
     from armillary.typing import Action, Output
 
 __version__ = "0.1.0"
@@ -101,7 +100,6 @@ __all__ = [
     "CheckpointManager",
     "Controller",
     "DefaultStrategy",
-    "ExponentialMovingAverage",
     "History",
     "InputContext",
     "InputOptions",
@@ -165,7 +163,6 @@ _HOMES = [
     "checkpoint",
     "trainer",
     "controller",
-    "trainer._moving_average",
 ]
 
 
@@ -173,8 +170,7 @@ def __getattr__(name: str) -> Any:
     """Imports what a name stands for when it is first used.
 
     So `armillary launch` starts without JAX, and Flax and Keras are imported for
-    `armillary.metrics`, `armillary.estimator`, `armillary.keras` and
-    `ExponentialMovingAverage` alone.
+    `armillary.metrics`, `armillary.estimator` and `armillary.keras` alone.
 
     Raises:
         AttributeError: If there is no such name.

@@ -289,9 +289,7 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
     kept = []
     for row in rows:
         top = row.path.split("/")[0]
-        # Its class needs Flax. An average of parameters is no more of them.
-        is_average = type(attributes[top]).__name__ == "ExponentialMovingAverage"
-        if not is_average and (row.kind != "array" or top in _PLACES):
+        if row.kind != "array" or top in _PLACES:
             kept.append(row)
     return ModelSummary(tuple(kept)) if kept else None
 

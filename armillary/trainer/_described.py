@@ -1,8 +1,6 @@
 """The program of a training loop for devices that are not there.
 
-It is made by the code that makes the one that runs (`StepPrograms`), from types in
-place of arrays. Each share of a batch, one for each replica, keeps as many examples as
-it has on the devices of this process.
+The code that makes the one that runs (`StepPrograms`) makes it of types.
 """
 
 import math

@@ -41,7 +41,6 @@ _HOW_TO_FIND = (
     "run the step with `StandardTrainerOptions(compile_step=False)` on one device."
 )
 
-
 Halt: TypeAlias = Callable[[Sequence[Position], Sequence[int]], str | None]
 
 
@@ -64,8 +63,7 @@ class Health(NamedTuple):
 class StepGuard:
     """Decides, on all replicas alike, whether a step counts.
 
-    `types` has shape and dtype of the arrays of the state, by index, and `changed`
-    those that the step changes.
+    `types` are those of the arrays of the state, of which the step changes `changed`.
     """
 
     def __init__(
@@ -172,11 +170,7 @@ def is_bad(array: Any) -> Any:
 
 
 class LoopGuard:
-    """Guards one loop after the other.
-
-    Attributes:
-        health: What is known of the current loop's steps; `None` if nobody looks.
-    """
+    """Guards one loop after the other."""
 
     def __init__(self, method: StepMethod) -> None:
         self._method, strategy = method, method.strategy
@@ -184,7 +178,7 @@ class LoopGuard:
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
         self._start, self._num_steps = Health.start(0), 0
         self._loop = LoopCheck(method.name, (), 0, [])
-        self.health: Health | None = None
+        self.health: Health | None = None  # of the current loop, if somebody looks
 
     def begin(
         self, paths: Sequence[str], position: tuple[Position, ...], num_steps: int

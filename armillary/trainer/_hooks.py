@@ -71,10 +71,7 @@ def map_output(fn: Callable[[Any], Any], output: Any) -> Any:
 
 
 def without_python(hook: _Hook) -> _Hook:
-    """Marks a hook of the library's own that may be traced, whatever its code calls.
-
-    If it changes plain values or fails when it is traced, it stays in Python.
-    """
+    """Marks a hook of the library's own that may be traced, whatever its code calls."""
     setattr(hook, _MARK, True)
     return hook
 
@@ -89,10 +86,7 @@ def need_python(owner: Any) -> bool:
 
 
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
-    """Traces the hooks of a trainer; `None` if they must stay in Python.
-
-    The user may say (`is_asked`) that they need not.
-    """
+    """Traces the hooks; `None` if they stay in Python, which `is_asked` forbids."""
     shapes: list[Any] = []
 
     def begin() -> None:

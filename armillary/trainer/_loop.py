@@ -1,9 +1,8 @@
 """Runs a user's step many times, over chunks of batches.
 
-`Loop` is the engine of `StandardTrainer` and `StandardEvaluator`. It moves through the
-data: take a chunk, run those of its steps that the loop asks for with the program for
-it (`StepPrograms`), mark them as used. The first batches are only looked at: what a
-step takes of them shows when it is traced, and then chunks can be built.
+`Loop` moves through the data: take a chunk, run those of its steps that are asked for
+with the program for it (`StepPrograms`), mark them as used. The first batches are only
+looked at: what a step takes of them shows when it is traced.
 """
 
 import functools

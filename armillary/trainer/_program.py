@@ -5,9 +5,8 @@ one program serves every remainder, a chunk may be used up over several loops, a
 same instructions run for every step whatever the loop's length is: that is why results
 do not depend, bit for bit, on how steps are divided into loops and chunks.
 
-Where the hooks of the trainer are part of the program, it can run several loops, one
-after the other. A loop that is cut, by the end of a chunk or of the data, runs without
-them, and Python runs them around it.
+With the hooks of the trainer in it, a program can run several loops. A loop that is cut
+short runs without them, and Python runs them around it.
 """
 
 from collections.abc import Sequence
@@ -79,8 +78,7 @@ class Program:
         if hooks is not None:
             types = hooks.end.result_types
             size = sum(aval.size * aval.dtype.itemsize for aval in types)
-            most = _MOST_OUTPUT_BYTES // max(size, 1)
-            self.most_loops = max(1, min(capacity, most))
+            self.most_loops = max(1, min(capacity, _MOST_OUTPUT_BYTES // max(size, 1)))
         # What Python reads, each process must have whole.
         split = None if hooks is None else flat.split
         outputs = None if split is None else split((), None)
@@ -116,11 +114,7 @@ class Program:
         health: Health | None = None,
         num_loops: int = 0,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Health | None]:
-        """Runs `num_steps` steps of a chunk, given as `inputs`, from `start` on.
-
-        They may be those of whole loops, with hooks. `donated` and `others` are what
-        `FlatState.lent` gives, and `health` what the guard knows, if there is one.
-        """
+        """Runs steps, or loops with hooks, on what `FlatState.lent` and chunks give."""
         begin, count, loops = np.int32(start), np.int32(num_steps), np.int32(num_loops)
         inputs = _Inputs(others, list(chunk), begin, count, loops, health)
         return self._compiled(donated, inputs)
@@ -128,11 +122,9 @@ class Program:
     def describe(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None
     ) -> tuple[Any, tuple[list[Any], list[Any]]]:
-        """Returns this program for a compiler: to be lowered, not to be run.
+        """Returns this program, to be lowered, and the types of its two arguments.
 
-        `chunk` and `health` are types, with shardings. Returned are a function under
-        `jax.jit` of two lists of arrays, of which it takes over the first and whose
-        first output takes its place; and the types of both.
+        It takes over the first of them; `chunk` and `health` are types with shardings.
         """
         donated, others = self._flat.describe(self.changed)
         number = jax.ShapeDtypeStruct((), np.int32)
@@ -185,11 +177,7 @@ class Program:
     def _run_steps(
         self, slots: list[Any], chunk: list[Any], begin: tuple[Any, ...], stop: Any
     ) -> tuple[Any, ...]:
-        """Runs steps up to `stop`, from what `begin` carries to what it carries then.
-
-        That is the index of the step, the slots that steps change, their results, and
-        what the guard knows.
-        """
+        """Runs steps up to `stop`; returns what they carry, `begin` at the start."""
 
         def goes_on(carry: tuple[Any, ...]) -> Any:
             index, _, _, health = carry

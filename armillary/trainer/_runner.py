@@ -211,12 +211,9 @@ _recorders: dict[int, Callable[[str], None]] = {}
 
 @contextlib.contextmanager
 def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
-    """Calls `record` with the name of each attribute that is read from `owner`.
-
-    An owner that does not tell counts as one of which everything is read.
-    """
+    """Calls `record` with the name of each attribute that is read from `owner`."""
     if not isinstance(owner, Runner):
-        record("__dict__")
+        record("__dict__")  # Everything may be read of one that does not tell.
     _recorders[id(owner)] = record
     try:
         yield
@@ -301,11 +298,7 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
 def waiting_for_data(
     queue: Prefetcher[Any] | None, strategy: Strategy
 ) -> Iterator[None]:
-    """Counts a block that reads the first batches or the next chunk of a queue.
-
-    Python reads ahead of the device: while that still runs steps, waiting costs
-    nothing. Where this thread reads, the whole block counts if the device has ended.
-    """
+    """Counts a block that reads from a queue: the time in which the device idles."""
     stopwatch, dispatch = get_stopwatch(), strategy.dispatch
     if stopwatch is not None:
         stopwatch.moves += 1

@@ -218,9 +218,7 @@ def _begin_anew(dataset: Any, strategy: Strategy) -> DistributedDataset:
     if data.per_replica_batches:
         raise ValueError(
             "`dataset` gives batches of its own to each replica, so there is no one "
-            "order of its examples. Distribute one data set over all replicas: "
-            "`strategy.distribute_dataset(dataset)`, or a function without "
-            "`input_context`."
+            "order of its examples. Use `strategy.distribute_dataset(dataset)`."
         )
     if data.is_endless:
         raise ValueError(

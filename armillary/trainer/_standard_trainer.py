@@ -240,11 +240,7 @@ class _StartedLoops(PendingLoops):
 
 
 class AsynchronousLoop:
-    """The loop of one trainer over its datasets, on the workers of one strategy.
-
-    Raises:
-        ValueError: If an option has no meaning here.
-    """
+    """The loop of one trainer over its datasets, on the workers of one strategy."""
 
     def __init__(
         self, trainer: Any, strategy: ParameterServerStrategy, run: Run
@@ -316,10 +312,7 @@ def _from_source(
 
 
 class Share:
-    """A worker's share of batches that are the same on all workers.
-
-    It takes each batch whose number, modulo the number of workers, is its own.
-    """
+    """A worker's share of batches that are the same on all workers: each n-th."""
 
     def __init__(self, dataset: DistributedDataset, context: InputContext) -> None:
         self._dataset, self._context = dataset, context
@@ -332,12 +325,8 @@ class Share:
 
 def _check_options(options: LoopOptions) -> None:
     default = StandardTrainerOptions()
-    for name in (
-        "on_non_finite",
-        "check_replicas_every",
-        "accumulate_steps",
-        "compile_hooks",
-    ):
+    watching = ("on_non_finite", "check_replicas_every")
+    for name in (*watching, "accumulate_steps", "compile_hooks"):
         value = getattr(options, name)
         if value != getattr(default, name):
             raise ValueError(

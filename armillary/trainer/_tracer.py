@@ -49,15 +49,7 @@ _Leaves: TypeAlias = dict[Any, Any]
 
 
 class StepPrograms:
-    """The programs of one step, which takes a nest of iterators of this structure.
-
-    `gathers` are what makes the batches of each.
-
-    Attributes:
-        flat: The state on its devices; `None` before `find_state`.
-        hooks: What of the trainer is part of the programs, after `find_hooks`.
-        batches_per_step: How many batches of each dataset the first step took.
-    """
+    """The programs of one step, which takes a nest of iterators of this structure."""
 
     def __init__(
         self, method: StepMethod, gathers: Sequence[Gather], structure: Any
@@ -76,8 +68,8 @@ class StepPrograms:
         replicas = method.strategy.num_replicas_in_sync
         self._warnings = MetricWarnings(method.name, replicas)
         self._has_traced_hooks = False
-        self.hooks: Hooks | None = None
-        self.flat: FlatState | None = None
+        self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
+        self.flat: FlatState | None = None  # the state, after `find_state`
         self.batches_per_step: tuple[int, ...] = ()
 
     def find_state(self) -> FlatState:
@@ -104,11 +96,7 @@ class StepPrograms:
         return State([(self._method.owner, "")], self._reads)
 
     def _doubt(self, changes: Collection[str]) -> None:
-        """Has all traced again, since plain values changed that it may have read.
-
-        A step may look at any of them while it is traced, such as at a flag of a
-        module. Whether it does shows in the program.
-        """
+        """Has all traced again: whether a step read what changed shows then."""
         self._doubted.update(self._programs)
         self._changes = changes
         self._programs.clear()

@@ -160,18 +160,3 @@ def test_plain_arrays_of_a_trainer_are_no_parameters_unless_called_so():
 
     assert find_parameters(trainer).count == 18
     assert find_parameters(Arrays(environment=environment)) is None
-
-
-def test_an_average_of_the_parameters_is_no_more_of_them():
-    class Averaging(armillary.StandardTrainer):
-        def __init__(self):
-            super().__init__(make_source())
-            self.model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-            self.ema = armillary.ExponentialMovingAverage(self.model, 0.9)
-
-        def train_step(self, iterator):
-            next(iterator)
-
-    summary = find_parameters(Averaging())
-    assert summary.count == 9
-    assert [module.name for module in summary.modules] == ["model"]

@@ -111,7 +111,6 @@ METHODS = [
     "Controller.evaluate_continuously",
     "Controller.train",
     "Controller.train_and_evaluate",
-    "ExponentialMovingAverage.update",
     "InputContext.get_per_replica_batch_size",
     "MirroredStrategy.distribute_dataset",
     "MirroredStrategy.gather",

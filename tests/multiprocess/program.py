@@ -113,12 +113,7 @@ def values(strategy: Any) -> dict[str, Any]:
         float(strategy.reduce("sum", batch["x"], axis=0))
         for batch in strategy.distribute_dataset(data, options)
     ]
-    eager = Adder(
-        strategy,
-        strategy.distribute_dataset(data),
-        compile_step=False,
-        on_non_finite="skip",
-    )
+    eager = Adder(strategy, strategy.distribute_dataset(data), compile_step=False)
     eager.train(2)
     own = strategy.distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)
