@@ -40,7 +40,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
 from armillary.goodput._stopwatch import Category
-from armillary.lifeline._ending import is_in_debugger, is_making_program
+from armillary.lifeline._ending import DEBUGGER, MAKERS, is_in
 from armillary.state._summarize import ModelSummary, summarize
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -127,9 +127,9 @@ class Display:
         stopwatch, since = self._run.goodput, 0.0
         while not is_over.wait(_LOOK_SECONDS if line is None else _REFRESH_SECONDS):
             category, began = stopwatch.category, stopwatch.began
-            if category is None or is_in_debugger(watched):
+            if category is None or is_in(DEBUGGER, watched):
                 continue
-            if is_making_program(watched):
+            if is_in(MAKERS, watched):
                 category, began = Category.COMPILING, 0.0
             if seen != (category, began):
                 seen, since = (category, began), time.perf_counter()

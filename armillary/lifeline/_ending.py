@@ -22,15 +22,15 @@ from armillary._process import READER_THREADS, ExitCode, get_process
 from armillary._traceback import is_library_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_COMPILER = os.path.join("jax", "_src", "compiler.py")
-# Where a program is made of Python: traced, looked at, and lowered.
-_MAKERS = (
-    _COMPILER,
+# XLA's compiler, and where a program is traced, looked at, and lowered before.
+COMPILER = (os.path.join("jax", "_src", "compiler.py"),)
+MAKERS = (
+    *COMPILER,
     os.path.join("jax", "_src", "interpreters", "partial_eval.py"),
     os.path.join("jax", "_src", "interpreters", "mlir.py"),
     os.path.join(_PACKAGE, "distribute", "program", "_trace.py"),
 )
-_DEBUGGER = tuple(
+DEBUGGER = tuple(
     os.path.join(sysconfig.get_path("stdlib"), name)
     for name in ("bdb.py", "pdb.py", "cmd.py")
 )
@@ -124,23 +124,9 @@ def find_line(phase: str) -> str:
     return ", ".join(lines)
 
 
-def is_compiling() -> bool:
-    """Returns whether the main thread waits for XLA's compiler."""
-    return _is_in((_COMPILER,), threading.main_thread().ident)
-
-
-def is_making_program(thread: int) -> bool:
-    """Returns whether a thread, by its `ident`, traces, lowers or compiles."""
-    return _is_in(_MAKERS, thread)
-
-
-def is_in_debugger(thread: int) -> bool:
-    """Returns whether a thread, by its `ident`, is in or under Python's debugger."""
-    return _is_in(_DEBUGGER, thread)
-
-
-def _is_in(files: tuple[str, ...], thread: int | None) -> bool:
-    frame = sys._current_frames().get(thread or 0)
+def is_in(files: tuple[str, ...], thread: int | None = None) -> bool:
+    """Returns whether a thread, by its `ident`, or the main one, is in some files."""
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     return any(each.f_code.co_filename.endswith(files) for each in _outward(frame))
 
 

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
+    COMPILER,
     Report,
     Sighting,
     end_process,
     find_hang,
     find_line,
-    is_compiling,
+    is_in,
     leave,
 )
 
@@ -227,7 +228,9 @@ class Lifeline:
         self._send({"report": own})
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
-                self._conclude(f"{self._name(index)} has failed: {failure}")
+                self._conclude(
+                    f"Process {index} of {self._count} has failed: {failure}"
+                )
         # Process 0 decides for all, unless it is itself stopped.
         silent = now - self._sightings[_CHIEF].time
         limit = math.inf if self._limit is None else self._limit
@@ -245,7 +248,7 @@ class Lifeline:
             line=find_line(place.phase),
             quiet_seconds=now - self._moved_at,
             limit_seconds=self._limit,
-            is_compiling=is_compiling(),
+            is_compiling=is_in(COMPILER),
             has_ended=self._has_ended,
         )
 
@@ -257,9 +260,9 @@ class Lifeline:
                 return
             report = self._sightings[index].report
             self._conclude(
-                f"{self._name(index)} is gone ({report.phase}, {report.line}). It was "
-                "killed, has crashed, or its machine or network is down: its own "
-                "output may tell more."
+                f"Process {index} of {self._count} is gone ({report.phase}, "
+                f"{report.line}). It was killed, has crashed, or its machine or "
+                "network is down: its own output may tell more."
             )
         elif "report" in message:
             self._sightings[index] = Sighting(Report(*message["report"]), now)
@@ -267,9 +270,6 @@ class Lifeline:
             self._failures[index] = str(message["failure"]), now
         elif "verdict" in message:
             self._conclude(str(message["verdict"]))
-
-    def _name(self, index: int) -> str:
-        return f"Process {index} of {self._count}"
 
     def _conclude(self, text: str) -> None:
         if self.verdict is None:
@@ -279,11 +279,10 @@ class Lifeline:
 
 def listen(host: str | None) -> socket.socket:
     """Returns a socket that accepts connections at a free port."""
-    if host is None:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    if host is None and socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
+        return socket.create_server(("", 0), family=family, dualstack_ipv6=True)
+    family, *_, address = socket.getaddrinfo(host or "0.0.0.0", 0)[0]
     return socket.create_server(address[:2], family=family)
 
 
@@ -295,14 +294,11 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
     return connection
 
 
-_current: Lifeline | None = None
+_current = Lifeline()  # One that is alone has its own.
 
 
 def get_lifeline() -> Lifeline:
-    """Returns the lifeline of this process; one that is alone has its own."""
-    global _current
-    if _current is None:
-        _current = Lifeline()
+    """Returns the lifeline of this process."""
     return _current
 
 
@@ -314,13 +310,11 @@ def set_lifeline(lifeline: Lifeline) -> None:
 
 def _let_go_in_child() -> None:
     """Ends the connections of a forked child, which would outlive a dead parent."""
-    if _current is None or _current._endpoint is None:
-        return
     writers = _current._writers.values()
     sockets = [writer.get_extra_info("socket") for writer in writers]
     nothing = os.open(os.devnull, os.O_RDWR)
     for each in (_current._endpoint, *sockets):
-        if each.fileno() >= 0:
+        if each is not None and each.fileno() >= 0:
             os.dup2(nothing, each.fileno())
     os.close(nothing)
 

@@ -9,13 +9,12 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
 
 from armillary._process import ExitCode
 
+_TEMPLATE = Path(__file__).parent / "template"
 _SUFFIX = ".tmpl"
 _PLACEHOLDER = "my_project"
 _PACKAGE = "package"
@@ -62,26 +61,15 @@ def write_project(directory: Path) -> list[Path]:
     """Writes the files of the template, and returns their paths."""
     name = directory.resolve().name
     written: list[Path] = []
-    template = files("armillary.project") / "template"
-    for file, path in _list_files(template, PurePosixPath()):
-        parts = [name if part == _PACKAGE else part for part in path.parts]
-        target = directory.joinpath(*parts)
+    for file in sorted(_TEMPLATE.rglob(f"*{_SUFFIX}")):
+        parts = file.relative_to(_TEMPLATE).parts
+        target = directory.joinpath(*(name if p == _PACKAGE else p for p in parts))
         target = target.with_name(target.name.removesuffix(_SUFFIX))
         target.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text(encoding="utf-8").replace(_PLACEHOLDER, name)
         target.write_text(text, encoding="utf-8")
         written.append(target)
     return written
-
-
-def _list_files(
-    folder: Traversable, path: PurePosixPath
-) -> Iterator[tuple[Traversable, PurePosixPath]]:
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir():
-            yield from _list_files(entry, path / entry.name)
-        elif entry.name.endswith(_SUFFIX):
-            yield entry, path / entry.name
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:

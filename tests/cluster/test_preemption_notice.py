@@ -52,23 +52,18 @@ def test_closing_puts_the_handler_of_the_program_back(heard):
     assert notice.source is None
 
 
-def test_a_notice_that_is_forgotten_passes_signals_on(heard):
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_notice_forgotten_or_closed_in_another_thread_passes_on(heard, is_closed):
     notice = PreemptionNotice()
+    if is_closed:
+        thread = threading.Thread(target=notice.close)
+        thread.start()
+        thread.join()
     del notice
     gc.collect()
     terminate()
     terminate()
     assert heard == [signal.SIGTERM] * 2
-
-
-def test_a_notice_closed_in_another_thread_passes_signals_on(heard):
-    notice = PreemptionNotice()
-    thread = threading.Thread(target=notice.close)
-    thread.start()
-    thread.join()
-    terminate()
-    assert notice.source is None
-    assert heard == [signal.SIGTERM]
 
 
 def test_a_handler_that_the_program_sets_later_stays(heard):
@@ -186,17 +181,6 @@ def test_a_watcher_gives_notice_when_its_answer_becomes_true(monkeypatch, heard)
     wait_for(lambda: notice.source, "a second notice")
     thread = asked[0]
     notice.close()
-    thread.join(10.0)
-    assert not thread.is_alive()
-
-
-def test_a_watcher_of_a_forgotten_notice_is_asked_no_more(monkeypatch, heard):
-    monkeypatch.setattr(_preemption, "_POLL_SECONDS", 0.001)
-    asked = []
-    notice = PreemptionNotice(lambda: asked.append(threading.current_thread()))
-    (thread, *_) = wait_for(lambda: asked, "the watcher to be asked")
-    del notice
-    gc.collect()
     thread.join(10.0)
     assert not thread.is_alive()
 

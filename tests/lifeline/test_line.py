@@ -47,7 +47,7 @@ def test_compiling_is_told_by_the_stack():
 
     def look() -> None:
         while not is_done.is_set():
-            seen.append(_ending.is_compiling())
+            seen.append(_ending.is_in(_ending.COMPILER))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -58,7 +58,7 @@ def test_compiling_is_told_by_the_stack():
         is_done.set()
         thread.join()
     assert any(seen)
-    assert not _ending.is_compiling()
+    assert not _ending.is_in(_ending.COMPILER)
 
 
 def test_tracing_and_lowering_make_a_program():
@@ -67,13 +67,12 @@ def test_tracing_and_lowering_make_a_program():
     seen = []
 
     def traced(x):
-        seen.append(_ending.is_making_program(threading.get_ident()))
+        seen.append(_ending.is_in(_ending.MAKERS, threading.get_ident()))
         return x
 
     jax.jit(traced)(1.0)
     assert seen == [True]
-    assert not _ending.is_making_program(threading.get_ident())
-    assert not _ending.is_making_program(0)
+    assert not _ending.is_in(_ending.MAKERS, threading.get_ident())
 
 
 def test_a_debugger_is_told_by_the_stack():
@@ -81,7 +80,7 @@ def test_a_debugger_is_told_by_the_stack():
 
     seen = []
     debugger = bdb.Bdb()
-    debugger.runcall(lambda: seen.append(_ending.is_in_debugger(threading.get_ident())))
+    debugger.runcall(lambda: seen.append(_ending.is_in(_ending.DEBUGGER)))
 
     assert seen == [True]
-    assert not _ending.is_in_debugger(threading.get_ident())
+    assert not _ending.is_in(_ending.DEBUGGER, threading.get_ident())

@@ -5,11 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
 
 from armillary.launch._process import DevicePlan, find_addresses, make_environment
 from tests.conftest import REPOSITORY
@@ -103,16 +100,3 @@ def run_job(
         [json.loads(p.read_text()) if p.exists() else None for p in paths],
         [job.output(index) for index in range(processes)],
     )
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Returns a function that runs a scenario and returns each process's result."""
-
-    def run(scenario: str, **options: Any) -> list[Any]:
-        outcome = run_job(tmp_path, scenario, **options)
-        shown = "\n".join(text[-4000:] for text in outcome.errors)
-        assert outcome.codes == [0] * len(outcome.codes), shown
-        return outcome.results
-
-    return run

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -24,6 +25,11 @@ def run_several(
         folder, "several", processes=processes, devices=devices, parts=parts
     )
     assert outcome.codes == [0] * processes, outcome.errors
+    for result, said in zip(outcome.results, outcome.errors, strict=True):
+        assert result["may open all files"]
+        # Not at the first operation, where it gives up after half a minute.
+        connected, _, _ = said.partition("has joined")
+        assert f"is connected to {processes * devices - 1} peer ranks" in connected
     results = {name: [result[name] for result in outcome.results] for name in parts}
     return results, "".join(outcome.errors)
 
@@ -56,10 +62,30 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
     assert results["exports"][0]["losses"] == results["train"][0]["losses"][:6]
 
 
-def test_two_processes_with_two_devices_each_do_what_one_does(tmp_path: Path):
-    results, _ = run_several(tmp_path, processes=2, devices=2, train={}, odd={})
+def test_two_processes_with_two_devices_each_do_what_one_does(keras, tmp_path: Path):
+    del keras
+    parts = {"train": {}, "odd": {}, "fit_keras": {}}
+    results, _ = run_several(tmp_path, processes=2, devices=2, **parts)
     check_computed(results["train"], program.train(make_strategy(4)))
     check_odd(results["odd"], program.odd(make_strategy(4)))
+    first, second = results["fit_keras"]
+    expected = program.fit_keras(armillary.OneDeviceStrategy(jax.devices()[0]))
+    assert first == second
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(first["history"][name], values, rtol=1e-4)
+    assert first["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-4)
+    predicted = np.array(first["predicted"])
+    np.testing.assert_allclose(predicted, expected["predicted"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_processes_with_other_weights_are_told_how_to_begin_alike(keras, tmp_path):
+    del keras
+    options = {"processes": 2, "devices": 1, "seeds": [0, 1]}
+    outcome = run_job(tmp_path, "fit_keras", **options)
+    assert 0 not in outcome.codes
+    for error in outcome.errors:
+        assert "PeerError: `model.fit` was called on processes that differ" in error
 
 
 @pytest.mark.thorough
@@ -220,9 +246,8 @@ def check_mismatches(results: list[Any]) -> None:
         assert "`train_step` is traced to different programs" in result["program"]
         assert f"{last}, from line" in result["program"]
         values = rf"process 0 has float32 \(2,\) #.*, process {count - 1} has float32"
-        for part, name in (("captured", "train_step"), ("run", "<lambda>")):
-            assert f"`{name}` computes with other values in each" in result[part]
-            assert re.search(f"  `own`: {values}", result[part]), result[part]
+        assert "`<lambda>` computes with other values in each" in result["run"]
+        assert re.search(rf"  `own`: {values}", result["run"]), result["run"]
         assert re.search(r"  `args\[0\]`: process 0 has float32", result["argument"])
         assert "  value['own']: process 0 has float32 (2,) #" in result["gathered"]
         assert "  value: process 0 has float64 () #" in result["reduced"]
@@ -235,29 +260,6 @@ def check_mismatches(results: list[Any]) -> None:
         assert f"; {place.format(1)}\nA data set that is" in result["peeked"]
         assert "this process has joined its job with" in result["again"]
         assert result["equal"] == ""
-
-
-def test_a_failure_in_one_process_ends_the_others(tmp_path: Path):
-    outcome = run_job(tmp_path, "failure", processes=2, devices=1)
-    first, second = (result["error"] for result in outcome.results)
-    assert second == "ValueError: the disk of this process is on fire"
-    assert first.startswith("PeerError: Another process has failed:")
-    assert "process 1 of 2: ValueError: the disk of this process" in first
-
-
-def test_processes_connect_when_they_join_and_may_open_all_files(tmp_path: Path):
-    outcome = run_job(tmp_path, "joined", processes=2, devices=1)
-    for result, said in zip(outcome.results, outcome.errors, strict=True):
-        assert result["files"] == [result["hard"]] * 2
-        # Not at the first operation, where it gives up after half a minute.
-        connected, _, _ = said.partition("has joined")
-        assert "is connected to 1 peer ranks" in connected
-
-
-def test_a_strategy_made_too_late_says_so(job):
-    for result in job("late", processes=2, devices=1):
-        assert result["error"].startswith("ClusterError: ")
-        assert "after JAX's devices had been used" in result["error"]
 
 
 def test_a_job_of_one_process_is_like_a_mirrored_strategy(monkeypatch):

@@ -48,17 +48,12 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
     assert {"checkpoint_3", f"checkpoint_{step}"} <= names
 
     second = run_job(tmp_path, "preempted", processes=2, devices=1, **options)
-    assert second.codes == [0, 0], second.errors
+    # They send themselves SIGTERM in the end, when nobody listens any more.
+    assert second.codes == [-signal.SIGTERM] * 2, second.errors
     alone = program.preempted(make_strategy(2), str(tmp_path / "alone"), STEPS)
     for result in second.results:
         assert result["start"] == int(step)
         assert result["state"] == alone["state"]
-
-
-def test_sigterm_means_what_it_means_elsewhere_unless_somebody_listens(tmp_path: Path):
-    outcome = run_job(tmp_path, "terminated", processes=2, devices=1)
-    assert outcome.results == ["SIGTERM", "SIGTERM"]
-    assert outcome.codes == [-signal.SIGTERM] * 2, outcome.errors
 
 
 @pytest.mark.thorough

@@ -36,7 +36,7 @@ def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path
     )
     check_numbers(first, tmp_path)
     assert first["resume"] == [[0, 3], first["train"]["state"]]
-    assert first["moved"] == [sharded.digests(read_state(alone))] * 3
+    assert first["moved"] == [sharded.digests(read_state(alone))] * 2
     check_part(first["part"], sharded.digests(read_state(alone)))
     check_that_one_process_goes_on(run_dir, first["train"]["state"])
     text, total = first["bad"]
@@ -51,28 +51,16 @@ def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path
 
 
 def check_numbers(job: dict[str, Any], folder: Path) -> None:
-    """Compares with one process that has as many devices, and with one device."""
-    for strategy in (
-        armillary.ShardedStrategy(sharded.SHAPE, sharded.RULES, jax.devices()[:4]),
-        armillary.OneDeviceStrategy("cpu:0"),
-    ):
-        alone = sharded.train(strategy, folder / type(strategy).__name__)
-        if isinstance(strategy, armillary.ShardedStrategy):
-            # A sum of two numbers does not depend on their order.
-            assert job["train"] == alone
-        assert alone["step"] == sharded.NUM_STEPS
-        assert job["train"]["sums"].keys() == alone["sums"].keys()
-        for name in ("losses", "accuracy", "kernels"):
-            np.testing.assert_allclose(job["train"][name], alone[name], 1e-4)
-        for path, value in alone["sums"].items():
-            actual = job["train"]["sums"][path]
-            np.testing.assert_allclose(actual, value, 1e-4, 1e-4, err_msg=path)
-        assert job["train"]["evaluated"]["count"] == 21
-        evaluated = [each["evaluated"]["sum"] for each in (job["train"], alone)]
-        np.testing.assert_allclose(*evaluated, 1e-4)
-        own = sharded.own_loop(strategy)
-        np.testing.assert_allclose(job["own_loop"]["losses"], own["losses"], 1e-6)
-        np.testing.assert_allclose(job["own_loop"]["gathered"], own["gathered"], 1e-5)
+    """Compares with one process that has as many devices."""
+    devices = jax.devices()[:4]
+    strategy = armillary.ShardedStrategy(sharded.SHAPE, sharded.RULES, devices)
+    # A sum of two numbers does not depend on their order.
+    assert job["train"] == sharded.train(strategy, folder / "alone")
+    assert job["train"]["step"] == sharded.NUM_STEPS
+    assert job["train"]["evaluated"]["count"] == 21
+    own = sharded.own_loop(strategy)
+    np.testing.assert_allclose(job["own_loop"]["losses"], own["losses"], 1e-6)
+    np.testing.assert_allclose(job["own_loop"]["gathered"], own["gathered"], 1e-5)
     assert job["own_loop"]["shapes"] == [[8, 8], [4, 4]]
 
 
@@ -89,8 +77,8 @@ def check_part(part: dict[str, Any], expected: dict[str, str]) -> None:
 
 def check_that_one_process_goes_on(run_dir: Path, expected: dict[str, str]) -> None:
     """Restores what the job has saved, on other devices."""
-    strategies = [armillary.ShardedStrategy(), armillary.MirroredStrategy()]
-    assert sharded.move(strategies, run_dir / "whole") == [expected] * 2
+    strategies = [armillary.MirroredStrategy()]
+    assert sharded.move(strategies, run_dir / "whole") == [expected]
 
 
 def check_mistakes(first: dict[str, str], second: dict[str, str]) -> None:
@@ -99,8 +87,6 @@ def check_mistakes(first: dict[str, str], second: dict[str, str]) -> None:
     assert index.format(0) in second.pop("devices")
     assert first == second
     assert "for 3 devices, but there are 4 in 2 processes. Choose" in first["sizes"]
-    assert "model/first/kernel: process 0 has float32 (64, 32) #" in first["seed"]
-    assert "`train_step` is traced to different programs" in first["rules"]
     assert (
         "all processes share one replica, and with it each batch" in (first["function"])
     )
