@@ -67,12 +67,10 @@ class Part(NamedTuple):
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """Names, and what the places held."""
         return list(zip(self.names, self.values, strict=True))
 
     @property
     def held(self) -> dict[Any, Any]:
-        """What the places held, by name."""
         return dict(self.pairs)
 
 
@@ -157,7 +155,6 @@ def parts_of(value: Any) -> list[Part]:
 
 @functools.lru_cache(maxsize=4096)
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
-    """Returns `parts_of` for values of one type."""
     if _is_leaf(kind):
         return lambda _: []
     if _nnx.is_variable_type(kind):
@@ -193,7 +190,6 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_leaf(kind: type) -> bool:
-    """Returns whether nothing is looked into that values of a type hold."""
     leaves = jax.Array | Tracer | np.ndarray | np.generic | set | frozenset | type
     return kind in PLAIN or issubclass(kind, leaves)
 
@@ -222,7 +218,6 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slot_names(kind: type) -> tuple[str, ...]:
-    """Returns the attributes that instances of a class hold in `__slots__`."""
     return tuple(
         name
         for base in reversed(kind.__mro__)
@@ -275,7 +270,6 @@ def is_frozen(value: Any) -> bool:
 
 
 def is_function(value: Any) -> bool:
-    """Returns whether `value` is searched by what it captures."""
     # A method or a partial leads to the user's objects whoever wrote its function.
     is_bound = isinstance(value, functools.partial | types.MethodType)
     return is_bound or _is_of_user(value)

@@ -65,7 +65,6 @@ class KerasSlot(Slot):
 
 
 def keras_module() -> Any:
-    """Returns the package `keras`, if it is loaded; else `None`."""
     module = sys.modules.get("keras")
     return module if hasattr(module, "Variable") else None
 
@@ -88,19 +87,16 @@ def check_backend() -> None:
 
 
 def is_variable(value: Any) -> bool:
-    """Returns whether `value` is a Keras variable."""
     return is_variable_type(type(value))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_variable_type(kind: type) -> bool:
-    """Returns whether instances of `kind` are Keras variables."""
     return _is_on_jax(kind, ["Variable"])
 
 
 @functools.lru_cache(maxsize=4096)
 def is_node_type(kind: type) -> bool:
-    """Returns whether instances of `kind` are Keras objects with attributes of note."""
     return _is_on_jax(kind, _NODE_TYPES)
 
 
@@ -119,12 +115,10 @@ def is_compiled_metrics(value: Any) -> bool:
 
 
 def is_unset(variable: "keras.Variable") -> bool:
-    """Returns whether a variable has no value yet."""
     return getattr(variable, "_value", None) is None
 
 
 def value_of(variable: "keras.Variable") -> Any:
-    """Returns what a variable holds, without the casts of Keras."""
     return variable._value
 
 
@@ -148,7 +142,6 @@ def public_name(name: Any) -> Any:
 
 
 def variable_attributes(variable: "keras.Variable") -> dict[str, Any]:
-    """Returns what decides how a variable is used, besides its value."""
     return {name: getattr(variable, name) for name in _VARIABLE_ATTRIBUTES}
 
 

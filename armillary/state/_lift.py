@@ -62,7 +62,6 @@ class State:
         return Watch(self._walk, self._names)
 
     def search_again(self) -> "State":
-        """Returns what the same roots reach by now."""
         return State(self.roots, self._reads)
 
     def watch(self) -> None:
@@ -118,7 +117,6 @@ class State:
         return find_differences(old, new, before.holding_slots())
 
     def read(self) -> list[Any]:
-        """Returns the arrays that the slots hold."""
         return [leaf for slot in self.slots for leaf in slot.read()]
 
     def write(self, leaves: Sequence[Any], only: set[int] | None = None) -> None:
@@ -266,7 +264,6 @@ def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
 
 
 def find_slots(root: Any, path: str = "") -> list[Slot]:
-    """Returns every slot that `root` reaches, each place once, in a fixed order."""
     return list(State([(root, path)]).slots)
 
 

@@ -52,7 +52,6 @@ class NnxSlot(Slot):
 
 
 def is_parameter(slot: Slot) -> bool:
-    """Returns whether a slot is an `nnx.Param`."""
     from flax import nnx
 
     return isinstance(slot.variable, nnx.Param)
@@ -73,25 +72,21 @@ def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> Non
 
 
 def is_variable(value: Any) -> bool:
-    """Returns whether `value` is an NNX variable."""
     # Not `isinstance`, which runs code of Flax's for every value in a walk.
     return is_variable_type(type(value))
 
 
 def is_node(value: Any) -> bool:
-    """Returns whether `value` is an NNX object that holds variables."""
     return is_node_type(type(value))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_variable_type(kind: type) -> bool:
-    """Returns whether instances of `kind` are NNX variables."""
     return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_node_type(kind: type) -> bool:
-    """Returns whether instances of `kind` are NNX objects that hold variables."""
     return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
 
 
@@ -122,7 +117,6 @@ def is_internal(name: Any) -> bool:
 
 
 def metadata(variable: "nnx.Variable") -> dict[str, Any]:
-    """Returns what was set on a variable, in the dictionary that holds it."""
     return variable._var_metadata
 
 
@@ -154,7 +148,6 @@ def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
 
 
 def _make_trace_state() -> Any:
-    """Returns the state of the current trace."""
     from flax.nnx import tracers
 
     return tracers.TraceState()

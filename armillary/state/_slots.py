@@ -129,7 +129,6 @@ class Slot:
 
     @property
     def others(self) -> list[tuple[str, Any]]:
-        """The leaves that are no arrays, with their paths."""
         triples = zip(self._leaf_paths, self._static, self.is_dynamic, strict=True)
         return [(path, leaf) for path, leaf, dynamic in triples if not dynamic]
 
@@ -141,7 +140,6 @@ class Slot:
             return ABSENT
 
     def put(self, value: PyTree) -> None:
-        """Makes the place hold `value`."""
         self._put(self.source, self.name, value)
 
     def raw(self) -> Any:
@@ -252,7 +250,6 @@ def join_keys(path: str, keys: Iterable[Any]) -> str:
 
 
 def describe(leaf: PyTree) -> str:
-    """Returns dtype and shape of an array, or the type of anything else."""
     # The module `jax.numpy` has both names as well.
     if isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype"):
         return f"{leaf.dtype} {leaf.shape}"

@@ -180,7 +180,6 @@ class Walk:
         return found & self.nodes.keys()
 
     def holding_slots(self) -> set[int]:
-        """Returns the holders that are a slot, or hold one."""
         slots = self.slots.items()
         return {key if slot.holder is None else slot.holder for key, slot in slots}
 
@@ -222,7 +221,6 @@ class Found(NamedTuple):
 
 
 def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> set[int]:
-    """Returns all that can be reached."""
     pending, reached = list(start), set[int]()
     while pending:
         current = pending.pop()

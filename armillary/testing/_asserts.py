@@ -75,9 +75,8 @@ def assert_strategies_agree(
             `Trainer/model/kernel`: arrays that are not compared.
 
     Raises:
-        AssertionError: If they differ. It names the strategy, the arrays, by how much
-            and where.
-        TypeError: If something is no strategy, or `make_trainer` returns no trainer.
+        AssertionError: If they differ, with the strategy, the arrays, by how much and
+            where.
         ValueError: If there are fewer than two strategies.
     """
     check_callable("make_trainer", make_trainer)
@@ -98,15 +97,22 @@ def assert_strategies_agree(
     for strategy in others:
         found = _record(make_trainer, strategy, steps, ignore)
         for moment, ours in expected.items():
-            lines = _find_differences(ours, found[moment], tolerance)
+            theirs = found[moment]
+            lines = [
+                f"{name}: only under the {'first' if name in ours else 'second'}"
+                for name in sorted(ours.keys() ^ theirs.keys())
+            ]
+            for name in ours.keys() & theirs.keys():
+                text = _describe_difference(ours[name], theirs[name], tolerance)
+                lines += [] if text is None else [f"{name}: {text}"]
             if lines:
                 fix = _CAUSES
                 if moment == _START:
                     fix = "Seed what `make_trainer` draws, as by `nnx.Rngs(0)`."
                 raise AssertionError(
                     f"{moment}, {strategy} has other values than {first}, in "
-                    f"{len(lines)} of {len(ours | found[moment])} places:\n"
-                    f"{list_lines(lines)}\n{fix}"
+                    f"{len(lines)} of {len(ours | theirs)} places:\n"
+                    f"{list_lines(sorted(lines))}\n{fix}"
                 )
 
 
@@ -144,32 +150,15 @@ def _record(
     return moments
 
 
-def _find_differences(
-    ours: dict[str, Any], theirs: dict[str, Any], tolerance: float
-) -> list[str]:
-    lines = [
-        f"{name}: only under the {'first' if name in ours else 'second'}"
-        for name in sorted(ours.keys() ^ theirs.keys())
-    ]
-    for name in (name for name in ours if name in theirs):
-        difference = _describe_difference(ours[name], theirs[name], tolerance)
-        if difference is not None:
-            lines.append(f"{name}: {difference}")
-    return lines
-
-
 def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str | None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{b.dtype} {b.shape} instead of {a.dtype} {a.shape}"
     if a.size == 0 or np.array_equal(a, b):
         return None
 
-    def show(at: tuple[Any, ...]) -> str:
-        return f" at {[int(index) for index in at]}" if at else ""
-
     if not jax.dtypes.issubdtype(a.dtype, np.inexact):
         at = np.unravel_index(np.argmax(a != b), a.shape)
-        return f"{b[at]} instead of {a[at]}{show(at)}"
+        return f"{b[at]} instead of {a[at]} at {list(map(int, at))}"
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     with np.errstate(invalid="ignore"):
@@ -183,7 +172,8 @@ def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str 
     ratio = _root_mean_square(off) / max(size, 0.01)
     if ratio <= tolerance:
         return None
-    return f"{b[at]:.6g} instead of {a[at]:.6g}{show(at)}; all differ by {ratio:.2g}"
+    place = list(map(int, at))
+    return f"{b[at]:.6g} instead of {a[at]:.6g} at {place}; all differ by {ratio:.2g}"
 
 
 def _root_mean_square(values: np.ndarray) -> float:

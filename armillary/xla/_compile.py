@@ -70,34 +70,20 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
         The absolute path of the directory.
 
     Raises:
+        OSError: If `directory` is a file, or cannot be made.
         TypeError: If `directory` is not a path.
-        ValueError: If `directory` is empty, is a file, or cannot be made or written.
+        ValueError: If `directory` is empty.
     """
-    text = check_path("directory", directory)
-    path = text if "://" in text else _make_directory(text)
+    path = check_path("directory", directory)
+    if "://" not in path:
+        path = os.path.abspath(path)
+        os.makedirs(path, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # JAX looks at its settings once, when it compiles the first program.
     compilation_cache.reset_cache()
     logger.info("Compiled programs are kept in %s.", path)
-    return path
-
-
-def _make_directory(directory: str) -> str:
-    path = os.path.abspath(directory)
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"`directory` is {directory!r}, and {path!r} cannot be made: "
-            f"{error.strerror}. Use one that exists, or that this user may make."
-        ) from error
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise ValueError(
-            f"`directory` is {directory!r}, and this user may not read and write "
-            f"{path!r}. Use another one, or change its rights (`chmod u+rwx {path}`)."
-        )
     return path
 
 

@@ -17,8 +17,14 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from armillary.xla._convolutions import Form, choose_form, convolve, example_axes
-from armillary.xla._max_pool import is_supported, scatter_to_winners
+from armillary.xla._convolutions import (
+    Form,
+    choose_form,
+    convolve,
+    example_axes,
+    is_supported,
+    scatter_to_winners,
+)
 
 Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
 """From a shape, and its axis of examples if it has one, to where such an array lies."""
@@ -51,12 +57,10 @@ class Lowered:
         self._compiled, self._context = compiled, context
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the program."""
         with self._context():
             return self._compiled(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Returns what the compiler gets."""
         with self._context():
             return self._compiled.lower(*args)
 

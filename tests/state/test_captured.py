@@ -80,19 +80,6 @@ def test_a_module_in_a_closure_is_named(is_nested):
     assert "bias" not in str(caught.value)
 
 
-def test_a_module_read_inside_a_scan_is_named():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-
-    def step():
-        def body(carry, _):
-            return carry + jnp.sum(model.kernel[...]), None
-
-        return jax.lax.scan(body, 0.0, length=2)
-
-    with pytest.raises(CapturedStateError, match="model/kernel"):
-        trace(step, Holder())
-
-
 def test_a_variable_that_no_name_leads_to_is_described():
     class Registry:
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -143,17 +130,6 @@ def test_captured_arrays_are_constants():
 
     traced = trace(step, root)
     assert any(constant is table for constant in find_constants(traced.program))
-
-
-def test_a_value_taken_on_purpose_is_a_constant():
-    model = nnx.Param(jnp.ones(3))
-    value = jnp.asarray(np.asarray(model[...]))
-    root = Holder(w=jnp.ones(3))
-
-    def step():
-        root.w = root.w + value
-
-    trace(step, root)
 
 
 def test_another_error_of_flax_is_passed_on():

@@ -159,19 +159,6 @@ def test_a_variable_that_is_written_out_of_reach_is_named_and_kept(keras, run_li
     assert float(count.value) == 2.0
 
 
-def test_keras_itself_may_assign_traced_values_outside_of_steps(keras):
-    variable = keras.Variable(0.0)
-
-    @jax.jit
-    def fn(x):
-        with keras.StatelessScope([(variable, x)]) as scope:
-            variable.assign(x + 1)
-        return scope.get_current_value(variable)
-
-    assert fn(1.0) == 2.0
-    assert float(variable.value) == 0.0
-
-
 def test_variables_that_a_step_makes_are_an_error_with_the_fix(keras, run_lifted):
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     holder = Holder(model=model, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))

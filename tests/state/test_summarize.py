@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +73,7 @@ def test_nnx_parameters_are_apart_from_other_state(make):
     assert kinds["norm/mean"] == "BatchStat"
     assert kinds["dropout/rngs/key"] == "RngKey"
     assert "tied" not in kinds
+    assert "scale" not in [row.path for row in summary.parameters]
     assert find_sizes(summary) == [("layers", 41, 164), ("norm", 10, 40)]
 
 
@@ -83,14 +83,6 @@ def test_modules_are_those_where_the_paths_part():
     summary = armillary.summarize(model)
 
     assert find_sizes(summary) == [("model/b", 9, 36), ("model/a", 4, 16)]
-
-
-def test_an_equinox_model_has_its_arrays_as_parameters():
-    model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
-
-    summary = armillary.summarize(model)
-
-    assert find_sizes(summary) == [("layers/1", 15, 60), ("layers/0", 12, 48)]
 
 
 def test_the_state_of_an_optimizer_and_scalars_are_no_parameters():
@@ -103,13 +95,6 @@ def test_the_state_of_an_optimizer_and_scalars_are_no_parameters():
 
     assert [row.path for row in summary.parameters] == ["params/w"]
     assert len(summary.rows) > 5
-
-
-def test_plain_arrays_beside_variables_are_no_parameters():
-    summary = armillary.summarize(Model(nnx.Rngs(0)))
-
-    assert [row for row in summary.rows if row.path == "scale"] != []
-    assert "scale" not in [row.path for row in summary.parameters]
 
 
 def test_a_keras_model_has_its_weights_without_optimizer_and_metrics(keras):
@@ -132,12 +117,7 @@ def test_a_keras_model_has_its_weights_without_optimizer_and_metrics(keras):
 def test_a_model_without_arrays_is_an_error(keras):
     model = keras.Sequential([keras.layers.Dense(4)])
 
-    with pytest.raises(
-        TypeError,
-        match=r"`model` is of type Sequential, in which there are no arrays\. Pass a "
-        r"model that has its parameters \(build a Keras model, or call it once\), or a "
-        r"pytree of arrays\.",
-    ):
+    with pytest.raises(TypeError, match="`model` is of type Sequential, in which"):
         armillary.summarize(model)
 
 

@@ -53,24 +53,17 @@ def find_paths(root: Any, path: str = "") -> list[str]:
     return [leaf for slot in find_slots(root, path) for leaf in slot.paths]
 
 
-def test_variables_are_found_below_attributes():
-    paths = find_paths(Holder(model=Holder(dense=linear())))
-    assert sorted(paths) == ["model/dense/bias", "model/dense/kernel"]
-
-
 @pytest.mark.parametrize(
     "value",
     [
         {"inner": [jnp.ones(1)]},
-        [{"inner": jnp.ones(1)}],
         types.SimpleNamespace(inner=jnp.ones(1)),
         Record(jnp.ones(1)),
         FrozenRecord(jnp.ones(1)),
-        Holder(inner=Holder(inner=jnp.ones(1))),
-        (jnp.ones(1), "text"),
+        argparse.Namespace(inner=jnp.ones(1)),
+        collections.deque([{"w": jnp.ones(1)}]),
+        (collections.Counter(w=jnp.ones(1)), 3),
         Pair(jnp.ones(1), None),
-        collections.OrderedDict(inner=jnp.ones(1)),
-        nnx.List([nnx.Param(jnp.ones(1))]),
         nnx.Dict(inner=nnx.Param(jnp.ones(1))),
         functools.partial(lambda weight: weight, jnp.ones(1)),
     ],
@@ -117,14 +110,6 @@ def test_a_pytree_attribute_is_one_slot_with_a_path_for_each_leaf():
     assert slot.paths == ("params/b", "params/dense/w")
 
 
-def test_an_optax_state_is_one_slot():
-    state = optax.adam(1e-3).init({"w": jnp.ones(2)})
-    (slot,) = find_slots(Holder(opt_state=state))
-    assert sorted(slot.paths) == [
-        "opt_state/0/count", "opt_state/0/mu/w", "opt_state/0/nu/w",
-    ]  # fmt: skip
-
-
 def test_cycles_end():
     root = Holder(weight=jnp.ones(1))
     root.self = root
@@ -141,14 +126,6 @@ def test_shared_parameters_are_one_slot():
     ]  # fmt: skip
 
 
-def test_an_optimizer_and_its_model_share_slots():
-    model = linear()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    paths = find_paths(Holder(model=model, optimizer=optimizer))
-    assert len(paths) == 2 + 1 + (1 + 2 * 2)
-    assert "optimizer/step" in paths
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -162,6 +139,7 @@ def test_an_optimizer_and_its_model_share_slots():
         armillary.MirroredStrategy(),
         jnp,
         nnx.Linear,
+        nnx.relu,
         print,
         {1: "a", "b": object()},
     ],
@@ -170,16 +148,6 @@ def test_an_optimizer_and_its_model_share_slots():
 def test_nothing_is_found_in(value):
     assert find_slots(Holder(place=value)) == []
     assert not find_slots(value)
-
-
-def in_closure(model, other):
-    def step():
-        def inner():
-            return other.kernel
-
-        return model.kernel, inner()
-
-    return step
 
 
 def in_called_function(model, other):
@@ -219,7 +187,6 @@ def in_function_of_the_library(model, other):
 @pytest.mark.parametrize(
     "make",
     [
-        in_closure,
         in_called_function,
         in_defaults,
         in_compiled,
@@ -271,11 +238,6 @@ def test_names_that_are_assigned_later_are_passed_over():
     assert len(find_slots(step)) == 2
 
 
-def test_functions_of_the_array_stack_are_not_searched():
-    assert find_slots(optax.global_norm) == []
-    assert find_slots(nnx.relu) == []
-
-
 def test_roles_follow_the_variable_type():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -322,47 +284,6 @@ def test_attributes_in_slots_are_found():
     assert find_paths({"x": {"y": SlottedRecord({"w": jnp.ones(1)})}}) == [
         "x/y/weight/w"
     ]
-
-
-def test_a_slot_attribute_is_read_swapped_and_written():
-    record = SlottedRecord((jnp.zeros(1), "name"))
-    (slot,) = find_slots(record)
-    (old,) = slot.read()
-    new = jnp.ones(1)
-    undo = slot.swap([new])
-    assert record.weight == (new, "name")
-    undo()
-    assert record.weight[0] is old
-    slot.write([new])
-    assert slot.read() == [new]
-
-
-def make_cycle() -> dict[str, Any]:
-    cycle: dict[str, Any] = {"weight": jnp.ones(1), "children": []}
-    cycle["children"].append({"parent": cycle})
-    return cycle
-
-
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [
-        (collections.deque([1, jnp.ones(1)]), "1"),
-        (collections.UserDict(w=jnp.ones(1)), "data/w"),
-        (argparse.Namespace(w=jnp.ones(1)), "w"),
-        ({0: "a", "w": jnp.ones(1)}, "w"),
-        ({"x": {0: "a", "w": jnp.ones(1)}}, "x/w"),
-        (make_cycle(), "weight"),
-        ({"x": collections.deque([{"w": jnp.ones(1)}])}, "x/0/w"),
-        ((collections.Counter(w=jnp.ones(1)), 3), "0/w"),
-    ],
-    ids=[
-        "deque", "UserDict", "Namespace", "mixed keys", "mixed keys below", "cycle",
-        "dict in deque", "Counter",
-    ],
-)  # fmt: skip
-def test_an_array_in_a_container_that_is_no_pytree_has_a_place(value, path):
-    (slot,) = find_slots(Holder(place=value))
-    assert slot.paths == (f"place/{path}",)
 
 
 @pytest.mark.slow

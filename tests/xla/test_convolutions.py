@@ -1,4 +1,4 @@
-"""Forms of convolutions that CPUs run fast equal those of JAX."""
+"""Forms of convolutions and of max-pooling that CPUs run fast equal those of JAX."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from jax import lax
 
 from armillary.xla._compile import has_slow_loop
-from armillary.xla._convolutions import Form, choose_form, convolve
+from armillary.xla._convolutions import (
+    Form,
+    choose_form,
+    convolve,
+    scatter_to_winners,
+)
 from tests.xla.arrays import IMAGES, assert_close, make
 
 FEATURES_FIRST = ("NCHW", "OIHW", "NCHW")
@@ -193,17 +198,61 @@ def test_gradients_of_single_examples_have_forms():
     assert Form.BY_POSITION in assert_forms_agree(equations)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("groups", [1, 4])
-def test_short_floats_are_as_exact_as_in_jax(dtype, groups):
+def test_short_floats_are_as_exact_as_in_jax(groups):
+    dtype = jnp.bfloat16
     fn = convolution(dimension_numbers=FEATURES_FIRST, feature_group_count=groups)
     image, kernel = make((2, 4, 9, 9), dtype), make((8, 4 // groups, 3, 3), dtype)
     equations = find_convolutions(fn, image, kernel)
     assert assert_forms_agree(equations, tolerance=float(jnp.finfo(dtype).eps))
 
 
-def test_float64_stays_float64():
-    with jax.enable_x64(True):
-        fn = convolution(window_strides=(2, 2), dimension_numbers=FEATURES_FIRST)
-        image, kernel = make((2, 4, 9, 9), np.float64), make((8, 4, 3, 3), np.float64)
-        assert_forms_agree(find_convolutions(fn, image, kernel), tolerance=1e-13)
+def scatter_pair(
+    images: jax.Array, select: Any, window: Any, strides: Any, padding: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns JAX's gradient of max-pooling and the one of this package."""
+    shape = [
+        (size + low + high - length) // stride + 1
+        for size, (low, high), length, stride in zip(
+            images.shape, padding, window, strides, strict=True
+        )
+    ]
+    parameters = dict(
+        select_prim=select,
+        window_dimensions=window,
+        window_strides=strides,
+        padding=padding,
+    )
+    return jax.jit(
+        lambda source, operand: (
+            lax.select_and_scatter_add_p.bind(source, operand, **parameters),
+            scatter_to_winners(source, operand, **parameters),
+        )
+    )(make(tuple(shape), images.dtype, seed=1), images)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_pool_gradient_equals_jax(data):
+    ndim = data.draw(st.integers(1, 3))
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(data.draw(st.integers(low, high)) for _ in range(ndim))
+
+    window, strides = each(1, 3), each(1, 4)
+    padding = tuple(
+        (data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1)))
+        for n in window
+    )
+    images = jnp.round(make(each(3, 7)))  # Whole numbers, so that there are ties.
+    select = data.draw(st.sampled_from((lax.ge_p, lax.le_p)))
+    assert_close(*scatter_pair(images, select, window, strides, padding)[::-1])
+
+
+def test_pool_gradient_is_equal_bit_for_bit_where_windows_do_not_overlap():
+    images = make((1, 6, 7, 2)).at[0, 0, 1, 0].set(jnp.nan).at[0, 3, 3, 1].set(jnp.inf)
+    images = jnp.round(images.at[0, 4:, 4:, 0].set(-jnp.inf))
+    window, padding = (1, 2, 2, 1), ((0, 0), (0, 0), (0, 1), (0, 0))
+    expected, actual = scatter_pair(images, lax.ge_p, window, window, padding)
+    np.testing.assert_array_equal(actual, expected)

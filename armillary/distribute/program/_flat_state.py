@@ -229,7 +229,6 @@ class FlatState:
                     self.write_back()
 
     def _read(self) -> list[Any]:
-        """Returns what each place holds."""
         others = self._places[len(self._variables) :]
         return [*_nnx.read_raw(self._variables), *[slot.raw() for slot, _, _ in others]]
 
@@ -285,7 +284,6 @@ class FlatState:
 
 
 def _is_leaf(slot: Slot) -> bool:
-    """Returns whether a slot is an NNX variable that holds one array."""
     return slot.is_leaf and _nnx.is_variable(slot.variable)
 
 

@@ -258,7 +258,6 @@ class _Program:
         )
 
     def is_current(self) -> bool:
-        """Returns whether nothing that the function reaches was replaced."""
         return self._flat.state.is_current() and self._flat.fits()
 
     def goes_on_with(self, state: State) -> bool:
@@ -316,7 +315,6 @@ def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
 
 
 def objects_of(leaves: list[Any]) -> list[Any]:
-    """Returns the arguments that hold state of their own."""
     return [leaf for leaf in leaves if is_claimed(leaf)]
 
 

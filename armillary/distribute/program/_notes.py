@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from armillary._jaxpr import Dataflow, is_in_trace
+from armillary._jaxpr import Dataflow
 from armillary._logging import logger
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from armillary.distribute.program._trace import TracedStep
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
-INSTEAD_OF_JIT = (
-    "Decorate the function that calls `strategy.run` with `@armillary.function` in "
-    "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` and "
-    "the others work."
-)
 _VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -43,12 +38,6 @@ _READING = {
     "the function": "return it, and read it after the call",
 }
 _MOST_ARRAYS = 20
-
-
-def add_trace_note(error: Exception) -> None:
-    """Adds a note to Flax's error for variables from outside of a transformation."""
-    if is_in_trace() and "different trace level" in str(error):
-        error.add_note(INSTEAD_OF_JIT)
 
 
 def add_notes(

@@ -22,7 +22,7 @@ from jax.extend import core
 from armillary._checks import list_lines
 from armillary._jaxpr import call_program, is_in_trace
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._notes import INSTEAD_OF_JIT, add_notes
+from armillary.distribute.program._notes import add_notes
 from armillary.distribute.replica._context import lifted
 from armillary.errors import (
     CapturedStateError,
@@ -109,7 +109,6 @@ class TracedStep(NamedTuple):
 
     @property
     def result_types(self) -> list[Any]:
-        """Shape and dtype of the result arrays."""
         return self.program.out_avals[len(self.changed) :]
 
     def is_same(self, other: "TracedStep") -> bool:
@@ -306,7 +305,9 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
         f"`{getattr(fn, '__name__', 'the function')}` reads or writes variables "
         f"({', '.join(state.paths[:3])}), and was called inside `jax.jit`, `nnx.jit` "
         "or another transformation of JAX, which would leave its own values in them. "
-        f"{INSTEAD_OF_JIT}"
+        "Decorate the function that calls `strategy.run` with `@armillary.function` in "
+        "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` "
+        "and the others work."
     )
 
 

@@ -12,7 +12,6 @@ from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
-from armillary.distribute.program._notes import add_trace_note
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import require_scope, set_default
 from armillary.distribute.replica._policy import check_annotations
@@ -54,12 +53,7 @@ class SingleStrategy(Strategy):
             check_annotations(state)
         place = nullcontext if self._device is None else jax.default_device
         with place(self._device):
-            try:
-                return run_alone(self, fn, args, kwargs, state)
-            except Exception as error:
-                if state is None:
-                    add_trace_note(error)
-                raise
+            return run_alone(self, fn, args, kwargs, state)
 
 
 class DefaultStrategy(SingleStrategy):
