@@ -1,8 +1,7 @@
 """Datasets that yield batches spread over replicas, from a position that can be saved.
 
 A `BatchReader` reads the source and shares batches between replicas, a `Gather` makes
-of them what a step receives, and a `Feed` says what was used of them. A dataset has the
-recipe, and remembers where the next reader begins.
+of them what a step receives, and a `Feed` says what was used of them.
 """
 
 import contextlib
@@ -16,21 +15,18 @@ from armillary._jaxpr import is_in_trace
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import make_gather
-from armillary.data.feed._position import (
+from armillary.data.feed._reader import BatchReader, place_pieces
+from armillary.data.feed._split import Piece, Splitter
+from armillary.data.feed._stream import (
     Position,
+    Prefetcher,
+    SourceBatch,
     check_same_order,
     decode_position,
     encode_position,
-)
-from armillary.data.feed._prefetch import Prefetcher
-from armillary.data.feed._reader import (
-    BatchReader,
-    SourceBatch,
-    place_pieces,
     read_batches,
 )
-from armillary.data.feed._split import Piece, Splitter
-from armillary.data.sources._source import as_source
+from armillary.data.sources._libraries import as_source
 from armillary.errors import CapturedStateError, DatasetStateError
 from armillary.typing import Batch, PyTree
 
@@ -65,7 +61,6 @@ class DistributedDataset:
     Raises:
         TypeError: If `source` does not give batches, or its arrays should stay on the
             device and it has none.
-        ValueError: If its arrays should stay on the device and have too many rows.
     """
 
     def __init__(
@@ -232,7 +227,10 @@ class DistributedDataset:
         position = decode_position(state, self.source_name)
         if not position.is_between_passes:
             check_same_order(state.get(_ORDER, {}), self._order)
-        if self._reader is not None and self._reader.move(position):
+        reader = self._reader
+        feed = None if reader is None else reader.feed()
+        if feed is not None and not feed.is_closed:
+            feed.seek([position if it is reader else it.used for it in feed.readers])
             self._waiting = None
         else:
             self._waiting = position, self.read(position)
@@ -246,19 +244,16 @@ class DistributedDataset:
 
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the part for this process, of as many as there were."""
-        states = state.get(_PIPELINES) if isinstance(state, dict) else None
+        states = state.get(_PIPELINES, [state])
         peers = self.layout.peers if self.is_agreed else None
-        if states is None and peers is None:
-            return state
-        saved = 1 if states is None else len(states)
-        count = 1 if peers is None else peers.count
-        if states is None or peers is None or saved != count:
+        count, index = (1, 0) if peers is None else (peers.count, peers.index)
+        if len(states) != count or (_PIPELINES in state) != (peers is not None):
             raise DatasetStateError(
-                f"`state` holds the positions of {saved} input pipelines, but the "
-                f"program has {count}, one for each process that reads data of its "
+                f"`state` holds the positions of {len(states)} input pipelines, but "
+                f"the program has {count}, one for each process that reads data of its "
                 "own. Restore on as many processes."
             )
-        return states[peers.index]
+        return states[index]
 
 
 class DistributedIterator:
@@ -301,13 +296,7 @@ class DistributedIterator:
         self._feed.commit(1)
         return value
 
-    def get_next(self) -> PyTree:
-        """Returns the next batch: `next(iterator)` as `tf.distribute` spells it.
-
-        Raises:
-            StopIteration: If the data has ended.
-        """
-        return next(self)
+    get_next = __next__  # as `tf.distribute` spells it
 
     def close(self) -> None:
         """Ends the pass and its thread; the dataset keeps the position reached."""

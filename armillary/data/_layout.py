@@ -160,23 +160,18 @@ class BatchLayout(Protocol):
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
         """Returns host arrays as device arrays; called from background threads too."""
-        ...
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         """Returns the types of what `place` returns, with shardings."""
-        ...
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays that every replica has whole."""
-        ...
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns the rows of a batch, each replica's taken on its own device."""
-        ...
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         """Returns placed arrays as the values that a user's step receives."""
-        ...
 
 
 def hosted_replicas(local: range, num_devices: int, num_replicas: int) -> range:

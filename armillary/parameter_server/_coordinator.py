@@ -10,7 +10,7 @@ import jax
 from armillary._checks import check_callable, check_instance
 from armillary._logging import logger
 from armillary._optional import import_ray
-from armillary.data.sources._source import as_source
+from armillary.data.sources._libraries import as_source
 from armillary.distribute.program._function import code_of, identity_of, kind_of
 from armillary.parameter_server._closures import (
     RemoteValue,

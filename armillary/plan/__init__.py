@@ -7,8 +7,7 @@ and what its time is estimated to be. See `docs/plan.md`.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.plan._costs import Collective, Estimate
-from armillary.plan._plan import plan
-from armillary.plan._report import Memory, Plan
+from armillary.plan._plan import Memory, Plan, plan
 from armillary.plan._targets import Target, find_target
 
 __all__ = [

@@ -17,18 +17,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     function = "a function without arguments that makes the controller or the trainer"
     add("factory", metavar="FILE:FUNCTION", help=function)
-    devices = (
-        'such as "v5e:16x16" (a TPU slice), "h100:8x8" (hosts by GPUs), or, with '
-        "--abstract, their number"
-    )
+    devices = 'such as "v5e:16x16", "h100:8x8", or, with --abstract, their number'
     add("--topology", required=True, metavar="DEVICES", help=devices)
     number, each = ascii_number(int), "examples of each replica"
     add("--per-replica-batch", type=number, metavar="N", help=each)
-    largest = "look for the largest batch that fits"
-    add("--find-batch", action="store_true", help=largest)
-    nothing = "compile nothing; any number of devices will do"
-    add("--abstract", action="store_true", help=nothing)
-    add("--wheels", type=Path, metavar="DIR", help="where the compiler is")
+    add("--find-batch", action="store_true", help="look for the largest that fits")
+    add("--abstract", action="store_true", help="compile nothing")
     add("--json", type=Path, metavar="FILE", help="write the plan there too")
 
 
@@ -40,8 +34,6 @@ def prepare_plan(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             f"FILE:FUNCTION is {namespace.factory!r}, which names no function of a "
             "file. Write it as in `armillary plan train.py:make_controller`."
         )
-    if not Path(path).is_file():
-        raise ValueError(f"FILE is {path!r}, and there is no such file.")
     return lambda: _run(Path(path), name, namespace)
 
 
@@ -74,7 +66,6 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
             per_replica_batch=namespace.per_replica_batch,
             find_batch=namespace.find_batch,
             abstract=namespace.abstract,
-            wheels=namespace.wheels,
         )
     except (PlanError, TypeError, ValueError) as error:
         sys.stderr.write(f"armillary plan: {error}\n")

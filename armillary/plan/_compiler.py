@@ -35,11 +35,10 @@ class Compiled:
     text: str
 
 
-def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | None:
+def find_wheels(platform: str) -> str | None:
     """Returns the folder that has the compiler for a platform; `None` if installed."""
-    folder = wheels or os.environ.get(WHEELS_VARIABLE) or None
-    names = _PACKAGES[platform]
-    if folder is not None and any((Path(folder) / name).is_dir() for name in names):
+    folder, names = os.environ.get(WHEELS_VARIABLE), _PACKAGES[platform]
+    if folder and any((Path(folder) / name).is_dir() for name in names):
         return str(Path(folder).resolve())
     if any(importlib.util.find_spec(name) for name in names):
         return None
@@ -49,11 +48,10 @@ def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | N
         wanted = importlib.metadata.requires("jax") or ()
         found = (text.partition(";")[0] for text in wanted if "libtpu" in text)
         package = repr(next(found, "libtpu").strip())
-    where = f"{folder!s} has none of" if folder else "There is none of"
     raise PlanError(
-        f"{where} {', '.join(names)}, and without one nothing can be compiled for "
-        f"{platform}. No such device or driver is needed. Install it into a folder of "
-        "its own, which leaves `import jax` as it is:\n"
+        f"There is none of {', '.join(names)}, here or in the folder that "
+        f"{WHEELS_VARIABLE} names ({folder!r}), to compile for {platform}. No such "
+        "device or driver is needed. Install it into a folder of its own:\n"
         f"  pip install --no-deps --target plan-wheels {package}\n"
         f"  export {WHEELS_VARIABLE}=plan-wheels\n"
         "Or plan without a compiler: `abstract=True`, `--abstract`."
@@ -76,11 +74,7 @@ def export_loop(loop: DescribedLoop, platform: str) -> bytes:
     return bytes(exported.serialize())
 
 
-def compile_loop(
-    loop: DescribedLoop,
-    topology: Topology,
-    wheels: str | os.PathLike[str] | None = None,
-) -> Compiled | None:
+def compile_loop(loop: DescribedLoop, topology: Topology) -> Compiled | None:
     """Returns a loop compiled for a topology; `None` if it cannot fit into memory."""
     target = topology.target
     assert target is not None
@@ -94,7 +88,7 @@ def compile_loop(
         "compiler_options": loop.compiler_options,
     }
     folders = [
-        find_wheels(target.platform, wheels),
+        find_wheels(target.platform),
         *(entry for entry in sys.path if entry.endswith("-packages")),
         os.environ.get("PYTHONPATH"),
     ]

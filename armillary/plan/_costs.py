@@ -49,8 +49,7 @@ class Collective:
         is_conditional: Whether it runs only if a condition on the device holds.
         group_size: How many devices take part in one of its groups.
         is_asynchronous: Whether it starts at one place of the schedule and is waited
-            for at another.
-        overlaps: What runs between these, by name, with how many of each.
+            for at another, with work in between.
         round: One more than the rounds of those of its kind that it has to wait for.
             Collectives of one round need nothing of each other, so a compiler may
             combine them. TPU's and NVIDIA's compilers do, the CPU's does not; the
@@ -64,7 +63,6 @@ class Collective:
     is_conditional: bool = False
     group_size: int = 0
     is_asynchronous: bool = False
-    overlaps: tuple[tuple[str, int], ...] = ()
     round: int = 1
 
     @property
@@ -161,13 +159,6 @@ class Estimate:
     def sequential(self) -> float:
         """The time if collectives overlap with nothing."""
         return max(self.compute, self.memory) + self.communication
-
-    @property
-    def bound(self) -> str:
-        """Which of the three is the longest."""
-        return max(
-            ("compute", "memory", "communication"), key=lambda name: getattr(self, name)
-        )
 
 
 def estimate_step(

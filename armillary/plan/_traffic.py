@@ -76,11 +76,9 @@ class Instruction:
 
     @property
     def label(self) -> str:
-        """What it is, in short: a target for calls, else the name or the opcode."""
+        """What it is, in short: a target for calls, else the opcode."""
         target = _TARGET.search(self.attributes)
-        if target:
-            return target[1]
-        return self.name.split(".")[0] if self.opcode == "fusion" else self.opcode
+        return target[1] if target else self.opcode
 
     @property
     def reaches_host(self) -> bool:
@@ -241,7 +239,6 @@ class _Walk:
         if kind == "all-gather":
             num_bytes = count_bytes(each.shape) - (num_bytes if is_start else 0)
         is_hidden = is_start and _SYNCHRONOUS not in each.attributes
-        between = _between(each.name, later) if is_hidden else []
         scope = "step"
         if place.depth < self._depth:
             is_in_loop = self._depth == 2 and place.depth == 1
@@ -253,8 +250,7 @@ class _Walk:
             times=place.times,
             is_conditional=place.is_conditional,
             group_size=size,
-            is_asynchronous=bool(between),
-            overlaps=tuple(Counter(other.label for other in between).items()),
+            is_asynchronous=is_hidden and _runs_beside(each.name, later),
             round=number,
         )
         self.found.append(collective)
@@ -313,15 +309,15 @@ def _in_memory(shape: str) -> int:
     return count_bytes(shape, skip_space=_ON_CHIP)
 
 
-def _between(start: str, later: list[Instruction]) -> list[Instruction]:
-    """Returns what is scheduled between an operation's start and its end."""
-    between = []
+def _runs_beside(start: str, later: list[Instruction]) -> bool:
+    """Returns whether work is scheduled between an operation's start and its end."""
+    has_work = False
     for each in later:
         if start in each.operands and each.opcode.endswith("-done"):
-            return between
-        if each.opcode not in _FREE and not each.opcode.endswith(("-start", "-done")):
-            between.append(each)
-    return []
+            return has_work
+        is_part = each.opcode in _FREE or each.opcode.endswith(("-start", "-done"))
+        has_work = has_work or not is_part
+    return False
 
 
 def _count_group(attributes: str) -> int:

@@ -10,7 +10,7 @@ import jax
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
 from armillary.data._dataset import DistributedDataset
-from armillary.data.feed._prefetch import Prefetcher
+from armillary.data.feed._stream import Prefetcher
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy, has_strategy

@@ -16,7 +16,7 @@ from armillary.actions import SaveCheckpointIfPreempted
 from armillary.cluster import _join
 from armillary.cluster._peers import Boundary, Peers
 from armillary.data import from_arrays
-from armillary.data.feed._prefetch import Prefetcher
+from armillary.data.feed._stream import Prefetcher
 from armillary.distribute.strategies import _multi_worker
 from tests.peers import Store, run_together
 

@@ -118,6 +118,12 @@ ROWS = np.arange(3)
                 ROWS, batch_size=1, shuffle_seed=-1
             ),
             "`arrays` has 0 examples": lambda: from_arrays(ROWS[:0], batch_size=1),
+            "`repeat` is 'False', but": lambda: from_arrays(
+                ROWS, batch_size=1, repeat="False"
+            ),
+            "`drop_remainder` is 1, but": lambda: from_arrays(
+                ROWS, batch_size=1, drop_remainder=1
+            ),
         },
         TypeError: {
             r"`arrays` is \{\}, which holds no array": (
@@ -125,12 +131,6 @@ ROWS = np.arange(3)
             ),
             "`arrays` has leaves that are not arrays": (
                 lambda: from_arrays([1, 2], batch_size=1)
-            ),
-            "`repeat` is 'False' of type str": lambda: from_arrays(
-                ROWS, batch_size=1, repeat="False"
-            ),
-            "`drop_remainder` is 1 of type": lambda: from_arrays(
-                ROWS, batch_size=1, drop_remainder=1
             ),
         },
         BatchSizeError: {

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.data.feed._chunks import ChunkBuilder
 from armillary.errors import BatchSizeError
 from tests.feeds import open_chunks, read_chunks
 
@@ -301,7 +300,7 @@ def test_batches_of_one_step_must_have_one_shape(make_dataset):
     assert message.startswith("One step takes 2 batches of dataset 0")
     assert "\n  x: float32 (2, 2) on 2 replicas\n" in message
     assert "\n  x: float32 (2, 1) on 2 replicas\n" in message
-    assert 'InputOptions(remainder="pad")' in message
+    assert 'InputOptions(remainder="drop")' in message
 
 
 def test_padded_batches_make_one_program(make_dataset):
@@ -319,11 +318,3 @@ def test_a_closed_feed_has_no_chunks(make_dataset):
     feed.close()
     assert feed.next_chunk() is None
     assert feed.peek() == [None]
-
-
-def test_arguments_are_checked(make_dataset):
-    for name in ["steps_per_chunk", "max_chunk_bytes"]:
-        with pytest.raises(ValueError, match=f"`{name}` is -1"):
-            ChunkBuilder([1], **({"steps_per_chunk": 1} | {name: -1}))
-    with pytest.raises(ValueError, match="`batches_per_step` is 0"):
-        ChunkBuilder([1, 0], steps_per_chunk=1)

@@ -172,7 +172,7 @@ def test_tensors_in_any_iterable_become_arrays(torch):
     options = armillary.InputOptions(remainder="pad")
     (batch,) = strategy.distribute_dataset([pair], options)
     assert [leaf.shape for leaf in batch] == [(3, 2), (3,), (3,)]
-    with pytest.raises(TypeError, match=r"dtype torch.float32 \(Can't call numpy"):
+    with pytest.raises(RuntimeError, match="Can't call numpy"):
         next(iter(strategy.distribute_dataset([torch.ones(2, requires_grad=True)])))
 
 
@@ -330,7 +330,7 @@ def test_columns_that_are_no_numbers_are_named(datasets, make_layout):
     with pytest.raises(TypeError, match="  ragged: ndarray of dtype object"):
         list(from_huggingface(rows.remove_columns("text"), batch_size=2))
     stream = rows.to_iterable_dataset()
-    message = r"(?s)Batch 0 of the source \(Hugging.*  ragged: list of 2 x .*  text: "
+    message = r"(?s)Batch 0 of the source \(Hugging.*  ragged/0/0: int 1\n.*  text: "
     with pytest.raises(TypeError, match=message):
         next(iter(DistributedDataset(stream.batch(2), make_layout())))
     with pytest.raises(BatchSizeError, match=r"(?s)batch axis.*  x\n"):

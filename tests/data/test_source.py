@@ -155,12 +155,6 @@ def test_other_types_are_errors(value):
         as_source(value)
 
 
-def test_a_function_must_return_an_iterator():
-    source = as_source(lambda: 3)
-    with pytest.raises(TypeError, match="returned 3 of type int, but it must return"):
-        source.make_iterator(0)
-
-
 @pytest.mark.slow
 def test_libraries_are_not_imported_for_other_sources():
     program = (

@@ -160,15 +160,6 @@ def test_pieces_are_these(split, kind):
         assert {p.num_replicas for p in pieces} == {num_replicas}
 
 
-@pytest.mark.parametrize(("sizes", "count"), [((6, 6, 6), 1), ((8, 8, 6), 0)])
-def test_batches_that_all_run_on_fewer_replicas_are_told_of(
-    split, caplog, sizes, count
-):
-    split(sized(*sizes), 4, remainder="exact")
-    message = "Batches of 6 examples run on 2 of 4 replicas, and the other devices"
-    assert caplog.text.count(message) == count
-
-
 UNEQUAL = (
     "A batch has 10 examples, which 4 replicas cannot share equally (10 % 4 = 2). "
     "Use a batch size that is a multiple of 4, with `drop_remainder=True` if this is "

@@ -1,6 +1,4 @@
 import base64
-import glob
-import gzip
 import itertools
 
 import ml_dtypes
@@ -147,17 +145,6 @@ def test_a_default_stands_in_where_a_feature_is_missing(
     assert batch["x"].tolist() == [expected, np.zeros(shape, int).tolist()]
 
 
-def test_batches_of_a_default_may_be_written_to(tmp_path):
-    source = from_tfrecords(
-        write(tmp_path, {"y": 0}, {"y": 0}),
-        {"x": FixedLenFeature((2,), np.int64, 5)},
-        batch_size=1,
-    )
-    first, second = source
-    first["x"][:] = 0
-    assert second["x"].tolist() == [[5, 5]]
-
-
 def test_records_without_the_features_are_errors(tmp_path):
     paths = [
         write(tmp_path, {"x": 0}, name="good"),
@@ -174,10 +161,10 @@ def test_records_without_the_features_are_errors(tmp_path):
 
 BAD_FEATURES = {
     "has no feature 'name'.*It has 'b', 'f', 'i'": {"name": INT},
-    "holds integers in the feature 'i', but `features` says float32.*np.int64": {
+    "holds the feature 'i' as `int64_list`, but `features` says float32.*np.int64": {
         "i": FLOAT
     },
-    "holds floats in the feature 'f', but `features` says int64.*np.float32": {
+    "holds the feature 'f' as `float_list`, but `features` says int64.*np.float32": {
         "f": INT
     },
     r"holds 3 values in the feature 'i', but its shape \(4,\) takes 4": {
@@ -191,7 +178,7 @@ BAD_FEATURES = {
     },
     r"holds byte strings of \[5\] bytes in the feature 'b', but float32 of shape \(2,\)"
     " is one of 8 bytes": {"b": FixedLenFeature((2,), np.float32)},
-    "holds integers in the feature 'i', but `features` says object.*np.int64": {
+    "holds the feature 'i' as `int64_list`, but `features` says object.*np.int64": {
         "i": FixedLenFeature((3,), bytes)
     },
 }
@@ -239,13 +226,6 @@ def test_a_file_that_is_cut_off_later_is_an_error(ten):
         next(iter(source))
 
 
-def test_compressed_files_say_how_to_unpack_them(tmp_path):
-    path = tmp_path / "a.tfrecord"
-    path.write_bytes(gzip.compress(WRITTEN_BY_TENSORFLOW))
-    with pytest.raises(TFRecordError, match=rf"compressed.*`gunzip < {path} > "):
-        read_one(path, x=INT)
-
-
 def make(paths, features=None, **options):
     features = {"x": INT} if features is None else features
     return from_tfrecords(paths, features, **({"batch_size": 1} | options))
@@ -257,20 +237,15 @@ def test_wrong_paths_are_errors(tmp_path, ten):
         FileNotFoundError, match=r"record`, which is no file.*sorted\(glob"
     ):
         make([ten[0], missing])
-    with pytest.raises(ValueError, match=r"`paths` is \[\], but there must be"):
-        make(glob.glob(missing))
-    empty = write(tmp_path)
-    with pytest.raises(ValueError, match="`paths` has 0 examples, but"):
-        make(empty)
+    for empty in ([], write(tmp_path)):
+        with pytest.raises(ValueError, match="`paths` has 0 examples, but"):
+            make(empty)
 
 
 def test_wrong_options_are_errors(ten):
-    with pytest.raises(TypeError, match="must be a dictionary of `armillary"):
-        make(ten, {"x": np.int64})
-    with pytest.raises(TypeError, match="must be a dictionary of `armillary"):
-        make(ten, ["x"])
-    with pytest.raises(ValueError, match=r"`features` is \{\}"):
-        make(ten, {})
+    for features in ({"x": np.int64}, ["x"], {}):
+        with pytest.raises(TypeError, match="must be a dictionary of at least one"):
+            make(ten, features)
     with pytest.raises(ValueError, match="`batch_size` is 0"):
         make(ten, batch_size=0)
     with pytest.raises(BatchSizeError, match="`batch_size` is 11, but there are 10"):

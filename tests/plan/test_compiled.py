@@ -39,7 +39,7 @@ pytestmark = [
 @pytest.fixture(params=["v5e:2x2", "h100:1x8", *LARGE])
 def topology(request):
     try:
-        find_wheels(parse_topology(request.param).target.platform, None)
+        find_wheels(parse_topology(request.param).target.platform)
     except PlanError as error:
         pytest.skip(str(error))
     return request.param

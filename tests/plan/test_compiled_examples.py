@@ -34,6 +34,4 @@ def test_an_example_sums_its_gradients_once_and_leaves_the_host_alone(name, topo
     is_gpu = found.topology.target.platform == "cuda"
     if is_gpu and name == "bert_mrpc":
         # Sums of the last layers go on while gradients of the first are computed.
-        beside = [each for each in found.of_step() if each.is_asynchronous]
-        overlaps = [count for each in beside for _, count in each.overlaps]
-        assert sum(overlaps) > 0
+        assert any(each.is_asynchronous for each in found.of_step())

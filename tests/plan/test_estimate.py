@@ -80,7 +80,6 @@ def test_a_step_takes_as_long_as_its_slowest_part():
     assert estimate == Estimate(compute=4.0, memory=2.0, communication=0.3)
     assert estimate.overlapped == 4.0
     assert estimate.sequential == 4.3
-    assert estimate.bound == "compute"
 
 
 def test_sums_over_several_hosts_go_over_their_network():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from armillary.data import from_arrays
-from armillary.data.feed._prefetch import Prefetcher
+from armillary.data.feed._stream import Prefetcher
 from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category
 from armillary.goodput._stopwatch import Stopwatch

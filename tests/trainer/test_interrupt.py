@@ -15,10 +15,9 @@ from armillary.data.feed import (
     _chunks,
     _feed,
     _gather,
-    _position,
-    _prefetch,
     _reader,
     _split,
+    _stream,
 )
 from armillary.data.sources import _arrays
 from armillary.distribute.program import _flat_state
@@ -32,10 +31,9 @@ READING = {
         _chunks,
         _feed,
         _gather,
-        _prefetch,
         _reader,
         _split,
-        _position,
+        _stream,
     )
 }
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from armillary._checks import check_positive_int, list_lines
+from armillary._checks import list_lines
 from armillary.data._layout import Active
 from armillary.data.feed._gather import empty_aligned
-from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
+from armillary.data.feed._stream import Position
 from armillary.data.sources._batch import describe_shapes
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
@@ -27,34 +27,23 @@ Step = list[list[Piece]]
 
 @dataclass(eq=False, kw_only=True)
 class Chunk:
-    """The batches of `num_steps` steps, on the device.
+    """The batches of `num_steps` steps, on the device; lists have a part per reader.
 
-    Args:
-        arrays: For each reader, a pytree whose leaves have shape
-            `(capacity * batches_per_step, ...)`, then the layout's shape. Batch b of
-            step s is at index `s * batches_per_step + b`, for `Gather.on_device`.
-            Steps from `num_steps` on are no data and must not run.
-        resident: For each reader, the arrays of its data that stay on the device.
-        types: For each reader, shapes and dtypes of one batch as a step receives it.
-        num_steps: Steps that have data.
-        capacity: Steps for which there is room; the same for all chunks of a signature.
-        signature: Equal for chunks that one program can run.
-        num_active: For each reader, which replicas have data.
-        num_replicas: For each reader, how many replicas share a batch.
-        positions: For each step, the position of each reader after it.
-        ends: For each step, whether no piece of its batches follows.
+    Leaves of `arrays` have shape `(capacity * batches_per_step, ...)`, then the
+    layout's shape. Batch b of step s is at index `s * batches_per_step + b`, for
+    `Gather.on_device`. Steps from `num_steps` on are no data and must not run.
     """
 
     arrays: list[PyTree]
-    resident: list[PyTree]
-    types: list[PyTree]
+    resident: list[PyTree]  # the arrays of its data that stay on the device
+    types: list[PyTree]  # of one batch as a step receives it
     num_steps: int = 0
-    capacity: int
-    signature: Hashable
-    num_active: tuple[Active, ...]
-    num_replicas: tuple[int, ...]
-    positions: list[tuple[Position, ...]] = field(default_factory=list)
-    ends: list[bool] = field(default_factory=list)
+    capacity: int  # steps for which there is room, as in all of its signature
+    signature: Hashable  # equal for chunks that one program can run
+    num_active: tuple[Active, ...]  # which replicas have data
+    num_replicas: tuple[int, ...]  # that share a batch
+    positions: list[tuple[Position, ...]] = field(default_factory=list)  # after steps
+    ends: list[bool] = field(default_factory=list)  # of each step: no piece follows
 
     @property
     def inputs(self) -> list[tuple[PyTree, PyTree]]:
@@ -69,14 +58,10 @@ class Chunk:
 
 
 class ChunkBuilder:
-    """Stacks and places the batches of many steps.
+    """Stacks and places the batches of many steps, in at most `max_chunk_bytes`.
 
-    Args:
-        batches_per_step: For each reader, how many of its batches one step takes.
-        steps_per_chunk: Most steps in one chunk.
-        max_chunk_bytes: Most host memory of one chunk, which has at least one step.
-        gives_errors_at_once: Whether the steps that were read before an error are lost,
-            instead of being given out first.
+    A chunk has at least one step. With `gives_errors_at_once`, the steps that were read
+    before an error are lost, instead of being given out first.
     """
 
     def __init__(
@@ -87,11 +72,8 @@ class ChunkBuilder:
         max_chunk_bytes: int = 256 * 2**20,
         gives_errors_at_once: bool = False,
     ) -> None:
-        self._batches_per_step = [
-            check_positive_int("batches_per_step", count) for count in batches_per_step
-        ]
-        self._steps_per_chunk = check_positive_int("steps_per_chunk", steps_per_chunk)
-        self._max_chunk_bytes = check_positive_int("max_chunk_bytes", max_chunk_bytes)
+        self._batches_per_step = tuple(batches_per_step)
+        self._steps_per_chunk, self._max_chunk_bytes = steps_per_chunk, max_chunk_bytes
         self._gives_errors_at_once = gives_errors_at_once
         # By signature. The first chunk of each decides.
         self._capacities: dict[Hashable, int] = {}
@@ -114,21 +96,32 @@ class ChunkBuilder:
         """Returns the batches of one step, or None if the data ends before."""
         step: Step = []
         pairs = zip(readers, self._batches_per_step, strict=True)
-        for index, (reader, count) in enumerate(pairs):
+        for reader, count in pairs:
             batches = list(itertools.islice(reader, count))
             if len(batches) < count:
                 return None
-            _check_equal_shapes(reader, batches, index)
             step.append(batches)
         return step
 
     def _begin(self, readers: Sequence[BatchReader], step: Step) -> Chunk:
         """Returns a chunk with room for `step`, and for those that fit behind it."""
         signature, gathers = _sign(step), [reader.gather for reader in readers]
+        for index, (gather, batches) in enumerate(zip(gathers, step, strict=True)):
+            if len(set(signature[index])) > 1:
+                shown = list_lines(
+                    f"{describe_shapes(gather.types(batch))} on {batch.num_active} "
+                    "replicas"
+                    for batch in batches
+                )
+                raise BatchSizeError(
+                    f"One step takes {len(batches)} batches of dataset {index}, and "
+                    f"they must have one shape, but they differ:\n{shown}\nUse "
+                    '`InputOptions(remainder="drop")` or `remainder="pad"`.'
+                )
         firsts = [batches[0] for batches in step]
         pairs = list(zip(gathers, firsts, strict=True))
         capacity = self._capacities.get(signature) or self.count_steps(
-            [gather.sent_types(first) for gather, first in pairs]
+            [gather.types(first, as_sent=True) for gather, first in pairs]
         )
         # Each chunk has memory of its own: devices may share it for long.
         arrays = [
@@ -202,20 +195,5 @@ class ChunkBuilder:
             )
 
 
-def _sign(step: Step) -> tuple[Hashable, ...]:
-    return tuple(batches[0].signature for batches in step)
-
-
-def _check_equal_shapes(reader: BatchReader, batches: list[Piece], index: int) -> None:
-    if len(batches) > 1 and len({batch.signature for batch in batches}) > 1:
-        shown = list_lines(
-            f"{describe_shapes(reader.gather.types(batch))} on {batch.num_active} "
-            "replicas"
-            for batch in batches
-        )
-        raise BatchSizeError(
-            f"One step takes {len(batches)} batches of dataset {index}, and they must "
-            f"have one shape, but they differ:\n{shown}\n"
-            "Use `drop_remainder=True` in the data set, or "
-            '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
-        )
+def _sign(step: Step) -> tuple[tuple[Hashable, ...], ...]:
+    return tuple(tuple(batch.signature for batch in batches) for batches in step)

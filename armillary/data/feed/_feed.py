@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
-from armillary.data.feed._position import Position
-from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
+from armillary.data.feed._stream import Position, Prefetcher
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import DatasetStateError, PeerError
 
@@ -36,31 +35,12 @@ T = TypeVar("T", bound="Chunk | Piece")
 class Feed(Generic[T]):
     """Reads the batches of a loop, from sources to devices.
 
-    Once it is started it is used like this::
-
-        feed = Feed(datasets, exact=False)
-        feed.start(ChunkBuilder(...).build, prefetch=1)
-        while (chunk := feed.next_chunk()) is not None:
-            ...                             # run `count` steps, from `feed.offset` on
-            feed.commit(count)
-        feed.close()
-
-    A chunk stays the current one until all of its steps are committed, so that none is
-    lost between two lines, whatever interrupts them. The thread ends with `close`, and
-    when nobody holds the feed.
-
-    Args:
-        datasets: What to read. Each goes on where it was saved, or with its next pass.
-        exact: Whether every example is used, as in `Splitter`.
-        begins_anew: Whether a pass that was saved at its end is followed by the next
-            one. Without it, there is no data then.
-        name: How messages call the step. With a name, processes make sure that each
-            chunk is like those of the others.
-
-    Attributes:
-        readers: What reads each of them; not for use while a thread reads.
-        queue: Where chunks come from; None where none was asked for.
-        offset: How many steps of the current chunk were used.
+    Each dataset goes on where it was saved, or with its next pass; but there is no data
+    after a pass that was saved at its end, unless the feed `begins_anew`. A chunk stays
+    the current one until all of its steps are committed, so that none is lost between
+    two lines, whatever interrupts them. The thread ends with `close`, and when nobody
+    holds the feed. With a `name`, which messages call the step, processes make sure
+    that each chunk is like those of the others.
     """
 
     def __init__(
@@ -71,13 +51,13 @@ class Feed(Generic[T]):
         begins_anew: bool = False,
         name: str | None = None,
     ) -> None:
-        self._datasets = tuple(datasets)
-        self._name = name or ""
+        self._datasets, self._name = tuple(datasets), name
         self._peers = None if name is None else datasets[0].layout.peers
         self._announcing = contextlib.nullcontext
         if self._peers is not None:
             self._announcing = self._peers.announcing_errors
         self._is_alike = False
+        # Not for use while a thread reads.
         self.readers = [
             dataset.open_reader(exact=exact, begins_anew=begins_anew)
             for dataset in datasets
@@ -87,9 +67,9 @@ class Feed(Generic[T]):
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
-        self.queue: Prefetcher[T] | None = None
+        self.queue: Prefetcher[T] | None = None  # Where chunks come from, once asked.
         self._is_cut_off = False
-        self.offset = 0
+        self.offset = 0  # How many steps of the current chunk were used.
         self.is_started = self.is_closed = False
 
     def start(
@@ -136,7 +116,14 @@ class Feed(Generic[T]):
             texts = self._peers.boundary.take(self._say) or self._peers.gather(
                 f"the data of {self._name}", self._describe(chunk)
             )
-            self._check_alike(texts)
+            if len(set(texts)) > 1:
+                shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
+                raise PeerError(
+                    f"The processes have different data for `{self._name}`:\n"
+                    f"{list_lines(shown)}\nA data set that is distributed over all "
+                    "processes must be the same on each, in the same order. Where each "
+                    "reads data of its own, use a function with an `input_context`."
+                )
             # Batches that are agreed on make equal chunks, if the first ones are equal.
             self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
         return chunk
@@ -154,25 +141,13 @@ class Feed(Generic[T]):
                 places.append(str(position.source))
         return "; ".join([str(chunk), *places])
 
-    def _check_alike(self, texts: list[str]) -> None:
-        if len(set(texts)) > 1:
-            shown = list_lines(f"process {i}: {text}" for i, text in enumerate(texts))
-            raise PeerError(
-                f"The processes have different data for `{self._name}`:\n{shown}\nA "
-                "data set that is distributed over all processes must be the same on "
-                "each, in the same order. Where each reads data of its own, use a "
-                "function with an `input_context`."
-            )
-
     def _say(self) -> str | None:
         """Describes the next chunk for the other processes, if it has been read."""
         queue = self.queue
         if queue is None or queue.current is not None:
             return None
-        ahead = queue.ahead
-        if ahead is None and not queue.has_ended:
-            return None
-        return self._describe(ahead)
+        is_known = queue.ahead is not None or queue.has_ended
+        return self._describe(queue.ahead) if is_known else None
 
     def _read(self) -> T | None:
         self._recover()
@@ -209,7 +184,7 @@ class Feed(Generic[T]):
             reader.used = reader.position
 
     def seek(self, positions: Sequence[Position]) -> None:
-        """Goes to other positions; what was read ahead is dropped.
+        """Goes to other positions, and drops what was read ahead.
 
         Data without positions goes on from where it was read to. If a source refuses
         its position, all stay where they were.

@@ -33,37 +33,13 @@ _MOST_ROWS = np.iinfo(np.int32).max
 _ALIGNMENT_BYTES = 64
 
 
-class _PlacedArrays:
-    """Arrays on the devices of a layout, from when they are first asked for."""
-
-    def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
-        self._arrays, self._layout = arrays, layout
-        self._placed: PyTree = None
-        self._lock = threading.Lock()
-
-    def get(self) -> PyTree:
-        # Background threads of several iterators may ask at the same time.
-        with self._lock:
-            if self._placed is None:
-                arrays = as_device_values(self._arrays, lambda: "`arrays`")
-                self._placed = self._layout.replicate(arrays)
-            return self._placed
-
-
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Turns the batches of a source into what a step receives.
-
-    Args:
-        layout: Where the replicas are.
-        arrays: Pytree of NumPy arrays that the source gives row numbers of; `None` if
-            it gives whole rows, which stay as they are.
-        placed: These arrays on the devices, if rows are taken there.
-    """
+    """Turns the batches of a source into what a step receives."""
 
     layout: BatchLayout
-    arrays: PyTree | None = None
-    placed: _PlacedArrays | None = None
+    arrays: PyTree | None = None  # that batches have row numbers of; None: whole rows
+    placed: "_PlacedArrays | None" = None  # these on the devices, if rows go there
 
     @property
     def resident(self) -> PyTree:
@@ -112,83 +88,83 @@ class Gather:
         sent = {_ROWS: jax.ShapeDtypeStruct(num_rows, np.int32)}
         if len(jax.tree.leaves(types)) > len(jax.tree.leaves(self.arrays)):
             sent[MASK] = get_mask(types)
-        return sent, jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)),
-            self.arrays,
-        )
+        return sent, _on_device(self.arrays, lambda array: array.shape)
 
-    def types(self, batch: Piece) -> Batch:
-        """Returns the types of what a step receives; nothing is placed for it."""
-        return self.rows(self._types_of_all(batch))
+    def types(self, batch: Piece, *, as_sent: bool = False) -> Batch:
+        """Returns the types of a piece with the rows of all processes, for a step.
 
-    def sent_types(self, batch: Piece) -> Batch:
-        """Returns the types of what travels to the devices, with the rows of all."""
-        types = self._types_of_all(batch)
-        return types if self.placed is not None else self.rows(types)
-
-    def _types_of_all(self, batch: Piece) -> Batch:
-        """Returns the types of a host batch with the rows of all processes."""
-        has_some = self.layout.peers is not None and self.layout.stacked
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape,
-                canonical_dtype(leaf),
-            ),
+        Or of what travels for it (`as_sent`). Nothing is placed.
+        """
+        layout, count = self.layout, batch.num_replicas
+        has_some = layout.peers is not None and layout.stacked
+        types = _on_device(
             batch.arrays,
+            lambda leaf: (count, *leaf.shape[1:]) if has_some else leaf.shape,
         )
+        return types if as_sent and self.placed is not None else self.rows(types)
 
     def rows(self, types: Batch) -> Batch:
         """Returns the types of rows for those of the source's batches."""
         if self.arrays is None:
             return types
         shape = types[_ROWS].shape
-        rows = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (*shape, *leaf.shape[1:]), canonical_dtype(leaf)
-            ),
-            self.arrays,
-        )
+        rows = _on_device(self.arrays, lambda array: (*shape, *array.shape[1:]))
         return _with_mask(rows, types)
+
+
+def _on_device(arrays: PyTree, get_shape: Any) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(get_shape(leaf), canonical_dtype(leaf)),
+        arrays,
+    )
+
+
+class _PlacedArrays:
+    """Arrays on the devices of a layout, from when they are first asked for."""
+
+    def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
+        self._arrays, self._layout = arrays, layout
+        self._placed: PyTree = None
+
+    def get(self) -> PyTree:
+        # Background threads of several iterators may ask at the same time.
+        with _lock:
+            if self._placed is None:
+                arrays = as_device_values(self._arrays, lambda: "`arrays`")
+                self._placed = self._layout.replicate(arrays)
+            return self._placed
+
+
+# Datasets of one source on one layout share them.
+_placed: weakref.WeakKeyDictionary[ArrayDataset, Any] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def make_gather(
     source: Source, layout: BatchLayout, options: InputOptions
 ) -> tuple[Source, Gather]:
-    """Returns what to read in place of `source`, and how its batches become rows.
-
-    Datasets of one source on one layout share the arrays that stay on devices.
-    """
-    fix = "Leave `place_on_device` out, so that batches are sent from the host."
-    if not isinstance(source, ArrayDataset):
+    """Returns what to read in place of `source`, and how its batches become rows."""
+    num_rows = source.num_examples if isinstance(source, ArrayDataset) else 0
+    if not 0 < num_rows <= _MOST_ROWS:
         if options.place_on_device:
             raise TypeError(
-                f"`place_on_device` is True, but the source ({source.name}) makes its "
-                "batches as it goes, and only the whole arrays of `from_arrays` can "
-                f"stay on a device. {fix}"
+                f"`place_on_device` is True, but the source ({source.name}) has no "
+                f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
+                "Leave it out, so that batches are sent from the host."
             )
         return source, Gather(layout)
-    if source.num_examples > _MOST_ROWS:
-        if options.place_on_device:
-            raise ValueError(
-                f"`place_on_device` is True, but the arrays have {source.num_examples} "
-                f"examples, and devices count up to {_MOST_ROWS} rows. {fix}"
-            )
-        return source, Gather(layout)
+    assert isinstance(source, ArrayDataset)
     placed = None
     if options.place_on_device:
         if options.remainder == "pad":
             add_mask(source.arrays, None)
-        with _placed_lock:
+        with _lock:
             by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
             placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
             by_layout[layout] = placed
     numbers = copy.copy(source)
     numbers.arrays = {_ROWS: np.arange(source.num_examples, dtype=np.int32)}
     return numbers, Gather(layout, source.arrays, placed)
-
-
-_placed: weakref.WeakKeyDictionary[ArrayDataset, Any] = weakref.WeakKeyDictionary()
-_placed_lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +180,7 @@ class _Rows:
         return (*self.numbers.shape, *self.array.shape[1:])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a part; of each row all, since nothing else is split."""
+        # Of each row all, since nothing else is split.
         numbers = self.numbers[index[: self.numbers.ndim]]
         return _take({self.path: self.array}, numbers)[self.path]
 

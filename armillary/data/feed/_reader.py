@@ -1,87 +1,48 @@
-"""Reads one dataset on from a position: whole batches, then pieces for the replicas."""
+"""Reads one dataset on from a position, in step with other processes.
 
-import copy
-import functools
+Each process must have the same to run at the same time: one without data, or with
+batches of another shape, would leave the others waiting in the middle of a program.
+Where a function made one data set for each process, they may differ in length. So the
+processes tell each other what they are going to have next, and all come to the same
+sequence::
+
+                process 0    process 1    what runs
+    training    8 8 8        8 8          8 on both, twice; then training ends
+    evaluation  8 8 8        8 3          8 on both; 8 and 8 on process 0 alone; then
+                                          3 on process 1 alone
+
+A process without data in a step takes part with copies of what it had before, which
+have no effect.
+
+Only the main thread may agree on something. So a background thread reads the pieces of
+this process ahead, and they are agreed on between two loops, or just before their use.
+"""
+
+import hashlib
 import itertools
-import weakref
+import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from armillary.data.feed._lockstep import MOST_OFFERS, Lockstep
-from armillary.data.feed._position import Position
-from armillary.data.feed._prefetch import Prefetcher
+import jax
+import numpy as np
+
+from armillary._checks import list_lines
+from armillary.data._layout import Active, BatchLayout
 from armillary.data.feed._split import Piece, Splitter
-from armillary.data.sources._batch import as_device_values, check_batch
-from armillary.data.sources._source import Source, SourceIterator
-from armillary.errors import DatasetStateError
+from armillary.data.feed._stream import Position, Prefetcher, SourceBatch
+from armillary.data.sources._batch import canonical_dtype, describe_shapes
+from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
     from armillary.data.feed._feed import Feed
 
-
-class SourceBatch(NamedTuple):
-    """A batch of a source, and the position after it."""
-
-    arrays: PyTree
-    position: Position
-
-
-def read_batches(
-    source: Source, position: Position, note: Callable[[SourceBatch], None]
-) -> Prefetcher[SourceBatch]:
-    """Returns the batches of one pass, on from a position, to look at or to take.
-
-    They are NumPy arrays of one leading size, in device dtypes. Those without rows are
-    left out. `note` is told of each that is read.
-    """
-    if position.is_exhausted:
-        return Prefetcher(iter(()), 0)
-    iterator, has_positions = _open_iterator(source, position), source.is_repositionable
-
-    def read() -> Iterator[SourceBatch]:
-        full_size = source.full_size or position.full_size
-        for number in itertools.count():
-            try:
-                raw = next(iterator)
-            except StopIteration:
-                return
-            get_name = functools.partial(_name_batch, source, number)
-            arrays, num_rows = check_batch(raw, get_name)
-            if num_rows:
-                arrays = as_device_values(arrays, get_name)
-                full_size = full_size or num_rows
-                state = iterator.get_state() if has_positions else None
-                batch = SourceBatch(arrays, Position(position.epoch, state, full_size))
-                note(batch)
-                yield batch
-
-    return Prefetcher(read(), 0)
-
-
-def _name_batch(source: Source, number: int) -> str:
-    return f"Batch {number} of the source ({source.name})"
-
-
-def _open_iterator(source: Source, position: Position) -> SourceIterator:
-    iterator = source.make_iterator(position.epoch)
-    if position.source is not None:
-        try:
-            # Iterators may keep the state and change it as they move on.
-            iterator.set_state(copy.deepcopy(position.source))
-        except DatasetStateError:
-            raise
-        except Exception as error:
-            raise DatasetStateError(
-                f"`state` does not fit the source ({source.name}).\n"
-                f"  in the state:    {position.source!r:.300}\n"
-                f"  the source says: {type(error).__name__}: {error}\n"
-                "Build the data set as it was when the state was saved, or leave the "
-                "dataset out of the checkpoint."
-            ) from error
-    return iterator
+_MOST_OFFERS = 10
+"""How many pieces of a process are agreed on at once, and read ahead."""
 
 
 class BatchReader:
@@ -89,13 +50,6 @@ class BatchReader:
 
     An error of the source is raised again by every later `next`, since what comes after
     it is not known. After an interrupt (Ctrl-C) it must be opened again.
-
-    Attributes:
-        dataset: What it reads.
-        feed: The feed that it belongs to.
-        used: The position after the last batch that the program has used.
-        position: The position after the last batch that was taken.
-        batches: What it reads from; None once it was closed.
     """
 
     def __init__(
@@ -108,30 +62,27 @@ class BatchReader:
     ) -> None:
         if dataset.is_agreed and dataset.options.remainder == "exact" and not exact:
             raise ValueError(
-                '`remainder` is "exact", but each process reads data of its own, and '
-                "rows that replicas share anew would have to travel between processes. "
-                "Distribute one data set over all of them "
-                "(`strategy.distribute_dataset`), or use "
-                '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
+                '`remainder` is "exact", but each process reads data of its own, whose '
+                "rows would have to travel. Distribute one data set over all of them "
+                '(`strategy.distribute_dataset`), or use `remainder="pad"`.'
             )
-        self.dataset, self.gather = dataset, dataset.gather
-        self._exact = exact
-        self.feed: weakref.ref[Feed[Any]] | None = None
-        self.used = position
+        self.dataset, self.gather, self._exact = dataset, dataset.gather, exact
+        self.feed: Callable[[], Feed[Any] | None] = lambda: None  # that it belongs to
+        self.used = position  # after the last batch that the program has used
         self.open(position, batches)
 
     def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
         """Reads these batches, from this position on."""
         dataset = self.dataset
-        self.batches: Prefetcher[SourceBatch] | None = batches
-        self.position = position
+        self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
+        self.position = position  # after the last batch that was taken
         pieces = Splitter(dataset, exact=self._exact).split(batches, position)
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead what the processes are to agree on.
-            num_ahead = MOST_OFFERS if dataset.options.prefetch else 0
+            num_ahead = _MOST_OFFERS if dataset.options.prefetch else 0
             ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
-            pieces = Lockstep(ahead, dataset.layout, self._exact).align(position)
+            pieces = _Lockstep(ahead, dataset.layout, self._exact).align(position)
         self._pieces = Prefetcher(pieces, 0, self)
 
     def __iter__(self) -> "BatchReader":
@@ -154,14 +105,6 @@ class BatchReader:
         """Whether the end of the data was seen."""
         return self._pieces.has_ended
 
-    def move(self, position: Position) -> bool:
-        """Goes to another position, unless nobody reads any more; returns which."""
-        feed = None if self.feed is None else self.feed()
-        if feed is None or feed.is_closed:
-            return False
-        feed.seek([position if it is self else it.used for it in feed.readers])
-        return True
-
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread that reads ahead: a source serves one reader at a time."""
         if self._ahead is not None:
@@ -175,3 +118,128 @@ def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:
     (reader,) = readers
     for piece in reader:
         yield replace(piece, arrays=reader.gather.place(piece))
+
+
+class _Offer(NamedTuple):
+    """What a process reports about one of its pieces, for JSON."""
+
+    num_rows: int  # Examples for each replica.
+    active: list[int]  # Its replicas that have data.
+    is_last: bool  # As in `Piece`.
+    kind: str  # Equal for batches that differ in `num_rows` at most.
+    shapes: str  # For messages.
+
+
+class _Lockstep:
+    """Makes one sequence of batches out of what each process reads for itself."""
+
+    def __init__(
+        self, pieces: Prefetcher[Piece], layout: BatchLayout, exact: bool
+    ) -> None:
+        assert layout.peers is not None
+        self._pieces, self._layout, self._exact = pieces, layout, exact
+        self._peers = layout.peers
+        # Offered to all and not used yet; and how many steps are agreed on, but ahead.
+        self._waiting: deque[Piece] = deque()
+        self._num_turns = 0
+
+    def align(self, position: Position) -> Iterator[Piece]:
+        """Yields the same number of pieces on all processes, in equal shapes."""
+        last: Piece | None = None
+        offers = self._ask()
+        without = [index for index, own in enumerate(offers) if not own]
+        if self._exact and without and len(without) < len(offers):
+            # It does not know what an example looks like.
+            raise BatchSizeError(
+                f"Process {without[0]} of {len(offers)} has no example at all, so that "
+                "it cannot take part in a step. Give every process at least one batch, "
+                "or distribute one data set over all of them."
+            )
+        while turns := list(_find_turns(offers, self._exact)):
+            self._num_turns = len(turns)
+            for num_rows, processes, active, is_last in turns:
+                self._num_turns -= 1
+                if self._peers.index in processes:
+                    last = self._waiting.popleft()
+                    position, arrays = last.position, last.arrays
+                else:
+                    known = last or self._waiting[0]
+                    arrays = _copy_rows(known.arrays, num_rows)
+                count = self._layout.num_replicas
+                yield Piece(arrays, active, count, position, is_last)
+            offers = self._ask()
+
+    def _ask(self) -> list[list[_Offer]]:
+        """Returns what all processes offer: what they said last, or say now."""
+        said = self._peers.boundary.take(self._say)
+        if said is None:
+            with self._peers.announcing_errors():
+                missing = _MOST_OFFERS - len(self._waiting)
+                self._waiting.extend(itertools.islice(self._pieces, missing))
+            text = json.dumps([self._offer(piece) for piece in self._waiting])
+            texts = self._peers.gather("the next batches", text)
+            said = [json.loads(text) for text in texts]
+        return [[_Offer(*offer) for offer in own] for own in said]
+
+    def _say(self) -> list[_Offer] | None:
+        """Describes the pieces for the other processes, if all of them were read."""
+        while len(self._waiting) < _MOST_OFFERS and self._pieces.ahead is not None:
+            self._waiting.append(next(self._pieces))
+        is_all = len(self._waiting) == _MOST_OFFERS or self._pieces.has_ended
+        if self._num_turns or not is_all:
+            return None
+        return [self._offer(piece) for piece in self._waiting]
+
+    def _offer(self, piece: Piece) -> _Offer:
+        leaves, treedef = jax.tree.flatten(piece.arrays)
+        described = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
+        kind = hashlib.sha256(f"{treedef} {described}".encode()).hexdigest()[:16]
+        assert isinstance(piece.num_active, int)
+        active = list(self._layout.local_replicas[: piece.num_active])
+        shapes = describe_shapes(piece.arrays)[:500]
+        return _Offer(leaves[0].shape[1], active, piece.is_last, kind, shapes)
+
+
+def _find_turns(
+    offers: list[list[_Offer]], exact: bool
+) -> Iterator[tuple[int, list[int], Active, bool]]:
+    """Yields the steps that follow from the offers; all processes find the same.
+
+    Of each: its examples, the processes and the replicas with data, and whether no
+    piece of its batches follows.
+    """
+    has_more = [len(own) == _MOST_OFFERS for own in offers]
+    queues = [deque(own) for own in offers]
+    while any(queues):
+        heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
+        empty = [index for index in range(len(queues)) if index not in heads]
+        if empty and (not exact or any(has_more[index] for index in empty)):
+            return
+        kinds = {(head.kind, exact or head.num_rows) for head in heads.values()}
+        if len(kinds) > 1:
+            shown = list_lines(
+                f"process {index}: {head.shapes}" for index, head in heads.items()
+            )
+            raise BatchSizeError(
+                "The batches of the processes differ, but in one step all must have "
+                f"one structure and shape (replicas, examples, ...):\n{shown}\n"
+                "Batch the data of all processes alike, with `drop_remainder=True` for "
+                "training."
+            )
+        most = max(head.num_rows for head in heads.values())
+        processes = [index for index, head in heads.items() if head.num_rows == most]
+        taken = [queues[index].popleft() for index in processes]
+        active = [replica for offer in taken for replica in offer.active]
+        is_first = active == list(range(len(active)))
+        count = len(active) if is_first else tuple(active)
+        yield most, processes, count, all(offer.is_last for offer in taken)
+
+
+def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:
+    """Returns arrays of so many examples, made of rows that were there before."""
+
+    def copy(leaf: Any) -> np.ndarray:
+        rows = np.minimum(np.arange(num_rows), leaf.shape[1] - 1)
+        return np.take(leaf, rows, axis=1)
+
+    return jax.tree.map(copy, arrays)

@@ -21,16 +21,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from armillary._logging import logger
 from armillary.data._layout import Active, hosted_replicas
-from armillary.data.feed._position import Position
+from armillary.data.feed._stream import Position, SourceBatch
 from armillary.data.sources._batch import get_signature
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
-    from armillary.data.feed._reader import SourceBatch
 
 MASK = "mask"
 _FIXES = (
@@ -43,22 +41,16 @@ _FIXES = (
 class Piece:
     """One distributed batch, or a part of one that runs as a step of its own.
 
-    Args:
-        arrays: Pytree of NumPy arrays in the layout's shape, with the rows of the
-            replicas of this process; later of device arrays.
-        num_active: Replicas that have data. The rows of the others are copies, so that
-            all values are finite.
-        num_replicas: Replicas that share it: those of the layout, or a number that
-            divides theirs.
-        position: The position after it.
-        is_last: Whether it is the last piece of its group.
+    Its arrays have the layout's shape and the rows of the replicas of this process, on
+    the host and later on devices. Rows of replicas without data are copies of others,
+    so that all values are finite.
     """
 
     arrays: PyTree
-    num_active: Active
-    num_replicas: int
-    position: Position
-    is_last: bool
+    num_active: Active  # replicas that have data
+    num_replicas: int  # that share it: those of the layout, or a divisor of them
+    position: Position  # after it
+    is_last: bool  # whether it is the last piece of its group
 
     @property
     def positions(self) -> list[tuple[Position, ...]]:
@@ -74,9 +66,8 @@ class Piece:
 class Splitter:
     """Splits the batches of a dataset's streams between its replicas.
 
-    With `exact`, groups that do not fit become several pieces, unless `remainder` is
-    `"drop"` or `"pad"`. Of several processes that read data of their own, each splits
-    what it reads between its own replicas.
+    Of several processes that read data of their own, each splits what it reads between
+    its own replicas. `exact` is for evaluations.
     """
 
     def __init__(self, dataset: "DistributedDataset", *, exact: bool) -> None:
@@ -97,27 +88,15 @@ class Splitter:
         self._narrows = layout.stacked and is_exact and not exact
 
     def split(
-        self, batches: "Iterator[SourceBatch]", before: Position
+        self, batches: Iterator[SourceBatch], before: Position
     ) -> Iterator[Piece]:
         """Yields all pieces of batches that begin at the position `before`.
 
         The position of a piece that is not the last of its group is the one before the
         group, so that a program which stops between two pieces runs both again.
         """
-        is_first = True
         for group, after in self._read_groups(batches):
-            full_size = after.full_size or 0
-            pieces = self._split_group(group, full_size)
-            is_wasted = self._narrows and pieces[0][1] < self._num_replicas
-            # A last batch that is short may be so; a full one says that all are.
-            if is_first and is_wasted and count_rows(group[0]) == full_size:
-                logger.warning(
-                    "Batches of %d examples run on %d of %d replicas, and the other "
-                    "devices do the same work again. With a multiple of the replicas "
-                    "as the batch size, all would share it.",
-                    *(full_size, pieces[0][1], self._num_replicas),
-                )
-            is_first = False
+            pieces = self._split_group(group, after.full_size or 0)
             for index, (arrays, num_active) in enumerate(pieces, start=1):
                 is_last = index == len(pieces)
                 count = count_rows(arrays) if self._stacked else self._num_replicas
@@ -144,7 +123,7 @@ class Splitter:
         )
 
     def _read_groups(
-        self, batches: "Iterator[SourceBatch]"
+        self, batches: Iterator[SourceBatch]
     ) -> Iterator[tuple[list[PyTree], Position]]:
         """Yields the batches of each group, and the position after it."""
         group: list[PyTree] = []

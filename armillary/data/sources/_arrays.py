@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from armillary._checks import (
-    check_instance,
     check_not_negative_int,
+    check_one_of,
     check_positive_int,
 )
 from armillary.data.sources._batch import check_batch
@@ -47,9 +47,8 @@ class IndexedDataset(abc.ABC):
         self.batch_size = check_positive_int("batch_size", batch_size)
         if shuffle_seed is not None:
             check_not_negative_int("shuffle_seed", shuffle_seed)
-        for name, value in (("repeat", repeat), ("drop_remainder", drop_remainder)):
-            known = bool(value) if isinstance(value, np.bool_) else value
-            check_instance(name, known, bool, f"Use `{name}=True` or leave it out.")
+        check_one_of("repeat", repeat, (True, False))
+        check_one_of("drop_remainder", drop_remainder, (True, False))
         if drop_remainder and not repeat and self.batch_size > num_examples:
             raise BatchSizeError(
                 f"`batch_size` is {self.batch_size}, but there are {num_examples} "
@@ -86,9 +85,8 @@ class IndexedDataset(abc.ABC):
     @property
     def full_size(self) -> int:
         """Examples in every batch but perhaps the last."""
-        if self.repeat:
-            return self.batch_size
-        return min(self.batch_size, self.num_examples)
+        size = self.batch_size
+        return size if self.repeat else min(size, self.num_examples)
 
     @property
     def num_batches(self) -> int | None:
@@ -119,7 +117,11 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class IndexedIterator:
-    """Draws the rows of one batch after another, from an epoch on."""
+    """Draws the rows of one batch after another, from an epoch on.
+
+    Its state is the epoch and how many of its examples were used, so that it may be
+    restored with another batch size.
+    """
 
     def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
         self._dataset = dataset
@@ -153,15 +155,10 @@ class IndexedIterator:
         return dataset.read_rows(rows)
 
     def get_state(self) -> dict[str, int]:
-        """Returns the epoch and how many of its examples were used."""
-        return {
-            "epoch": self._epoch,
-            "index": self._index,
-            "num_examples": self._dataset.num_examples,
-        }
+        count = self._dataset.num_examples
+        return {"epoch": self._epoch, "index": self._index, "num_examples": count}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position, also one of another batch size."""
         count, epoch, index = self._dataset.num_examples, state["epoch"], state["index"]
         if state["num_examples"] != count or epoch < 0 or not 0 <= index <= count:
             raise DatasetStateError(
@@ -206,10 +203,8 @@ def from_arrays(
         that one can be restored with another batch size.
 
     Raises:
-        TypeError: If `arrays` has no leaf or a leaf is not an array of numbers, or
-            `repeat` or `drop_remainder` is neither True nor False.
-        ValueError: If `batch_size` is not a positive integer, `shuffle_seed` is
-            negative, or there is no example.
+        TypeError: If `arrays` has no leaf or a leaf is not an array of numbers.
+        ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If leading sizes differ, or `drop_remainder` leaves no batch.
     """
     return ArrayDataset(arrays, batch_size, shuffle_seed, repeat, drop_remainder)

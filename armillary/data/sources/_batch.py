@@ -1,6 +1,5 @@
 """The definition of a batch: a pytree of arrays whose first axis counts examples."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -36,20 +35,28 @@ def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]
 
 def as_numpy(leaf: Any) -> Any:
     """Returns an array of another library as a NumPy array, and anything else as is."""
-    is_foreign = not isinstance(leaf, np.ndarray | np.generic | jax.Array)
-    if is_foreign and hasattr(leaf, "__array__"):
-        try:
-            return np.asarray(leaf)
-        except (TypeError, ValueError, RuntimeError):
-            pass  # Such as a tensor on a GPU: the message shows it as it is.
-    return leaf
+    is_known = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+    return leaf if is_known or not hasattr(leaf, "__array__") else np.asarray(leaf)
+
+
+def _is_numeric(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    # Kind "V" holds structured types, and also bfloat16 and its relatives.
+    return isinstance(leaf, np.ndarray | np.generic) and (
+        leaf.dtype.kind in "biufc" or jax.dtypes.issubdtype(leaf.dtype, np.number)
+    )
 
 
 def _find_problem(batch: Batch, name: str) -> Exception:
     """Returns the error that says why something is not a batch."""
     named = _named_leaves(batch)
     wrong = [
-        f"{path}: {_describe(leaf)}" for path, leaf in named if not _is_numeric(leaf)
+        f"{path}: {type(leaf).__name__} of dtype {leaf.dtype}"
+        if hasattr(leaf, "dtype")
+        else f"{path}: {type(leaf).__name__} {leaf!r:.40}"
+        for path, leaf in named
+        if not _is_numeric(leaf)
     ]
     if wrong:
         return TypeError(
@@ -65,15 +72,14 @@ def _find_problem(batch: Batch, name: str) -> Exception:
             f"count the examples:\n{_list(flat)}\nBatch the data set, or repeat the "
             "value for every example, as in `np.full(batch_size, value)`."
         )
-    counts = Counter(leaf.shape[0] for _, leaf in named)
-    # Of many leaves, those of a rare size are the ones to see.
-    named.sort(key=lambda each: counts[each[1].shape[0]])
-    sizes = [
-        f"{path}: {leaf.shape[0]} examples, shape {leaf.shape}" for path, leaf in named
-    ]
+    lines: dict[int, str] = {}  # One for each size.
+    for path, leaf in named:
+        line = f"{path}: {leaf.shape[0]} examples, shape {leaf.shape}"
+        lines.setdefault(leaf.shape[0], line)
     return BatchSizeError(
         f"{name} has leaves of different leading sizes, but the first axis of all "
-        f"must count the same examples:\n{_list(sizes)}\nGive all leaves one size."
+        f"must count the same examples:\n{_list([*lines.values()])}\n"
+        "Give all leaves one size."
     )
 
 
@@ -152,48 +158,15 @@ def describe_shapes(arrays: PyTree) -> str:
     return ", ".join(map(str.strip, _list(shapes).splitlines()))
 
 
-def _is_numeric(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray | np.generic):
-        # Kind "V" holds structured types, and also bfloat16 and its relatives.
-        return leaf.dtype.kind in "biufc" or jax.dtypes.issubdtype(
-            leaf.dtype, np.number
-        )
-    return isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    )
-
-
 def show_path(path: Any) -> str:
     """Returns where in a batch a leaf is, as messages show it."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
 def _named_leaves(batch: PyTree) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths; a list of numbers is shown as one."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list_of_numbers)
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
     return [(show_path(path), leaf) for path, leaf in leaves]
-
-
-def _is_list_of_numbers(value: Any) -> bool:
-    leaves = jax.tree.leaves(value) if isinstance(value, list) else []
-    return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
 
 
 def _list(lines: list[str]) -> str:
     return list_lines(lines, _MOST_LISTED)
-
-
-def _describe(leaf: Any) -> str:
-    """Returns what a leaf is, and why NumPy cannot take it."""
-    if isinstance(leaf, list):
-        kinds = sorted({type(item).__name__ for item in leaf})
-        return f"list of {len(leaf)} x {' or '.join(kinds)}"
-    if not hasattr(leaf, "dtype"):
-        return f"{type(leaf).__name__} {leaf!r:.40}"
-    reason = ""
-    if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array):
-        try:
-            np.asarray(leaf)
-        except (TypeError, ValueError, RuntimeError) as error:
-            reason = f" ({error})"
-    return f"{type(leaf).__name__} of dtype {leaf.dtype}{reason}"

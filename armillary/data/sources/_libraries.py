@@ -1,12 +1,13 @@
-"""Data sets of Grain, TensorFlow, PyTorch and Hugging Face as sources.
+"""Whatever gives batches as a source: the only place that looks at its type.
 
-None of these libraries is imported here: an object can only be of one of their classes
-if the program has imported it already.
+None of the libraries is imported here: an object can only be of one of their classes if
+the program has imported it already.
 """
 
 import functools
 import io
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,36 +16,78 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
 from armillary.data.sources._batch import check_batch, show_path
-from armillary.data.sources._iterables import (
+from armillary.data.sources._source import (
     IterableSource,
     LoaderIterator,
-    has_state_dict,
+    Source,
+    from_iterator,
+    has_methods,
 )
 from armillary.typing import Batch
 
+_STATE_DICT = ("__iter__", "state_dict", "load_state_dict")
+"""The methods of loaders that have a position themselves."""
 _MOST_READ = 16
 """How many examples of a `datasets.Dataset` a fingerprint reads."""
 
 
-def as_library_source(source: Any) -> IterableSource | None:
-    """Returns a source if `source` is a data set of one of the libraries, or None."""
-    for kind in ("MapDataset", "IterDataset", "DataLoader"):
-        if _is_kind(source, "grain", kind):
-            return _from_grain(source, kind)
-    if _is_kind(source, "tensorflow", "data.Dataset"):
-        return _from_tf_data(source)
-    if _is_kind(source, "torch", "utils.data.DataLoader"):
-        return _from_torch(source)
-    for kind in ("Dataset", "DatasetDict"):
-        if _is_kind(source, "datasets", kind):
-            raise TypeError(
-                f"The data set is a `datasets.{kind}`, but it must give batches. Use "
-                "`armillary.data.from_huggingface(dataset, batch_size=...)` with one "
-                "split."
-            )
-    if _is_kind(source, "datasets", "IterableDataset"):
-        return _from_huggingface_stream(source)
-    return None
+def as_source(source: Any) -> Source:
+    """Returns `source` as a `Source`.
+
+    Args:
+        source: What `from_arrays` or its like returned; a `grain.MapDataset` (batched),
+            `grain.IterDataset` or `grain.DataLoader`; a `tf.data.Dataset` (batched); a
+            PyTorch `DataLoader`; a Hugging Face `IterableDataset` (batched); an
+            iterable of batches, such as a list; a function without arguments that
+            returns an iterator, such as a generator function; an iterator, for one
+            pass; or a `Source`.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(source, Source):
+        return source
+    for library, kind, make in (
+        ("grain", "MapDataset", _from_grain),
+        ("grain", "IterDataset", _from_grain),
+        ("grain", "DataLoader", _from_grain),
+        ("tensorflow", "data.Dataset", _from_tf_data),
+        ("torch", "utils.data.DataLoader", _from_torch),
+        ("datasets", "Dataset", _refuse_examples),
+        ("datasets", "DatasetDict", _refuse_examples),
+        ("datasets", "IterableDataset", _from_huggingface_stream),
+    ):
+        if _is_kind(source, library, kind):
+            return make(source, kind)
+    parts = source if isinstance(source, tuple) and source else (None,)
+    are_arrays = all(isinstance(part, np.ndarray | jax.Array) for part in parts)
+    if are_arrays or isinstance(source, dict | np.ndarray | jax.Array):
+        raise TypeError(
+            f"The data set is a {type(source).__name__} of arrays, but it must give "
+            "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
+        )
+    if hasattr(source, "open_reader"):
+        raise TypeError(
+            "The data set is a distributed dataset already. Pass the data set that it "
+            "was made from, or use it as it is."
+        )
+    if isinstance(source, Iterator):
+        return from_iterator(source)
+    name = f"iterable {type(source).__name__}"
+    if has_methods(source, *_STATE_DICT):
+        return IterableSource(
+            lambda epoch: LoaderIterator(source), name, is_repositionable=True
+        )
+    if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
+        return IterableSource(lambda epoch: iter(source), name)
+    if isinstance(source, Callable):
+        return IterableSource(lambda epoch: iter(source()), "generator function")
+    raise TypeError(
+        f"The data set is {source!r:.80} of type {type(source).__name__}, but it must "
+        "give batches. Pass the result of `armillary.data.from_arrays`, a data set or "
+        "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
+        "or a generator function."
+    )
 
 
 def _is_kind(value: Any, library: str, path: str) -> bool:
@@ -84,7 +127,7 @@ def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
     return order
 
 
-def _from_tf_data(dataset: Any) -> IterableSource:
+def _from_tf_data(dataset: Any, kind: str) -> IterableSource:
     # It has no positions: TensorFlow saves an iterator as files, with all that its
     # buffers hold, and that after each batch.
     specs = jax.tree_util.tree_leaves_with_path(dataset.element_spec)
@@ -102,7 +145,7 @@ def _from_tf_data(dataset: Any) -> IterableSource:
         )
     # Its arrays share the memory of tensors, which nobody writes to.
     made = IterableSource(
-        lambda epoch: dataset.as_numpy_iterator(), "tf.data.Dataset", copies=False
+        lambda epoch: dataset.as_numpy_iterator(), f"tf.{kind}", copies=False
     )
     count = int(dataset.cardinality())
     made.is_endless = count == sys.modules["tensorflow"].data.INFINITE_CARDINALITY
@@ -110,18 +153,21 @@ def _from_tf_data(dataset: Any) -> IterableSource:
     return made
 
 
-def _from_torch(loader: Any) -> IterableSource:
-    name = f"torch {type(loader).__name__}"
-    # Without a batch size, a loader gives what the data set gives, perhaps a buffer.
-    copies = loader.batch_size is None and loader.batch_sampler is None
-    has_position = has_state_dict(loader)
+def _from_torch(loader: Any, kind: str) -> IterableSource:
+    has_position = has_methods(loader, *_STATE_DICT)
 
     def make(epoch: int) -> Any:
         if has_position:
             return _TorchIterator(loader, _as_arrays_of_torch)
         return map(_as_arrays_of_torch, loader)
 
-    return IterableSource(make, name, copies=copies, is_repositionable=has_position)
+    return IterableSource(
+        make,
+        f"torch {type(loader).__name__}",
+        # Without a batch size, it gives what the data set gives, perhaps a buffer.
+        copies=loader.batch_size is None and loader.batch_sampler is None,
+        is_repositionable=has_position,
+    )
 
 
 class _TorchIterator(LoaderIterator):
@@ -153,9 +199,15 @@ def _as_arrays_of_torch(batch: Any) -> Batch:
     return jax.tree.map(convert, batch)
 
 
-def _from_huggingface_stream(dataset: Any) -> IterableSource:
-    has_buffer = _has_buffer(dataset._ex_iterable)
-    start = dataset.state_dict()
+def _refuse_examples(dataset: Any, kind: str) -> IterableSource:
+    raise TypeError(
+        f"The data set is a `datasets.{kind}`, but it must give batches. Use "
+        "`armillary.data.from_huggingface(dataset, batch_size=...)` with one split."
+    )
+
+
+def _from_huggingface_stream(dataset: Any, kind: str) -> IterableSource:
+    has_buffer, start = _has_buffer(dataset._ex_iterable), dataset.state_dict()
 
     def begin(epoch: int) -> None:
         dataset.set_epoch(epoch)
@@ -164,10 +216,8 @@ def _from_huggingface_stream(dataset: Any) -> IterableSource:
     def make(epoch: int) -> LoaderIterator:
         return LoaderIterator(dataset, _as_columns, functools.partial(begin, epoch))
 
-    name = "Hugging Face IterableDataset"
-    name += " with a shuffle buffer" if has_buffer else ""
-    can_go_back = not has_buffer
-    return IterableSource(make, name, copies=False, is_repositionable=can_go_back)
+    name = f"Hugging Face {kind}{' with a shuffle buffer' if has_buffer else ''}"
+    return IterableSource(make, name, copies=False, is_repositionable=not has_buffer)
 
 
 def _has_buffer(examples: Any) -> bool:
@@ -226,8 +276,7 @@ def from_huggingface(
         ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If `drop_remainder` leaves no batch.
     """
-    options = batch_size, shuffle_seed, repeat, drop_remainder
-    return HuggingFaceDataset(dataset, *options)
+    return HuggingFaceDataset(dataset, batch_size, shuffle_seed, repeat, drop_remainder)
 
 
 class HuggingFaceDataset(IndexedDataset):
@@ -243,12 +292,11 @@ class HuggingFaceDataset(IndexedDataset):
                 "stream is used as it is, with `dataset.batch(batch_size)`."
             )
         super().__init__("dataset", len(dataset), *options)
-        form = dataset.format
-        if form["type"] != "custom":
+        form = dict(dataset.format)
+        if form.pop("type") != "custom":
+            names = ("columns", "output_all_columns")
             dataset = dataset.with_format(
-                "numpy",
-                columns=form["columns"],
-                output_all_columns=form["output_all_columns"],
+                "numpy", **{name: form[name] for name in names}
             )
         self._dataset = dataset
         # What no device can hold shows here, and not in the middle of a program.

@@ -1,20 +1,18 @@
-"""The one protocol of all sources, and the only place that looks at their types."""
+"""The one protocol of all sources; iterables, functions and iterators that keep it."""
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from armillary.data.sources._iterables import (
-    IterableSource,
-    LoaderIterator,
-    from_function,
-    from_iterator,
-    has_state_dict,
-)
-from armillary.data.sources._libraries import as_library_source
+from armillary.data.sources._batch import as_numpy
+from armillary.errors import DatasetStateError
 from armillary.typing import Batch
+
+POSITION = ("get_state", "set_state")
+"""The methods of iterators that can go back."""
 
 
 class SourceIterator(Protocol):
@@ -22,7 +20,6 @@ class SourceIterator(Protocol):
 
     def __next__(self) -> Batch:
         """Returns the next batch, which nobody writes to afterwards."""
-        ...
 
     def get_state(self) -> Any:
         """Returns the position after the last batch, from what JSON can hold.
@@ -30,11 +27,9 @@ class SourceIterator(Protocol):
         Called only if the source is repositionable. The result must not change when
         the iterator moves on. Bytes are allowed too.
         """
-        ...
 
     def set_state(self, state: Any) -> None:
         """Goes to a position that `get_state` returned, perhaps in another process."""
-        ...
 
 
 @runtime_checkable
@@ -52,58 +47,131 @@ class Source(Protocol):
     @property
     def full_size(self) -> int | None:
         """Examples in every batch but perhaps the last, or None if not known."""
-        ...
 
     def make_iterator(self, epoch: int) -> SourceIterator:
         """Returns an iterator from the start of pass `epoch`, counted from 0."""
         ...
 
 
-def as_source(source: Any) -> Source:
-    """Returns `source` as a `Source`.
+class IterableSource:
+    """Makes a new iterator for every pass, given its number.
 
-    Args:
-        source: What `from_arrays` or its like returned; a `grain.MapDataset` (batched),
-            `grain.IterDataset` or `grain.DataLoader`; a `tf.data.Dataset` (batched); a
-            PyTorch `DataLoader`; a Hugging Face `IterableDataset` (batched); an
-            iterable of batches, such as a list; a function without arguments that
-            returns an iterator, such as a generator function; an iterator, for one
-            pass; or a `Source`.
-
-    Raises:
-        TypeError: If it is none of these.
+    `copies` says whether batches may be one buffer that is filled again. Without
+    `is_repositionable`, the first iterator shows whether they have positions.
     """
-    if isinstance(source, Source):
-        return source
-    made = as_library_source(source)
-    if made is not None:
-        return made
-    parts = source if isinstance(source, tuple) and source else (None,)
-    are_arrays = all(isinstance(part, np.ndarray | jax.Array) for part in parts)
-    if are_arrays or isinstance(source, dict | np.ndarray | jax.Array):
-        raise TypeError(
-            f"The data set is a {type(source).__name__} of arrays, but it must give "
-            "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
-        )
-    if hasattr(source, "open_reader"):
-        raise TypeError(
-            "The data set is a distributed dataset already. Pass the data set that it "
-            "was made from, or use it as it is."
-        )
-    if isinstance(source, Iterator):
-        return from_iterator(source)
-    name = f"iterable {type(source).__name__}"
-    if has_state_dict(source):
-        return IterableSource(
-            lambda epoch: LoaderIterator(source), name, is_repositionable=True
-        )
-    if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
-        return IterableSource(lambda epoch: iter(source), name)
-    if isinstance(source, Callable):
-        return from_function(source)
-    raise TypeError(
-        f"The data set is {source!r:.80} of type {type(source).__name__}, but it must "
-        "give batches. Pass the result of `armillary.data.from_arrays`, a data set or "
-        "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
-        "or a generator function."
-    )
+
+    full_size = None
+
+    def __init__(
+        self,
+        make: Callable[[int], Any],
+        name: str,
+        *,
+        copies: bool = True,
+        is_repositionable: bool | None = None,
+    ) -> None:
+        self.name = name
+        # What is known of its data; the last is what a position depends on.
+        self.is_endless = False
+        self.num_batches: int | None = None
+        self.order_of_examples: dict[str, Any] = {}
+        self._make, self._copies = make, copies
+        self._is_repositionable = is_repositionable
+        self._unused: Any = None
+
+    @property
+    def is_repositionable(self) -> bool:
+        if self._is_repositionable is None:
+            self._unused = self._make(0)
+            self._is_repositionable = has_methods(self._unused, *POSITION)
+        return self._is_repositionable
+
+    def make_iterator(self, epoch: int) -> "OwnIterator":
+        iterator, self._unused = self._unused, None
+        if iterator is None:
+            iterator = self._make(epoch)
+        return OwnIterator(iterator, self._copies)
+
+
+class OwnIterator:
+    """One pass: batches, and states, that nobody changes afterwards."""
+
+    def __init__(self, iterator: Any, copies: bool) -> None:
+        self._iterator, self._copies = iterator, copies
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator)
+        return jax.tree.map(_copy, batch) if self._copies else batch
+
+    def get_state(self) -> Any:
+        # Many iterators return the live object.
+        return copy.deepcopy(self._iterator.get_state())
+
+    def set_state(self, state: Any) -> None:
+        self._iterator.set_state(copy.deepcopy(state))
+
+
+def _copy(leaf: Any) -> Any:
+    array = as_numpy(leaf)
+    return array.copy() if isinstance(array, np.ndarray) else array
+
+
+class LoaderIterator:
+    """One pass over a loader that has its position itself, as `state_dict`.
+
+    What `iter` makes of such a loader has no state. So only one pass over it goes on at
+    a time; it begins, with `begin`, when it is first asked for something.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        convert: Callable[[Any], Batch] = lambda batch: batch,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loader, self._convert, self._begin = loader, convert, begin
+        self._iterator: Iterator[Any] | None = None
+
+    def __next__(self) -> Batch:
+        return self._convert(next(self._open()))
+
+    def get_state(self) -> Any:
+        self._open()
+        return self.loader.state_dict()
+
+    def set_state(self, state: Any) -> None:
+        self._begin()
+        self.loader.load_state_dict(state)
+        self._iterator = iter(self.loader)
+
+    def _open(self) -> Iterator[Any]:
+        if self._iterator is None:
+            self._begin()
+            self._iterator = iter(self.loader)
+        return self._iterator
+
+
+def has_methods(value: Any, *names: str) -> bool:
+    """Returns whether a value has all of these methods."""
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def from_iterator(iterator: Any) -> IterableSource:
+    """Returns a source of a single pass, unless the iterator can be taken back."""
+    has_begun, can_go_back = False, has_methods(iterator, *POSITION)
+    start = copy.deepcopy(iterator.get_state()) if can_go_back else None
+
+    def begin(epoch: int) -> Any:
+        nonlocal has_begun
+        if has_begun and not can_go_back:
+            raise DatasetStateError(
+                f"The data set is an iterator of type {type(iterator).__name__}, which "
+                "gives its batches once, and a second pass was asked for. Pass the "
+                "function that makes it (`make_batches`, not `make_batches()`)."
+            )
+        if has_begun:
+            iterator.set_state(copy.deepcopy(start))
+        has_begun = True
+        return iterator
+
+    return IterableSource(begin, "iterator", is_repositionable=can_go_back)

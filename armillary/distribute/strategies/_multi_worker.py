@@ -16,7 +16,7 @@ from armillary.cluster.resolvers._schedulers import resolve_cluster
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.data.sources._arrays import IndexedDataset
-from armillary.data.sources._source import as_source
+from armillary.data.sources._libraries import as_source
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data

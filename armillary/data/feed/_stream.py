@@ -1,0 +1,350 @@
+"""The batches of a source: where each of them is, and how they are read ahead.
+
+A position is what is stored of a place in a data set. A `Prefetcher` reads on from one,
+in a thread of its own or in the caller's.
+"""
+
+import atexit
+import base64
+import copy
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from armillary._checks import list_lines
+from armillary._process import READER_THREADS
+from armillary.data.sources._batch import as_device_values, check_batch
+from armillary.data.sources._source import Source
+from armillary.errors import DatasetStateError
+from armillary.typing import PyTree
+
+T = TypeVar("T")
+
+_EXIT_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two batches."""
+
+    epoch: int = 0  # which pass over the source
+    source: Any = None  # the source's own state; None at the start of a pass
+    full_size: int | None = None  # of the pass's first batch, for the remainder options
+    is_exhausted: bool = False  # whether the pass is over
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether it is the same place in any order of any data."""
+        return self.source is None or self.is_exhausted
+
+
+def encode_position(position: Position, kind: str) -> dict[str, Any]:
+    """Returns `position` as a dictionary that `json.dumps` accepts."""
+    return {
+        "kind": kind,
+        "epoch": position.epoch,
+        "source": _encode(position.source, kind),
+        "exhausted": position.is_exhausted,
+        "full_size": position.full_size,
+    }
+
+
+def decode_position(state: Mapping[str, Any], kind: str) -> Position:
+    """Returns the position that `encode_position` wrote."""
+    if state.get("kind") != kind:
+        raise DatasetStateError(
+            f"`state` was saved from another kind of source: {state.get('kind')}, and "
+            f"not {kind}. Build the dataset from the same kind of source, or leave it "
+            "out of the checkpoint."
+        )
+    source = _decode(state["source"])
+    return Position(state["epoch"], source, state["full_size"], state["exhausted"])
+
+
+def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises if a position belongs to another order of examples than the program's."""
+    # What only one of them knows is not compared: an older release saved less.
+    lines = [
+        f"{name}: {saved[name]} in the state, {own[name]} in the program"
+        for name in own
+        if name in saved and saved[name] != own[name]
+    ]
+    if lines:
+        raise DatasetStateError(
+            "`state` was saved from other data, or from another order of them, in "
+            f"which its position is another place:\n{list_lines(lines)}\n"
+            "Pass the data and the seed that the state was saved with. To go on in a "
+            "checkpoint with other ones, from their beginning, name them in its "
+            'manager: `CheckpointManager(..., may_differ="train_dataset")`.'
+        )
+
+
+def _encode(value: Any, kind: str) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes():
+            return {"__bytes__": base64.b64encode(value).decode("ascii")}
+        case np.generic():
+            return value.item()
+        case np.ndarray():
+            return {"__array__": value.tolist(), "dtype": str(value.dtype)}
+        case list():
+            return [_encode(item, kind) for item in value]
+        case tuple():
+            return {"__tuple__": [_encode(item, kind) for item in value]}
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: _encode(item, kind) for key, item in value.items()}
+    raise DatasetStateError(
+        f"`get_state` of the source ({kind}) returned {value!r:.80} of type "
+        f"{type(value).__name__}, but a position must be made of what JSON can hold. "
+        "Return numbers, strings, bytes, arrays, and lists and dictionaries of them."
+    )
+
+
+def _decode(value: Any) -> Any:
+    match value:
+        case list():
+            return [_decode(item) for item in value]
+        case {"__bytes__": text, **rest} if not rest:
+            return base64.b64decode(text)
+        case {"__array__": items, "dtype": dtype, **rest} if not rest:
+            return np.array(items, dtype)
+        case {"__tuple__": items, **rest} if not rest:
+            return tuple(_decode(items))
+        case dict():
+            return {key: _decode(item) for key, item in value.items()}
+    return value
+
+
+class SourceBatch(NamedTuple):
+    """A batch of a source, and the position after it."""
+
+    arrays: PyTree
+    position: Position
+
+
+def read_batches(
+    source: Source, position: Position, note: Callable[[SourceBatch], None]
+) -> "Prefetcher[SourceBatch]":
+    """Returns the batches of one pass, on from a position, to look at or to take.
+
+    They are NumPy arrays of one leading size, in device dtypes. Those without rows are
+    left out. `note` is told of each that is read.
+    """
+    if position.is_exhausted:
+        return Prefetcher(iter(()), 0)
+    iterator = source.make_iterator(position.epoch)
+    if position.source is not None:
+        try:
+            # Iterators may keep the state and change it as they move on.
+            iterator.set_state(copy.deepcopy(position.source))
+        except DatasetStateError:
+            raise
+        except Exception as error:
+            raise DatasetStateError(
+                f"`state` does not fit the source ({source.name}).\n"
+                f"  in the state:    {position.source!r:.300}\n"
+                f"  the source says: {type(error).__name__}: {error}\n"
+                "Build the data set as it was when the state was saved, or leave the "
+                "dataset out of the checkpoint."
+            ) from error
+    has_positions = source.is_repositionable
+
+    def read() -> Iterator[SourceBatch]:
+        full_size = source.full_size or position.full_size
+        for number in itertools.count():
+
+            def get_name(number: int = number) -> str:
+                return f"Batch {number} of the source ({source.name})"
+
+            try:
+                raw = next(iterator)
+            except StopIteration:
+                return
+            arrays, num_rows = check_batch(raw, get_name)
+            if num_rows:
+                arrays = as_device_values(arrays, get_name)
+                full_size = full_size or num_rows
+                state = iterator.get_state() if has_positions else None
+                batch = SourceBatch(arrays, Position(position.epoch, state, full_size))
+                note(batch)
+                yield batch
+
+    return Prefetcher(read(), 0)
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over `items`, reading up to `size` of them ahead.
+
+    A `size` of 0 reads in the caller's thread. Any other starts a thread with the first
+    `next`, which has the JAX settings that hold there: those of `with
+    jax.enable_x64(True):` belong to one thread. It ends when nobody holds `owner`,
+    which the items may not hold. An error is raised by the `next` that would have
+    returned the item, and again by every later one.
+    """
+
+    def __init__(
+        self, items: Iterator[T], size: int, owner: object | None = None
+    ) -> None:
+        self._items: Iterator[T] | None = items
+        self._size = size
+        self._ready: deque[T] = deque()  # `current` is the first of them.
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._has_read_all = self._is_closed = False
+        self._error: BaseException | None = None
+        self.current: T | None = None  # What `head` returned, until `pop`.
+        # Collection may happen anywhere: it asks the thread to end, and goes on.
+        self._finalizer: weakref.finalize[..., Any] | None = (
+            None if owner is None else weakref.finalize(owner, self._request_stop)
+        )
+
+    def __iter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __next__(self) -> T:
+        item = self.head()
+        self.pop()
+        if self._size:
+            self.read_on()
+        return item
+
+    def head(self) -> T:
+        """Returns the next item, the same one until `pop`; leaves the thread asleep.
+
+        A thread that wakes up takes the interpreter from the one that has just got its
+        item. So the next item is read when `read_on` is called, or one is missing.
+        """
+        if not self._ready and not self._size:
+            self._read()
+        elif not self._ready:
+            if not self._is_closed:
+                self._start()
+            with self._changed:
+                while not (self._ready or self._has_read_all or self._is_closed):
+                    self._changed.notify_all()
+                    self._changed.wait()
+        if self._ready:
+            self.current = self._ready[0]
+            return self.current
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def pop(self) -> None:
+        """Lets go of what `head` returned."""
+        # ORDER: an interrupt in between gives the item out again, and loses none.
+        self.current = None
+        if self._ready:
+            self._ready.popleft()
+
+    def read_on(self) -> None:
+        """Wakes the thread up, to read until `size` items are there."""
+        with self._changed:
+            if not self._is_full():
+                self._changed.notify_all()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next item, or the end, is there without waiting."""
+        return bool(self._ready) or self._has_read_all
+
+    @property
+    def ahead(self) -> T | None:
+        """What `head` is going to return, if it has been read."""
+        return next(iter(self._ready), None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all items were given out."""
+        return self._has_read_all and self._error is None and not self._ready
+
+    def is_coming(self, seconds: float) -> bool:
+        """Waits that long for an item; returns whether the thread still reads it."""
+        with self._changed:
+            if self._thread is None or self._is_closed or self.is_ready:
+                return False
+            self._changed.notify_all()
+            self._changed.wait(seconds)
+            return not self.is_ready
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Ends the thread and waits for it; what was read ahead is lost."""
+        self._request_stop()
+        if self._finalizer is not None:
+            self._finalizer.detach()  # It holds this object.
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(timeout_seconds)
+
+    def _is_full(self) -> bool:
+        return len(self._ready) - (self.current is not None) >= self._size
+
+    def _request_stop(self) -> None:
+        with self._changed:
+            self._is_closed, self.current = True, None
+            self._ready.clear()
+            if self._thread is None:
+                self._items = None  # A thread does that when it ends.
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            config: Any = jax.config
+            settings = config.jax_enable_x64, config.jax_default_device
+            self._thread = threading.Thread(
+                target=self._run, args=settings, name=READER_THREADS, daemon=True
+            )
+            _running.add(self)
+        if self._thread.ident is None:  # An interrupt may have come before.
+            self._thread.start()
+
+    def _run(self, enable_x64: bool, default_device: Any) -> None:
+        with jax.enable_x64(enable_x64), jax.default_device(default_device):
+            while True:
+                with self._changed:
+                    while self._is_full() and not self._is_closed:
+                        self._changed.wait()
+                    if self._is_closed or self._has_read_all:
+                        # The iterator holds the data source, which is freed here.
+                        self._items = None
+                        return
+                self._read()
+
+    def _read(self) -> None:
+        """Reads one item, or notes the end or the error."""
+        if self._items is None or self._has_read_all or self._is_closed:
+            return
+        try:
+            item = next(self._items)
+        # Whatever it is, the consumer must not wait for ever.
+        except BaseException as error:
+            with self._changed:
+                self._has_read_all = True
+                self._error = None if isinstance(error, StopIteration) else error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._ready.append(item)
+            self._changed.notify_all()
+
+
+_running: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends all threads while the interpreter and JAX still work."""
+    queues = list(_running)
+    for queue in queues:
+        queue.close(0.0)
+    for queue in queues:
+        queue.close(_EXIT_TIMEOUT_SECONDS)
