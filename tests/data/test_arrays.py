@@ -110,29 +110,6 @@ ROWS = np.arange(3)
 
 @mistakes(
     {
-        ValueError: {
-            "`batch_size` is 0": lambda: from_arrays(ROWS, batch_size=0),
-            "`batch_size` is 2.0": lambda: from_arrays(ROWS, batch_size=2.0),
-            "`batch_size` is True": lambda: from_arrays(ROWS, batch_size=True),
-            "`shuffle_seed` is -1": lambda: from_arrays(
-                ROWS, batch_size=1, shuffle_seed=-1
-            ),
-            "`arrays` has 0 examples": lambda: from_arrays(ROWS[:0], batch_size=1),
-            "`repeat` is 'False', but": lambda: from_arrays(
-                ROWS, batch_size=1, repeat="False"
-            ),
-            "`drop_remainder` is 1, but": lambda: from_arrays(
-                ROWS, batch_size=1, drop_remainder=1
-            ),
-        },
-        TypeError: {
-            r"`arrays` is \{\}, which holds no array": (
-                lambda: from_arrays({}, batch_size=1)
-            ),
-            "`arrays` has leaves that are not arrays": (
-                lambda: from_arrays([1, 2], batch_size=1)
-            ),
-        },
         BatchSizeError: {
             r"(?s)`arrays` has leaves of diff.*  x: 3 examples.*  y: 4 examples": (
                 lambda: from_arrays({"x": ROWS, "y": np.arange(4)}, batch_size=1)

@@ -1,5 +1,3 @@
-import re
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,12 +15,6 @@ def test_numpy_and_jax_leaves_become_numpy():
     assert num_rows == 3
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(arrays))
     assert arrays["y"][0].dtype == ml_dtypes.bfloat16
-
-
-@pytest.mark.parametrize("batch", [{}, None, ()])
-def test_batch_without_leaves_is_an_error(batch):
-    with pytest.raises(TypeError, match=r"A batch is .*, which holds no array"):
-        check_batch(batch, lambda: "A batch")
 
 
 def test_leaves_that_are_not_arrays_are_all_named():
@@ -108,11 +100,6 @@ def test_arrays_of_other_libraries_are_copied_as_they_are_read():
     iterator = as_source(fill).make_iterator(0)
     read = [next(iterator) for _ in range(3)]
     assert [batch.tolist() for batch in read] == [[0, 0], [1, 1], [2, 2]]
-
-
-def test_a_bare_array_is_named_root():
-    with pytest.raises(TypeError, match=re.escape("(root): ndarray of dtype <U1")):
-        check_batch(np.array(["a"]), lambda: "A batch")
 
 
 def test_signature_uses_device_dtypes():

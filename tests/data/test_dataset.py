@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.errors import BatchSizeError, DatasetStateError
+from armillary.errors import DatasetStateError
 from tests import problems
 from tests.feeds import open_reader, wait_until
 
@@ -176,17 +176,6 @@ def test_after_a_finished_pass_training_has_no_data_and_evaluation_has(make_data
         assert len(list(open_reader(resumed, exact=exact))) == count
 
 
-def test_a_dropped_iterator_is_not_repositioned(make_dataset):
-    dataset = make_dataset(SOURCES["arrays"]())
-    iterator = iter(dataset)
-    read(iterator, 2)
-    state = dataset.get_state()
-    rest = read(iterator)
-    del iterator
-    dataset.set_state(state)
-    assert read(iter(dataset)) == rest
-
-
 def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
     release = threading.Event()
 
@@ -242,12 +231,6 @@ def test_states_that_do_not_fit_change_nothing(make_dataset):
     assert read(iterator) == everything[2:]
 
 
-def test_state_of_another_source_shows_both_kinds(make_dataset):
-    state = make_dataset(SOURCES["arrays"]()).get_state()
-    with pytest.raises(DatasetStateError, match="arrays, and not iterable"):
-        make_dataset(PositionedIterable()).set_state(state)
-
-
 @pytest.mark.parametrize(
     ("source", "name"),
     [
@@ -267,14 +250,6 @@ def test_sources_without_a_position_say_so(make_dataset, source, name):
         with pytest.raises(DatasetStateError, match=message):
             ask()
     assert read(iter(dataset)) == [batch.tolist() for batch in make_batches()]
-
-
-def test_unequal_share_is_an_error_at_that_batch(make_dataset):
-    iterator = iter(make_dataset(from_arrays(np.arange(7), batch_size=4)))
-    next(iterator)
-    for _ in range(2):
-        with pytest.raises(BatchSizeError, match="A batch has 3 examples, which"):
-            next(iterator)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -370,10 +345,3 @@ def test_element_spec_of_no_data_is_an_error(make_dataset):
     for source, name in [([], "iterable list"), (iter([]), "iterator")]:
         with pytest.raises(ValueError, match=rf"source \({name}\) has no batches"):
             _ = make_dataset(source).element_spec
-
-
-def test_batches_can_be_asked_for_by_the_name_of_tf_distribute(make_layout):
-    iterator = iter(DistributedDataset([np.zeros(2)], make_layout(2)))
-    assert iterator.get_next().arrays.tolist() == [[0], [0]]
-    with pytest.raises(StopIteration):
-        iterator.get_next()

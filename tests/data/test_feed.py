@@ -309,12 +309,3 @@ def test_padded_batches_make_one_program(make_dataset):
     chunks = read_chunks(open_chunks(dataset, exact=True, steps_per_chunk=2))
     assert {chunk.arrays[0]["mask"].shape for chunk in chunks} == {(2, 2, 2)}
     assert sum(int(chunk.arrays[0]["mask"].sum()) for chunk in chunks) == 11
-
-
-def test_a_closed_feed_has_no_chunks(make_dataset):
-    source = from_arrays(np.arange(4), batch_size=2, repeat=True)
-    feed = open_chunks(make_dataset(source), steps_per_chunk=2)
-    assert feed.next_chunk() is not None
-    feed.close()
-    assert feed.next_chunk() is None
-    assert feed.peek() == [None]

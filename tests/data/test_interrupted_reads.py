@@ -144,20 +144,6 @@ def test_a_source_that_cannot_go_back_is_an_error(make, name, index, compile_ste
     assert float(trainer.total) == float("1234"[: int(trainer.num_steps)] or 0)
 
 
-def test_an_iterator_over_a_source_that_cannot_go_back_says_so(make_layout):
-    dataset = DistributedDataset(
-        lambda: generate(interrupts), make_layout(2), options=InputOptions(prefetch=0)
-    )
-    interrupts = [1]
-    iterator = iter(dataset)
-    next(iterator)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    with pytest.raises(DatasetStateError, match="cannot go back to the batches"):
-        next(iterator)
-    assert as_numbers(batch.arrays for batch in dataset) == list(range(1, 9))
-
-
 def test_a_generator_that_a_thread_reads_goes_on():
     started, go_on = threading.Event(), threading.Event()
 

@@ -33,26 +33,6 @@ def share(size, num_replicas):
 
 @mistakes(
     {
-        ValueError: {
-            "`remainder` is 'fill', but it must be one": lambda: InputOptions(
-                remainder="fill"
-            ),
-            "`prefetch` is -1.*not negative": lambda: InputOptions(prefetch=-1),
-            "`prefetch` is 1.5.*not negative": lambda: InputOptions(prefetch=1.5),
-            "`prefetch` is True.*not negative": lambda: InputOptions(prefetch=True),
-            "`place_on_device` is 'gpu', but it must be one of True, False": (
-                lambda: InputOptions(place_on_device="gpu")
-            ),
-            "`num_input_pipelines` is 0": lambda: InputContext(0),
-            "`num_replicas_in_sync` is -1": lambda: InputContext(
-                num_replicas_in_sync=-1
-            ),
-            "`input_pipeline_id` is -1, but it must be an": lambda: InputContext(1, -1),
-            "`input_pipeline_id` is 1.5": lambda: InputContext(1, 1.5),
-            "`input_pipeline_id` is 2, .* and at most 1": lambda: InputContext(2, 2),
-            "`input_pipeline_id` is 1, .* and at most 0": lambda: InputContext(1, 1),
-            "`global_batch_size` is 0": lambda: share(0, 1),
-        },
         BatchSizeError: {
             r"100, which 8 replicas .* \(100 % 8 = 4\).*multiple of 8": (
                 lambda: share(100, 8)

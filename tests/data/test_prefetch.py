@@ -44,11 +44,6 @@ def test_reads_no_further_than_size():
     prefetcher.close()
 
 
-def test_size_zero_reads_in_the_callers_thread():
-    prefetcher = Prefetcher((threading.current_thread() for _ in range(2)), 0, OWNER)
-    assert list(prefetcher) == [threading.current_thread()] * 2
-
-
 def test_close_ends_the_thread_and_the_items(prefetch_threads):
     prefetcher = Prefetcher(iter(range(1000)), 2, OWNER)
     next(prefetcher)
@@ -56,14 +51,6 @@ def test_close_ends_the_thread_and_the_items(prefetch_threads):
     assert not prefetch_threads()
     with pytest.raises(StopIteration):
         next(prefetcher)
-
-
-def test_close_before_the_first_item_starts_nothing(prefetch_threads):
-    prefetcher = Prefetcher(iter(range(3)), 2, OWNER)
-    prefetcher.close()
-    with pytest.raises(StopIteration):
-        next(prefetcher)
-    assert not prefetch_threads()
 
 
 def test_the_thread_ends_with_its_owner(prefetch_threads):

@@ -80,12 +80,3 @@ def test_a_feed_that_was_replaced_does_not_move_the_position(dataset):
     state = dataset.get_state()
     assert (state["epoch"], state["source"]) == (1, None)
     following.close()
-
-
-def test_a_closed_feed_keeps_the_position(dataset):
-    feed = open_feed(dataset, exact=True)
-    next(feed.readers[0])
-    next(feed.readers[0])
-    feed.commit_taken()
-    feed.close()
-    assert get_index(dataset) == 6

@@ -300,13 +300,3 @@ def test_more_rows_than_32_bits_count_are_an_error():
 def test_the_default_device_may_be_chosen():
     with jax.default_device(jax.devices()[3]):
         assert list(armillary.DefaultStrategy().layout.devices) == [jax.devices()[3]]
-
-
-def test_masks_need_a_place_of_their_own():
-    options = InputOptions(place_on_device=True, remainder="pad")
-    strategy = armillary.DefaultStrategy()
-    with pytest.raises(TypeError, match=r"type ndarray.*adds a mask"):
-        strategy.distribute_dataset(from_arrays(np.zeros(4), batch_size=2), options)
-    masked = from_arrays({"mask": np.zeros(4)}, batch_size=2)
-    with pytest.raises(ValueError, match="have a leaf `mask` already"):
-        strategy.distribute_dataset(masked, options)

@@ -92,21 +92,11 @@ def test_of_a_sharded_state_each_device_has_a_part():
     trainer.train(2)
 
 
-def test_without_a_mesh_shape_all_devices_divide_the_state():
-    found = plan(make_sharded(), 16, abstract=True)
-    assert found.mesh == {"data": 1, "fsdp": 16, "tensor": 1}
-
-
 def test_devices_that_a_mesh_shape_does_not_divide_are_an_error():
     trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2})
     message = r"12 devices to plan for, which `mesh_shape` does not divide: it has 4 al"
     with pytest.raises(ValueError, match=message):
         plan(trainer, 12, abstract=True)
-
-
-def test_an_abstract_plan_cannot_look_for_what_fits():
-    with pytest.raises(ValueError, match="`find_batch` is True, but it compiles to"):
-        plan(make_trainer(), 8, abstract=True, find_batch=True)
 
 
 def test_one_replica_sends_nothing():
@@ -283,17 +273,6 @@ def test_a_function_that_makes_more_than_a_controller_is_an_error(tmp_path, caps
         "armillary plan: `make` returned an object of type tuple, but it must return "
         "the `Controller`, or the `StandardTrainer`, alone.\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [("train.py", "names no function of a file"), ("train:1", "names no function")],
-)
-def test_a_wrong_factory_is_an_error_of_one_line(factory, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["plan", factory, "--topology", "8"])
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_compiling_process_needs_no_armillary():

@@ -39,11 +39,6 @@ def test_a_target_of_the_users_own_takes_any_name():
     assert topology.num_devices == 4
 
 
-def test_a_number_of_devices_will_do_for_an_abstract_plan():
-    assert parse_topology(100, abstract=True).num_devices == 100
-    assert parse_topology("7", abstract=True).target is None
-
-
 @mistakes(
     {
         ValueError: {
