@@ -34,6 +34,8 @@ def prepare_plan(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             f"FILE:FUNCTION is {namespace.factory!r}, which names no function of a "
             "file. Write it as in `armillary plan train.py:make_controller`."
         )
+    if not Path(path).is_file():
+        raise ValueError(f"FILE is {path!r}, and there is no such file.")
     return lambda: _run(Path(path), name, namespace)
 
 

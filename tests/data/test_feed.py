@@ -80,13 +80,6 @@ def test_a_short_chunk_is_filled_up(make_dataset, are_rows_taken):
     assert second.arrays[0].tolist()[2] == [[int(are_rows_taken)]] * 2
 
 
-def test_capacity_is_the_data_if_it_ends_in_the_first_chunk(make_dataset):
-    dataset = make_dataset(from_arrays(np.arange(6), batch_size=2))
-    (chunk,) = read_chunks(open_chunks(dataset, steps_per_chunk=100))
-    assert (chunk.num_steps, chunk.capacity) == (3, 3)
-    assert chunk.arrays[0].shape == (3, 2, 1)
-
-
 def test_each_shape_has_chunks_of_its_own(make_dataset):
     sizes = [4, 4, 4, 6, 6, 4]
     dataset = make_dataset([np.zeros(size) for size in sizes])

@@ -65,21 +65,6 @@ def test_bfloat16_of_tensorflow_stays_bfloat16(tf):
     assert next(as_source(dataset).make_iterator(0)).dtype == jnp.bfloat16
 
 
-def test_tf_data_is_shared_between_pipelines_and_replicas(tf):
-    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
-
-    def make_data(input_context):
-        size = input_context.get_per_replica_batch_size(4)
-        pipelines = input_context.num_input_pipelines, input_context.input_pipeline_id
-        return tf.data.Dataset.range(8).shard(*pipelines).batch(size)
-
-    of_each = strategy.distribute_datasets_from_function(make_data)
-    of_all = strategy.distribute_dataset(tf.data.Dataset.range(8).batch(4))
-    for dataset in (of_each, of_all):
-        batches = [strategy.gather(batch, axis=0).tolist() for batch in dataset]
-        assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_data_without_an_end_are_known(tf, make_layout):
     dataset = tf.data.Dataset.range(8).batch(4)
     ends = DistributedDataset(dataset, make_layout())
@@ -158,12 +143,6 @@ def test_shuffled_torch_loaders_resume_exactly(torch):
     again = make(1).make_iterator(0)
     again.set_state(state)
     assert read(again) == read(whole)
-
-
-def test_torch_tensors_share_their_memory(torch):
-    batch = torch.arange(4.0)
-    source = as_source(torch.utils.data.DataLoader([batch], collate_fn=lambda b: b[0]))
-    assert np.shares_memory(next(source.make_iterator(0)), batch.numpy())
 
 
 def test_tensors_in_any_iterable_become_arrays(torch):

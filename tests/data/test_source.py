@@ -163,9 +163,3 @@ def test_libraries_are_not_imported_for_other_sources():
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert ended.stdout == b"set()\n", ended.stderr
-
-
-def test_unbatched_grain_elements_are_named(make_layout):
-    dataset = DistributedDataset(grain.MapDataset.range(3), make_layout())
-    with pytest.raises(Exception, match=r"Batch 0 of the source \(grain.MapDataset\)"):
-        next(iter(dataset))

@@ -158,18 +158,6 @@ def test_rows_that_a_process_takes_for_its_own_devices_are_looked_at_too():
         gather.send({"rows": np.array([0, 1, 2, 7])}, 0, 1)
 
 
-def test_outputs_of_predict_are_right_or_refused():
-    def ids(batch):
-        return batch["id"]
-
-    for source in (batches, from_arrays({"id": IDS}, batch_size=4)):
-        with pytest.raises(ValueError, match="  id: 2147483648 in example"):
-            list(armillary.predict(ids, source))
-    with jax.enable_x64(True):
-        outputs = armillary.predict(ids, batches)
-        np.testing.assert_array_equal(np.concatenate(list(outputs)), IDS)
-
-
 class Trainer(armillary.StandardTrainer):
     def __init__(self, source, **options):
         super().__init__(source, armillary.StandardTrainerOptions(**options))
