@@ -93,7 +93,7 @@ def described(
                 step=program.step.program,
                 depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
                 capacity=chunk.capacity,
-                num_shares=num_shares,
+                num_shares=strategy.layout.num_shares,  # of those devices
                 share_size=jax.tree.leaves(shares[0])[0].shape[0],
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
