@@ -30,7 +30,6 @@ def make_strategy(options: argparse.Namespace) -> armillary.ParameterServerStrat
         "variable_partitioner": MinSizePartitioner(
             min_shard_bytes=32 << 10, max_shards=4
         ),
-        "max_staleness": options.max_staleness,
     }
     if "TF_CONFIG" not in os.environ:
         return armillary.ParameterServerStrategy(
@@ -49,7 +48,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--max-staleness", type=int, help="default: any number")
     options = parser.parse_args()
 
     strategy = make_strategy(options)

@@ -7,7 +7,7 @@ written here once, on top of these.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -192,17 +192,6 @@ class Strategy:
         leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
         arrays = [array for array in map(move, leaves) if is_array(array)]
         return arrays if is_moved else None
-
-    def fit_scope(
-        self, model: Any, arguments: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        """Returns what is entered while `model.fit` of Keras runs."""
-        del model, arguments
-        return nullcontext()
-
-    def make_train_function(self, model: Any) -> Any:
-        """Returns what takes training steps of a Keras model; `None` for Keras' own."""
-        del model
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

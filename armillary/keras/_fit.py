@@ -12,7 +12,6 @@ strategy is made or its scope is entered with Keras loaded; for other models the
 what they did.
 """
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -40,6 +39,7 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
+from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state import _keras
 from armillary.state._lift import State
 from armillary.xla._compile import partition
@@ -57,6 +57,9 @@ _RUNNING = (
 )
 # The methods that take data sets, and what bounds the batches of `x` there.
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
+_TRAINING = ("fit", "train_on_batch")
+# What Keras takes beside arrays, and a data set holds in its batches.
+_BESIDE = ("y", "sample_weight", "class_weight")
 _MAKING = ("make_train_function", "make_test_function", "make_predict_function")
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -82,7 +85,7 @@ def follow() -> None:
     for name in _RUNNING:
         _wrap(kind, name, functools.partial(_run, name=name))
     for name in _MAKING:
-        _wrap(kind, name, functools.partial(_make, name=name))
+        _wrap(kind, name, _make)
     _wrap(kind, "_make_function", _bound)
     _wrap(kind, "_symbolic_build", _alone)
     _wrap(module.JAXEpochIterator, "_get_distributed_iterator", _iterate)
@@ -129,11 +132,15 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     import keras
 
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
-    arguments: dict[str, Any] = {}
+    if name in _TRAINING and isinstance(strategy, ParameterServerStrategy):
+        raise TypeError(
+            f"`model.{name}` was called under {strategy!r}, whose workers take steps "
+            "that do not wait for each other. Train by an "
+            "`armillary.keras.KerasTrainer` under a `Controller`."
+        )
     if name in _STEPS:
         bound = inspect.signature(method).bind(*args, **kwargs)
-        arguments = bound.arguments
-        _adapt(arguments, strategy or get_strategy(), name)
+        _adapt(bound.arguments, strategy or get_strategy(), name)
         args, kwargs = bound.args, bound.kwargs
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
@@ -143,10 +150,7 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         for function in _FUNCTIONS:
             setattr(model, function, None)
     _made_for[model] = strategy
-    with contextlib.ExitStack() as stack:
-        if name == "fit":
-            stack.enter_context(strategy.fit_scope(model, arguments))
-        stack.enter_context(_make_distribution(strategy).scope())
+    with _make_distribution(strategy).scope():
         return method(*args, **kwargs)
 
 
@@ -157,15 +161,10 @@ def _alone(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
 
-def _make(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
+def _make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     """Makes a function of a model, once its variables are where they belong."""
     if _is_running_here():
         _place(model)
-        if name == "make_train_function":
-            own = _made_for[model].make_train_function(model)
-            if own is not None:
-                model.train_function = own
-                return
     method(*args, **kwargs)
 
 
@@ -310,17 +309,16 @@ def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
     """Replaces data sets that are ours by what Keras takes their batches from."""
     import keras
 
-    def adapt(key: str, data: Any, steps: str, class_weight: Any = None) -> None:
+    def adapt(key: str, data: Any, steps: str) -> None:
         dataset, *beside = data
         if isinstance(dataset, IndexedDataset):
             dataset = strategy.distribute_dataset(dataset)
         if isinstance(dataset, DistributedDataset):
             _check_dataset(dataset, beside, name, steps, arguments.get(steps))
-            arguments[key] = _as_adapter(dataset, class_weight)
+            arguments[key] = _as_adapter(dataset)
 
     given = arguments.get
-    data = (given("x"), given("y"), given("sample_weight"))
-    adapt("x", data, _STEPS[name], given("class_weight"))
+    adapt("x", (given("x"), *map(given, _BESIDE)), _STEPS[name])
     data = keras.utils.unpack_x_y_sample_weight(given("validation_data"))
     adapt("validation_data", data, "validation_steps")
 
@@ -329,7 +327,7 @@ def _check_dataset(
     dataset: DistributedDataset, beside: Any, name: str, steps_name: str, steps: Any
 ) -> None:
     """Raises if a data set cannot be read whole, or something is passed beside it."""
-    for argument, value in zip(("y", "sample_weight"), beside, strict=True):
+    for argument, value in zip(_BESIDE, beside, strict=False):
         if value is not None:
             raise ValueError(
                 f"`model.{name}` was given `{argument}` beside a data set, which must "
@@ -349,7 +347,7 @@ def _check_dataset(
         )
 
 
-def _as_adapter(dataset: DistributedDataset, class_weight: Any) -> Any:
+def _as_adapter(dataset: DistributedDataset) -> Any:
     """Returns what Keras takes its batches from: the global ones."""
     from keras.src.trainers.data_adapters import data_adapter
 
@@ -367,22 +365,7 @@ def _as_adapter(dataset: DistributedDataset, class_weight: Any) -> Any:
             for number, batch in batches:
                 # Nobody asks for more than there are.
                 self._epoch += number == self.num_batches
-                yield batch if class_weight is None else _weigh(batch, class_weight)
+                yield batch
             self._epoch += self.num_batches is None
 
     return Adapter()
-
-
-def _weigh(batch: Any, class_weight: Any) -> tuple[Any, ...]:
-    """Returns a batch with the weight of each example's class, as Keras makes it."""
-    import keras
-    from keras.src.trainers.data_adapters import data_adapter_utils
-
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if sample_weight is not None or not isinstance(y, np.ndarray):
-        raise ValueError(
-            "`model.fit` was given `class_weight`, which needs a data set of batches "
-            "`(x, y)` with one array of classes. Leave it out, and give each example "
-            "its weight: batches `(x, y, sample_weight)`."
-        )
-    return x, y, data_adapter_utils.class_weight_to_sample_weights(y, class_weight)

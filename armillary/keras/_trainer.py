@@ -94,25 +94,22 @@ def check_compiled(model: Any) -> None:
             )
 
 
-def distribute(dataset: Any) -> DistributedDataset:
-    """Returns a dataset for the strategy in effect, if it is for none yet."""
-    if isinstance(dataset, DistributedDataset):
-        return dataset
-    return get_strategy().distribute_dataset(dataset)
-
-
-def build(model: Any, dataset: DistributedDataset) -> None:
-    """Makes all variables of a model, its optimizer and its metrics.
+def prepare(model: Any, dataset: Any) -> DistributedDataset:
+    """Returns a dataset of a strategy, once all variables of a model are made for it.
 
     They must be there before a checkpoint is restored into them.
     """
+    check_compiled(model)
     import keras
 
+    if not isinstance(dataset, DistributedDataset):
+        dataset = get_strategy().distribute_dataset(dataset)
     spec = jax.tree.map(
         lambda leaf: keras.KerasTensor(leaf.shape, np.dtype(leaf.dtype).name),
         dataset.element_spec,
     )
     model._symbolic_build(data_batch=spec)
+    return dataset
 
 
 def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
@@ -153,10 +150,7 @@ class KerasEvaluator(StandardEvaluator):
         eval_dataset: Any,
         options: StandardEvaluatorOptions | None = None,
     ) -> None:
-        check_compiled(model)
-        dataset = distribute(eval_dataset)
-        super().__init__(dataset, options)
-        build(model, dataset)
+        super().__init__(prepare(model, eval_dataset), options)
         self.model = model
 
     def eval_begin(self) -> None:
@@ -199,10 +193,7 @@ class KerasTrainer(StandardTrainer):
         train_dataset: Any,
         options: StandardTrainerOptions | None = None,
     ) -> None:
-        check_compiled(model)
-        dataset = distribute(train_dataset)
-        super().__init__(dataset, options)
-        build(model, dataset)
+        super().__init__(prepare(model, train_dataset), options)
         self.model = model
 
     @without_python

@@ -1,22 +1,39 @@
-"""Functions that calls are scheduled of, the calls, and their results."""
+"""Functions that calls are scheduled of, the calls, and their results.
+
+A function is pickled with all that it reaches, but three kinds of things are named and
+not sent: the arrays of variables, which workers read from parameter servers;
+optimizers, which run there; and the strategy, of which each worker has its own.
+"""
 
 import contextlib
+import io
 import math
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, wait
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from armillary._optional import import_ray
 from armillary.distribute.program._function import objects_of
 from armillary.errors import ClosureCancelledError
+from armillary.parameter_server._keras import (
+    as_transformation,
+    fill,
+    make_blank,
+    make_optimizer,
+    reduce_keras,
+)
+from armillary.parameter_server._optimizers import make_stand_in
 from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import type_of
-from armillary.parameter_server._shipping import ship
-from armillary.parameter_server._worker import Dynamic, PlacedTask, ShippedTask
+from armillary.parameter_server._tasks import Dynamic, PlacedTask
+from armillary.parameter_server._worker import ShippedTask
+from armillary.state import _keras
 from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
@@ -56,10 +73,6 @@ class RemoteValue:
         """
         return import_ray().get(self.future.result())
 
-    def wait(self) -> None:
-        """Returns when the call has ended, well or badly."""
-        wait([self.future])
-
     @property
     def has_ended(self) -> bool:
         """Whether the call has ended, well or badly, or was cancelled."""
@@ -69,11 +82,6 @@ class RemoteValue:
     def has_failed(self) -> bool:
         """Whether the call has ended badly, or did not run."""
         return self.has_ended and self.future.exception() is not None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the call has ended well."""
-        return self.has_ended and self.future.exception() is None
 
 
 class ScheduledTask:
@@ -124,7 +132,6 @@ class Closure:
     task: ScheduledTask
     inputs: list[Any]
     value: RemoteValue = field(default_factory=RemoteValue)
-    begun_at: int = 0
     num_losses: int = 0
 
     @property
@@ -176,3 +183,64 @@ def is_dynamic(leaf: Any) -> bool:
     return isinstance(leaf, RemoteValue) or (
         not is_claimed(leaf) and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     )
+
+
+def ship(
+    task: Any, arrays: Sequence[Any], named: dict[int, str]
+) -> tuple[bytes, list[bytes]]:
+    """Returns a pickled task, and the optimizers that it reaches."""
+    cloudpickle = import_ray().cloudpickle
+    places = {id(array): ("array", i) for i, array in enumerate(arrays)}
+    places |= {key: ("named", name) for key, name in named.items()}
+    # By identity: optimizers, held so that they stay what they are, and their updates.
+    optimizers: dict[int, tuple[Any, Any]] = {}
+
+    def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
+        if id(optimizer) not in optimizers:
+            optimizers[id(optimizer)] = optimizer, make(optimizer)
+        return [*optimizers].index(id(optimizer))
+
+    class Pickler(cloudpickle.CloudPickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return places.get(id(obj))
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, optax.GradientTransformation):
+                return make_stand_in, (number(obj, lambda own: own),)
+            reduced = reduce_keras(obj)
+            if reduced is NotImplemented:
+                return super().reducer_override(obj)
+            if isinstance(obj, _keras.keras_module().Optimizer) and obj.built:
+                index = number(obj, as_transformation)
+                return make_optimizer, (type(obj), index), *reduced[2:]
+            return reduced
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=5).dump(task)
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        raise TypeError(
+            "A scheduled function cannot be sent to workers, since something that it "
+            f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
+            "and their like elsewhere, or make them inside the function."
+        ) from error
+    made = [_dump_transformation(each, cloudpickle) for _, each in optimizers.values()]
+    return buffer.getvalue(), made
+
+
+def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
+    """Returns an optimizer for parameter servers, without the values of variables."""
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if _keras.is_variable(obj):
+                held = {**vars(obj), "_value": None}
+                return make_blank, (type(obj),), held, None, None, fill
+            reduced = reduce_keras(obj)
+            if reduced is not NotImplemented:
+                return reduced
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=5).dump(tuple(transformation))
+    return buffer.getvalue()

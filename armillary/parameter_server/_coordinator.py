@@ -17,12 +17,11 @@ from armillary.parameter_server._closures import (
     ScheduledTask,
     Statistics,
     is_dynamic,
+    ship,
 )
-from armillary.parameter_server._data import PerWorkerDataset
-from armillary.parameter_server._node import start_ray
 from armillary.parameter_server._scheduler import Scheduler
-from armillary.parameter_server._shipping import ship
-from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.parameter_server._strategy import ParameterServerStrategy, start_ray
+from armillary.parameter_server._tasks import PerWorkerDataset
 from armillary.parameter_server._variables import Variables
 from armillary.state._holders import captured, is_claimed
 from armillary.typing import PyTree

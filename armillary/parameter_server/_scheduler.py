@@ -74,14 +74,13 @@ class Scheduler:
         self.workers = list(map(self._make_worker, range(strategy.num_workers)))
         self.statistics = Statistics()
         self.is_stopped = False
-        self.max_staleness = strategy.max_staleness
         # Guards all that is written here; told whenever a thread may go on.
         self._changed = threading.Condition()
         self._queue: collections.deque[Closure] = collections.deque()
         # All calls that have not ended, by number, in order.
         self._open: dict[int, Closure] = {}
         self._error: BaseException | None = None
-        self._num_added = self._num_applied = 0
+        self._num_added = 0
         # Each worker builds them, before the next call that it runs.
         self.datasets: list[tuple[int, Any]] = []
         self._is_broken = False
@@ -226,38 +225,32 @@ class Scheduler:
         """Returns the next calls for a worker; if it has none, waits for some."""
         with self._changed:
             if not worker.messages:
+                self._changed.wait_for(lambda: self.is_stopped or self._queue)
+                # What a call waits for may be a result of another coordinator.
                 self._changed.wait_for(lambda: self._find(worker), _RETRY_SECONDS)
             closure = self._find(worker)
             if closure is None or self.is_stopped:
                 return None
             self._queue.remove(closure)
             message = _Message([closure, *self._take_more(worker, closure)])
-            for each in message.closures:
-                each.begun_at = self._num_applied
             worker.messages.append(message)
             return message
 
     def _find(self, worker: _Worker) -> Closure | None:
         """Returns the next call that a worker may begin."""
-        bound, ahead = self.max_staleness, len(worker.messages)
-        if not self._queue or ahead >= (_DEPTH if bound is None else 1):
+        ahead = len(worker.messages)
+        if not self._queue or ahead >= _DEPTH:
             return None
         # Those that have nothing to do come first.
         idle = [w for w in self.workers if w.pid and not w.messages]
         if ahead and len(self._queue) <= len(idle):
             return None
-        if bound is not None:
-            # It will see the updates since it began, and at most one of each that runs.
-            running = [c for w in self.workers for m in w.messages for c in m.closures]
-            oldest = min((c.begun_at for c in running), default=self._num_applied)
-            if self._num_applied - oldest + len(running) > bound:
-                return None
         return next((call for call in self._queue if call.is_ready), None)
 
     def _take_more(self, worker: _Worker, first: Closure) -> list[Closure]:
         """Returns the next short calls of a function, to go in one message."""
         task, taken = first.task, list[Closure]()
-        if self.max_staleness is not None or task.number not in worker.known:
+        if task.number not in worker.known:
             return taken
         # A part of the queue only: other workers shall have work at its end.
         share = len(self._queue) // (_DEPTH * len(self.workers))
@@ -316,7 +309,6 @@ class Scheduler:
                         error = self._break(error, status.lost_server)
                     self._fail(closure, error)
                 else:
-                    self._num_applied += 1
                     self.statistics.count(status.staleness)
                     closure.task.seconds = status.seconds
                     closure.value.future.set_result(message.values[i])

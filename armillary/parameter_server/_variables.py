@@ -33,7 +33,7 @@ from armillary.parameter_server._server import (
     to_host,
     type_of,
 )
-from armillary.parameter_server._worker import PlacedTask
+from armillary.parameter_server._tasks import PlacedTask
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Slot
 

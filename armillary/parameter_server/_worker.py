@@ -1,6 +1,6 @@
 """A worker: runs scheduled functions, between reading variables and sending changes."""
 
-import collections
+import io
 import os
 import pickle
 import time
@@ -10,27 +10,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from armillary._optional import import_ray
-from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import MoreBatches
-from armillary.parameter_server._data import Datasets, WorkerStrategy, offered
-from armillary.parameter_server._program import TaskProgram, TaskSpec
+from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
     Part,
-    Place,
     Push,
     fetch,
-    join,
-    places_to_read,
     to_host,
 )
-from armillary.parameter_server._shipping import unship
-from armillary.state._holders import is_claimed
-from armillary.state._lift import State
-from armillary.typing import PyTree
+from armillary.parameter_server._tasks import (
+    Datasets,
+    PlacedTask,
+    Task,
+    WorkerStrategy,
+)
 
 
 class ShippedTask(NamedTuple):
@@ -38,17 +33,6 @@ class ShippedTask(NamedTuple):
 
     payload: bytes
     types: tuple[ArrayType, ...]
-
-
-class Dynamic:
-    """Stands for an argument that each call has of its own: an array."""
-
-
-class PlacedTask(NamedTuple):
-    """Where the variables of a scheduled function live."""
-
-    places: dict[int, tuple[Place, ...]]
-    updates: tuple[Any, ...]
 
 
 class Done(NamedTuple):
@@ -86,7 +70,7 @@ class Worker:
         self._strategy = WorkerStrategy(index, num_workers)
         self._datasets = Datasets(self._strategy)
         self._servers: list[Any] = []
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, Task] = {}
 
     def greet(self) -> tuple[int, str]:
         """Returns the process number and the address of the machine."""
@@ -112,7 +96,7 @@ class Worker:
             if number not in self._tasks:
                 held = [type_.zeros() for type_ in shipped.types]
                 call = unship(shipped.payload, held, self._find)
-                self._tasks[number] = _Task(call, shipped.types, self._strategy)
+                self._tasks[number] = Task(call, shipped.types, self._strategy)
             return self._tasks[number].trace(arrays, self._datasets)[0].spec
         except Exception as error:
             return _failed(error)
@@ -148,7 +132,7 @@ class Worker:
         return [ended, *results]
 
     def _run(
-        self, task: "_Task", call: int, oldest: int, arrays: Any, ahead: Any, last: bool
+        self, task: Task, call: int, oldest: int, arrays: Any, ahead: Any, last: bool
     ) -> tuple[int, Any, Ahead]:
         """Runs one call; returns its staleness, its result, and what it read ahead.
 
@@ -213,127 +197,6 @@ def _failed(error: Exception) -> Failed:
     return Failed(error.with_traceback(None))
 
 
-class _Task:
-    """One function on this worker, with a program for each kind of arguments."""
-
-    def __init__(
-        self,
-        call: tuple[Callable[..., Any], Any, Any],
-        types: tuple[ArrayType, ...],
-        strategy: WorkerStrategy,
-    ) -> None:
-        self._fn, args, kwargs = call
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
-        objects = [leaf for leaf in self._leaves if is_claimed(leaf)]
-        state = State([(self._fn, ""), *((leaf, "") for leaf in objects)])
-        self._strategy, self._types = strategy, types
-        self._flat = FlatState(state, strategy)
-        # How many batches a call takes from each data set, by kind of its arguments.
-        self._counts: dict[Any, dict[int, int]] = {}
-        self._programs: dict[Any, TaskProgram] = {}
-        self.placed: PlacedTask | None = None
-
-    def trace(
-        self, arrays: Sequence[Any], datasets: Datasets
-    ) -> tuple[TaskProgram, dict[int, int]]:
-        """Returns the program for arrays, and for the next batches, such as these.
-
-        And how many batches it takes of each data set.
-        """
-        counts = self._counts.setdefault(_kinds(list(arrays)), {})
-        while True:
-            arguments = datasets.peek(counts), list(arrays)
-            key = _kinds(arguments)
-            if (program := self._programs.get(key)) is not None:
-                return program, counts
-            types = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(*_kind(leaf)), arguments
-            )
-            try:
-                with self._strategy.scope():
-                    program = TaskProgram(self._call, self._flat, types, self._fn)
-            except MoreBatches as more:
-                counts[more.index] = counts.get(more.index, 0) + 1
-            else:
-                self._programs[key] = program
-
-    def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
-        given = iter(arrays)
-        args, kwargs = self._tree.unflatten(
-            next(given) if isinstance(leaf, Dynamic) else leaf for leaf in self._leaves
-        )
-        with offered(batches):
-            return self._fn(*args, **kwargs)
-
-    def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
-        """Returns the parts to read from each server."""
-        reads: dict[int, list[Part]] = collections.defaultdict(list)
-        for slot in spec.reads:
-            for place in places_to_read(self._places[slot]):
-                reads[place.server].append(place.part)
-        # To send anything, a call must know at which version it began.
-        for slot in (*spec.updated, *spec.additions):
-            for place in self._places[slot]:
-                reads[place.server] += ()
-        return {server: tuple(parts) for server, parts in reads.items()}
-
-    def join(
-        self,
-        spec: TaskSpec,
-        reads: dict[int, tuple[Part, ...]],
-        answers: dict[int, tuple[int, Any]],
-    ) -> dict[int, Any]:
-        """Returns the variables that a call reads."""
-        found: dict[Part, np.ndarray] = {}
-        for server, (_, arrays) in answers.items():
-            found.update(zip(reads[server], arrays, strict=True))
-        values: dict[int, Any] = {}
-        for slot in spec.reads:
-            whole, type_ = join(self._places[slot], found), self._types[slot]
-            # The program uses an array where it lies; to make one of JAX would copy.
-            values[slot] = whole if type_.impl is None else type_.from_host(whole)
-        return values
-
-    def divide(
-        self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
-    ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
-        """Returns what is to be sent to each server: updates and additions."""
-        sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
-        assert self.placed is not None
-        for update, key, leaves in zip(
-            spec.updates, self.placed.updates, gradients, strict=True
-        ):
-            for slot, leaf in zip(update.param_slots, leaves, strict=True):
-                for place in self._places[slot]:
-                    cut = place.cut(np.asarray(leaf))
-                    sent[place.server][0][key][place.part] = cut
-        for slot, leaf in zip(spec.additions, additions, strict=True):
-            for place in self._places[slot]:
-                sent[place.server][1][place.part] = place.cut(np.asarray(leaf))
-        return {
-            server: (dict(updates), added) for server, (updates, added) in sent.items()
-        }
-
-    @property
-    def _places(self) -> dict[int, tuple[Place, ...]]:
-        assert self.placed is not None, "a function runs before it is placed"
-        return self.placed.places
-
-
-def _kinds(tree: PyTree) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(map(_kind, leaves))
-
-
-def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    if isinstance(leaf, str | bytes):
-        raise TypeError(
-            f"A scheduled function was given the result of another one that holds "
-            f"{leaf!r}. Only arrays and numbers go from call to call: return those."
-        )
-    return np.shape(leaf), jax.dtypes.result_type(leaf)
-
-
 def _to_host(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(
@@ -341,3 +204,14 @@ def _to_host(leaf: Any) -> Any:
             "its words, `jax.random.key_data(key)`."
         )
     return to_host(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
+    """Returns a task on a worker."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            kind, value = pid
+            return arrays[value] if kind == "array" else find(value)
+
+    return Unpickler(io.BytesIO(payload)).load()

@@ -26,7 +26,6 @@ from armillary.state._slots import ABSENT, PLAIN, join, join_keys
 # Classes of libraries that hold what a user puts into them. By name, so that none is
 # imported for it.
 _TRANSPARENT = {
-    "armillary.parameter_server._fit.ScheduledSteps",
     "armillary.keras._trainer.KerasEvaluator",
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",

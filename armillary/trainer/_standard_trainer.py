@@ -286,7 +286,7 @@ class AsynchronousLoop:
         return {**(output or {}), "staleness": staleness}
 
     def _make_iterator(self, dataset: Any) -> Any:
-        from armillary.parameter_server._data import PerWorkerDataset
+        from armillary.parameter_server._tasks import PerWorkerDataset
 
         if isinstance(dataset, PerWorkerDataset):
             return iter(dataset)

@@ -168,28 +168,7 @@ def make_data(problem, strategy, kind, *arrays, **options):
     return source if kind == "source" else strategy.distribute_dataset(source)
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
-@pytest.mark.parametrize("kind", ["distributed", "source"])
-@pytest.mark.parametrize(
-    "strategy", [STRATEGIES["mirrored"], armillary.get_strategy], ids=["mirrored", "no"]
-)
-def test_data_sets_train_with_class_weights_as_arrays_do(problem, strategy, kind):
-    weights, strategy = {0: 1.0, 1: 5.0}, strategy()
-    options = {"class_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
-    expected = problem.make_model()
-    expected.fit(problem.x, problem.y, batch_size=16, **options)
-    with strategy.scope():
-        model = problem.make_model()
-    model.fit(make_data(problem, strategy, kind, problem.x, problem.y), **options)
-    for name, losses in expected.history.history.items():
-        np.testing.assert_allclose(model.history.history[name], losses, rtol=1e-4)
-    for a, b in zip(problem.read(model), problem.read(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
 BESIDE = r"`model\.%s` was given `%s` beside a data set, .* batches `\(x, y\)` or"
-CLASSES = r"`class_weight`, which needs .* batches `\(x, y\)` with one array of classes"
 
 
 @pytest.mark.parametrize("kind", ["distributed", "source"])
@@ -199,7 +178,6 @@ def test_what_batches_must_hold_is_refused_beside_a_data_set(problem, kind):
         model = problem.make_model()
     x, y, weights = problem.x, problem.y, problem.weights
     data = make_data(problem, strategy, kind, x, y)
-    classes = {"class_weight": {0: 1.0, 1: 5.0}, "verbose": 0}
     for message, call in {
         BESIDE % ("fit", "y"): lambda: model.fit(data, y),
         BESIDE % ("fit", "sample_weight"): (
@@ -212,11 +190,8 @@ def test_what_batches_must_hold_is_refused_beside_a_data_set(problem, kind):
         rf"{BESIDE % ('fit', 'y')}(?#validation)": (
             lambda: model.fit(x, y, validation_data=(data, y))
         ),
-        CLASSES: lambda: model.fit(
-            make_data(problem, strategy, kind, x, y, weights), **classes
-        ),
-        f"{CLASSES}(?#no targets)": lambda: model.fit(
-            make_data(problem, strategy, kind, x), **classes
+        BESIDE % ("fit", "class_weight"): (
+            lambda: model.fit(data, class_weight={0: 1.0, 1: 5.0})
         ),
     }.items():
         with pytest.raises(ValueError, match=message):

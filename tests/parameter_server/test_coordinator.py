@@ -104,8 +104,9 @@ def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
     def set_kernel():
         model.kernel[...] = jnp.zeros((3, 1))
 
-    failed = coordinator.schedule(fail)
-    after = [coordinator.schedule(step, args=(iterator,)) for _ in range(50)]
+    with coordinator._scheduler._changed:  # Its threads wait.
+        failed = coordinator.schedule(fail)
+        after = [coordinator.schedule(step, args=(iterator,)) for _ in range(50)]
     with pytest.raises(KeyError, match="no such thing") as caught:
         coordinator.join()
     assert "raise KeyError" in "".join(caught.value.__notes__)
@@ -168,7 +169,7 @@ def test_a_failed_call_ends_its_message_and_keeps_what_ran_before(
     coordinator.join()
     assert max(messages) > 1
     assert all(value.has_ended for value in values)
-    assert problem.num_steps == sum(value.is_ready for value in values)
+    assert problem.num_steps == sum(not value.has_failed for value in values)
     with pytest.raises(KeyError):
         values[40].get()
 
@@ -330,20 +331,6 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
         coordinator.schedule(step, args=(iterator,))
     coordinator.join()
     assert problem.num_steps == 120
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_staleness_is_measured_and_bounded(coordinator, problem, monkeypatch, most):
-    monkeypatch.setattr(coordinator._scheduler, "max_staleness", most)
-    step, iterator = problem.start(coordinator)
-    coordinator.take_statistics()
-    for _ in range(100):
-        coordinator.schedule(step, args=(iterator,))
-    coordinator.join()
-    counts = coordinator.statistics
-    assert counts.num_calls == 100
-    assert 0 < counts.total_staleness <= 100 * most
-    assert 1 <= counts.max_staleness <= most
 
 
 def test_what_a_function_captures_stays_what_it_is(coordinator, problem):

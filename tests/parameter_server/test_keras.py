@@ -1,4 +1,4 @@
-"""Keras on parameter servers: `fit`, `KerasTrainer`, and steps of one's own."""
+"""Keras on parameter servers: `KerasTrainer`, and steps of one's own."""
 
 import numpy as np
 import pytest
@@ -49,71 +49,51 @@ def assert_close(found, expected):
         np.testing.assert_allclose(value, expected[name], 2e-4, 1e-6, err_msg=name)
 
 
-def test_fit_on_one_worker_equals_fit(keras, alone):
-    """Weights, batch statistics, the optimizer, metrics and callbacks, two times."""
-    options = {"batch_size": 16, "shuffle": False, "verbose": 0, "epochs": 3}
-    options |= {"validation_split": 0.2, "class_weight": {0: 1.0, 1: 2.0}}
-
-    def train():
-        batches = []
-        callback = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: batches.append((batch, *logs))
-        )
-        model = make_model(keras)
-        history = model.fit(X, Y, callbacks=[callback], **options).history
-        options_of_part = {**options, "validation_split": 0, "epochs": 2}
-        model.fit(X, Y, steps_per_epoch=2, **options_of_part)
-        return history, values_of(model), batches
-
-    expected_history, expected, _ = train()
-    with alone.strategy.scope():
-        history, found, batches = train()
-    assert batches == [(3, "accuracy", "loss")] * 3
-    assert_close(history, expected_history)
-    # Keras names its objects by counting.
-    assert_close(dict(enumerate(found.values())), dict(enumerate(expected.values())))
-
-
-@pytest.mark.thorough  # Of other optimizers what the test above proves of one.
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_accumulation_steps": 2, "clipnorm": 1.0, "momentum": 0.9},
-        {"use_ema": True, "ema_overwrite_frequency": 4, "clipvalue": 0.1},
+        {},
+        # Of other optimizers what the first one proves.
+        *(
+            pytest.param(options, marks=pytest.mark.thorough)
+            for options in (
+                {"gradient_accumulation_steps": 2, "clipnorm": 1.0, "momentum": 0.9},
+                {"use_ema": True, "ema_overwrite_frequency": 4, "clipvalue": 0.1},
+            )
+        ),
     ],
 )
-def test_the_optimizer_of_keras_is_the_one_of_the_servers(keras, alone, options):
-    def train():
-        model = make_model(keras, keras.optimizers.SGD(0.1, **options))
-        model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
-        return dict(enumerate(values_of(model).values()))
+def test_a_trainer_on_one_worker_equals_one_without_servers(keras, alone, options):
+    """Weights, batch statistics, the optimizer and metrics, two loops."""
 
-    expected = train()
+    def train(strategy):
+        with strategy.scope():
+            model = make_model(
+                keras, keras.optimizers.SGD(0.1, **options) if options else None
+            )
+            data = armillary.data.from_arrays(
+                (X[:64], Y[:64]), batch_size=16, repeat=True
+            )
+            trainer = armillary.keras.KerasTrainer(model, data)
+            outputs = [trainer.train(6) for _ in range(2)]
+        metrics = [{k: float(o[k]) for k in ("accuracy", "loss")} for o in outputs]
+        # Keras names its objects by counting.
+        return metrics, dict(enumerate(values_of(model).values()))
+
+    expected_metrics, expected = train(armillary.get_strategy())
+    metrics, found = train(alone.strategy)
+    for a, b in zip(metrics, expected_metrics, strict=True):
+        assert a == pytest.approx(b, rel=2e-4)
+    assert_close(found, expected)
+
+
+def test_fit_is_refused(keras, alone):
     with alone.strategy.scope():
-        assert_close(train(), expected)
-
-
-def test_fit_takes_generators_and_stops(keras, coordinator):
-    def batches():
-        while True:
-            yield X[:10], Y[:10]
-
-    with coordinator.strategy.scope():
         model = make_model(keras)
-    stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=0)
-    options = {"shuffle": False, "verbose": 0}
-    history = model.fit(
-        batches(), steps_per_epoch=6, epochs=5, callbacks=[stop], **options
-    )
-    assert len(history.history["loss"]) == 2
-    assert int(model.optimizer.iterations.value) == 12
-    loss = model.evaluate(X[:10], Y[:10], verbose=0)[0]
-    assert loss < history.history["loss"][0]
-    model.train_on_batch(X, Y)
-    assert int(model.optimizer.iterations.value) == 13
-    with pytest.raises(ValueError, match=r"given generator, .* Pass `steps_per_epoch`"):
-        model.fit(batches(), **options)
-    assert model.steps_per_execution == 1
+    for call in (model.fit, model.train_on_batch):
+        with pytest.raises(TypeError, match=r"`armillary\.keras\.KerasTrainer`"):
+            call(X, Y)
+    assert model.evaluate(X, Y, verbose=0)
 
 
 def test_dropout_draws_other_numbers_in_each_call(keras, coordinator):
@@ -173,5 +153,6 @@ def test_what_servers_cannot_run_is_refused(keras, alone, make, message):
     scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
     with alone.strategy.scope():
         model = make_model(keras, make(optimizers.SGD) if make else scaled)
-    with pytest.raises(ValueError, match=message):
-        model.fit(X, Y, verbose=0)
+        trainer = armillary.keras.KerasTrainer(model, [(X, Y)])
+        with pytest.raises(ValueError, match=message):
+            trainer.train(1)

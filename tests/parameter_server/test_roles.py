@@ -137,16 +137,8 @@ class OwnResolver(ClusterResolver):
             "`num_workers` is 3 and `num_ps` is None, but": lambda: (
                 armillary.ParameterServerStrategy(resolve("chief"), num_workers=3)
             ),
-            "`max_staleness` is -1": lambda: armillary.ParameterServerStrategy(
-                max_staleness=-1
-            ),
             "`report_seconds` is 0": lambda: armillary.ParameterServerStrategy(
                 report_seconds=0
-            ),
-        },
-        TypeError: {
-            "`variable_partitioner` is 2": lambda: armillary.ParameterServerStrategy(
-                variable_partitioner=2
             ),
         },
     }

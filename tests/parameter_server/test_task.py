@@ -11,9 +11,9 @@ from flax import nnx
 
 from armillary.distribute.program._flat_state import FlatState
 from armillary.errors import StateStructureError
-from armillary.parameter_server._data import WorkerStrategy
 from armillary.parameter_server._optimizers import make_stand_in
 from armillary.parameter_server._program import TaskProgram
+from armillary.parameter_server._tasks import WorkerStrategy
 from armillary.state._lift import State
 from tests.mistakes import mistakes
 from tests.releases import FLAX

@@ -1,22 +1,14 @@
-"""Scheduled functions on their way to workers, and optimizers to parameter servers.
-
-A function is pickled with all that it reaches, but three kinds of things are named and
-not sent: the arrays of variables, which workers read from parameter servers;
-optimizers, which run there; and the strategy, of which each worker has its own.
+"""Models and optimizers of Keras on their way to workers and parameter servers.
 
 Keras pickles a model by saving it, without what makes variables the same in two places.
 Here its objects are sent as any Python object is. Its optimizers are transformations of
 Optax, whose update is their own, where the variables live.
 """
 
-import io
-import pickle
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 
-from armillary._optional import import_ray
 from armillary.parameter_server._optimizers import make_stand_in
 from armillary.state import _keras
 
@@ -29,79 +21,7 @@ _LOCAL = frozenset(
 )
 
 
-def ship(
-    task: Any, arrays: Sequence[Any], named: dict[int, str]
-) -> tuple[bytes, list[bytes]]:
-    """Returns a pickled task, and the optimizers that it reaches."""
-    cloudpickle = import_ray().cloudpickle
-    places = {id(array): ("array", i) for i, array in enumerate(arrays)}
-    places |= {key: ("named", name) for key, name in named.items()}
-    # By identity: optimizers, held so that they stay what they are, and their updates.
-    optimizers: dict[int, tuple[Any, Any]] = {}
-
-    def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
-        if id(optimizer) not in optimizers:
-            optimizers[id(optimizer)] = optimizer, make(optimizer)
-        return [*optimizers].index(id(optimizer))
-
-    class Pickler(cloudpickle.CloudPickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return places.get(id(obj))
-
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, optax.GradientTransformation):
-                return make_stand_in, (number(obj, lambda own: own),)
-            reduced = _reduce_keras(obj)
-            if reduced is NotImplemented:
-                return super().reducer_override(obj)
-            if isinstance(obj, _keras.keras_module().Optimizer) and obj.built:
-                index = number(obj, _as_transformation)
-                return make_optimizer, (type(obj), index), *reduced[2:]
-            return reduced
-
-    buffer = io.BytesIO()
-    try:
-        Pickler(buffer, protocol=5).dump(task)
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
-        raise TypeError(
-            "A scheduled function cannot be sent to workers, since something that it "
-            f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
-            "and their like elsewhere, or make them inside the function."
-        ) from error
-    made = [_dump_transformation(each, cloudpickle) for _, each in optimizers.values()]
-    return buffer.getvalue(), made
-
-
-def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
-    """Returns a task on a worker."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: Any) -> Any:
-            kind, value = pid
-            return arrays[value] if kind == "array" else find(value)
-
-    return Unpickler(io.BytesIO(payload)).load()
-
-
-def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
-    """Returns an optimizer for parameter servers, without the values of variables."""
-
-    class Pickler(cloudpickle.CloudPickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if _keras.is_variable(obj):
-                held = {**vars(obj), "_value": None}
-                return _make_blank, (type(obj),), held, None, None, _fill
-            reduced = _reduce_keras(obj)
-            if reduced is not NotImplemented:
-                return reduced
-            return super().reducer_override(obj)
-
-    buffer = io.BytesIO()
-    Pickler(buffer, protocol=5).dump(tuple(transformation))
-    return buffer.getvalue()
-
-
-def _reduce_keras(obj: Any) -> Any:
+def reduce_keras(obj: Any) -> Any:
     """Returns how to pickle an object of Keras, or `NotImplemented` for any other."""
     if _keras.keras_module() is None:
         return NotImplemented
@@ -110,23 +30,23 @@ def _reduce_keras(obj: Any) -> Any:
 
     if isinstance(obj, KerasSaveable):
         held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
-        return _make_blank, (type(obj),), held, None, None, _fill
+        return make_blank, (type(obj),), held, None, None, fill
     if isinstance(obj, backend_utils.DynamicBackend):
         # Without a rule, it asks itself for each attribute while it is made.
         return type(obj), (obj._backend,)
     containers: Any = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
     if isinstance(obj, containers):
         items = dict(obj) if isinstance(obj, dict) else list(obj)
-        return _make_blank, (type(obj),), (vars(obj), items), None, None, _refill
+        return make_blank, (type(obj),), (vars(obj), items), None, None, _refill
     return NotImplemented
 
 
-def _make_blank(kind: type) -> Any:
+def make_blank(kind: type) -> Any:
     base: Any = next((b for b in (list, dict, set) if issubclass(kind, b)), object)
     return base.__new__(kind)
 
 
-def _fill(obj: Any, held: dict[str, Any]) -> None:
+def fill(obj: Any, held: dict[str, Any]) -> None:
     vars(obj).update(held)
 
 
@@ -138,7 +58,7 @@ def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
     vars(container).update(attributes)
 
 
-def _as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the update of an optimizer of Keras as Optax has it.
 
     Its state and parameters are lists, in the order of `optimizer.variables` and of the
@@ -238,7 +158,7 @@ def make_optimizer(kind: type, index: int) -> Any:
             variable.assign(value)
 
     methods = {"apply": apply, "stateless_apply": stateless_apply}
-    return _make_blank(type(kind.__name__, (kind,), methods))
+    return make_blank(type(kind.__name__, (kind,), methods))
 
 
 def _check_given(optimizer: Any, gradients: Any, variables: Any) -> None:

@@ -1,0 +1,300 @@
+"""Functions and data sets on a worker, and the strategy that they run under."""
+
+import collections
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import InputContext
+from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._trace import MoreBatches, StepIterator
+from armillary.distribute.replica._run import run_alone
+from armillary.distribute.strategies._single import SingleStrategy
+from armillary.errors import OutOfRangeError
+from armillary.parameter_server._program import TaskProgram, TaskSpec
+from armillary.parameter_server._server import (
+    ArrayType,
+    Part,
+    Place,
+    join,
+    places_to_read,
+)
+from armillary.state._holders import is_claimed
+from armillary.state._lift import State
+from armillary.typing import PyTree
+
+# What the function that is traced on this worker may take, by data set.
+_offered: list[dict[int, StepIterator]] = []
+
+
+class PerWorkerDataset:
+    """What `ClusterCoordinator.create_per_worker_dataset` returns."""
+
+    def __init__(self, build: Callable[[], int]) -> None:
+        self._build = build
+
+    def __iter__(self) -> "PerWorkerIterator":
+        """Returns an iterator to give to scheduled functions, from the beginning."""
+        return PerWorkerIterator(self._build())
+
+
+class PerWorkerIterator:
+    """Iterators of the workers: in a scheduled function, `next` takes a batch."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return self
+
+    def __next__(self) -> PyTree:
+        """Returns the next batch of the worker that runs the function."""
+        if not _offered:
+            raise RuntimeError(
+                "`next` was called on a per-worker iterator outside of a scheduled "
+                "function. Its data is on the workers: pass the iterator in `args` of "
+                "`ClusterCoordinator.schedule`, and call `next` in the function."
+            )
+        iterators = _offered[-1]
+        return next(iterators.setdefault(self._number, StepIterator(self._number, ())))
+
+    get_next = __next__
+
+
+@contextmanager
+def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
+    """Lets a function take batches, by data set, while it is traced."""
+    _offered.append(
+        {number: StepIterator(number, held) for number, held in batches.items()}
+    )
+    try:
+        yield
+    finally:
+        _offered.pop()
+
+
+class WorkerStrategy(SingleStrategy):
+    """One replica, which knows what share of the data is its worker's."""
+
+    def __init__(self, index: int, num_workers: int) -> None:
+        super().__init__()
+        self._context = InputContext(num_workers, index, 1)
+
+    @property
+    def input_context(self) -> InputContext:
+        """Which worker reads the data, of how many."""
+        return self._context
+
+    def _run(
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> PyTree:
+        del state
+        # Not as a call of its own: what it does to each variable is looked at.
+        return run_alone(self, fn, args, kwargs)
+
+
+class _Ahead(NamedTuple):
+    """A data set whose next batches are known before they are taken."""
+
+    name: str
+    iterator: Iterator[PyTree]
+    held: collections.deque[PyTree]
+
+    def peek(self, count: int) -> list[PyTree]:
+        """Returns the next batches, which stay the next ones."""
+        while len(self.held) < count:
+            try:
+                self.held.append(next(self.iterator))
+            except StopIteration:
+                raise OutOfRangeError(
+                    f"The data of a worker has ended ({self.name}). Workers take "
+                    "batches as they are free, so none knows how many it will need: "
+                    "give them data that repeats (`repeat=True`), or schedule fewer "
+                    "calls."
+                ) from None
+        return [self.held[i] for i in range(count)]
+
+
+class Datasets:
+    """The data sets of one worker, by number."""
+
+    def __init__(self, strategy: WorkerStrategy) -> None:
+        self._strategy = strategy
+        self._found: dict[int, _Ahead | Exception] = {}
+
+    def make(self, number: int, find_dataset_fn: Callable[[], Any]) -> None:
+        """Builds a data set; what is wrong is told when it is used."""
+        strategy = self._strategy
+        try:
+            dataset_fn = find_dataset_fn()
+            with strategy.scope():
+                # As in TensorFlow, it may do without.
+                takes_context = bool(inspect.signature(dataset_fn).parameters)
+                dataset = dataset_fn(*[strategy.input_context] * takes_context)
+            if not isinstance(dataset, DistributedDataset):
+                dataset = strategy.distribute_dataset(dataset)
+            ahead = _Ahead(dataset.source_name, iter(dataset), collections.deque())
+            self._found[number] = ahead
+        except Exception as error:
+            self._found[number] = error
+
+    def _find(self, number: int) -> _Ahead:
+        found = self._found.get(number)
+        if found is None:
+            raise RuntimeError(
+                "A per-worker iterator was scheduled by another `ClusterCoordinator` "
+                "than the one that made it. Make the data set anew, by "
+                "`create_per_worker_dataset` of the one that schedules."
+            )
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def peek(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
+        """Returns the next batches, as many as are asked for of each data set."""
+        return {number: self._find(number).peek(n) for number, n in counts.items()}
+
+    def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
+        """Returns the next batches, and goes on behind them."""
+        batches = self.peek(counts)
+        for number, taken in batches.items():
+            for _ in taken:
+                self._find(number).held.popleft()
+        return batches
+
+
+class PlacedTask(NamedTuple):
+    """Where the variables of a scheduled function live."""
+
+    places: dict[int, tuple[Place, ...]]
+    updates: tuple[Any, ...]
+
+
+class Dynamic:
+    """Stands for an argument that each call has of its own: an array."""
+
+
+class Task:
+    """One function on this worker, with a program for each kind of arguments."""
+
+    def __init__(
+        self,
+        call: tuple[Callable[..., Any], Any, Any],
+        types: tuple[ArrayType, ...],
+        strategy: WorkerStrategy,
+    ) -> None:
+        self._fn, args, kwargs = call
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
+        objects = [leaf for leaf in self._leaves if is_claimed(leaf)]
+        state = State([(self._fn, ""), *((leaf, "") for leaf in objects)])
+        self._strategy, self._types = strategy, types
+        self._flat = FlatState(state, strategy)
+        # How many batches a call takes from each data set, by kind of its arguments.
+        self._counts: dict[Any, dict[int, int]] = {}
+        self._programs: dict[Any, TaskProgram] = {}
+        self.placed: PlacedTask | None = None
+
+    def trace(
+        self, arrays: Sequence[Any], datasets: Datasets
+    ) -> tuple[TaskProgram, dict[int, int]]:
+        """Returns the program for arrays, and for the next batches, such as these.
+
+        And how many batches it takes of each data set.
+        """
+        counts = self._counts.setdefault(_kinds(list(arrays)), {})
+        while True:
+            arguments = datasets.peek(counts), list(arrays)
+            key = _kinds(arguments)
+            if (program := self._programs.get(key)) is not None:
+                return program, counts
+            types = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(*_kind(leaf)), arguments
+            )
+            try:
+                with self._strategy.scope():
+                    program = TaskProgram(self._call, self._flat, types, self._fn)
+            except MoreBatches as more:
+                counts[more.index] = counts.get(more.index, 0) + 1
+            else:
+                self._programs[key] = program
+
+    def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
+        given = iter(arrays)
+        args, kwargs = self._tree.unflatten(
+            next(given) if isinstance(leaf, Dynamic) else leaf for leaf in self._leaves
+        )
+        with offered(batches):
+            return self._fn(*args, **kwargs)
+
+    def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
+        """Returns the parts to read from each server."""
+        reads: dict[int, list[Part]] = collections.defaultdict(list)
+        for slot in spec.reads:
+            for place in places_to_read(self._places[slot]):
+                reads[place.server].append(place.part)
+        # To send anything, a call must know at which version it began.
+        for slot in (*spec.updated, *spec.additions):
+            for place in self._places[slot]:
+                reads[place.server] += ()
+        return {server: tuple(parts) for server, parts in reads.items()}
+
+    def join(
+        self,
+        spec: TaskSpec,
+        reads: dict[int, tuple[Part, ...]],
+        answers: dict[int, tuple[int, Any]],
+    ) -> dict[int, Any]:
+        """Returns the variables that a call reads."""
+        found: dict[Part, np.ndarray] = {}
+        for server, (_, arrays) in answers.items():
+            found.update(zip(reads[server], arrays, strict=True))
+        values: dict[int, Any] = {}
+        for slot in spec.reads:
+            whole, type_ = join(self._places[slot], found), self._types[slot]
+            # The program uses an array where it lies; to make one of JAX would copy.
+            values[slot] = whole if type_.impl is None else type_.from_host(whole)
+        return values
+
+    def divide(
+        self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
+    ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
+        """Returns what is to be sent to each server: updates and additions."""
+        sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
+        assert self.placed is not None
+        for update, key, leaves in zip(
+            spec.updates, self.placed.updates, gradients, strict=True
+        ):
+            for slot, leaf in zip(update.param_slots, leaves, strict=True):
+                for place in self._places[slot]:
+                    cut = place.cut(np.asarray(leaf))
+                    sent[place.server][0][key][place.part] = cut
+        for slot, leaf in zip(spec.additions, additions, strict=True):
+            for place in self._places[slot]:
+                sent[place.server][1][place.part] = place.cut(np.asarray(leaf))
+        return {
+            server: (dict(updates), added) for server, (updates, added) in sent.items()
+        }
+
+    @property
+    def _places(self) -> dict[int, tuple[Place, ...]]:
+        assert self.placed is not None, "a function runs before it is placed"
+        return self.placed.places
+
+
+def _kinds(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple(map(_kind, leaves))
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    if isinstance(leaf, str | bytes):
+        raise TypeError(
+            f"A scheduled function was given the result of another one that holds "
+            f"{leaf!r}. Only arrays and numbers go from call to call: return those."
+        )
+    return np.shape(leaf), jax.dtypes.result_type(leaf)
