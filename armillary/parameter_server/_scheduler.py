@@ -225,8 +225,6 @@ class Scheduler:
         """Returns the next calls for a worker; if it has none, waits for some."""
         with self._changed:
             if not worker.messages:
-                self._changed.wait_for(lambda: self.is_stopped or self._queue)
-                # What a call waits for may be a result of another coordinator.
                 self._changed.wait_for(lambda: self._find(worker), _RETRY_SECONDS)
             closure = self._find(worker)
             if closure is None or self.is_stopped:
