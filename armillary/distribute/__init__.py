@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from armillary._traceback import mark_public as _mark_public
 from armillary.distribute._strategy import Strategy, ValueContext
 from armillary.distribute.program._function import function
-from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import (
+    ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -35,7 +35,6 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._policy import (
     VariableAggregation,
-    VariableSynchronization,
     create_global_step,
 )
 from armillary.distribute.replica._reductions import (
@@ -47,7 +46,6 @@ from armillary.distribute.replica._reductions import (
     weighted_mean,
 )
 from armillary.distribute.replica._values import PerReplica, ReduceOp, is_per_replica
-from armillary.distribute.strategies._make_dataset import make_distributed_dataset
 from armillary.distribute.strategies._multi_worker import (
     MultiWorkerMirroredStrategy,
     TPUStrategy,
@@ -58,6 +56,7 @@ from armillary.distribute.strategies._single import (
     DefaultStrategy,
     MirroredStrategy,
     OneDeviceStrategy,
+    make_distributed_dataset,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ __all__ = [
     "TPUStrategy",
     "ValueContext",
     "VariableAggregation",
-    "VariableSynchronization",
     "all_reduce",
     "all_reduce_gradients",
     "compute_average_loss",
@@ -113,7 +111,4 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"armillary.distribute.{name}")
     if name == "ParameterServerStrategy":
         return importlib.import_module("armillary.parameter_server").__dict__[name]
-    problem = f"module {__name__!r} has no attribute {name!r}"
-    if name.endswith(("AllReduce", "CrossDeviceOps", "ReductionToOneDevice")):
-        problem += ". Leave `cross_device_ops` out: XLA chooses how values are reduced."
-    raise AttributeError(problem)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

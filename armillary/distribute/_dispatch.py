@@ -1,12 +1,10 @@
-"""Bounds how many device programs run ahead of Python.
+"""Bounds how many device programs run ahead of Python, and when signals are heard.
 
 XLA's CPU client runs the devices of one process on one pool of threads. Two programs
 with collectives that run at the same time can each wait for threads that the other one
 holds, and the process aborts. So on several CPU devices a program starts only when the
-one before has ended. Elsewhere Python may be one program ahead: the
-device never waits, and chunks of data do not pile up in its memory.
-
-Keeps Ctrl-C away from the moment in which state has no owner.
+one before has ended. Elsewhere Python may be one program ahead: the device never waits,
+and chunks of data do not pile up in its memory.
 
 A compiled step takes over (donates) the memory of its state and returns the new one. An
 exception between the two, which a signal's handler may raise, would leave the user's
@@ -28,11 +26,7 @@ from jax.sharding import Mesh
 
 
 class Dispatch:
-    """Starts device programs of one strategy.
-
-    Args:
-        mesh: The devices, or `None` for a single one.
-    """
+    """Starts device programs of one strategy, on a mesh or one device."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         is_cpu_mesh = (
@@ -85,12 +79,8 @@ set_handler: Callable[[int, Any], Any] = import_module("_signal").signal
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off signals until the code under it is done; in the main thread only.
-
-    These are the signals that programs are stopped or asked by, if they have handlers
-    in Python. Python delivers signals to the main thread, so that others are safe
-    already.
-    """
+    """Puts off signals that have handlers in Python until the code under it is done."""
+    # Python delivers signals to the main thread, so that others are safe already.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,14 +1,13 @@
 """The base of all strategies: how a step spreads over devices.
 
-A strategy decides three things: where a step runs (`_run`), where state lives
-(`state_shardings`), and where batches go (`layout`). Everything that users call is
-written here once, on top of these.
+A strategy decides where a step runs (`_run`), where state lives (`state_shardings`),
+and where batches go (`layout`). All that users call is written here, on top of these.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +19,44 @@ from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import BatchLayout, InputContext, InputOptions
-from armillary.data.sources._arrays import ArrayDataset, from_arrays
+from armillary.data._layout import (
+    BatchLayout,
+    InputContext,
+    InputOptions,
+    hosted_replicas,
+)
 from armillary.distribute._dispatch import Dispatch
-from armillary.distribute._global_arrays import is_array
-from armillary.distribute._reduce import gather_values, list_values, reduce_values
-from armillary.distribute.replica._collectives import is_argument
+from armillary.distribute._global_arrays import everywhere, is_array
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
     is_in_default_step,
     lifted_state,
     require_cross_replica_context,
-    require_scope,
 )
 from armillary.distribute.replica._values import (
+    PerReplica,
     ReduceOp,
     array_of,
     check_axis,
+    is_argument,
     is_per_replica,
+    join,
     other_count,
 )
-from armillary.errors import ReplicaContextError
+from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._keras import follow_keras
 from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
+
+OPTIONS_FIX = 'Use `armillary.InputOptions(remainder="exact")`.'
+_REDUCE = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.mean,
+    ReduceOp.MAX: jnp.max,
+    ReduceOp.MIN: jnp.min,
+}
 
 
 class ValueContext(NamedTuple):
@@ -116,19 +127,16 @@ class Strategy:
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Lets this strategy trace programs for devices that are not there.
 
-        Inside, it has so many devices of a platform such as `"tpu"`, in every object
-        that holds it. The context manager gives their mesh.
+        The context manager gives their mesh.
 
         Raises:
-            ValueError: If the strategy is for one device, spans several processes, or
-                has a `mesh_shape` that does not divide the devices.
+            ValueError: If the strategy is for one device or spans several processes.
         """
         if self._mesh is None or self.peers is not None:
             where = "one device" if self._mesh is None else "several processes"
             raise ValueError(
-                f"The strategy is {self!r}, which is for {where}. A plan is made by "
-                "one process: make `armillary.MirroredStrategy()`, which is the same "
-                "on one device and can be planned for any number, without the others."
+                f"The strategy is {self!r}, which is for {where}. Plan with "
+                "`armillary.MirroredStrategy()` in one process, for any number."
             )
         before = dict(vars(self))
         try:
@@ -168,10 +176,7 @@ class Strategy:
         raise NotImplementedError
 
     def bring(self, arguments: PyTree) -> list[Any] | None:
-        """Returns the arrays of arguments, with those on other devices moved here.
-
-        `None` if there are none that this process can move.
-        """
+        """Returns the arrays of arguments, moved here; `None` if none had to move."""
         devices, is_moved = set(self.layout.devices), False
 
         def move(leaf: Any) -> Any:
@@ -204,15 +209,15 @@ class Strategy:
 
         Code under it is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
-        strategy's devices when a step first uses them. It may be entered more than
-        once.
+        strategy's devices when a step first uses them.
 
         Raises:
             ReplicaContextError: If called inside `run`, or inside another strategy's
                 scope.
         """
         follow_keras()
-        require_scope(self)
+        instead = "enter the scope around `run`"
+        require_cross_replica_context("strategy.scope", instead, self)
         return Scope(self)
 
     @hides_frames
@@ -225,10 +230,9 @@ class Strategy:
         """Runs `fn` once per replica, each with its share of the batch.
 
         `fn` may read and write every variable that the trainer reaches; outside a
-        trainer and `armillary.function`, every variable that `fn` and its arguments
-        reach. Inside, code means what it says on one device: all values are the
-        replica's own, and nothing is reduced but by `armillary.all_reduce` or JAX's
-        collectives over the axis `"replica"`.
+        trainer and `armillary.function`, every one that `fn` and its arguments reach.
+        Inside, all values are the replica's own, and nothing is reduced but by
+        `armillary.all_reduce` or JAX's collectives over the axis `"replica"`.
 
         Args:
             fn: The function. It runs in replica context.
@@ -252,15 +256,10 @@ class Strategy:
         if not isinstance(args, tuple | list):
             raise TypeError(
                 f"`args` is {args!r} of type {type(args).__name__}, but it must be a "
-                "tuple of arguments. Write `strategy.run(fn, args=(batch,))`, with the "
-                "comma."
+                "tuple. Write `strategy.run(fn, args=(batch,))`, with the comma."
             )
-        if kwargs is not None:
-            check_instance("kwargs", kwargs, dict, "Write `kwargs={...}`.")
+        check_instance("kwargs", kwargs, dict | None, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
-        replica = get_running_context(self)
-        if replica is not None:  # in its `merge_call`
-            return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
@@ -285,7 +284,6 @@ class Strategy:
         Raises:
             PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
-            TypeError: If `axis` is no integer.
             DoubleReductionError: If SUM is asked of values that `run` returned equal on
                 all replicas, such as gradients.
             ValueError: If a leaf is not a `PerReplica` and `reduce_op` is SUM, where a
@@ -296,8 +294,29 @@ class Strategy:
         )
         if axis is not None:
             check_axis(axis)
-        values = reduce_values(self, reduce_op, self._collect(value), axis)
-        return self._outside(values)
+        op, count = ReduceOp.of(reduce_op), self.num_replicas_in_sync
+
+        def reduce_leaf(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                if op is ReduceOp.SUM and count > 1:
+                    raise ValueError(
+                        f"`value` is {leaf!r}, which is not a per-replica value, so "
+                        f"ReduceOp.SUM over {count} replicas has no meaning. Pass what "
+                        "`strategy.run` returned, or use ReduceOp.MEAN."
+                    )
+                return leaf if axis is None else _REDUCE[op](leaf, axis)
+            if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
+                raise DoubleReductionError(
+                    "`strategy.reduce` was asked for the sum of a value that is equal "
+                    f"on all {leaf.num_active} replicas: it was reduced in the step, or"
+                    " no argument of `strategy.run` is a batch. Use the value as it is "
+                    "(ReduceOp.MEAN), or pass batches of a distributed dataset."
+                )
+            if axis is None:
+                return _REDUCE[op](leaf.active, 0)
+            return _REDUCE[op](leaf.active, (0, axis if axis < 0 else 1 + axis))
+
+        return self._combine(reduce_leaf, value)
 
     @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -315,20 +334,30 @@ class Strategy:
         Raises:
             PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
-            TypeError: If `axis` is no integer.
             ValueError: If a value has no such axis.
         """
         require_cross_replica_context(
             "strategy.gather", "use `get_replica_context().all_gather` there", self
         )
-        return self._outside(gather_values(self, self._collect(value), axis))
+        check_axis(axis)
+
+        def gather_leaf(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                return leaf
+            whole = join(leaf, axis)
+            is_part = leaf.num_active < leaf.stacked.shape[0]
+            if self.mesh is None or not (is_part and isinstance(whole, Tracer)):
+                return whole
+            # XLA may divide a few rows in a way that JAX 0.9 has no sharding for.
+            return jax.lax.with_sharding_constraint(whole, everywhere(self.mesh))
+
+        return self._combine(gather_leaf, value)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, one entry for each.
 
-        Each replica's part of a `PerReplica` lies on that replica's device. To compute
-        with several of them, use `reduce` or `gather`, or fetch them
-        (`jax.device_get`).
+        Each part of a `PerReplica` lies on its replica's device. To compute with
+        several, use `reduce` or `gather`, or fetch them (`jax.device_get`).
 
         Args:
             value: A pytree of `PerReplica` values; other leaves are in every entry.
@@ -336,7 +365,22 @@ class Strategy:
         Returns:
             One pytree for each replica of this process that holds data.
         """
-        return list_values(self, value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+        rows = [self._local_parts(x) if is_per_replica(x) else None for x in leaves]
+        num_values = min((len(row) for row in rows if row is not None), default=1)
+        pairs = list(zip(leaves, rows, strict=True))
+        return tuple(
+            treedef.unflatten(leaf if row is None else row[i] for leaf, row in pairs)
+            for i in range(num_values)
+        )
+
+    def _local_parts(self, value: PerReplica) -> list[Any]:
+        parts, layout = value.parts(), self.layout
+        if self.peers is None:
+            return list(parts.values())
+        count = value.shared_by or len(value.array)
+        local = hosted_replicas(layout.local_replicas, layout.num_replicas, count)
+        return [part for i, part in parts.items() if i in local]
 
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -350,7 +394,7 @@ class Strategy:
         Returns:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
-        _check_options(options)
+        check_instance("options", options, InputOptions | None, OPTIONS_FIX)
         follow_keras()  # `fit` may read it.
         return DistributedDataset(dataset, self.layout, options=options)
 
@@ -371,7 +415,7 @@ class Strategy:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
         check_callable("dataset_fn", dataset_fn)
-        _check_options(options)
+        check_instance("options", options, InputOptions | None, OPTIONS_FIX)
         return DistributedDataset(
             dataset_fn(self.input_context),
             self.layout,
@@ -391,8 +435,7 @@ class Strategy:
                 of arrays of the same shapes for all replicas.
 
         Returns:
-            The values, placed on the replicas' devices. On one replica, its value
-            itself, as from `run`.
+            The values, on the replicas' devices. On one replica, its value itself.
         """
         check_callable("value_fn", value_fn)
         layout, count = self.layout, self.num_replicas_in_sync
@@ -406,38 +449,33 @@ class Strategy:
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
         return layout.wrap(layout.place(stacked), count)
 
-    def make_numpy_dataset(self, arrays: PyTree, **options: Any) -> ArrayDataset:
-        """Returns a dataset of arrays in memory; see `armillary.data.from_arrays`."""
-        return from_arrays(arrays, **options)
-
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all processes as arrays of this one: by default as is."""
         return value
 
-    def _outside(self, value: PyTree) -> PyTree:
-        """Returns a result of several devices' values, beside the variables."""
-        self.dispatch.finish(value)
+    def _combine(self, combine: Callable[[Any], Any], value: PyTree) -> PyTree:
+        """Returns what becomes of several devices' values, beside the variables."""
+        collected = self._collect(value)
+        result = jax.tree.map(combine, collected, is_leaf=is_per_replica)
+        self.dispatch.finish(result)
         if self.home is None or lifted_state() is not None:
-            return value
+            return result
 
         def bring_home(leaf: Any) -> Any:
             is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
             return jax.device_put(leaf, self.home) if is_here else leaf
 
-        return jax.tree.map(bring_home, value)
+        return jax.tree.map(bring_home, result)
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'' if count == 1 else 's'})"
 
-    # The spellings of TensorFlow's guides, of several of its versions.
-    experimental_run_v2 = run
-    unwrap = local_results
+    # The spellings of TensorFlow's guides.
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
-    experimental_make_numpy_dataset = make_numpy_dataset
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -447,37 +485,6 @@ class Strategy:
             if name != alias and name in vars(cls):
                 setattr(cls, alias, vars(cls)[name])
 
-    if not TYPE_CHECKING:  # which knows which names there are
-
-        def __getattr__(self, name: str) -> Any:
-            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name not in _OLD_NAMES:
-                raise AttributeError(problem)
-            # No guess of Python's is better than this.
-            raise AttributeError(f"{problem}. {_OLD_NAMES[name]}", name=name, obj=None)
-
-
-_PLACED = "Leave it out: XLA places operations, and variables live with the strategy."
-_LOGICAL = (
-    "Use `jax.lax.with_sharding_constraint` under `armillary.ShardedStrategy`, whose "
-    "devices along `tensor` are logical devices."
-)
-_OLD_NAMES = {
-    "experimental_run": "Write `strategy.run(fn, args=(next(iterator),))`.",
-    "make_dataset_iterator": "Write `iter(strategy.distribute_dataset(dataset))`, and "
-    "call it again to begin anew.",
-    "make_input_fn_iterator": "Write `iter(strategy.distribute_datasets_from_function("
-    "input_fn))`, and call it again to begin anew.",
-    "extended": "Use `armillary.all_reduce` in a step, or `merge_call`.",
-    "group": "Leave it out: what `strategy.run` does is done without a session.",
-    **dict.fromkeys(
-        ["colocate_vars_with", "configure", "update_config_proto"], _PLACED
-    ),
-    "experimental_assign_to_logical_device": _LOGICAL,
-    "experimental_replicate_to_logical_devices": _LOGICAL,
-    "experimental_split_to_logical_devices": _LOGICAL,
-}
-
 
 def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
     """Raises if arguments of `run`, in a step under no strategy, are a whole batch."""
@@ -486,12 +493,6 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
     if has_arrays and not any(map(is_per_replica, leaves)):
         raise ReplicaContextError(
             f"`run` of {strategy!r} was called in a step that runs under no strategy, "
-            "so each replica would get the whole batch. Pass `strategy=strategy` "
-            "to the `Controller`, assign it to an attribute of the trainer "
-            "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
+            "so each replica would get the whole batch. Assign it to an attribute of "
+            "the trainer (`self.strategy = strategy`), or use `strategy.scope()`."
         )
-
-
-def _check_options(options: Any) -> None:
-    fix = 'Use `armillary.InputOptions(remainder="exact")`.'
-    check_instance("options", options, InputOptions | None, fix)

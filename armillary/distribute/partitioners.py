@@ -42,8 +42,6 @@ class Partitioner:
 class FixedShardsPartitioner(Partitioner):
     """Cuts every variable into the same number of parts.
 
-    As in `tf.distribute.experimental.partitioners`.
-
     Args:
         num_shards: How many; fewer for a variable with fewer rows.
     """
@@ -59,8 +57,6 @@ class FixedShardsPartitioner(Partitioner):
 class MinSizePartitioner(Partitioner):
     """Cuts a variable into as many parts as keep a least size.
 
-    As in `tf.distribute.experimental.partitioners`.
-
     Args:
         min_shard_bytes: Least bytes of a part; a smaller variable stays whole.
         max_shards: Most parts.
@@ -72,13 +68,12 @@ class MinSizePartitioner(Partitioner):
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
         del axis
-        return min(self._max_shards, _count_bytes(shape, dtype) // self._min_bytes)
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        return min(self._max_shards, num_bytes // self._min_bytes)
 
 
 class MaxSizePartitioner(Partitioner):
     """Cuts a variable into as few parts as keep a most size.
-
-    As in `tf.distribute.experimental.partitioners`.
 
     Args:
         max_shard_bytes: Most bytes of a part, if its rows are not larger.
@@ -92,15 +87,10 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = max_shards
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
-        row_bytes = _count_bytes(shape, dtype) // max(shape[axis], 1)
+        row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
         rows = max(1, self._max_bytes // max(row_bytes, 1))
         count = math.ceil(shape[axis] / rows)
         return count if self._max_shards is None else min(count, self._max_shards)
-
-
-def _count_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Returns the bytes of an array."""
-    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 _traceback.mark_public(globals())

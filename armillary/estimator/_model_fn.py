@@ -17,8 +17,7 @@ import optax
 from flax import nnx
 
 from armillary._checks import check_callable
-from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import Scope
+from armillary.distribute.replica._context import ReplicaContext, Scope
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
 from armillary.state._lift import find_slots

@@ -150,7 +150,7 @@ class Processes:
 
 def test_rows_that_a_process_takes_for_its_own_devices_are_looked_at_too():
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
-    layout = MeshLayout(mesh, ("data",), Processes())  # pyright: ignore[reportArgumentType]
+    layout = MeshLayout(mesh, Processes(), ("data",))  # pyright: ignore[reportArgumentType]
     gather = Gather(layout, {"a": {"id": IDS}})
     fits = gather.send({"rows": np.array([5, 0, 1, 2])}, 0, 1)
     np.testing.assert_array_equal(fits["a"]["id"], IDS[[5, 0, 1, 2]])

@@ -124,20 +124,14 @@ def _labeled(fn: Function) -> Losses:
     return lambda w, b: fn(logits(w, b), b["label"])
 
 
-def _ctc(w: Any, b: Batch) -> Any:
-    scores = jnp.stack([logits(w, b)] * 4, 1)
-    labels = jnp.stack([b["label"], b["label"]], 1)
-    return optax.ctc_loss(
-        scores, jnp.zeros(scores.shape[:2]), labels, jnp.zeros(labels.shape)
-    )
+def _ctc(fn: Function) -> Losses:
+    def loss(w: Any, b: Batch) -> Any:
+        scores = jnp.stack([logits(w, b)] * 4, 1)
+        labels = jnp.stack([b["label"], b["label"]], 1)
+        zeros = jnp.zeros(scores.shape[:2]), jnp.zeros(labels.shape)
+        return fn(scores, zeros[0], labels, zeros[1])
 
-
-def _ctc_forward(w: Any, b: Batch) -> Any:
-    scores = jnp.stack([logits(w, b)] * 4, 1)
-    labels = jnp.stack([b["label"], b["label"]], 1)
-    return optax.ctc_loss_with_forward_probs(
-        scores, jnp.zeros(scores.shape[:2]), labels, jnp.zeros(labels.shape)
-    )[0]
+    return loss
 
 
 def _with_label(fn: Function) -> Losses:
@@ -188,25 +182,24 @@ OPTAX: dict[str, Losses] = {
     ),
     "convex_kl_divergence": _distribution(optax.convex_kl_divergence),
     "generalized_kl_divergence": _distribution(optax.generalized_kl_divergence),
-    "ctc_loss": _ctc,
-    "ctc_loss_with_forward_probs": _ctc_forward,
+    "ctc_loss": _ctc(optax.ctc_loss),
+    "ctc_loss_with_forward_probs": _ctc(
+        lambda *args: optax.ctc_loss_with_forward_probs(*args)[0]
+    ),
     "losses.ranking_softmax_loss": lambda w, b: optax.losses.ranking_softmax_loss(
         logits(w, b), b["x"][:, 3:] ** 2, reduce_fn=None
     ),
     "losses.triplet_margin_loss": lambda w, b: optax.losses.triplet_margin_loss(
         logits(w, b), b["x"][:, :3], b["x"][:, 3:]
     ),
-    "losses.dice_loss": lambda w, b: jax.vmap(
-        lambda p, t: optax.losses.dice_loss(p[None], t[None]).sum()
-    )(logits(w, b), targets(b)),
-    "losses.binary_dice_loss": lambda w, b: jax.vmap(
-        lambda p, t: optax.losses.binary_dice_loss(p[None], t[None]).sum()
-    )(logits(w, b), targets(b)),
-    "losses.multiclass_generalized_dice_loss": lambda w, b: jax.vmap(
-        lambda p, t: optax.losses.multiclass_generalized_dice_loss(
-            p[None], t[None]
-        ).sum()
-    )(logits(w, b), targets(b)),
+    **{
+        f"losses.{name}": lambda w, b, f=f: jax.vmap(
+            lambda p, t: f(p[None], t[None]).sum()
+        )(logits(w, b), targets(b))
+        for name, f in named(
+            optax.losses, "dice_loss binary_dice_loss multiclass_generalized_dice_loss"
+        )
+    },
     "losses.make_fenchel_young_loss": lambda w, b: jax.vmap(
         optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)
     )(logits(w, b), targets(b)),
@@ -231,18 +224,14 @@ OPTAX: dict[str, Losses] = {
         )
     ),
     "power_iteration": weighed(definite, lambda m: optax.power_iteration(m)[0]),
-    "assignment.hungarian_algorithm": lambda w, b: (
-        z(w, b)
-        + jax.vmap(lambda m: m[optax.assignment.hungarian_algorithm(m)].sum())(
-            matrix(w, b)
+    **{
+        f"assignment.{name}": lambda w, b, f=f: (
+            z(w, b) + jax.vmap(lambda m: m[f(m)].sum())(matrix(w, b))
         )
-    ),
-    "assignment.base_hungarian_algorithm": lambda w, b: (
-        z(w, b)
-        + jax.vmap(lambda m: m[optax.assignment.base_hungarian_algorithm(m)].sum())(
-            matrix(w, b)
+        for name, f in named(
+            optax.assignment, "hungarian_algorithm base_hungarian_algorithm"
         )
-    ),
+    },
     "second_order.hvp": lambda w, b: total(
         jax.vmap(
             lambda x, y: optax.second_order.hvp(
@@ -279,16 +268,12 @@ OPTAX: dict[str, Losses] = {
     "projections.projection_hypercube": of(
         rows, optax.projections.projection_hypercube
     ),
-    "projections.projection_halfspace": lambda w, b: total(
-        jax.vmap(
-            lambda r: optax.projections.projection_halfspace(r, jnp.ones(WIDTH), 0.5)
-        )(rows(w, b))
-    ),
-    "projections.projection_hyperplane": lambda w, b: total(
-        jax.vmap(
-            lambda r: optax.projections.projection_hyperplane(r, jnp.ones(WIDTH), 0.5)
-        )(rows(w, b))
-    ),
+    **{
+        f"projections.{name}": each(rows, lambda r, f=f: f(r, jnp.ones(WIDTH), 0.5))
+        for name, f in named(
+            optax.projections, "projection_halfspace projection_hyperplane"
+        )
+    },
 }
 ACTIVATIONS = """
     celu elu gelu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu

@@ -87,24 +87,11 @@ class WholeBatch(Replica):
     def total(self, tree: Any) -> Any:
         return tree
 
-    def mean(self, tree: Any) -> Any:
-        return tree
-
-    def pmean(self, tree: Any) -> Any:
-        return tree
-
-    def psum(self, tree: Any) -> Any:
-        return tree
-
-    def shared(self, penalty: Any) -> Any:
-        return penalty
+    mean = pmean = psum = shared = gather = total
 
     def whole(self, loss_fn: Any, op: str = "sum", **options: Any) -> Any:
         del op, options
         return loss_fn
-
-    def gather(self, rows: Any) -> Any:
-        return rows
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tests.differential.harness import (
     Replica,
     by_shard,
     training,
+    widen,
 )
 
 Call = Callable[[Any, Any], Any]
@@ -384,28 +385,20 @@ def _reset_between(state: Any, done: int) -> None:
         state.metric.reset()
 
 
-def _float64(metric: Any) -> Any:
-    def wide(leaf: Any) -> Any:
-        return leaf.astype("float64") if leaf.dtype == jnp.float32 else leaf
-
-    nnx.update(metric, jax.tree.map(wide, nnx.state(metric)))
-    return metric
-
-
 METRICS = [
     metric(
         "nnx.metrics.Average",
-        lambda: _float64(nnx.metrics.Average()),
+        lambda: widen(nnx.metrics.Average()),
         lambda m, _, b: m.update(values=b["y"]),
     ),
     metric(
         "nnx.metrics.Average (mask)",
-        lambda: _float64(nnx.metrics.Average()),
+        lambda: widen(nnx.metrics.Average()),
         lambda m, _, b: m.update(values=b["y"], mask=b["x"][:, 0] > 0),
     ),
     metric(
         "nnx.metrics.Welford",
-        lambda: _float64(nnx.metrics.Welford()),
+        lambda: widen(nnx.metrics.Welford()),
         lambda m, _, b: m.update(values=b["y"]),
         refusal=Refusal(
             ReplicaMismatchError,
@@ -415,17 +408,17 @@ METRICS = [
     ),
     metric(
         "nnx.metrics.Welford (of gathered values)",
-        lambda: _float64(nnx.metrics.Welford()),
+        lambda: widen(nnx.metrics.Welford()),
         lambda m, _, b, replica: m.update(values=replica.gather(b["y"])),
     ),
     metric(
         "nnx.metrics.Accuracy",
-        lambda: _float64(nnx.metrics.Accuracy()),
+        lambda: widen(nnx.metrics.Accuracy()),
         _update_accuracy,
     ),
     metric(
         "nnx.metrics.Accuracy(threshold=...)",
-        lambda: _float64(nnx.metrics.Accuracy(threshold=0.5)),
+        lambda: widen(nnx.metrics.Accuracy(threshold=0.5)),
         lambda m, logits, b: m.update(
             logits=logits[:, 0], labels=(b["label"] > 0).astype("int32")
         ),
@@ -433,7 +426,7 @@ METRICS = [
     metric(
         "nnx.MultiMetric",
         covers=("nnx.metrics.MultiMetric",),
-        make=lambda: _float64(
+        make=lambda: widen(
             nnx.MultiMetric(
                 accuracy=nnx.metrics.Accuracy(), average=nnx.metrics.Average()
             )
@@ -442,7 +435,7 @@ METRICS = [
     ),
     metric(
         "nnx.metrics.Average (reset between loops)",
-        lambda: _float64(nnx.metrics.Average()),
+        lambda: widen(nnx.metrics.Average()),
         lambda m, _, b: m.update(values=b["y"]),
         between=_reset_between,
         loops=AT_TWO,

@@ -28,8 +28,7 @@ class Learner(nnx.Module):
     """A linear classifier, and an optimizer for it."""
 
     def __init__(self, transform: Any, kind: Any = nnx.Optimizer) -> None:
-        kernel = jnp.linspace(-1.0, 1.0, WIDTH * CLASSES).reshape(WIDTH, CLASSES)
-        self.model = nnx.Dict(kernel=nnx.Param(kernel), bias=nnx.Param(jnp.ones(3)))
+        self.model = nnx.Dict({k: nnx.Param(v) for k, v in _plain_params().items()})
         self.optimizer = kind(self.model, transform, wrt=nnx.Param)
 
 
@@ -283,24 +282,13 @@ def _each(learner: Any, batch: Batch, replica: Replica) -> Any:
     return jax.vmap(jax.grad(one), (None, 0))(params, batch)
 
 
-def _private_step(learner: Any, batch: Batch, replica: Replica) -> None:
+def _clipped(clip: Any) -> Any:
     """Clips the gradient of each example, and sums what is left over replicas."""
-    clipped, _ = optax.per_example_global_norm_clip(_each(learner, batch, replica), 0.5)
-    for name, value in replica.total(clipped).items():
-        learner.model[name][...] -= RATE * value / ROWS
 
-
-def _layers_step(learner: Any, batch: Batch, replica: Replica) -> None:
-    """Clips the gradient of each example layer by layer."""
-    clipped, _ = optax.per_example_layer_norm_clip(_each(learner, batch, replica), 0.5)
-    for name, value in replica.total(clipped).items():
-        learner.model[name][...] -= RATE * value / ROWS
-
-
-def _target_step(update: Any) -> Any:
     def step(learner: Any, batch: Batch, replica: Replica) -> None:
-        simple(learner, batch, replica)
-        update(learner)
+        clipped, _ = clip(_each(learner, batch, replica), 0.5)
+        for name, value in replica.total(clipped).items():
+            learner.model[name][...] -= RATE * value / ROWS
 
     return step
 
@@ -313,15 +301,15 @@ class Target(Learner):
         self.target = nnx.clone(self.model)
 
 
-def _incremental(learner: Any) -> None:
-    new, old = nnx.state(learner.model), nnx.state(learner.target)
-    nnx.update(learner.target, optax.incremental_update(new, old, 0.1))
+def _moving(update: Callable[[Any, Any, Any], Any]) -> Any:
+    """Lets the slow copy follow, by its new and old state and the number of steps."""
 
+    def step(learner: Any, batch: Batch, replica: Replica) -> None:
+        simple(learner, batch, replica)
+        new, old = nnx.state(learner.model), nnx.state(learner.target)
+        nnx.update(learner.target, update(new, old, learner.optimizer.step[...]))
 
-def _periodic(learner: Any) -> None:
-    new, old = nnx.state(learner.model), nnx.state(learner.target)
-    step = learner.optimizer.step[...]
-    nnx.update(learner.target, optax.periodic_update(new, old, step, 2))
+    return step
 
 
 class Plain(nnx.Module):
@@ -330,6 +318,16 @@ class Plain(nnx.Module):
     def __init__(self, transform: Any, params: Any) -> None:
         self.params = nnx.Variable(params)
         self.opt_state = nnx.Variable(transform.init(params))
+
+
+def apply(
+    state: Plain, transform: Any, grads: Any, reduce: Any = lambda updates: updates
+) -> None:
+    """Updates parameters as one does without NNX."""
+    params = state.params.get_value()
+    updates, opt_state = transform.update(grads, state.opt_state.get_value(), params)
+    state.params.set_value(optax.apply_updates(params, reduce(updates)))
+    state.opt_state.set_value(opt_state)
 
 
 def plain(name: str, make: Make, **options: Any) -> Case:
@@ -341,9 +339,7 @@ def plain(name: str, make: Make, **options: Any) -> Case:
 
         params = state.params.get_value()
         grads = replica.total(jax.grad(loss)(params))
-        updates, opt_state = make().update(grads, state.opt_state.get_value(), params)
-        state.params.set_value(optax.apply_updates(params, updates))
-        state.opt_state.set_value(opt_state)
+        apply(state, make(), grads)
 
     return Case(
         name=name, make=lambda: Plain(make(), _plain_params()), step=step, **options
@@ -365,9 +361,7 @@ def _lookahead_case() -> Case:
 
         params = state.params.get_value()
         grads = replica.total(jax.grad(loss)(params.fast))
-        updates, opt_state = make().update(grads, state.opt_state.get_value(), params)
-        state.params.set_value(optax.apply_updates(params, updates))
-        state.opt_state.set_value(opt_state)
+        apply(state, make(), grads)
 
     def build() -> Any:
         return Plain(make(), optax.LookaheadParams.init_synced(_plain_params()))
@@ -390,9 +384,7 @@ def _complex_case() -> Case:
 
         params = state.params.get_value()
         grads = jnp.conj(replica.total(jax.grad(loss)(params)))
-        updates, opt_state = make().update(grads, state.opt_state.get_value(), params)
-        state.params.set_value(optax.apply_updates(params, updates))
-        state.opt_state.set_value(opt_state)
+        apply(state, make(), grads)
 
     name = "optax.contrib.split_real_and_imaginary"
     return Case(name=name, make=build, step=step)
@@ -436,10 +428,7 @@ def _aggregate_case(name: str, make: Make) -> Case:
             return losses(params, jax.tree.map(lambda a: a[None], example))[0]
 
         each = jax.vmap(jax.grad(one), (None, 0))(params, batch)
-        updates, opt_state = make().update(each, state.opt_state.get_value(), params)
-        updates = replica.mean(updates)
-        state.params.set_value(optax.apply_updates(params, updates))
-        state.opt_state.set_value(opt_state)
+        apply(state, make(), each, replica.mean)
 
     note = "average the updates over replicas; each replica adds its own noise"
     build = lambda: Plain(make(), _plain_params())  # noqa: E731
@@ -501,10 +490,20 @@ CASES: list[Case] = [
     ),
     _lookahead_case(),
     _complex_case(),
-    Case(name="optax.per_example_global_norm_clip", make=Target, step=_private_step),
-    Case(name="optax.per_example_layer_norm_clip", make=Target, step=_layers_step),
-    Case(name="optax.incremental_update", make=Target, step=_target_step(_incremental)),
-    Case(name="optax.periodic_update", make=Target, step=_target_step(_periodic)),
+    *(
+        Case(name=f"optax.{n}", make=Target, step=_clipped(getattr(optax, n)))
+        for n in ("per_example_global_norm_clip", "per_example_layer_norm_clip")
+    ),
+    Case(
+        name="optax.incremental_update",
+        make=Target,
+        step=_moving(lambda new, old, _: optax.incremental_update(new, old, 0.1)),
+    ),
+    Case(
+        name="optax.periodic_update",
+        make=Target,
+        step=_moving(lambda new, old, at: optax.periodic_update(new, old, at, 2)),
+    ),
     case("optax.contrib.sophia", lambda: optax.contrib.sophia(RATE), _hessian_step),
     case(
         "optax.contrib.hutchinson_estimator_diag_hessian",

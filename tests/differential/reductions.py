@@ -50,25 +50,13 @@ def penalty(w: Any) -> Any:
     return 0.1 * jnp.sum(w**2)
 
 
-def averaged(name: str, loss_fn: Loss, **options: Any) -> Case:
-    """Returns a case that takes the mean of gradients of each replica's loss."""
+def reduced(op: str, name: str, loss_fn: Loss) -> Case:
+    """Returns a case that reduces gradients of each replica's loss."""
 
     def step(state: Any, batch: Batch, replica: Replica) -> None:
         w = state.w[...]
         pair = jax.value_and_grad(loss_fn)(w, batch, replica)
-        state.value[...], grads = replica.mean(pair)
-        state.w[...] = w - RATE * grads
-
-    return Case(name=name, make=Valued, step=step, **options)
-
-
-def summed(name: str, loss_fn: Loss) -> Case:
-    """Returns a case that takes the sum of gradients of each replica's part."""
-
-    def step(state: Any, batch: Batch, replica: Replica) -> None:
-        w = state.w[...]
-        pair = jax.value_and_grad(loss_fn)(w, batch, replica)
-        state.value[...], grads = replica.total(pair)
+        state.value[...], grads = getattr(replica, op)(pair)
         state.w[...] = w - RATE * grads
 
     return Case(name=name, make=Valued, step=step)
@@ -97,61 +85,47 @@ def _weights_of(batch: Batch) -> Any:
     return (batch["x"][:, 0] > 0).astype("float64")
 
 
-MEANS = [
-    averaged(
-        "armillary.all_reduce(mean), of a mean with a penalty",
-        lambda w, b, r: jnp.mean(errors(w, b)) + penalty(w),
+MEANS: dict[str, Loss] = {
+    "armillary.all_reduce(mean), of a mean with a penalty": (
+        lambda w, b, r: jnp.mean(errors(w, b)) + penalty(w)
     ),
-    averaged(
-        "armillary.weighted_mean",
-        lambda w, b, r: r.weighted_mean(errors(w, b), _weights_of(b)) + penalty(w),
+    "armillary.weighted_mean": (
+        lambda w, b, r: r.weighted_mean(errors(w, b), _weights_of(b)) + penalty(w)
     ),
-    averaged(
-        "armillary.weighted_mean (weights of parameters)",
-        lambda w, b, r: r.weighted_mean(errors(w, b), jax.nn.softplus(b["x"] @ w)),
+    "armillary.weighted_mean (weights of parameters)": (
+        lambda w, b, r: r.weighted_mean(errors(w, b), jax.nn.softplus(b["x"] @ w))
     ),
-    averaged(
-        "a loss of gathered examples (contrastive), mean",
-        lambda w, b, r: jnp.mean(_similar(w, b, r)),
+    "a loss of gathered examples (contrastive), mean": (
+        lambda w, b, r: jnp.mean(_similar(w, b, r))
     ),
-    averaged(
-        "a loss of averaged statistics (mixture of experts), mean",
-        lambda w, b, r: jnp.mean(errors(w, b)) + _balance(w, b, r),
+    "a loss of averaged statistics (mixture of experts), mean": (
+        lambda w, b, r: jnp.mean(errors(w, b)) + _balance(w, b, r)
     ),
-    averaged(
-        "the root of a mean, reduced before the root",
-        lambda w, b, r: jnp.sqrt(r.mean(jnp.mean(errors(w, b)))),
+    "the root of a mean, reduced before the root": (
+        lambda w, b, r: jnp.sqrt(r.mean(jnp.mean(errors(w, b))))
     ),
-    averaged("a ratio of sums (Dice), reduced before the ratio", _ratio),
-    averaged(
-        "jax.lax.pmean (of the loss)", lambda w, b, r: r.pmean(jnp.mean(errors(w, b)))
+    "a ratio of sums (Dice), reduced before the ratio": _ratio,
+    "jax.lax.pmean (of the loss)": lambda w, b, r: r.pmean(jnp.mean(errors(w, b))),
+    "a mean in jax.checkpoint, jax.jit and lax.scan": lambda w, b, r: (
+        jax.lax.scan(
+            lambda c, x: (c + jax.jit(jax.checkpoint(jnp.tanh))(x * w).sum(), None),
+            0.0,
+            b["x"],
+        )[0]
+        / len(b["x"])
     ),
-    averaged(
-        "a mean in jax.checkpoint, jax.jit and lax.scan",
-        lambda w, b, r: (
-            jax.lax.scan(
-                lambda c, x: (c + jax.jit(jax.checkpoint(jnp.tanh))(x * w).sum(), None),
-                0.0,
-                b["x"],
-            )[0]
-            / len(b["x"])
-        ),
+}
+SUMS: dict[str, Loss] = {
+    "a penalty beside an average: armillary.scale_regularization_loss": (
+        lambda w, b, r: r.average(errors(w, b)) + r.shared(penalty(w))
     ),
-]
-SUMS = [
-    summed(
-        "a penalty beside an average: armillary.scale_regularization_loss",
-        lambda w, b, r: r.average(errors(w, b)) + r.shared(penalty(w)),
+    "a loss of gathered examples (contrastive), sum": (
+        lambda w, b, r: r.average(_similar(w, b, r))
     ),
-    summed(
-        "a loss of gathered examples (contrastive), sum",
-        lambda w, b, r: r.average(_similar(w, b, r)),
+    "a loss of averaged statistics (mixture of experts), sum": (
+        lambda w, b, r: r.average(errors(w, b)) + r.shared(_balance(w, b, r))
     ),
-    summed(
-        "a loss of averaged statistics (mixture of experts), sum",
-        lambda w, b, r: r.average(errors(w, b)) + r.shared(_balance(w, b, r)),
-    ),
-]
+}
 
 
 def _chained(op: str) -> Case:
@@ -349,8 +323,8 @@ OWN: dict[str, Step] = {
 
 
 CASES: list[Case] = [
-    *MEANS,
-    *SUMS,
+    *(reduced("mean", name, loss_fn) for name, loss_fn in MEANS.items()),
+    *(reduced("total", name, loss_fn) for name, loss_fn in SUMS.items()),
     _chained("mean"),
     _chained("sum"),
     _accumulated("armillary.value_and_grad (accumulated, mean)", "mean"),

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -117,50 +118,42 @@ def _factories(module: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["contrib", "losses", "projections", "second_order", "assignment", "perturbations"],
-)
-def test_every_factory_of_a_module_of_optax_has_a_case(name):
-    own = [n for n in _factories(getattr(optax, name)) if not hasattr(optax, n)]
-    assert not missing(f"optax.{name}", own)
+def _own_factories(module: Any) -> list[str]:
+    return [name for name in _factories(module) if not hasattr(optax, name)]
 
 
-def test_every_factory_of_optax_has_a_case():
-    assert not missing("optax", _factories(optax))
+def _classes(module: Any, kind: type = object) -> list[str]:
+    named = [(name, getattr(module, name)) for name in public(module)]
+    return [n for n, each in named if inspect.isclass(each) and issubclass(each, kind)]
 
 
-def test_every_layer_of_nnx_has_a_case():
-    layers = [
-        name
-        for name in public(nnx)
-        if inspect.isclass(getattr(nnx, name))
-        and issubclass(getattr(nnx, name), nnx.Module)
-    ]
-    assert not missing("nnx", layers)
+def _transformations() -> list[str]:
+    homes = [(name, getattr(nnx, name).__module__) for name in public(nnx)]
+    of_flax = ("flax.nnx.transforms", "flax.linen.pooling")
+    return [name for name, home in homes if home.startswith(of_flax)]
 
 
-def test_every_transformation_of_nnx_has_a_case():
-    names = [
-        name
-        for name in public(nnx)
-        if getattr(nnx, name).__module__.startswith("flax.nnx.transforms")
-        or getattr(nnx, name).__module__ == "flax.linen.pooling"
-    ]
-    assert not missing("nnx", names)
+OWN_OF_OPTAX = "contrib losses projections second_order assignment perturbations"
+NEEDED: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "factories of Optax": ("optax", lambda: _factories(optax)),
+    "layers of NNX": ("nnx", lambda: _classes(nnx, nnx.Module)),
+    "transformations of NNX": ("nnx", _transformations),
+    "metrics of NNX": ("nnx.metrics", lambda: _classes(nnx.metrics)),
+    "transformations of JAX": ("jax", lambda: public(jax)),
+    **{
+        f"factories of Optax's {name}": (
+            f"optax.{name}",
+            lambda name=name: _own_factories(getattr(optax, name)),
+        )
+        for name in OWN_OF_OPTAX.split()
+    },
+}
 
 
-def test_every_metric_of_nnx_has_a_case():
-    names = [
-        name
-        for name in public(nnx.metrics)
-        if inspect.isclass(getattr(nnx.metrics, name))
-    ]
-    assert not missing("nnx.metrics", names)
-
-
-def test_every_transformation_of_jax_has_a_case():
-    assert not missing("jax", public(jax))
+@pytest.mark.parametrize("what", NEEDED)
+def test_everything_public_has_a_case(what):
+    prefix, find = NEEDED[what]
+    assert not missing(prefix, find())
 
 
 @pytest.mark.parametrize("name", MODULES_OF_JAX.split())

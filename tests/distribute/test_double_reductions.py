@@ -78,8 +78,15 @@ DIVIDED_TWICE = {
 TWICE = {**SUMMED_TWICE, **DIVIDED_TWICE}
 
 
-@pytest.mark.parametrize("place", ["loss", "gradient", "reduction"])
-@pytest.mark.parametrize("around", AROUND)
+# Around the loss stands everything; around the rest, one of each other kind.
+PLACES = [("loss", around) for around in AROUND] + [
+    (place, around)
+    for place in ("gradient", "reduction")
+    for around in ("jit of a named call", "scan", "cond", "checkpoint")
+]
+
+
+@pytest.mark.parametrize(("place", "around"), PLACES)
 @pytest.mark.parametrize("name", TWICE)
 def test_what_counts_twice_is_an_error_behind(name, around, place, make_mirrored):
     loss_fn, differentiate, op = TWICE[name]

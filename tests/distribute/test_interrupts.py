@@ -1,5 +1,4 @@
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -44,13 +43,6 @@ def test_none_of_several_signals_is_lost(raising):
     assert heard == [signal.SIGUSR1]
 
 
-def test_a_signal_without_a_handler_is_left_alone():
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with uninterrupted():
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    signal.signal(signal.SIGTERM, before)
-
-
 def test_a_signal_that_comes_while_handlers_are_put_back_is_not_lost(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     put: Any = _interrupts.set_handler
@@ -66,16 +58,3 @@ def test_a_signal_that_comes_while_handlers_are_put_back_is_not_lost(monkeypatch
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
-
-
-def test_another_thread_is_left_alone():
-    seen = []
-
-    def run() -> None:
-        with uninterrupted():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGINT)]

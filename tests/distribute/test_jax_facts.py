@@ -4,10 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec
-
-from armillary._jaxpr import Dataflow, programs_in
 
 COUNT = 4
 AXIS = "replica"
@@ -100,108 +97,7 @@ def test_a_gradient_is_of_the_sum_of_all_losses_by_the_own_copy(reduce_loss, tim
     np.testing.assert_allclose(actual, times * 2 * GIVEN * HELD, 1e-6)
 
 
-def in_scan(fn):
-    def call(w, x):
-        return jax.lax.scan(lambda c, _: (c + fn(w, x), None), 0.0, length=2)[0]
-
-    return call
-
-
-def with_own_backward(fn):
-    @jax.custom_vjp
-    def call(w, x):
-        return fn(w, x)
-
-    call.defvjp(lambda w, x: jax.vjp(fn, w, x), lambda pullback, g: pullback(g))
-    return call
-
-
-AROUND = {
-    "nothing": lambda fn: fn,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "checkpoint, saving products": lambda fn: jax.checkpoint(
-        fn, policy=jax.checkpoint_policies.dots_saveable
-    ),
-    "scan": in_scan,
-    "custom_vjp": with_own_backward,
-    "checkpoint in a scan": lambda fn: in_scan(jax.checkpoint(fn)),
-    "scan in a checkpoint": lambda fn: jax.checkpoint(in_scan(fn)),
-    "jit in a checkpoint": lambda fn: jax.checkpoint(jax.jit(fn)),
-}
-
-
-def trace_gradient(around, loss_fn):
-    gradient = jax.grad(AROUND[around](loss_fn))
-    return jax.make_jaxpr(gradient, axis_env=[(AXIS, COUNT)])(jnp.ones(3), jnp.ones(3))
-
-
-class Named(Dataflow[bool]):
-    """Follows what has a name."""
-
-    nothing = False
-
-    def join(self, facts):
-        return any(facts)
-
-    def transfer(self, equation, operands):
-        return [True] if equation.primitive.name == "name" else None
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_a_name_of_the_divisor_stands_in_every_gradient(around):
-    def loss_fn(w, x):
-        return jnp.sum(jnp.sin(w * x)) / checkpoint_name(jnp.float32(4), "divisor")
-
-    assert Named().run(trace_gradient(around, loss_fn), [False, False]) == [True]
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_a_name_of_the_loss_does_not(around):
-    def loss_fn(w, x):
-        return checkpoint_name(jnp.sum(jnp.sin(w * x)), "loss")
-
-    assert Named().run(trace_gradient(around, loss_fn), [False, False]) == [False]
-
-
-def sums(program, within=()):
-    """Yields for each sum over replicas the name stacks around it, from outside."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        stacks = (*within, str(equation.source_info.name_stack))
-        if equation.primitive.name.startswith("psum"):
-            yield stacks
-        for inner in programs_in(equation):
-            yield from sums(inner, stacks)
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_name_stacks_tell_transposed_sums_from_those_of_the_loss(around):
-    def loss_fn(w, x):
-        return jnp.sin(jax.lax.psum(jnp.sum(jnp.sin(w * x)), AXIS))
-
-    kinds = [kind_of(stacks) for stacks in sums(trace_gradient(around, loss_fn))]
-    again = ["again"] if "checkpoint" in around else []
-    assert sorted(kinds) == [*again, "backward", "forward"]
-
-
-def kind_of(stacks):
-    """Returns what the innermost name stack says that says anything."""
-    for stack in reversed(stacks):
-        # What `jax.checkpoint` computes once more stands within the backward pass.
-        if "rematted_computation" in stack:
-            return "again"
-        if "transpose(" in stack:
-            return "backward"
-    return "forward"
-
-
 def test_a_donated_buffer_is_deleted():
     array = jnp.ones(4) + 0
     jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert array.is_deleted()
-
-
-def test_a_sum_with_a_python_float_keeps_a_weak_type():
-    assert jnp.asarray(0.0).weak_type
-    assert not jnp.zeros(()).weak_type
-    assert (jnp.asarray(0) * 1.0).dtype == jnp.float32

@@ -94,43 +94,6 @@ def test_mirrored_state_that_may_differ_is_refused(name, make_mirrored):
     np.testing.assert_array_equal(variable[...], W)
 
 
-def test_gradients_of_single_examples_are_the_replicas(make_mirrored):
-    strategy = make_mirrored(2)
-    (batch,) = strategy.distribute_dataset([ROWS])
-
-    def total(w, x):
-        grads = jax.vmap(jax.grad(lambda w, row: jnp.tanh(row @ w)), (None, 0))(w, x)
-        return jnp.sum(grads / jnp.linalg.norm(grads, axis=1, keepdims=True), axis=0)
-
-    result = strategy.run(
-        lambda w, x: armillary.all_reduce("sum", total(w, x)),
-        args=(jnp.asarray(W), batch),
-    )
-    expected = total(jnp.asarray(W), ROWS)
-    np.testing.assert_allclose(strategy.local_results(result)[1], expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_members_of_an_ensemble_are_no_examples(make_mirrored):
-    strategy = make_mirrored(2)
-    (batch,) = strategy.distribute_dataset([ROWS])
-    members = jnp.stack([jnp.asarray(W), 2 * jnp.asarray(W)])
-
-    def gradients(average, x):
-        def loss(w):
-            return average(jnp.tanh(x @ w))
-
-        return jax.vmap(jax.grad(loss))(members)
-
-    def step_fn(x):
-        own = gradients(armillary.compute_average_loss, x)
-        return armillary.all_reduce("sum", own)
-
-    result = strategy.run(step_fn, args=(batch,))
-    expected = gradients(jnp.mean, ROWS)
-    np.testing.assert_allclose(strategy.local_results(result)[0], expected, rtol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")  # One of the numbers is close to 0.
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])

@@ -137,21 +137,6 @@ def test_weights_that_are_all_zero_give_zero(count, make_mirrored):
     check(reduced(make_mirrored(count), part, "mean"), (0.0, np.zeros(WIDTH)))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_weighted_mean_of_half_precision_adds_up_in_more(count, make_mirrored):
-    losses = np.ones((2**10, 3), np.float32)
-
-    def step_fn(w, b):
-        del w
-        several = jnp.broadcast_to(losses[None], (len(b["y"]), *losses.shape))
-        part = weighted_mean(several.astype(jnp.bfloat16), b["mask"])
-        assert part.dtype == jnp.bfloat16
-        return armillary.all_reduce("mean", part.astype(jnp.float32))
-
-    # A replica's part has eight bits, and so has the mean of four of them.
-    np.testing.assert_allclose(on_replicas(make_mirrored(count), step_fn), 1, 2**-8)
-
-
 def gathered(values):
     return jax.lax.all_gather(values, "replica", tiled=True)
 

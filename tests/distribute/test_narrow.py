@@ -44,24 +44,6 @@ def test_a_batch_has_one_part_for_each_of_fewer_replicas(strategy):
     assert float(strategy.reduce("mean", batch, axis=0)) == ROWS.mean()
 
 
-def test_inside_run_there_are_so_many_replicas(strategy):
-    def step_fn(x):
-        context = get_replica_context()
-        counts = [
-            strategy.num_replicas_in_sync,
-            context.num_replicas_in_sync,
-            context.num_active,
-            jax.lax.psum(1, "replica"),
-        ]
-        return context.replica_id_in_sync_group, counts
-
-    ids, counts = strategy.run(step_fn, args=(uneven(strategy),))
-
-    assert counts == [2] * 4
-    assert strategy.num_replicas_in_sync == 4
-    assert [int(i) for i in ids.values] == [0, 1]
-
-
 def test_collectives_are_over_so_many_replicas(strategy):
     def step_fn(x):
         context = get_replica_context()
@@ -105,18 +87,6 @@ def test_variables_are_brought_together_over_so_many(strategy, aggregation, expe
     assert float(variable[...]) == expected
     for shard in variable[...].addressable_shards:
         assert float(shard.data) == expected
-
-
-@pytest.mark.slow
-def test_random_numbers_are_those_of_the_first_replicas(strategy):
-    def draw(batch):
-        rngs = nnx.Rngs(0)
-        drawn = strategy.run(
-            lambda x: x[:1] * 0 + jax.random.uniform(rngs.params()), args=(batch,)
-        )
-        return [float(part[0]) for part in strategy.local_results(drawn)]
-
-    assert draw(uneven(strategy)) == draw(uneven(strategy, np.zeros(8, np.float32)))[:2]
 
 
 LOSSES = {
@@ -169,35 +139,6 @@ def test_a_loss_that_is_scaled_by_a_number_from_elsewhere_is_an_error(strategy):
         strategy.run(step_fn, args=(uneven(strategy),))
 
     assert float(weight[...]) == 1
-
-
-def test_gradients_that_a_step_returns_are_looked_at_too(strategy):
-    def step_fn(w, x):
-        return armillary.all_reduce("sum", jax.grad(lambda w: jnp.mean(x * w) / 4)(w))
-
-    with pytest.raises(BatchSizeError, match="`step_fn` runs on 2 of 4 replicas"):
-        strategy.run(step_fn, args=(jnp.asarray(1.0), uneven(strategy)))
-
-
-@pytest.mark.slow
-def test_state_that_goes_in_and_comes_out_is_trained_as_on_one_replica(strategy):
-    batches = [np.arange(size, dtype=np.float32) for size in (8, 6, 8, 5)]
-
-    def step_fn(w, x):
-        def loss_fn(w):
-            return armillary.compute_average_loss((x - w) ** 2)
-
-        return w - 0.25 * armillary.all_reduce("sum", jax.grad(loss_fn)(w))
-
-    w, expected = jnp.asarray(1.0), 1.0
-    exact = InputOptions(remainder="exact")
-    for batch, rows in zip(
-        strategy.distribute_dataset(batches, exact), batches, strict=True
-    ):
-        w = strategy.run(step_fn, args=(w, batch))
-        expected = expected + 0.5 * (rows - expected).mean()
-
-    np.testing.assert_allclose(strategy.reduce("mean", w), expected, rtol=1e-6)
 
 
 def test_a_step_without_gradients_needs_not_ask(strategy):

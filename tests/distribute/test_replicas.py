@@ -82,11 +82,6 @@ def test_the_error_is_that_of_the_run_in_a_compiled_function(strategy, batch):
         step(batch)
 
 
-def test_psum_of_one_counts_replicas(strategy, batch):
-    result = strategy.run(lambda x: x * 0 + jax.lax.psum(1, "replica"), args=(batch,))
-    np.testing.assert_array_equal(strategy.local_results(result)[1], [2, 2])
-
-
 def test_a_branch_that_replicas_take_differently_cannot_reduce(strategy, batch):
     def step_fn(x):
         return jax.lax.cond(
@@ -105,35 +100,3 @@ def test_a_branch_that_replicas_take_differently_cannot_reduce(strategy, batch):
         "would wait there for ever. Reduce the value that decides first "
         "(`armillary.all_reduce`), reduce outside, or choose with `jnp.where`."
     ) in message
-
-
-def test_a_loop_that_replicas_leave_differently_cannot_reduce(strategy, batch):
-    def step_fn(x):
-        return jax.lax.while_loop(
-            lambda carry: carry[0] < 5.0,
-            lambda carry: carry + jax.lax.psum(carry, "replica"),
-            x,
-        )
-
-    with pytest.raises(ReplicaMismatchError, match=r"`while` at .*test_replicas\.py"):
-        strategy.run(step_fn, args=(batch,))
-
-
-def test_a_branch_that_all_replicas_take_may_reduce(strategy, batch):
-    def step_fn(x):
-        first = jax.lax.pmax(x[0], "replica")
-        return jax.lax.cond(
-            first > 1,
-            lambda: jax.lax.psum(x, "replica"),
-            lambda: jax.lax.psum(x * 2, "replica"),
-        )
-
-    results = strategy.local_results(strategy.run(step_fn, args=(batch,)))
-    np.testing.assert_array_equal(results[0], [4, 6])
-
-
-def test_a_branch_without_reductions_may_differ(strategy, batch):
-    results = strategy.run(
-        lambda x: jax.lax.cond(x[0] > 1, lambda: x * 2, lambda: x), args=(batch,)
-    )
-    np.testing.assert_array_equal(results.stacked, [[1, 2], [6, 8]])

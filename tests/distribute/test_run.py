@@ -9,7 +9,6 @@ from flax import nnx
 import armillary
 from armillary.errors import (
     BatchSizeError,
-    CapturedStateError,
     ReplicaContextError,
     ReplicaMismatchError,
 )
@@ -117,20 +116,6 @@ def test_a_module_that_run_returns_is_the_module(strategy):
     trainer = Trainer(ONE[strategy](), step_fn)
     trainer.train(1)
     assert not trainer.model.kernel[...].any()
-
-
-@pytest.mark.parametrize("strategy", ONE)
-def test_an_array_that_is_left_in_a_name_is_refused(strategy):
-    def step_fn(trainer, batch):
-        logs = {}
-
-        def replica_step(x):
-            logs["sum"] = jnp.sum(x)
-
-        trainer.strategy.run(replica_step, args=(batch,))
-
-    with pytest.raises(CapturedStateError, match=r"an array in `logs`.* Return it"):
-        Trainer(ONE[strategy](), step_fn).train(1)
 
 
 def test_what_jax_cannot_do_with_one_replica_is_refused():

@@ -498,14 +498,8 @@ def train_with(rules, shape=None):
 NO_RULE = (
     r"`rules` has '\^first', found in none of these paths:\n  losses\n  model/first/"
 )
-BAD_RANK = (
-    r"`rules` has 'bias': PartitionSpec\(None, 'tensor'\), which does not fit 3 of the "
-    r"arrays that it matches:\n  model/first/bias: float32 \(64,\), which lacks axis"
-)
-BAD_SIZE = (
-    r"does not fit 1 of the arrays that it matches:\n  model/last/kernel: float32 "
-    r"\(64, 3\), of which 4 devices cannot share axis 1\nMake it match fewer"
-)
+BAD_RANK = r"`rules` has 'bias': .*, which does not fit model/first/bias, float32 \(64,"
+BAD_SIZE = r"does not fit model/last/kernel, float32 \(64, 3\): devices cannot share an"
 SPEC = PartitionSpec
 
 
@@ -527,18 +521,7 @@ SPEC = PartitionSpec
             "`devices` is .*, which repeats a device": (
                 lambda: ShardedStrategy({"fsdp": 2}, devices=["cpu:0", "cpu:0"])
             ),
-            r"`rules` has '\(', which is no regular expression: missing \)": (
-                lambda: ShardedStrategy(rules={"(": SPEC()})
-            ),
-            r'`rules\["x"\]` is .*, which names the axis \'model\'. Use each of': (
-                lambda: ShardedStrategy(rules={"x": SPEC("fsdp", "model")})
-            ),
-            "which names an axis twice. Use each of 'data', 'fsdp', 'tensor' once": (
-                lambda: ShardedStrategy(rules={"x": SPEC("fsdp", ("data", "fsdp"))})
-            ),
-            "which names the axis UNCONSTRAINED": (
-                lambda: ShardedStrategy(rules={"x": SPEC(SPEC.UNCONSTRAINED)})
-            ),
+            "tensor_not": lambda: ShardedStrategy(rules={"x": SPEC("tensor_not")}),
             NO_RULE: lambda: train_with({"first": SPEC(), "^first": SPEC()}),
             BAD_RANK: lambda: train_with({"bias": SPEC(None, "tensor")}),
             BAD_SIZE: lambda: train_with(
@@ -552,14 +535,6 @@ def test_mistakes_are_told_before_anything_runs(call, error, message):
         call()
 
 
-def test_a_rule_need_not_match_in_each_program():
-    strategy = ShardedStrategy(rules={"first/kernel": SPEC("fsdp")})
-    Linear(strategy).train(1)
-    other = nnx.Variable(jnp.ones((2, 2)))
-    strategy.run(lambda: other.set_value(other[...] + 1))
-    assert float(other[0, 0]) == 2
-
-
 def test_metrics_are_whole_so_that_each_process_can_read_them():
     auc = armillary.metrics.AUC()
     labels = np.arange(8) % 2
@@ -568,17 +543,6 @@ def test_metrics_are_whole_so_that_each_process_can_read_them():
     specs = specs_of(auc)
     assert specs and not any(specs.values())
     assert auc.compute() == 1
-
-
-def test_an_evaluator_joins_nobody():
-    cluster = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
-    resolver = armillary.cluster.SimpleClusterResolver(cluster, "evaluator", 0)
-    strategy = ShardedStrategy(cluster_resolver=resolver)
-    assert strategy.peers is None
-    assert strategy.cluster_resolver is resolver
-    assert strategy.layout == ShardedStrategy().layout
-    dataset = strategy.distribute_datasets_from_function(lambda context: [np.ones(8)])
-    assert len(list(dataset)) == 1
 
 
 def test_it_says_what_it_is():

@@ -4,9 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
 import armillary
 from armillary import (
@@ -58,6 +56,7 @@ def all_reduce(op, value):
             r"value of each replica has shape \(\)": (
                 lambda s, rows: s.gather(rows, axis=0)
             ),
+            "out of bounds": lambda s, rows: s.reduce("sum", rows, axis=1),
         },
     }
 )
@@ -102,80 +101,6 @@ def test_cross_replica_calls_inside_run_are_errors(strategy, call, name, instead
     )
 
 
-def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):
-    outer, inner = make_mirrored(2), make_mirrored(4)
-    message = (
-        "`strategy.scope` of MirroredStrategy(4 x cpu) was called inside the scope of "
-        "MirroredStrategy(2 x cpu). Leave the other scope first, or use its strategy "
-        "(`armillary.get_strategy()`)."
-    )
-    with (
-        outer.scope(),
-        pytest.raises(ReplicaContextError, match=re.escape(message)),
-        inner.scope(),
-    ):
-        pass
-
-
-def test_a_scope_is_left_after_an_error(make_mirrored):
-    with pytest.raises(RuntimeError, match="inside"), make_mirrored(2).scope():
-        raise RuntimeError("inside")
-    assert get_replica_context() is not None
-
-
-def test_a_failing_step_leaves_the_context(make_mirrored):
-    def fn():
-        raise RuntimeError("inside")
-
-    strategy = make_mirrored(2)
-    with pytest.raises(RuntimeError, match="inside"):
-        strategy.run(fn)
-    with strategy.scope():
-        assert get_replica_context() is None
-
-
-def test_the_sum_of_what_all_replicas_share_is_an_error(make_mirrored, put_rows):
-    strategy, model = make_mirrored(4), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    batch = put_rows(strategy, np.ones((4, 1), np.float32))
-
-    def step_fn(x):
-        grads = nnx.grad(lambda model: jnp.sum(model(x)))(model)
-        return armillary.all_reduce("sum", grads)
-
-    grads = strategy.run(step_fn, args=(batch,))
-    with pytest.raises(
-        DoubleReductionError,
-        match=r"sum of a value that is equal on all 4 replicas: it was reduced in the "
-        r"step, or no argument .* Use the value as it is \(ReduceOp.MEAN\)",
-    ):
-        strategy.reduce("sum", grads)
-    same = strategy.reduce("mean", grads)
-    assert jax.tree.leaves(same)[0].tolist() == [4]
-
-
-def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):
-    strategy = make_mirrored(4)
-    assert float(strategy.reduce("mean", strategy.run(lambda: jnp.float32(3)))) == 3
-
-
-@pytest.mark.parametrize("axis", [1, -2, 5])
-def test_an_axis_that_is_not_there_is_an_error(axis, make_mirrored, put_rows):
-    strategy = make_mirrored(2)
-    value = put_rows(strategy, [[1, 2], [3, 4]])
-    with pytest.raises(
-        ValueError,
-        match=rf"`axis` is {axis}, but the value of each replica has 1 axes\. Use an "
-        r"axis it has, or `axis=None` to reduce over replicas only\.",
-    ):
-        strategy.reduce("sum", value, axis=axis)
-    with pytest.raises(
-        ValueError,
-        match=rf"`axis` is {axis}, but the value of each replica has shape \(2,\)\. "
-        r"Use an axis it has, or `strategy\.local_results\(value\)`\.",
-    ):
-        strategy.gather(value, axis=axis)
-
-
 def test_a_subclass_overrides_all_spellings_of_a_method():
     class Renamed(MirroredStrategy):
         def local_results(self, value):
@@ -187,5 +112,4 @@ def test_a_subclass_overrides_all_spellings_of_a_method():
     for kind in (Renamed, Derived):
         strategy = kind([jax.devices()[0]])
         assert strategy.experimental_local_results(1) == ("its own", 1)
-        assert strategy.unwrap(1) == ("its own", 1)
     assert MirroredStrategy.experimental_local_results is Strategy.local_results

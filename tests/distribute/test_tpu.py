@@ -32,22 +32,9 @@ def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
             "needs a TPU, but JAX found none .*rocm": OnNothing,
         },
         TypeError: {
-            "`resolver` is 'local' of type str, but it must be a": (
-                lambda: OnCPU("local")
-            ),
             "`device_assignment` is 3, but `.*` has no such argument": (
                 lambda: OnCPU(device_assignment=3)
             ),
-        },
-        AttributeError: {
-            f"no attribute '{name}'. Use `jax.lax.with_sharding_constraint`": (
-                lambda name=name: getattr(OnCPU(), name)
-            )
-            for name in (
-                "experimental_assign_to_logical_device",
-                "experimental_split_to_logical_devices",
-                "experimental_replicate_to_logical_devices",
-            )
         },
     }
 )

@@ -8,11 +8,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import armillary
 from armillary import (
     MirroredStrategy,
     VariableAggregation,
-    VariableSynchronization,
     get_replica_context,
 )
 from armillary.errors import ReplicaMismatchError
@@ -42,13 +40,6 @@ def test_a_metric_that_grows_by_a_constant_counts_every_replica(strategy):
     assert float(metric.total[...]) == 8
 
 
-def test_a_metric_that_is_not_written_stays(strategy, ids):
-    metric = nnx.metrics.Average()
-    metric.update(values=jnp.asarray([1.0, 2.0]))
-    strategy.run(lambda x: x + metric.count[...], args=(ids,))
-    assert int(metric.count[...]) == 2
-
-
 def test_batch_statistics_are_averaged(strategy):
     norm = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
     rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
@@ -62,61 +53,43 @@ def test_batch_statistics_are_averaged(strategy):
 
 
 @pytest.mark.slow
-def test_batch_norm_over_the_axis_sees_the_global_batch(strategy):
-    norm = nnx.BatchNorm(2, momentum=0.5, axis_name="replica", rngs=nnx.Rngs(0))
-    alone = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
-    rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
-    (batch,) = strategy.distribute_dataset([rows])
-    outputs = strategy.gather(strategy.run(norm, args=(batch,)), axis=0)
-    np.testing.assert_allclose(outputs, alone(rows), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(norm.mean[...], alone.mean[...], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(norm.var[...], alone.var[...], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_global_step_advances_by_one(strategy):
-    step = armillary.create_global_step(5)
-    strategy.run(lambda: add(step, 1))
-    strategy.run(lambda: add(step, get_replica_context().replica_id_in_sync_group))
-    assert int(step[...]) == 6 and step[...].shape == ()
-    assert jnp.issubdtype(step[...].dtype, jnp.integer)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("aggregation", "expected"),
+    ("aggregation", "expected", "of_a_constant"),
     [
-        (VariableAggregation.SUM, 100 + 10),
-        (VariableAggregation.MEAN, 102.5),
-        (VariableAggregation.ONLY_FIRST_REPLICA, 101),
+        (VariableAggregation.SUM, 100 + 10, 104),
+        (VariableAggregation.MEAN, 102.5, 101),
+        (VariableAggregation.ONLY_FIRST_REPLICA, 101, 101),
+        (VariableAggregation.NONE, None, 101),
     ],
 )
-@pytest.mark.parametrize(
-    "synchronization",
-    [None, VariableSynchronization.AUTO, VariableSynchronization.ON_READ],
-)
-def test_aggregation(strategy, ids, aggregation, synchronization, expected):
-    variable = nnx.Variable(
-        jnp.asarray(100.0), aggregation=aggregation, synchronization=synchronization
-    )
-    strategy.run(lambda x: add(variable, x), args=(ids,))
-    assert float(variable[...]) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (VariableAggregation.SUM, 104),
-        (VariableAggregation.MEAN, 101),
-        (VariableAggregation.ONLY_FIRST_REPLICA, 101),
-        (VariableAggregation.NONE, 101),
-    ],
-)
-def test_aggregation_of_a_constant(strategy, aggregation, expected):
+def test_aggregation(strategy, ids, aggregation, expected, of_a_constant):
     variable = nnx.Variable(jnp.asarray(100.0), aggregation=aggregation)
     strategy.run(lambda: add(variable, 1))
-    assert float(variable[...]) == expected
+    assert float(variable[...]) == of_a_constant
+    variable[...] = jnp.asarray(100.0)
+    if expected is None:
+        with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
+            strategy.run(lambda x: add(variable, x), args=(ids,))
+    else:
+        strategy.run(lambda x: add(variable, x), args=(ids,))
+        assert float(variable[...]) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "aggregation", "message"),
+    [
+        (jnp.zeros((), bool), VariableAggregation.SUM, "bool, of which there is no su"),
+        (jnp.zeros((), bool), VariableAggregation.MEAN, "bool, of which there is no m"),
+        (jax.random.key(0), VariableAggregation.SUM, "of which there is no sum"),
+        (jnp.zeros(()), "SUM", "must be a member of `armillary.VariableAggregation`"),
+    ],
+)
+def test_an_aggregation_without_a_meaning_is_an_error(
+    strategy, value, aggregation, message
+):
+    variable = nnx.Variable(value, aggregation=aggregation)
+    with pytest.raises(ValueError, match=message):
+        strategy.run(lambda: variable[...])
 
 
 def test_an_annotation_goes_before_the_kind(strategy, ids):
@@ -125,22 +98,6 @@ def test_an_annotation_goes_before_the_kind(strategy, ids):
     )
     strategy.run(lambda x: add(metric, x), args=(ids,))
     assert float(metric[...]) == 2.5
-
-
-def test_no_aggregation_is_mirrored(strategy, ids):
-    variable = nnx.Variable(jnp.asarray(0.0), aggregation=VariableAggregation.NONE)
-    with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
-        strategy.run(lambda x: add(variable, x), args=(ids,))
-
-
-@pytest.mark.parametrize("values", [[2**24 + 1] * 4, [2**31 - 1, 2**31 - 1, 1, 0]])
-def test_integer_means_are_exact(strategy, put_rows, values):
-    variable = nnx.Variable(
-        jnp.asarray(0, jnp.int32), aggregation=VariableAggregation.MEAN
-    )
-    rows = put_rows(strategy, np.asarray(values, np.int32))
-    strategy.run(lambda x: add(variable, x), args=(rows,))
-    assert int(variable[...]) == sum(values) // 4
 
 
 def test_half_precision_means_do_not_overflow(strategy, put_rows):
@@ -172,36 +129,6 @@ def test_integer_means_are_rounded_down(data, dtype):
     assert int(variable[...]) == sum(values[:num_active]) // num_active
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_flags_of_the_first_replica_are_flags(strategy, put_rows, first):
-    variable = nnx.Variable(
-        jnp.asarray(not first), aggregation=VariableAggregation.ONLY_FIRST_REPLICA
-    )
-    rows = put_rows(strategy, np.asarray([first, not first, not first, not first]))
-    strategy.run(lambda x: variable.set_value(x), args=(rows,))
-    assert variable[...].dtype == bool and bool(variable[...]) is first
-
-
-@pytest.mark.parametrize(
-    ("value", "what", "instead"),
-    [
-        (jnp.zeros((), bool), "bool", "ONLY_FIRST_REPLICA"),
-        (jax.random.key(0), "a random key", "NONE"),
-    ],
-    ids=["bool", "key"],
-)
-@pytest.mark.parametrize("name", ["SUM", "MEAN"])
-def test_what_cannot_be_added_is_an_error(strategy, value, what, instead, name):
-    variable = nnx.Variable(value, aggregation=VariableAggregation[name])
-    with pytest.raises(ValueError) as caught:
-        strategy.run(lambda: variable[...])
-    assert str(caught.value) == (
-        f"`aggregation` of variable is {name}, but it holds {what}, of which there is "
-        f"no {name.lower()}. Use `VariableAggregation.{instead}`, or hold an array of "
-        "integers or floats."
-    )
-
-
 def test_a_flag_of_a_metric_must_be_equal_on_all_replicas(strategy):
     class Count(nnx.Module):
         def __init__(self):
@@ -219,16 +146,6 @@ def test_a_flag_of_a_metric_must_be_equal_on_all_replicas(strategy):
     assert int(count.value[...]) == 5 + 4 * 2 and bool(count.is_used[...])
 
 
-def test_on_write_without_aggregation_is_mirrored(strategy, ids):
-    variable = nnx.Variable(
-        jnp.asarray(100.0), synchronization=VariableSynchronization.ON_WRITE
-    )
-    strategy.run(lambda: add(variable, 1))
-    assert float(variable[...]) == 101
-    with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
-        strategy.run(lambda x: add(variable, x), args=(ids,))
-
-
 def test_what_a_replica_reads_of_a_sum_is_its_share(strategy, ids):
     seen = nnx.Variable(jnp.asarray(2.0), aggregation=VariableAggregation.SUM)
 
@@ -243,51 +160,6 @@ def test_what_a_replica_reads_of_a_sum_is_its_share(strategy, ids):
     assert after.stacked.tolist() == [3, 2, 3, 4]
     assert total.stacked.tolist() == [12, 12, 12, 12]
     assert float(strategy.reduce("sum", after)) == float(seen[...]) == 12
-
-
-@pytest.mark.parametrize(
-    ("synchronization", "aggregation"),
-    [
-        ("NONE", "SUM"),
-        ("NONE", None),
-        ("ON_READ", "NONE"),
-        ("ON_READ", None),
-        ("ON_WRITE", "SUM"),
-        ("ON_WRITE", "MEAN"),
-    ],
-)
-def test_what_leaves_no_one_value_is_an_error(strategy, synchronization, aggregation):
-    variable = nnx.Variable(
-        jnp.asarray(0.0),
-        synchronization=VariableSynchronization[synchronization],
-        aggregation=aggregation and VariableAggregation[aggregation],
-    )
-    message = (
-        rf"`aggregation` of variable is {aggregation or 'NONE'} and its "
-        rf"`synchronization` is {synchronization}\. Leave `synchronization` out.*"
-        r"assign .* `armillary\.all_reduce\("
-    )
-    with pytest.raises(ValueError, match=message):
-        strategy.run(lambda: add(variable, 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("aggregation", VariableAggregation),
-        ("synchronization", VariableSynchronization),
-    ],
-)
-@pytest.mark.parametrize("value", ["SUM", 1])
-def test_an_annotation_of_another_type_is_an_error(strategy, name, kind, value):
-    variable = nnx.Variable(jnp.asarray(0.0), **{name: value})
-    with pytest.raises(ValueError) as caught:
-        strategy.run(lambda: add(variable, 1))
-    assert str(caught.value) == (
-        f"`{name}` of variable is {value!r}, but it must be a member of "
-        f"`armillary.{kind.__name__}`, such as {next(iter(kind))}. Set it where the "
-        "variable is made."
-    )
 
 
 def test_a_running_mean_is_not_summed_silently(strategy, ids):

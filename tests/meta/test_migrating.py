@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-import armillary
 from tests.meta.test_docs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
@@ -80,18 +79,6 @@ def test_no_public_name_is_missing(title):
     rows = find_rows(read_section(title))
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(listed) == sorted(PUBLIC[title].split())
-
-
-def test_names_of_strategies_work_or_say_what_to_write():
-    strategy = armillary.OneDeviceStrategy("cpu:0")
-    names = [*PUBLIC["tf.distribute.Strategy"].split(), "experimental_run_v2"]
-    missing = [name for name in names if not hasattr(strategy, name)]
-    assert "experimental_run" in missing and "unwrap" not in missing
-    for name in missing:
-        with pytest.raises(AttributeError, match=rf"attribute '{name}'\. [A-Z].*\.$"):
-            getattr(strategy, name)
-    with pytest.raises(AttributeError, match=r"has no attribute 'runs'$"):
-        _ = strategy.runs
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which strategy is in effect, and on which side of `run` the code is.
+"""Which strategy is in effect, on which side of `run` the code is, and which replica.
 
 *Replica context* is the code inside `Strategy.run`, *cross-replica context* the code
 around it that knows a strategy. Without any strategy, code runs in the replica context
@@ -10,19 +10,173 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
+from armillary.data._layout import Active
+from armillary.distribute.replica._values import (
+    PerReplica,
+    ReduceOp,
+    count_active,
+    is_per_replica,
+    join,
+)
 from armillary.errors import ReplicaContextError
 from armillary.state._lift import State
+from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
-    from armillary.distribute.replica._collectives import ReplicaContext
+
+
+class ReplicaContext:
+    """The replica in which the code runs (`tf.distribute.ReplicaContext`).
+
+    Args:
+        strategy: The strategy whose `run` made this replica.
+        axis_name: The mesh axis that counts replicas, or `None` if there is one replica
+            and no such axis.
+        active: Which replicas hold data in this step: the first so many, or those of
+            these numbers.
+        num_replicas: Replicas that run this step; by default those of the strategy.
+
+    Attributes:
+        strategy: The strategy whose `run` made this replica.
+        axis_name: What `jax.lax` calls the axis of replicas; `None` if there is one.
+        active: Which replicas hold data in this step.
+        was_asked: Whether the step has used the number of replicas in any way.
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        axis_name: str | None,
+        active: Active,
+        num_replicas: int | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.axis_name = axis_name
+        self.active = active
+        self.was_asked = False
+        self._num_replicas = num_replicas or strategy.num_replicas_in_sync
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas that run this step together.
+
+        Fewer than those of the strategy only for an uneven batch of a dataset with
+        `InputOptions(remainder="exact")`.
+        """
+        self.was_asked = True
+        return self._num_replicas
+
+    @property
+    def num_active(self) -> int:
+        """Replicas that hold data; fewer only at the end of a complete evaluation."""
+        self.was_asked = True
+        return count_active(self.active)
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The number of this replica, from 0; traced where there are several."""
+        return 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name)
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+        """Combines a value over replicas; every replica gets the result.
+
+        See `armillary.all_reduce`, which is the same.
+
+        Raises:
+            ReplicaContextError: If `value` is what `run` returned.
+        """
+        op = ReduceOp.of(reduce_op)
+        if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
+            raise ReplicaContextError(
+                "`all_reduce` was given a `PerReplica`, as `strategy.run` returns it. "
+                "Call it in the function given to `run`, or use `strategy.reduce(op, "
+                "value)` outside."
+            )
+        if self.axis_name is None or self._num_replicas == 1:
+            return value
+        leaves, treedef = jax.tree.flatten(value)
+        # Of what is not differentiable there is no gradient.
+        places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
+        given = [jnp.asarray(leaves[i]) for i in places]
+        wide = [self._counted(op, _widened(op, array)) for array in given]
+        reduce = _REDUCE.get(op, jax.lax.psum)
+        results = reduce(wide, self.axis_name)
+        for i, old, result in zip(places, given, results, strict=True):
+            leaves[i] = result.astype(old.dtype) if op in _REDUCE else result
+            if op is ReduceOp.MEAN:
+                leaves[i] = result / count_active(self.active)
+        return treedef.unflatten(leaves)
+
+    def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
+        """Returns a value that changes no result, where a replica holds no data."""
+        if count_active(self.active) == self._num_replicas:
+            return value
+        other = 0
+        if op in _REDUCE:
+            is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+            limits = jnp.finfo(value.dtype) if is_float else jnp.iinfo(value.dtype)
+            other = limits.min if op is ReduceOp.MAX else limits.max
+        return jnp.where(self.is_active(), value, jnp.full_like(value, other))
+
+    def all_gather(self, value: PyTree, axis: int) -> PyTree:
+        """Joins the values of all replicas along an axis; every replica gets it.
+
+        Args:
+            value: A pytree of arrays of equal shape on all replicas.
+            axis: The axis to join, such as 0 for examples.
+
+        Returns:
+            The same pytree, with `axis` longer by the number of replicas with data.
+
+        Raises:
+            ValueError: If a value has no such axis.
+        """
+        if self.axis_name is None:
+            return value
+
+        def gather(leaf: Any) -> jax.Array:
+            rows = jax.lax.all_gather(leaf, self.axis_name)
+            return join(PerReplica(rows, self.active), axis)
+
+        return jax.tree.map(gather, value)
+
+    def is_active(self) -> jax.Array:
+        """Returns whether this replica holds data; traced where there are several."""
+        replica = self.replica_id_in_sync_group
+        if isinstance(self.active, int):
+            return replica < self.active
+        return jnp.any(replica == np.array(self.active))
+
+    def is_first(self) -> jax.Array:
+        """Returns whether this is the first replica that holds data."""
+        first = 0 if isinstance(self.active, int) else self.active[0]
+        return self.replica_id_in_sync_group == first
+
+
+_REDUCE = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
+
+
+def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
+    """Returns a value as a number whose sum does not overflow as soon."""
+    is_small = value.dtype == bool or (
+        op is ReduceOp.MEAN
+        and jnp.issubdtype(value.dtype, jnp.integer)
+        and value.dtype.itemsize < 4
+    )
+    return value.astype(int) if is_small else value
 
 
 class _Frame(NamedTuple):
     strategy: "Strategy"
-    replica_context: "ReplicaContext | None"
+    replica_context: ReplicaContext | None
 
 
 class _Step(NamedTuple):
@@ -42,8 +196,9 @@ _ambient = _Ambient()
 _default_frame: list[_Frame] = []
 
 
-def set_default(strategy: "Strategy", replica_context: "ReplicaContext") -> None:
-    _default_frame[:] = [_Frame(strategy, replica_context)]
+def set_default(strategy: "Strategy") -> None:
+    context = ReplicaContext(strategy, None, active=1)
+    _default_frame[:] = [_Frame(strategy, context)]
 
 
 def _frame() -> _Frame:
@@ -63,17 +218,16 @@ def has_strategy() -> bool:
     return _frame().strategy is not _default_frame[0].strategy
 
 
-def get_replica_context() -> "ReplicaContext | None":
+def get_replica_context() -> ReplicaContext | None:
     """Returns the replica context, or `None` in cross-replica context."""
     return _frame().replica_context
 
 
-def get_running_context(strategy: "Strategy") -> "ReplicaContext | None":
+def get_running_context(strategy: "Strategy") -> ReplicaContext | None:
     """Returns the context of the `run` of a strategy that the code is called from."""
-    for frame in reversed(_ambient.frames):
-        if frame.strategy is strategy and frame.replica_context is not None:
-            return frame.replica_context
-    return None
+    if not _ambient.frames or _ambient.frames[-1].strategy is not strategy:
+        return None
+    return _ambient.frames[-1].replica_context
 
 
 def in_cross_replica_context() -> bool:
@@ -108,7 +262,7 @@ class Scope:
     """A strategy, and a replica of it or none, in effect; it may be entered again."""
 
     def __init__(
-        self, strategy: "Strategy", replica_context: "ReplicaContext | None" = None
+        self, strategy: "Strategy", replica_context: ReplicaContext | None = None
     ) -> None:
         self._frame = _Frame(strategy, replica_context)
 
@@ -157,7 +311,7 @@ def is_in_inner_trace() -> bool:
     return bool(steps) and steps[-1].trace_state != get_trace_state()
 
 
-def require_replica_context(function: str, instead: str) -> Any:
+def require_replica_context(function: str, instead: str) -> ReplicaContext:
     """Returns the replica context for `function`, or raises what to do instead."""
     context = get_replica_context()
     if context is None:
@@ -185,8 +339,3 @@ def require_cross_replica_context(
             f"{get_strategy()!r}. Leave the other scope first, or use its strategy "
             "(`armillary.get_strategy()`)."
         )
-
-
-def require_scope(strategy: "Strategy") -> None:
-    instead = "enter the scope around `run`"
-    require_cross_replica_context("strategy.scope", instead, strategy)

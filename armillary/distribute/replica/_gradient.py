@@ -1,10 +1,8 @@
 """Gradients with respect to variables, of a whole batch or of one part after the other.
 
-A loss is a function of the variables that it reads. They are swapped for the values
-that JAX differentiates by; what the loss writes to any other variable comes out as a
-result, and is written when the derivative is done. A batch that is too large is cut: a
-loop on the device differentiates the loss of each part and adds up, so that the
-activations of one part are there at a time.
+The variables that a loss reads are swapped for the values that JAX differentiates by;
+what it writes to any other variable is written when the derivative is done. A batch
+that is too large is cut: a loop on the device differentiates the loss of each part.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import walk_equations
 from armillary._traceback import hides_frames
 from armillary.distribute.replica._context import lifted_state, require_replica_context
-from armillary.distribute.replica._differences import DIVISOR
+from armillary.distribute.replica._proof import DIVISOR
 from armillary.errors import BatchSizeError, CapturedStateError
 from armillary.state._keras import is_variable as is_keras_variable
 from armillary.state._lift import State, strong
@@ -53,9 +51,8 @@ def accumulating(count: int, step_name: str) -> Iterator[None]:
     if count > 1 and not num_uses:
         raise ValueError(
             f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
-            "can be accumulated: what `nnx.grad` or `jax.grad` return is already that "
-            "of the whole batch. Let the loss take its batch, and write `loss, "
-            "gradients = armillary.value_and_grad(loss_fn, model, batch=batch)`."
+            "can be accumulated, as those of `nnx.grad` cannot. Let the loss take its "
+            "batch, and write `armillary.value_and_grad(loss_fn, model, batch=batch)`."
         )
 
 
@@ -90,9 +87,9 @@ def value_and_grad(
     `loss_fn` writes to variables (batch statistics, metrics, random state) stays
     written.
 
-    With `batch`, gradients can be accumulated: the loss of one part of the batch after
-    the other is computed and differentiated, which needs the memory of one part. The
-    result is that of this replica's whole share::
+    With `batch`, gradients can be accumulated: one part of the batch after the other is
+    differentiated, which needs the memory of one part. The result is that of this
+    replica's whole share::
 
         def loss_fn(batch):
             return jnp.mean(cross_entropy(model(batch["image"]), batch["label"]))
@@ -102,12 +99,10 @@ def value_and_grad(
         )
         optimizer.update(model, armillary.all_reduce("mean", gradients))
 
-    That holds for a mean or a sum over examples, with any penalties for a mean. It does
-    not for a loss that is not linear in its examples: the root of a mean of squares, a
-    contrastive loss between examples, a ratio of sums such as Dice. The mean of the
-    losses of the parts is another loss there. (`weighted_mean` is refused.) Batch
-    statistics, metrics and random state that `loss_fn` writes are written once for each
-    part, in order.
+    That holds for a mean or a sum over examples, with any penalties for a mean, and not
+    for a loss that is not linear in its examples: the root of a mean of squares, a
+    contrastive loss, a ratio of sums such as Dice. (`weighted_mean` is refused.) What
+    `loss_fn` writes to variables is written once for each part, in order.
 
     Args:
         loss_fn: Computes the loss, a scalar, from what the variables hold; it is called
@@ -234,8 +229,8 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
         return result, None
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(
-            f"`has_aux` is True, but `loss_fn` returned {result!r:.80}, and no pair of "
-            "the loss and something else. Return `loss, aux`, or leave `has_aux` out."
+            f"`has_aux` is True, but `loss_fn` returned {result!r:.80}, which is no "
+            "pair. Return `loss, aux`, or leave `has_aux` out."
         )
     return result[0], result[1]
 
@@ -258,7 +253,14 @@ def _accumulate(
 ) -> _Found:
     """Returns the loss and gradients of a batch from those of its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
-    size = _part_size(batch, count)
+    size = len(jax.tree.leaves(batch)[0])
+    if size % count:
+        raise BatchSizeError(
+            f"`accumulate_steps` is {count}, but `batch` has {size} examples on each "
+            f"replica, which are no {count} equal parts. Use a divisor of {size}, or "
+            "a global batch size that both the replicas and the parts divide."
+        )
+    size //= count
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
 
     def run(slots: dict[int, Any], part: PyTree) -> _Found:
@@ -275,9 +277,8 @@ def _accumulate(
         if leaf.shape[:1] != (size,):
             raise ValueError(
                 f"The loss returned an array of shape {leaf.shape} beside the loss, "
-                f"for a part of {size} examples. Only values of each example can be "
-                f"joined to those of the whole batch, shape ({size}, ...): update a "
-                "metric of the trainer in the loss instead."
+                f"for a part of {size} examples, but only values of each example can "
+                "be joined. Update a metric of the trainer in the loss instead."
             )
     sums = kinds.loss, kinds.gradients
 
@@ -310,32 +311,11 @@ def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
         raise ValueError(
             f"The loss of `value_and_grad` is accumulated over {count} parts of "
             "`batch`, but `op` is not given, and `compute_average_loss` did not make "
-            'it. Pass `op="mean"` for a loss that is a mean over the examples that it '
-            'gets (`jnp.mean(losses)`), `op="sum"` for a sum of them, whatever that '
-            "is divided by."
+            'it. Pass `op="mean"` for a mean over the examples that it gets, '
+            '`op="sum"` for a sum of them, whatever that is divided by.'
         )
     if is_scaled and op == "sum":
         raise ValueError(
             '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
             "loss, and divides by the number of examples that it gets. Leave `op` out."
         )
-
-
-def _part_size(batch: PyTree, count: int) -> int:
-    shapes = sorted(jnp.shape(rows) for rows in jax.tree.leaves(batch))
-    sizes = {shape[:1] for shape in shapes}
-    if len(sizes) != 1 or sizes == {()}:
-        raise BatchSizeError(
-            f"`batch` has arrays of shapes {shapes}, but to be taken in {count} parts, "
-            "they must be arrays with the same number of examples as first axis. Pass "
-            "what the function given to `strategy.run` gets, and let the loss close "
-            "over anything else."
-        )
-    ((size,),) = sizes
-    if size % count:
-        raise BatchSizeError(
-            f"`accumulate_steps` is {count}, but `batch` has {size} examples on each "
-            f"replica, which are no {count} equal parts. Use a divisor of {size}, or "
-            "a global batch size that both the replicas and the parts divide."
-        )
-    return size // count

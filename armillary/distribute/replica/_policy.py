@@ -1,7 +1,6 @@
 """What happens to each slot when a step runs on several replicas.
 
-Every slot has a policy, from what it is for or from what the user set on the variable
-with the enums of `tf.distribute`::
+Every slot has a policy, from what it is for or from what the user set on the variable::
 
     nnx.Variable(jnp.zeros(()), aggregation=VariableAggregation.SUM)
 
@@ -24,27 +23,13 @@ import numpy as np
 
 from armillary._checks import check_not_negative_int
 from armillary.distribute._global_arrays import on_data
-from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._context import ReplicaContext
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
-
-
-class VariableSynchronization(enum.Enum):
-    """When replicas' copies of a variable are brought together.
-
-    As in `tf.VariableSynchronization`: `ON_READ` lets copies differ until `run` ends,
-    and `ON_WRITE` says that they are equal at every read, as those without an
-    aggregation are. `AUTO` is `ON_READ` if there is an aggregation. `NONE` is refused.
-    """
-
-    AUTO = "AUTO"
-    NONE = "NONE"
-    ON_WRITE = "ON_WRITE"
-    ON_READ = "ON_READ"
 
 
 class VariableAggregation(enum.Enum):
@@ -57,27 +42,19 @@ class VariableAggregation(enum.Enum):
 
 
 class Policy(enum.Enum):
-    """The row of the table in the module docstring that holds for a slot."""
+    """The row of the table above that holds for a slot."""
 
-    MIRRORED = "mirrored"
+    MIRRORED = NONE = "mirrored"
     SUM = "sum"
     MEAN = "mean"
-    FIRST_REPLICA = "first replica"
+    ONLY_FIRST_REPLICA = "first replica"
     RANDOM = "random"
 
 
 _BY_ROLE = {
-    Role.PLAIN: VariableAggregation.NONE,
-    Role.METRIC: VariableAggregation.SUM,
-    Role.BATCH_STATISTIC: VariableAggregation.MEAN,
-    Role.RANDOM_KEY: VariableAggregation.NONE,
-    Role.FIRST_REPLICA: VariableAggregation.ONLY_FIRST_REPLICA,
-}
-_BY_AGGREGATION = {
-    VariableAggregation.NONE: Policy.MIRRORED,
-    VariableAggregation.SUM: Policy.SUM,
-    VariableAggregation.MEAN: Policy.MEAN,
-    VariableAggregation.ONLY_FIRST_REPLICA: Policy.FIRST_REPLICA,
+    Role.METRIC: Policy.SUM,
+    Role.BATCH_STATISTIC: Policy.MEAN,
+    Role.FIRST_REPLICA: Policy.ONLY_FIRST_REPLICA,
 }
 # Folded into the key of every replica but the first, before the replica's number. A
 # step that folds small numbers into its key, as NNX does, or splits it, must not arrive
@@ -94,9 +71,6 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
 
     Args:
         initial_value: The first value.
-
-    Returns:
-        A variable of shape `()`; the integer dtype is JAX's default.
     """
     from flax import nnx
 
@@ -122,65 +96,33 @@ def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
 
 def check_annotations(state: State) -> None:
     for slot in state.slots:
-        if slot.annotations:
-            _check_annotations(slot)
+        value = slot.annotations.get("aggregation")
+        if value is not None and not isinstance(value, VariableAggregation):
+            raise ValueError(
+                f"`aggregation` of {slot.path} is {value!r}, but it must be a member "
+                "of `armillary.VariableAggregation`. Set it where the variable is made."
+            )
 
 
 def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
-    policy = _BY_AGGREGATION[_aggregation_of(slot)]
-    is_given = slot.annotations.get("aggregation") is not None
-    is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    if is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32):
-        if policy is not Policy.MIRRORED:
-            raise _no_sum(slot, policy, "a random key", "NONE")
-        # What an optimizer draws, it adds to parameters that are mirrored.
-        return policy if is_given or is_of_optimizer else Policy.RANDOM
-    if leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN):
-        if is_given:
-            raise _no_sum(slot, policy, "bool", "ONLY_FIRST_REPLICA")
-        return Policy.MIRRORED  # a flag of a metric
-    return policy
-
-
-def _no_sum(slot: Slot, policy: Policy, what: str, instead: str) -> ValueError:
-    return ValueError(
-        f"`aggregation` of {slot.path} is {policy.name}, but it holds {what}, of which "
-        f"there is no {policy.value}. Use `VariableAggregation.{instead}`, or hold an "
-        "array of integers or floats."
-    )
-
-
-def _aggregation_of(slot: Slot) -> VariableAggregation:
     given = slot.annotations.get("aggregation")
-    return _BY_ROLE[slot.role] if given is None else given
-
-
-def _check_annotations(slot: Slot) -> None:
-    when = slot.annotations.get("synchronization")
-    for name, value, kind in (
-        ("aggregation", slot.annotations.get("aggregation"), VariableAggregation),
-        ("synchronization", when, VariableSynchronization),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(
-                f"`{name}` of {slot.path} is {value!r}, but it must be a member of "
-                f"`armillary.{kind.__name__}`, such as {next(iter(kind))}. Set it "
-                "where the variable is made."
-            )
-    how = _aggregation_of(slot).name
-    is_wrong = {
-        VariableSynchronization.NONE: True,
-        VariableSynchronization.ON_WRITE: how != "NONE",
-        VariableSynchronization.ON_READ: how == "NONE"
-        and slot.role is not Role.RANDOM_KEY,
-    }
-    if when is not None and is_wrong.get(when, False):
+    policy = _BY_ROLE.get(slot.role, Policy.MIRRORED)
+    if given is not None:
+        policy = Policy[given.name]
+    is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_key = is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
+    is_flag = leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN)
+    if given is not None and (is_flag or (is_key and policy is not Policy.MIRRORED)):
         raise ValueError(
-            f"`aggregation` of {slot.path} is {how} and its `synchronization` is "
-            f"{when.name}. Leave `synchronization` out: with an `aggregation`, values "
-            "become one when `run` ends; without one, assign what is equal on all "
-            'replicas, such as `armillary.all_reduce("mean", value)`.'
+            f"`aggregation` of {slot.path} is {given.name}, but it holds {leaf.dtype}, "
+            f"of which there is no {policy.value}. Use `VariableAggregation.NONE`, or "
+            "hold an array of integers or floats."
         )
+    if is_flag:
+        return Policy.MIRRORED  # a flag of a metric
+    # What an optimizer draws, it adds to parameters that are mirrored.
+    is_own = is_key and given is None and not is_of_optimizer
+    return Policy.RANDOM if is_own else policy
 
 
 def enter(policy: Policy, value: jax.Array) -> jax.Array:
@@ -199,15 +141,12 @@ def leave(
     is_equal: bool,
     context: ReplicaContext,
 ) -> jax.Array:
-    """Returns what a slot holds when the step ends that entered and left such values.
-
-    The step may be known to leave the same on all replicas (`is_equal`).
-    """
+    """Returns what a slot holds when the step ends; it may have left equal values."""
     if policy is Policy.MIRRORED or (is_equal and policy is not Policy.SUM):
         return after
     if policy is Policy.RANDOM:
         return _key_of_first(after)
-    if policy is Policy.FIRST_REPLICA:
+    if policy is Policy.ONLY_FIRST_REPLICA:
         return _sum(_masked(context.is_first(), after))
     if context.num_active < context.num_replicas_in_sync:
         # A replica without data adds nothing to what it began with.
@@ -254,10 +193,7 @@ def _fold_replica_in(value: jax.Array) -> jax.Array:
 
 
 def _key_of_first(value: jax.Array) -> jax.Array:
-    """Returns what the first replica left, so that one replica alone leaves the same.
-
-    A key that the step split and assigned differs between replicas.
-    """
+    """Returns what the first replica left, which is what one alone leaves."""
     first = on_data(
         lambda data: _sum(_masked(_replica_id() == 0, data)), as_keys(value)
     )

@@ -1,46 +1,165 @@
-"""Refuses steps that would leave replicas different, or wait for each other for ever.
+"""Proves that a replica's program leaves replicas equal, and reduces rightly.
 
-A replica's program is traced before it becomes a part of the step. What it computes
-decides (`Differences`); nothing is taken for equal because it looks so.
+A replica's program is traced before it becomes a part of the step. One pass follows
+every value from the batch, the number of the replica, keys and callbacks. What it
+cannot follow it takes for different. A value is equal again only after a reduction over
+all replicas; a branch or loop that a differing value decides makes all differ that it
+returns, and may not reduce.
+
+On the way, values carry labels, which tell whether a sum or a mean is the right one::
+
+    label        is put on                          goes on through
+    DIVISOR,     what a loss is divided by          copies
+      WEIGHT
+    DIVIDED,     what is divided by such a number   linear operations; a product of two
+      WEIGHED                                       losses, or with the count, loses it
+    REDUCED      the result of a reduction          linear operations of equal values
+    OF_REDUCED   a gradient of a reduced loss       linear operations; a sum has it if
+                                                    all that differs in it has it
+    GRADIENT     what differs in a backward pass    all that differs
+    RAW_KEY      a key of `jax.random.PRNGKey`      parts of arrays
+    KEY          a key made of one                  equal keys
 """
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import issubdtype, prng_key
 from jax.extend import core
 
 from armillary._checks import list_lines
-from armillary._jaxpr import source_line
-from armillary.distribute.replica._differences import Differences, Facts, Kind, Reasons
+from armillary._jaxpr import (
+    Dataflow,
+    is_made_by,
+    named_axes,
+    programs_in,
+    source_line,
+    walk_equations,
+)
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
+_NUMBER = frozenset({"the number of the replica, or random keys made with it"})
+_PYTHON = frozenset({"a callback to Python"})
+_SOURCES = {
+    "axis_index": _NUMBER,
+    **dict.fromkeys(("pure_callback", "io_callback"), _PYTHON),
+    **dict.fromkeys(("infeed", "rng_uniform", "ffi_call"), frozenset({"the device"})),
+}
+# How operations begin whose result is the same on all replicas that take part.
+_REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
+# Exchanges in which each replica gets something else.
+_EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+_COPIES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+_PARTS = (*_COPIES, "slice", "dynamic_slice", "gather")
+_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
+# A factor of the operand is none of the result.
+_NOT_LINEAR = frozenset(
+    {"integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"}
+    | {"log1p", "pow", "tanh", "logistic", "erf", "erf_inv", "sin", "cos", "sign"}
+)
 
-class Proof(Differences):
+# Names of the number that a loss is divided by, so that its sum or mean is the batch's.
+DIVISOR = "armillary divisor"
+WEIGHT = "armillary weight"
+
+
+class Kind(enum.Enum):
+    """What a label says of a value: see the table above."""
+
+    DIVISOR, WEIGHT, DIVIDED, WEIGHED, REDUCED, OF_REDUCED, GRADIENT, RAW_KEY, KEY = (
+        range(9)
+    )
+
+
+_MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT}
+_DIVISIONS = {Kind.DIVISOR: Kind.DIVIDED, Kind.WEIGHT: Kind.WEIGHED}
+_SCALES = tuple(_DIVISIONS.values())
+_MEAN = '`armillary.all_reduce("mean", gradients)`'
+_WRONG = {
+    Kind.REDUCED: (
+        "The sum over replicas at {where} is of a value that was reduced at {origin}, "
+        "so that it would be {count} times too large. Use the value as it is."
+    ),
+    Kind.OF_REDUCED: (
+        "The sum over replicas at {where} is of gradients of a loss that was reduced "
+        "before it was differentiated (at {origin}), so each replica's part counts "
+        f"{{count}} times. Take the mean of the gradients ({_MEAN})."
+    ),
+    Kind.WEIGHED: (
+        "The sum over replicas at {where} is of what `weighted_mean` made (at "
+        f"{{origin}}): it would be {{count}} times too large. Take the mean ({_MEAN})."
+    ),
+    Kind.DIVIDED: (
+        "The mean over replicas at {where} is of what was divided by the size of the "
+        "global batch, or by the number of replicas, already (at {origin}): it would "
+        'be {count} times too small. Take the sum (`armillary.all_reduce("sum", '
+        "gradients)`), or let the loss be the plain mean over this replica's examples."
+    ),
+    Kind.KEY: (
+        "`{origin}` holds a key of `jax.random.PRNGKey`, of which all replicas would "
+        "draw the same numbers (at {where}). Hold a key of `jax.random.key`, or, if "
+        "that is meant, `nnx.Variable(key, aggregation=VariableAggregation.NONE)`."
+    ),
+}
+
+
+class Label(NamedTuple):
+    """A kind of label, and the line or path that it is from."""
+
+    kind: Kind
+    origin: str
+
+
+class Facts(NamedTuple):
+    """Why a value may differ between replicas, if it may, and its labels."""
+
+    reasons: frozenset[str] = frozenset()
+    labels: frozenset[Label] = frozenset()
+
+    def find(self, kind: Kind) -> str | None:
+        return min((x.origin for x in self.labels if x.kind is kind), default=None)
+
+    def only(self, *kinds: Kind) -> set[Label]:
+        return {label for label in self.labels if label.kind in kinds}
+
+    def explain(self) -> str:
+        return f"computed from {' and '.join(sorted(self.reasons))}"
+
+
+EQUAL = Facts()
+BATCH = Facts(frozenset({"one replica's share of the batch"}))
+
+
+class Proof(Dataflow[Facts]):
     """A program that leaves no replica waiting, and reduces nothing wrongly.
 
-    The first of `counts` is the number of replicas that run it.
+    The first of `counts` is the number of replicas that run it. A sum of the replicas'
+    values becomes their mean by one of them.
     """
+
+    nothing = EQUAL
 
     def __init__(
         self, program: core.ClosedJaxpr, inputs: Sequence[Facts], counts: Sequence[int]
     ) -> None:
-        super().__init__(program, inputs, counts)
+        super().__init__()
+        self._counts = counts
+        # By where the operation stands: a loop is looked at until nothing changes.
+        self._errors: dict[Any, Exception | None] = {}
+        self._reduced_at: set[str] = set()
+        self._users: dict[int, dict[Any, list[Any]]] = {}
         self._made = program.jaxpr
+        self.sums_gradients = False
+        self.results = self.run(program, inputs)
         is_alone = counts[0] == 1
-        if self.conflicts and not is_alone:
-            conflict = self.conflicts[0]
-            raise ReplicaMismatchError(
-                f"`{conflict.kind}` at {conflict.where} is decided by a value that "
-                f"differs between replicas ({_computed_from(conflict.reasons)}), and "
-                "reduces over replicas inside, so that some would wait there for ever. "
-                "Reduce the value that decides first (`armillary.all_reduce`), reduce "
-                "outside, or choose with `jnp.where`."
-            )
-        if self.problems and not is_alone:
-            kind, origin, where = self.problems[0]
-            error = ValueError if kind is Kind.KEY else DoubleReductionError
-            message = _MESSAGES[kind]
-            raise error(message.format(origin=origin, where=where, count=counts[0]))
         self.is_equal = [is_alone or not facts.reasons for facts in self.results]
+        error = next(filter(None, self._errors.values()), None)
+        if error is not None and not is_alone:
+            raise error
 
     def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
         """Raises if named results are not equal on all replicas."""
@@ -58,8 +177,210 @@ class Proof(Differences):
             f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
             "on all replicas, but `strategy.run` left values in them that differ:\n"
             f"{list_lines(sorted(lines), most=10)}\n"
-            f"They were {_computed_from(facts.reasons)}{_way_out(facts)}"
+            f"They were {facts.explain()}{_way_out(facts)}"
         )
+
+    def join(self, facts: Iterable[Facts]) -> Facts:
+        several = set(facts)
+        if len(several) < 2:
+            return several.pop() if several else EQUAL
+        reasons, labels = zip(*several, strict=True)
+        return Facts(frozenset().union(*reasons), frozenset().union(*labels))
+
+    def line(self, equation: Any) -> str:
+        return super().line(equation) or "a line that JAX does not know"
+
+    def decide(self, equation: Any, decides: Facts) -> Facts:
+        """Returns that results differ where replicas take different ways."""
+        error = None
+        if decides.reasons and any(map(_has_collective, programs_in(equation))):
+            error = ReplicaMismatchError(
+                f"`{equation.primitive.name}` at {self.line(equation)} is decided by a "
+                f"value that differs between replicas ({decides.explain()}), and "
+                "reduces over replicas inside, so that some would wait there for ever. "
+                "Reduce the value that decides first (`armillary.all_reduce`), reduce "
+                "outside, or choose with `jnp.where`."
+            )
+        self._errors[self._place(equation)] = error
+        return Facts(decides.reasons)
+
+    def transfer(self, equation: Any, operands: list[Facts]) -> list[Facts] | None:
+        name = equation.primitive.name
+        if name == "name":
+            kind, (operand,) = _MARKED.get(equation.params["name"]), operands
+            labels = operand.labels if kind is None else self._labels(kind, equation)
+            return [Facts(operand.reasons, labels)]
+        if name in _SOURCES:
+            reasons = self.join(operands).reasons | _SOURCES[name]
+            return [Facts(reasons)] * len(equation.outvars)
+        has_groups = equation.params.get("axis_index_groups") is not None
+        is_over_all = AXIS_NAME in named_axes(equation) and not has_groups
+        if name.startswith(_REDUCTIONS) and is_over_all:
+            pairs = zip(operands, equation.outvars, strict=True)
+            return [self._reduce(equation, *pair) for pair in pairs]
+        if name.startswith((*_REDUCTIONS, *_EXCHANGES)):
+            operand = self.join(operands)
+            labels = frozenset(operand.only(*_SCALES))
+            if self._is_backward(equation) and not (operand.reasons or labels):
+                labels = self._labels(Kind.OF_REDUCED, equation)
+            return [Facts(operand.reasons | _NUMBER, labels)]
+        return None
+
+    def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
+        where = self.line(equation)
+        if self._is_backward(equation):
+            # The transpose of a reduction within a loss. What it adds up is equal if
+            # the loss was reduced last: a replica's part counts for every replica.
+            labels = frozenset(operand.only(*_SCALES, Kind.OF_REDUCED))
+            if not operand.reasons and not labels:
+                labels = self._labels(Kind.OF_REDUCED, equation)
+            elif where not in self._reduced_at:
+                # No transpose, but a backward pass of the user's that reduces.
+                labels |= self._labels(Kind.REDUCED, equation)
+            return Facts(labels=labels)
+        self._reduced_at.add(where)
+        if equation.primitive.name.startswith("psum"):
+            users = self._users_of(made)
+            is_mean = bool(users) and all(map(_is_of_mean, users))
+            is_by_hand = bool(users) and all(
+                user.primitive.name == "div" and self._is_count(user.invars[1])
+                for user in users
+            )
+            if is_mean or not is_by_hand:
+                is_of_gradient = operand.find(Kind.GRADIENT) is not None
+                self.sums_gradients |= is_of_gradient and not is_mean
+                wrong = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
+                if not is_mean:
+                    wrong.append(Kind.WEIGHED)
+                else:
+                    # Of a reduced loss a mean gives the sum of the parts, and of what
+                    # was reduced it is what it was.
+                    wrong = [] if any(map(operand.find, wrong)) else [Kind.DIVIDED]
+                self._note(equation, operand, wrong, made)
+        return Facts(labels=self._labels(Kind.REDUCED, equation))
+
+    def _note(
+        self, equation: Any, operand: Facts, wrong: list[Kind], made: Any = None
+    ) -> None:
+        """Notes the first label that an operand must not have here."""
+        where, count = self.line(equation), self._counts[0]
+        found = [(kind, origin) for kind in wrong if (origin := operand.find(kind))]
+        error = None
+        for kind, origin in found[:1]:
+            message = _WRONG[kind].format(origin=origin, where=where, count=count)
+            is_key = kind is Kind.KEY
+            error = ValueError(message) if is_key else DoubleReductionError(message)
+        self._errors[self._place(equation), made] = error
+
+    def mix(self, equation: Any, operands: list[Facts]) -> Facts:
+        both = self.join(operands)
+        reasons, labels = both
+        is_new = reasons and not both.only(Kind.GRADIENT)
+        if is_new and self._is_backward(equation):
+            labels |= self._labels(Kind.GRADIENT, equation)
+        if not labels or not equation.outvars:
+            return Facts(reasons)
+        name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+        if equation.params.get("y") == 1:  # as Optax has `g**order`
+            name = "copy"
+        if name == "div":
+            for by, kind in _DIVISIONS.items():
+                if origin := operands[1].find(by):
+                    labels = operands[0].labels | {Label(kind, origin)}
+        kept = {each for each in labels if _goes_through(each, name, dtype, reasons)}
+        if name == "random_wrap":
+            kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
+        if name in ("random_bits", "random_gamma") and not reasons:
+            self._note(equation, operands[0], [Kind.KEY])
+        return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
+
+    def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
+        """Returns the labels that a sum or a product of such operands has not."""
+        both = self.join(operands)
+        if name in ("add", "add_any", "sub"):
+            # What is equal, such as the zeros that a sum begins with, changes nothing.
+            own = [each for each in operands if each.reasons]
+            is_all = all(each.find(Kind.OF_REDUCED) for each in own)
+            return set() if is_all else both.only(Kind.OF_REDUCED)
+        lost: set[Label] = set()
+        divided = [each for each in operands if each.find(Kind.DIVIDED)]
+        is_by_divisor = name == "div" and operands[1].find(Kind.DIVISOR)
+        if is_by_divisor or not all(each.find(Kind.REDUCED) for each in divided):
+            lost |= both.only(Kind.REDUCED)  # divided after it was reduced
+        # A loss for a report, not an array of gradients that happens to be weighed so.
+        is_report = (
+            name == "mul"
+            and not equation.outvars[0].aval.ndim
+            and any(map(self._is_count, equation.invars))
+        )
+        is_square = name in _PRODUCTS and len(divided) == len(operands)
+        if (is_report or is_square) and not self._is_backward(equation):
+            lost |= both.only(Kind.DIVIDED)
+        return lost
+
+    def _labels(self, kind: Kind, equation: Any) -> frozenset[Label]:
+        return frozenset({Label(kind, self.line(equation))})
+
+    def _place(self, equation: Any) -> tuple[int, ...]:
+        return (*map(id, self.within), id(equation))
+
+    def _is_backward(self, equation: Any) -> bool:
+        """Returns whether it is part of a backward pass, as JAX's name stack says."""
+        for each in (equation, *reversed(self.within)):
+            stack = str(each.source_info.name_stack)
+            # What `jax.checkpoint` computes once more stands within a backward pass.
+            if "rematted_computation" in stack.rpartition(")")[2]:
+                return False
+            if "transpose(" in stack:
+                return True
+        return False
+
+    def _users_of(self, made: Any) -> list[Any]:
+        """Returns the operations that use a value, through changes of its dtype."""
+        jaxpr = self.jaxpr
+        if id(jaxpr) not in self._users:
+            users = self._users[id(jaxpr)] = {}
+            for equation in jaxpr.eqns:
+                for atom in equation.invars:
+                    if not isinstance(atom, core.Literal):
+                        users.setdefault(atom, []).append(equation)
+        found: list[Any] = []
+        for user in self._users[id(jaxpr)].get(made, []):
+            is_cast = user.primitive.name == "convert_element_type"
+            found += self._users_of(user.outvars[0]) if is_cast else [user]
+        return found
+
+    def _is_count(self, atom: Any) -> bool:
+        is_number = isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
+        return is_number and np.isrealobj(atom.val) and float(atom.val) in self._counts
+
+
+def _goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) -> bool:
+    kind = label.kind
+    if kind in _DIVISIONS:
+        return name in _COPIES
+    if kind is Kind.RAW_KEY:
+        return name in _PARTS
+    if kind is Kind.KEY:
+        return not reasons and issubdtype(dtype, prng_key)
+    if kind is Kind.GRADIENT:
+        return bool(reasons)
+    if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
+        return False
+    return kind is not Kind.REDUCED or not reasons
+
+
+def _is_of_mean(equation: Any) -> bool:
+    return equation.primitive.name == "div" and is_made_by(
+        equation, "pmean", "ReplicaContext.all_reduce"
+    )
+
+
+def _has_collective(program: Any) -> bool:
+    return any(
+        equation.primitive.name.startswith((*_REDUCTIONS, *_EXCHANGES))
+        for equation in walk_equations(program)
+    )
 
 
 def _way_out(facts: Facts) -> str:
@@ -72,48 +393,8 @@ def _way_out(facts: Facts) -> str:
         )
     op = "mean" if facts.find(Kind.DIVIDED) is None else "sum"
     return (
-        f", through the gradient of a loss of one replica (at {where}), which nothing "
-        "reduced. Write this before the update:\n"
-        f'  gradients = armillary.all_reduce("{op}", gradients)\n'
+        f", through the gradient of a loss of one replica (at {where}). Write this "
+        f'before the update:\n  gradients = armillary.all_reduce("{op}", gradients)\n'
         '"mean" fits a loss that is a mean over the examples of its replica, "sum" one '
         "that `compute_average_loss` (or you) divided by the global batch size."
     )
-
-
-def _computed_from(reasons: Reasons) -> str:
-    return f"computed from {' and '.join(sorted(reasons))}"
-
-
-_MEAN = '`armillary.all_reduce("mean", gradients)`'
-_MESSAGES = {
-    Kind.REDUCED: (
-        "The sum over replicas at {where} is of a value that is equal on all of them, "
-        "since it was reduced at {origin}: it would be {count} times too large. Use "
-        "the value as it is; to count replicas, use `strategy.num_replicas_in_sync`."
-    ),
-    Kind.OF_REDUCED: (
-        "The sum over replicas at {where} is of gradients of a loss that was reduced "
-        "before it was differentiated (at {origin}), so each replica's part counts "
-        f"{{count}} times. Take the mean of the gradients ({_MEAN}), or differentiate "
-        "the loss of this replica and reduce only what you report."
-    ),
-    Kind.WEIGHED: (
-        "The sum over replicas at {where} is of what `weighted_mean` made (at "
-        "{origin}), whose parts have the weighted mean as their mean: it would be "
-        f"{{count}} times too large. Take the mean ({_MEAN})."
-    ),
-    Kind.DIVIDED: (
-        "The mean over replicas at {where} is of what was divided by the size of the "
-        "global batch, or by the number of replicas, already (at {origin}): it would "
-        'be {count} times too small. Take the sum (`armillary.all_reduce("sum", '
-        "gradients)`), or let the loss be the plain mean over this replica's examples "
-        "(`jnp.mean(losses)`, penalties as they are)."
-    ),
-    Kind.KEY: (
-        "`{origin}` holds a key of `jax.random.PRNGKey`, an array that is equal on all "
-        "replicas, so that all of them would draw the same numbers (at {where}). Hold "
-        "a key of `jax.random.key` there (`jax.random.wrap_key_data(key)` makes it "
-        "one), or, if the same numbers are meant, "
-        "`nnx.Variable(key, aggregation=VariableAggregation.NONE)`."
-    ),
-}

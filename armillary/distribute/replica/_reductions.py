@@ -1,31 +1,27 @@
 """Reductions over replicas that a step says, and losses as each replica's part.
 
-Inside `strategy.run` every value is the replica's own, so that what all replicas are to
-have in common, such as an update of parameters, begins with one of these reductions.
-
 `compute_average_loss` and `scale_regularization_loss` are those of `tf.nn`: parts whose
 *sum* over replicas is the loss, so that gradients are summed. What they divide by is
-marked, so that a mean of such gradients is found (`_differences`). The parts of
+marked, so that a mean of such gradients is found (`_proof`). The parts of
 `weighted_mean` have the loss as their *mean*.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from armillary._checks import check_callable, check_one_of
+from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
-from armillary.distribute.replica._differences import DIVISOR, WEIGHT
 from armillary.distribute.replica._gradient import num_parts, split_aux
+from armillary.distribute.replica._proof import DIVISOR, WEIGHT
 from armillary.distribute.replica._values import AXIS_NAME, ReduceOp, count_active
 from armillary.state._lift import State
 from armillary.state._nnx import is_node
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
 _INSTEAD = "combine what `run` returned with `strategy.reduce`"
 
 
-def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree:
+def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
     """Combines values over replicas; every replica gets the result.
 
     A step that runs on several replicas says in this way how their gradients become
@@ -48,18 +44,16 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
         optimizer.update(model, gradients)
 
     `"mean"` fits a loss that is a mean over the examples of its replica, with any
-    penalties: the text that is right on one device. All replicas have equally many
-    examples, so that it is exact for every batch. `"sum"` fits a loss that was divided
-    already, by `armillary.compute_average_loss` or by you. `jax.lax.pmean(gradients,
-    "replica")` and `psum` do the same where all replicas hold data.
+    penalties; it is exact, since all replicas have equally many. `"sum"` fits a loss
+    that was divided already, by `armillary.compute_average_loss` or by you.
+    `jax.lax.pmean(gradients, "replica")` and `psum` do the same where all replicas hold
+    data.
 
     Args:
         op: `"mean"`, `"sum"`, `"max"` or `"min"`, or a member of `armillary.ReduceOp`.
             The last two have no derivative.
         tree: A pytree of arrays, of the same shapes on all replicas; it travels in one
             round. Replicas without data take no part.
-        dtype: What floats travel in, such as `jnp.bfloat16` for half the bytes; by
-            default their own, which the result has.
 
     Returns:
         The same pytree, with values that are equal on all replicas.
@@ -68,15 +62,15 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
         ReplicaContextError: In cross-replica context.
         DoubleReductionError: When `run` has traced the step: if the sum is of what was
             reduced before, or the mean of what was divided before.
-        ValueError: If `op` or `dtype` is none.
+        ValueError: If `op` is none.
     """
     reduce_op = ReduceOp.of(op, "op")
     context = require_replica_context("armillary.all_reduce", _INSTEAD)
-    return context.all_reduce(reduce_op, tree, dtype=dtype)
+    return context.all_reduce(reduce_op, tree)
 
 
 def all_reduce_gradients(
-    op: ReduceOp | str = "mean", *, dtype: Any = None
+    op: ReduceOp | str = "mean",
 ) -> "optax.GradientTransformationExtraArgs":
     """Returns `all_reduce` as the first transformation of an Optax optimizer.
 
@@ -90,7 +84,6 @@ def all_reduce_gradients(
 
     Args:
         op: As for `all_reduce`.
-        dtype: As for `all_reduce`.
 
     Raises:
         ValueError: If `op` is none.
@@ -107,7 +100,7 @@ def all_reduce_gradients(
         updates: PyTree, state: Any, params: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
         del params
-        return all_reduce(reduce_op, updates, dtype=dtype), state
+        return all_reduce(reduce_op, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -159,7 +152,7 @@ def over_replicas(
         with _sharing(shared) as own:
             result = loss_fn(own, *args, **kwargs)
         loss, aux = split_aux(result, has_aux)
-        total = context.all_reduce(reduce_op, loss, dtype=jnp.result_type(loss))
+        total = context.all_reduce(reduce_op, loss)
         return (total, aux) if has_aux else total
 
     return whole
@@ -180,12 +173,6 @@ def _sharing(tree: Any) -> Iterator[Any]:
         state.write([old if now is new else now for now, new, old in pairs])
 
 
-def _share(leaf: Any) -> Any:
-    is_array = isinstance(leaf, jax.Array)
-    is_float = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return _shared(leaf) if is_float else leaf
-
-
 @jax.custom_jvp
 def _shared(value: Any) -> Any:
     """Returns a value that is equal on all replicas."""
@@ -199,10 +186,16 @@ def _shared_jvp(values: Any, tangents: Any) -> Any:
     return _shared(*values), jax.lax.pmean(tangents[0], AXIS_NAME)
 
 
+def _share(leaf: Any) -> Any:
+    is_array = isinstance(leaf, jax.Array)
+    is_float = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return _shared(leaf) if is_float else leaf
+
+
 def compute_average_loss(
     per_example_loss: Any,
     sample_weight: Any = None,
-    global_batch_size: Any = None,
+    global_batch_size: int | None = None,
 ) -> jax.Array:
     """Returns the sum of the losses divided by the global batch size.
 
@@ -211,18 +204,16 @@ def compute_average_loss(
             after the first are summed, not averaged, as in TensorFlow.
         sample_weight: Weights of shape `(batch,)`, or of any shape whose axes are the
             first ones of `per_example_loss`. Weights do not change the divisor.
-        global_batch_size: Number of examples on all replicas, an integer or an integer
-            array of shape `()`. By default the number of examples here times the number
-            of replicas that hold data. Where gradients are accumulated, that of the
-            whole batch, and an integer.
+        global_batch_size: Number of examples on all replicas, in the whole batch where
+            gradients are accumulated. By default the number of examples here times the
+            number of replicas that hold data.
 
     Returns:
         An array of shape `()`. Its sum over replicas is the average over the batch.
 
     Raises:
         ReplicaContextError: In cross-replica context, without `global_batch_size`.
-        ValueError: If a shape does not fit, or `global_batch_size` is not a positive
-            integer of shape `()`.
+        ValueError: If a shape does not fit, or `global_batch_size` is not positive.
     """
     losses = _as_floats("per_example_loss", per_example_loss)
     if losses.ndim == 0:
@@ -237,16 +228,15 @@ def compute_average_loss(
         context = require_replica_context(
             "compute_average_loss", "pass `global_batch_size=...` here"
         )
-        global_batch_size = losses.shape[0] * context.num_active
+        divisor = losses.shape[0] * context.num_active
     else:
-        _check_global_batch_size(global_batch_size)
-        if num_parts() > 1:
-            global_batch_size = global_batch_size / num_parts()
+        divisor = check_positive_int("global_batch_size", global_batch_size)
+        divisor /= num_parts()
     if context is not None:
         context.was_asked = True  # Any divisor here is one for all replicas.
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-    return _divide(total, global_batch_size).astype(losses.dtype)
+    return _divide(total, divisor).astype(losses.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -267,8 +257,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
     # Not `num_active`: this says nothing about the scale of any other loss.
-    penalty = _as_array("regularization_loss", regularization_loss)
-    return _divide(jnp.sum(penalty), count_active(context.active))
+    penalty = jnp.sum(_as_array("regularization_loss", regularization_loss))
+    return _divide(penalty, count_active(context.active))
 
 
 def weighted_mean(values: Any, weights: Any) -> jax.Array:
@@ -280,9 +270,8 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
         gradients = armillary.all_reduce("mean", gradients)
 
     The mean of the parts over replicas is the sum of `values * weights` divided by the
-    sum of `weights`, both over all replicas, and so is the mean of their gradients. A
-    plain `jnp.average(values, weights=weights)` would give each replica's examples the
-    same say, however much they weigh. On one replica it is the plain weighted mean.
+    sum of `weights`, both over all replicas, and so is the mean of their gradients. The
+    mean of plain `jnp.average(values, weights=weights)` is not.
 
     Args:
         values: Losses of this replica's examples, shape `(batch, ...)`.
@@ -303,14 +292,13 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
         raise ValueError(
             "`weighted_mean` was called where gradients are accumulated "
             "(`accumulate_steps`), but the parts of a batch weigh different amounts. "
-            "Use `accumulate_steps=1`, or `compute_average_loss(losses, "
-            "sample_weight=...)`."
+            "Use `compute_average_loss(losses, sample_weight=...)`."
         )
     losses = _as_floats("values", values)
     weights = jnp.broadcast_to(_weights(weights, losses, "weights"), losses.shape)
     wide = jnp.promote_types(losses.dtype, jnp.float32)
     total = jnp.sum((losses * weights).astype(wide))
-    weight = context.all_reduce("mean", jnp.sum(weights.astype(wide)), dtype=wide)
+    weight = context.all_reduce("mean", jnp.sum(weights.astype(wide)))
     divisor = mark(jnp.where(weight == 0, 1, weight), WEIGHT)
     mean = jnp.where(weight == 0, 0, total / divisor)
     return mean.astype(losses.dtype)
@@ -340,27 +328,7 @@ def _weights(given: Any, losses: jax.Array, name: str) -> jax.Array:
     weights = _as_array(name, given, losses.dtype)
     if weights.shape != losses.shape[: weights.ndim]:
         raise ValueError(
-            f"`{name}` has shape {weights.shape}, but it must be the first axes "
-            f"of the losses, which have shape {losses.shape}. Use one weight per "
-            f"example, shape {losses.shape[:1]}."
+            f"`{name}` has shape {weights.shape}, but it must be the first axes of the "
+            f"losses, shape {losses.shape}. Use one weight per example."
         )
     return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-
-
-def _check_global_batch_size(value: Any) -> None:
-    is_array = isinstance(value, jax.Array)
-    if is_array and num_parts() > 1:
-        raise ValueError(
-            "`global_batch_size` is an array, and the loss is accumulated over "
-            f"{num_parts()} parts of the batch (`accumulate_steps`), which would all "
-            "need the number of the whole batch. Pass an integer, or weigh examples "
-            "with `sample_weight`."
-        )
-    if is_array and jnp.issubdtype(value.dtype, jnp.integer) and value.shape == ():
-        return
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0:
-        return
-    raise ValueError(
-        f"`global_batch_size` is {value!r}, but it must be a positive integer, or an "
-        "integer array of shape (). Pass the number of examples on all replicas."
-    )

@@ -9,7 +9,6 @@ does not reduce. So its program is traced, looked at, and then bound as one call
 that would differ between replicas is refused where it is written.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,22 +28,31 @@ from armillary._jaxpr import (
 )
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
-from armillary.distribute.replica._collectives import ReplicaContext, is_argument
-from armillary.distribute.replica._context import Scope, is_in_inner_trace
-from armillary.distribute.replica._differences import BATCH, EQUAL, Facts, Kind, Label
+from armillary.distribute.replica._context import (
+    ReplicaContext,
+    Scope,
+    is_in_inner_trace,
+)
 from armillary.distribute.replica._policy import Policy, enter, leave, policies_of
-from armillary.distribute.replica._proof import Proof
+from armillary.distribute.replica._proof import (
+    BATCH,
+    EQUAL,
+    Facts,
+    Kind,
+    Label,
+    Proof,
+)
 from armillary.distribute.replica._values import (
     AXIS_NAME,
     PerReplica,
     array_of,
     count_active,
+    is_argument,
     is_per_replica,
     other_count,
 )
 from armillary.errors import (
     BatchSizeError,
-    CapturedStateError,
     ReplicaContextError,
     StateStructureError,
 )
@@ -73,19 +81,13 @@ class Call:
         self, context: ReplicaContext, slots: list[Any], args: Any, kwargs: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Calls it; returns what changed, before and after, and arrays returned."""
-        state, around = self._state, _tracers_around(self._fn)
+        state = self._state
         start = [enter(*pair) for pair in zip(self.policies, slots, strict=True)]
         with state.swapped(start), Scope(context.strategy, context):
             result = self._fn(*args, **kwargs)
             # Not a copy of an object that holds state.
             self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
             after = state.collect(start, self.name)
-        for left in _tracers_around(self._fn).keys() - around.keys():
-            raise CapturedStateError(
-                f"`{self.name}` left an array in `{_tracers_around(self._fn)[left]}`, "
-                "a name from around it, which would be a value of the trace of "
-                "`strategy.run`. Return it: `run` returns what its function returns."
-            )
         pairs = enumerate(zip(start, after, strict=True))
         self.changed = [i for i, (old, new) in pairs if old is not new]
         old, new = ([some[i] for i in self.changed] for some in (start, after))
@@ -105,9 +107,8 @@ class Call:
             raise ReplicaContextError(
                 f"`strategy.run` of `{self.name}` was called inside `jax.jit`, "
                 "`nnx.jit` or another transformation of JAX, and changes state of the "
-                f"step ({shown}). The step is compiled already: call `strategy.run` as "
-                "it is, or decorate what calls it with `@armillary.function`; inside "
-                "the function that `run` gets, transformations work."
+                f"step ({shown}). Call it as it is: the step is compiled already. Or "
+                "decorate what calls it with `@armillary.function`."
             )
         after = self._state.read()
         for i, value in zip(self.changed, values, strict=True):
@@ -120,18 +121,6 @@ class Call:
         return self._treedef.unflatten(
             next(rest) if is_array(value) else value for value in self._values
         )
-
-
-def _tracers_around(fn: Callable[..., PyTree]) -> dict[int, str]:
-    """Returns in which names around a function values of a trace are, by their `id`."""
-    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    found: dict[int, str] = {}
-    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
-        with contextlib.suppress(ValueError):  # The name has no value yet.
-            held = cell.cell_contents
-            leaves = jax.tree.leaves(held if isinstance(held, dict | list) else [held])
-            found |= {id(leaf): name for leaf in leaves if isinstance(leaf, Tracer)}
-    return found
 
 
 def run_in_replicas(
@@ -239,9 +228,8 @@ class _MappedCall(Call):
                 f"`{self.name}` runs on {self.num_replicas} of {num_all} replicas, "
                 "since more cannot share its batch equally, and it sums gradients of a "
                 "loss that may be divided by another number of replicas. Take the "
-                '"mean" of the gradients, scale the loss with '
-                "`armillary.compute_average_loss(losses)`, or read `strategy."
-                "num_replicas_in_sync` inside the function given to `strategy.run`."
+                '"mean" of the gradients, or scale the loss with '
+                "`armillary.compute_average_loss(losses)`."
             )
         state = self._state
         names = {
@@ -302,10 +290,9 @@ def _find_active(
     if len(counts) > 1:
         shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(
-            f"`args` of `strategy.run` hold data for {shown} replicas, but "
-            "all arguments of one call must have data on the same replicas. Give the "
-            "data sets the same number of examples, or set "
-            '`InputOptions(remainder="drop")` on each.'
+            f"`args` of `strategy.run` hold data for {shown} replicas, but all must "
+            "have data on the same ones. Give the data sets the same number of "
+            'examples, or set `InputOptions(remainder="drop")` on each.'
         )
     return counts.pop() if counts else (num_replicas, num_replicas)
 
@@ -325,31 +312,31 @@ def run_alone(
     program = jax.make_jaxpr(
         lambda slots: call.run(context, slots, args, kwargs), axis_env=[(AXIS_NAME, 1)]
     )(call.before)
+
+    def evaluate(*_: Any) -> list[Any]:
+        return call_program(program, call.before, call.name)
+
     if _names_axis(program):
-        outputs = jax.vmap(
-            lambda _: call_program(program, call.before, call.name), axis_name=AXIS_NAME
-        )(jnp.zeros(1))
-        outputs = [output[0] for output in outputs]
+        rows = jax.vmap(evaluate, axis_name=AXIS_NAME)(jnp.zeros(1))
+        outputs = [row[0] for row in rows]
     else:
-        outputs = call_program(program, call.before, call.name)
+        outputs = evaluate()
     _, after, values = call.split(outputs)
     call.write(after)
     return call.returned(values)
 
 
 def _names_axis(program: core.ClosedJaxpr) -> bool:
-    is_named = False
-    for equation in walk_equations(program):
-        if AXIS_NAME not in named_axes(equation):
-            continue
-        is_named, name = True, equation.primitive.name
+    named = [each for each in walk_equations(program) if AXIS_NAME in named_axes(each)]
+    for equation in named:
+        name = equation.primitive.name
         if name.endswith("all_to_all"):  # Its result has another shape here.
             raise ReplicaContextError(
                 f"`{name}` at {source_line(equation)} exchanges parts of one "
                 "replica, which JAX cannot do. Leave it out where "
                 "`strategy.num_replicas_in_sync` is 1."
             )
-    return is_named
+    return bool(named)
 
 
 def _run_in_place(

@@ -6,7 +6,7 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from armillary.data._layout import Active
+from armillary.state._holders import is_claimed
 
 AXIS_NAME = "replica"
 """The axis of replicas, for the functions of `jax.lax`."""
@@ -48,18 +49,11 @@ class ReduceOp(enum.Enum):
         )
 
 
-def _refuse(use: str) -> Callable[..., NoReturn]:
-    def method(self: "PerReplica", *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(self._explain(use))
-
-    return method
-
-
 @jax.tree_util.register_pytree_node_class
 class PerReplica:
     """One value per replica.
 
-    It is no array: what arrays can do is an error that says so.
+    It is no array: combine its parts, or give it to `strategy.run`.
 
     Attributes:
         array: The values in one array of shape `(num_replicas, ...)`, or the value that
@@ -128,30 +122,16 @@ class PerReplica:
         inside = "?" if shape is None else f"{self.array.dtype}{list(shape[own])}"
         return f"PerReplica({self.num_active} x {inside})"
 
-    def _explain(self, use: str) -> str:
-        return (
-            f"{self!r} {use}, but it holds one part for each of {self.num_active} "
-            "replicas. Use it in the function of `strategy.run(step_fn, args=(batch,))`"
-            ", or combine the parts first: `strategy.reduce(ReduceOp.SUM, value)`, "
-            "`strategy.gather(value, axis=0)`."
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} was used as one array or condition, but it holds one part for "
+            f"each of {self.num_active} replicas. Use it in the function of "
+            "`strategy.run(step_fn, args=(batch,))`, or combine the parts first: "
+            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
         )
 
-    __jax_array__ = __array__ = _refuse("was used as one array")
-    __getitem__ = _refuse("was indexed")
-    __iter__ = _refuse("was iterated over")
-    __len__ = _refuse("was asked for its length")
-    __float__ = __int__ = _refuse("was converted to a number")
-    __bool__ = _refuse("was used as a condition")
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse("was added")
-    __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse("was multiplied")
-    __truediv__ = __rtruediv__ = __pow__ = _refuse("was divided")
-    __lt__ = __gt__ = __le__ = __ge__ = _refuse("was compared")
-
-    def __getattr__(self, name: str) -> Any:
-        # What is asked for by protocol, such as `__array_interface__`, is just missing.
-        if name.startswith("_") or not hasattr(jax.Array, name):
-            raise AttributeError(f"PerReplica has no attribute {name!r}")
-        raise AttributeError(self._explain(f"was asked for `{name}`"))
+    # NumPy would make an array of objects of it, and Python take it for true.
+    __jax_array__ = __bool__ = __array__
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
         """Flattens into the array."""
@@ -166,10 +146,7 @@ class PerReplica:
 
 
 def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
-    """Returns the copies of an array on a mesh in this process, by replica.
-
-    Fewer replicas than devices are on several of them each, the same number in a row.
-    """
+    """Returns the copies of an array on a mesh in this process, by replica."""
     if not isinstance(array.sharding, NamedSharding):
         return {}
     mesh = array.sharding.mesh
@@ -220,9 +197,14 @@ def other_count(value: PerReplica, strategy: object) -> ValueError:
     """Returns the error for a value of more or fewer replicas than a strategy has."""
     return ValueError(
         f"`args` of `strategy.run` hold {value!r}, a value for each replica of another "
-        f"strategy than {strategy!r}. Combine its parts with the strategy that made it "
-        "(`reduce`, `gather`)."
+        f"strategy than {strategy!r}. Combine its parts by `reduce` or `gather`."
     )
+
+
+def is_argument(value: Any) -> bool:
+    """Returns whether `value` is passed to a replica whole, for use as `is_leaf`."""
+    # NNX objects are pytrees too, but a copy of one would lose what `fn` writes.
+    return is_per_replica(value) or is_claimed(value)
 
 
 def is_per_replica(value: Any, /) -> bool:

@@ -3,7 +3,9 @@
 They are what `armillary.data._layout.BatchLayout` says. Devices are checked first.
 """
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -34,18 +36,16 @@ def as_device(name: str, device: Any) -> Device:
     """Returns a device given as a `jax.Device` or as a name such as `"gpu:1"`."""
     if isinstance(device, Device):
         return device
-    platform, _, index = str(device).lower().strip("/").rpartition(":")
-    platform = platform.rpartition("/")[2].removeprefix("device:")
-    try:
-        if not platform:
-            raise ValueError("no platform")  # JAX would take any platform
-        return jax.local_devices(backend=platform)[int(index)]
-    except (RuntimeError, ValueError, IndexError) as error:
-        known = ", ".join(map(_name, jax.local_devices()))
-        raise ValueError(
-            f"`{name}` is {device!r}, but this process has no such device. Its devices "
-            f"are {known}: pass one of these names, or a `jax.Device`."
-        ) from error
+    # TensorFlow's names begin with a slash, and may have `device:` after it.
+    parts = re.fullmatch(r"/?(?:device:)?(\w+):(\d+)", str(device).lower())
+    with contextlib.suppress(RuntimeError, IndexError):
+        if parts is not None:
+            return jax.local_devices(backend=parts[1])[int(parts[2])]
+    known = ", ".join(map(_name, jax.local_devices()))
+    raise ValueError(
+        f"`{name}` is {device!r}, but this process has no such device. Its devices "
+        f"are {known}: pass one of these names, or a `jax.Device`."
+    )
 
 
 def as_devices(name: str, devices: Any) -> list[Device]:
@@ -55,17 +55,14 @@ def as_devices(name: str, devices: Any) -> list[Device]:
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(
             f"`{name}` is {devices!r}, but it must be a sequence of at least one "
-            f"device. Use `{name}=jax.local_devices()`, or names as in "
-            f'`{name}=["cpu:0", "cpu:1"]`.'
+            f'device. Use names as in `{name}=["cpu:0", "cpu:1"]`.'
         )
     found = [as_device(name, device) for device in devices]
-    names = list(map(_name, found))
     if len(set(found)) < len(found):
         raise ValueError(
-            f"`{name}` is {names}, which repeats a device. Name each device once."
+            f"`{name}` is {list(map(_name, found))}, which repeats a device. Name each "
+            "device once."
         )
-    if len({device.platform for device in found}) > 1:
-        raise ValueError(f"`{name}` is {names}, which mixes platforms: use one.")
     return found
 
 
@@ -118,11 +115,24 @@ class SingleLayout(_OneReplica):
 
 
 @dataclass(frozen=True)
-class ReplicaLayout:
-    """One row of a batch on each device of a mesh, those of each process in a row."""
-
-    mesh: Mesh
+class _OnMesh:
+    mesh: Any
     peers: Peers | None = None
+
+    @property
+    def devices(self) -> Collection[Any]:
+        return self.mesh.local_devices
+
+    def replicate(self, arrays: PyTree) -> PyTree:
+        sharding = everywhere(self.mesh)
+        if self.peers is None:
+            return jax.device_put(arrays, sharding)
+        return jax.tree.map(lambda leaf: as_global(leaf, sharding), arrays)
+
+
+@dataclass(frozen=True)
+class ReplicaLayout(_OnMesh):
+    """One row of a batch on each device of a mesh, those of each process in a row."""
 
     stacked = True
 
@@ -138,9 +148,7 @@ class ReplicaLayout:
     def num_replicas(self) -> int:
         return self.mesh.shape[AXIS_NAME]
 
-    @property
-    def num_shares(self) -> int:
-        return self.num_replicas
+    num_shares = num_replicas
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         sharding = self._sharding(len(leading), None)
@@ -161,13 +169,6 @@ class ReplicaLayout:
         spec = PartitionSpec(*[None] * leading_axes, AXIS_NAME)
         return NamedSharding(narrow_mesh(self.mesh, num_replicas), spec)
 
-    @property
-    def devices(self) -> Collection[Any]:
-        return self.mesh.local_devices
-
-    def replicate(self, arrays: PyTree) -> PyTree:
-        return _replicate(arrays, self.mesh, self.peers)
-
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         mesh = narrow_mesh(self.mesh, len(rows))
         return _take_locally(mesh, PartitionSpec(AXIS_NAME), arrays, rows)
@@ -177,16 +178,14 @@ class ReplicaLayout:
 
 
 @dataclass(frozen=True)
-class MeshLayout(_OneReplica):
+class MeshLayout(_OneReplica, _OnMesh):
     """Batches of a single replica, split over a mesh by their examples.
 
     A batch that the devices cannot share equally is split over fewer of `axes`, or
     none; the devices along the others have copies. Each process has all of a batch.
     """
 
-    mesh: Mesh | AbstractMesh
-    axes: tuple[str, ...]
-    peers: Peers | None = None
+    axes: tuple[str, ...] = ()
 
     @property
     def num_shares(self) -> int:
@@ -227,14 +226,6 @@ class MeshLayout(_OneReplica):
         fitting = [axes for axes, n in counts.items() if num_examples % n == 0]
         return max(fitting, key=lambda axes: counts[axes])
 
-    @property
-    def devices(self) -> Collection[Any]:
-        assert isinstance(self.mesh, Mesh)
-        return self.mesh.local_devices
-
-    def replicate(self, arrays: PyTree) -> PyTree:
-        return _replicate(arrays, self.mesh, self.peers)
-
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         spec = PartitionSpec(self._axes_for(len(rows)))
         return _take_locally(self.mesh, spec, arrays, rows)
@@ -250,15 +241,6 @@ def _describe(
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding_of(shape))
 
     return jax.tree.map(describe, types)
-
-
-def _replicate(
-    arrays: PyTree, mesh: Mesh | AbstractMesh, peers: Peers | None
-) -> PyTree:
-    sharding = everywhere(mesh)
-    if peers is None:
-        return jax.device_put(arrays, sharding)
-    return jax.tree.map(lambda leaf: as_global(leaf, sharding), arrays)
 
 
 def _take_locally(

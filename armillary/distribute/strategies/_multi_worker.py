@@ -9,14 +9,12 @@ from jax.core import Tracer
 
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
-from armillary._logging import logger
 from armillary.cluster._join import CommunicationOptions, join_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._schedulers import resolve_cluster
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.data.sources._arrays import IndexedDataset
-from armillary.data.sources._libraries import as_source
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data
@@ -30,8 +28,6 @@ class JoinedStrategy(Strategy):
     """A strategy that joins the processes of its job, if there are several."""
 
     _cluster_resolver: ClusterResolver
-    _unit = "replica"
-    """What each process has some of."""
 
     def _join(
         self,
@@ -39,12 +35,10 @@ class JoinedStrategy(Strategy):
         communication_options: CommunicationOptions | None,
     ) -> None:
         fix = "Use one of `armillary.cluster`, or leave it out."
-        for name, value, kind in (
-            ("cluster_resolver", cluster_resolver, ClusterResolver),
-            ("communication_options", communication_options, CommunicationOptions),
-        ):
-            if value is not None:
-                check_instance(name, value, kind, fix)
+        kind = ClusterResolver | None
+        check_instance("cluster_resolver", cluster_resolver, kind, fix)
+        kind = CommunicationOptions | None
+        check_instance("communication_options", communication_options, kind, fix)
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
@@ -61,22 +55,11 @@ class JoinedStrategy(Strategy):
 
         Each process reads all of it, and keeps the rows of its own devices: give the
         same data, in the same order, to all. What `from_arrays` and its like give is
-        compared; any other data are not. Of arrays only the rows of its devices, and
-        those that are compared, are touched. See `Strategy.distribute_dataset` for what
-        it takes.
+        compared. See `Strategy.distribute_dataset` for what it takes.
         """
         if self.peers is not None and isinstance(dataset, IndexedDataset):
             check_same_data(self.peers, dataset)
-        distributed = super().distribute_dataset(dataset, options)
-        if self.peers is not None:
-            logger.info(
-                "data | %s: one data set for all; each of %d processes keeps the rows "
-                "of its own %ss",
-                as_source(dataset).name,
-                self.peers.count,
-                self._unit,
-            )
-        return distributed
+        return super().distribute_dataset(dataset, options)
 
     def _collect(self, value: PyTree) -> PyTree:
         if self.peers is not None and not is_in_trace():
@@ -113,8 +96,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 
     As `tf.distribute.MultiWorkerMirroredStrategy`: the same program runs in every
     process, and this strategy joins them. A program for `MirroredStrategy` runs under
-    it unchanged, and gives the same numbers as one process with the same
-    number of devices. Make it before anything uses a device::
+    it unchanged, and gives the same numbers as one process with as many devices. Make
+    it before anything uses a device::
 
         strategy = armillary.MultiWorkerMirroredStrategy()
 
@@ -162,8 +145,6 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             # An evaluator restores what several workers saved, and trains on nothing.
             plan = self._cluster_resolver.process_plan()
             dataset.ignores_state = not plan.is_training
-        else:
-            logger.info("data | a data set for each process, for its own replicas")
         return dataset
 
     def __repr__(self) -> str:
@@ -174,9 +155,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """One replica per TPU core, with equal variables on all of them.
 
-    As `tf.distribute.TPUStrategy`. The same program runs on every machine of the slice,
-    and this strategy joins them, as `MultiWorkerMirroredStrategy` does: make it before
-    anything uses a device. Nothing need be connected or initialized before.
+    As `tf.distribute.TPUStrategy`: a `MultiWorkerMirroredStrategy` of the machines of a
+    slice. Nothing need be connected or initialized before.
 
     Args:
         resolver: Tells which machine this is, and where the others are. By default
@@ -189,12 +169,10 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     """
 
     _kind = "tpu"
-    """What devices must be; tests stand in with another one."""
 
     def __init__(self, resolver: ClusterResolver | None = None) -> None:
-        if resolver is not None:
-            fix = "Use one of `armillary.cluster`, or leave it out."
-            check_instance("resolver", resolver, ClusterResolver, fix)
+        fix = "Use one of `armillary.cluster`, or leave it out."
+        check_instance("resolver", resolver, ClusterResolver | None, fix)
         super().__init__(resolver)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
@@ -204,7 +182,6 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         except RuntimeError as error:
             raise ClusterError(
                 f"`TPUStrategy` needs a TPU, but JAX found none ({error}). On a TPU "
-                "machine, install `armillary[tpu]` and leave `JAX_PLATFORMS` unset. "
-                "Elsewhere the same program runs under `armillary.MirroredStrategy()` "
-                "or `armillary.MultiWorkerMirroredStrategy()`."
+                "machine, install `armillary[tpu]` and leave `JAX_PLATFORMS` unset; "
+                "elsewhere, use `armillary.MultiWorkerMirroredStrategy()`."
             ) from error

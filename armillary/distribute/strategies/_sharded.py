@@ -1,7 +1,23 @@
-"""Parameters and optimizer state split over devices, by the compiler."""
+"""Parameters and optimizer state split over devices, by the compiler.
+
+Which part of each array every device of the mesh holds::
+
+    array                                       held
+    a scalar, a random key, of a metric         whole, by every device
+    of an optimizer, made like a parameter      as that parameter
+    at a path that a rule matches               as the first such rule says
+    another one, of `SMALL` values or more      split over the axis `fsdp`, along its
+                                                longest axis that divides
+    anything else                               whole, by every device
+
+An array of an optimizer is made like the parameter of its shape that shares most of the
+end of its path: `optimizer/opt_state/0/mu/first/kernel` like `model/first/kernel`.
+"""
 
 import contextlib
+import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +32,7 @@ from jax.sharding import (
     Sharding,
 )
 
-from armillary._checks import check_instance, check_positive_int
+from armillary._checks import check_instance, check_positive_int, list_lines
 from armillary.cluster._join import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
@@ -27,15 +43,18 @@ from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._run import run_alone
 from armillary.distribute.strategies._layouts import MeshLayout, as_devices
 from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
-from armillary.distribute.strategies._rules import ShardingRules, axes_of
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
+from armillary.state._slots import Role, describe
 from armillary.typing import PyTree
 from armillary.xla._lowerings import partitioned
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+SMALL = 1024
+"""Arrays of fewer values are held whole: to collect one costs more than it saves."""
 _KINDS = (AxisType.Auto,) * len(AXES)
+_AnyMesh = Mesh | AbstractMesh
 
 
 class ShardedStrategy(JoinedStrategy):
@@ -81,8 +100,6 @@ class ShardedStrategy(JoinedStrategy):
             has none in it, or a rule does not fit it.
     """
 
-    _unit = "device"
-
     def __init__(
         self,
         mesh_shape: Mapping[str, int] | None = None,
@@ -105,25 +122,23 @@ class ShardedStrategy(JoinedStrategy):
             where = "" if count == 1 else f" in {count} processes"
             raise ValueError(
                 f"`mesh_shape` is {shown}, for {math.prod(sizes)} devices, but there "
-                f"are {len(found)}{where}. Choose sizes whose product is {len(found)}, "
-                "or pass as many devices: `devices=jax.devices()[:n]`."
+                f"are {len(found)}{where}. Choose sizes whose product is {len(found)}."
             )
         idle = set(range(count)).difference(d.process_index for d in found)
         if self.peers is not None and idle:
             raise ValueError(
-                f"`devices` has none of process {min(idle)} of {count}, but all "
-                "processes run each step. Leave it out, or take some of each from "
-                "`jax.devices()`; names are of devices of this process."
+                f"`devices` has none of process {min(idle)} of {count}, but all run "
+                "each step. Leave it out, or take some of each from `jax.devices()`."
             )
         mesh = Mesh(found.reshape(sizes), AXES, axis_types=_KINDS)
-        self._rules = ShardingRules(mesh, rules)
+        self._rules = _Rules(mesh, rules)
         super().__init__(mesh, num_replicas=1)
         self._use(mesh)
         self._functions = Functions()
 
-    def _use(self, mesh: Mesh | AbstractMesh) -> None:
+    def _use(self, mesh: _AnyMesh) -> None:
         self._mesh = mesh
-        self._layout = MeshLayout(mesh, BATCH_AXES, self.peers)
+        self._layout = MeshLayout(mesh, self.peers, BATCH_AXES)
         self.split = self._layout.split
 
     def _describe(self, num_devices: int) -> None:
@@ -132,9 +147,8 @@ class ShardedStrategy(JoinedStrategy):
         if num_devices % (fsdp * tensor):
             raise ValueError(
                 f"There are {num_devices} devices to plan for, which `mesh_shape` does "
-                f"not divide: it has {fsdp} along 'fsdp' and {tensor} along 'tensor', "
-                "and what is left is 'data'. Choose sizes whose product divides "
-                f"{num_devices}."
+                f"not divide: it has {fsdp} along 'fsdp' and {tensor} along 'tensor'. "
+                f"Choose sizes whose product divides {num_devices}."
             )
         sizes = (num_devices // (fsdp * tensor), fsdp, tensor)
         self._use(AbstractMesh(sizes, AXES, axis_types=_KINDS))
@@ -151,9 +165,6 @@ class ShardedStrategy(JoinedStrategy):
     ) -> DistributedDataset:
         """Returns a dataset that takes each global batch from the user's own.
 
-        Its function is called with an `InputContext` of one replica. See
-        `Strategy.distribute_datasets_from_function` for what it takes.
-
         Raises:
             ValueError: If it spans several processes.
         """
@@ -161,18 +172,13 @@ class ShardedStrategy(JoinedStrategy):
             raise ValueError(
                 "`distribute_datasets_from_function` (a function with an "
                 "`input_context`) lets each process read data of its own, but under "
-                f"{self!r} all processes share one replica, and with it each batch. "
-                "Use `strategy.distribute_dataset(dataset)`, with the same data in "
-                "each: a process takes only the rows for its own devices."
+                f"{self!r} all processes share each batch. Use "
+                "`strategy.distribute_dataset(dataset)`, with the same data in each."
             )
         return super().distribute_datasets_from_function(dataset_fn, options)
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:
-        """Each array split by the rules.
-
-        Raises:
-            ValueError: If a rule does not fit an array, or no array matches it.
-        """
+        """Each array split by the rules."""
         specs = self._rules.specs(state, self._mesh)
         return [NamedSharding(self._mesh, spec) for spec in specs]
 
@@ -193,18 +199,16 @@ class ShardedStrategy(JoinedStrategy):
         state.write(collected)
         with partitioned(self._layout.split):
             result = run_alone(self, fn, args, kwargs, state)
-        for slot, start, stop in state.ranges:
+        for slot, start, _ in state.ranges:
             # Another structure is an error of the whole step, once it has ended.
             with contextlib.suppress(StateStructureError):
-                pairs = zip(range(start, stop), slot.read(), strict=True)
-                slot.write(
-                    [
-                        held[i]
-                        if leaf is collected[i]
-                        else self._divided(leaf, specs[i])
-                        for i, leaf in pairs
-                    ]
-                )
+                new = slot.read()
+                for i, leaf in enumerate(new, start=start):
+                    is_old = leaf is collected[i]
+                    new[i - start] = (
+                        held[i] if is_old else self._divided(leaf, specs[i])
+                    )
+                slot.write(new)
         return result
 
     def _divided(self, leaf: Any, spec: PartitionSpec) -> Any:
@@ -222,7 +226,7 @@ class ShardedStrategy(JoinedStrategy):
 
 def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
     kept = [
-        tuple(axis for axis in axes_of(entry) if axis not in BATCH_AXES)
+        tuple(axis for axis in _axes_of(entry) if axis not in BATCH_AXES)
         for entry in spec
     ]
     return PartitionSpec(*[axes or None for axes in kept])
@@ -242,3 +246,83 @@ def _check_shape(mesh_shape: Any) -> tuple[int, ...] | None:
             )
         check_positive_int(f'mesh_shape["{name}"]', size)
     return tuple(int(mesh_shape.get(name, 1)) for name in AXES)
+
+
+class _Rules:
+    """Chooses a `PartitionSpec` for each array of a state."""
+
+    def __init__(self, mesh: Mesh, rules: Mapping[str, PartitionSpec] | None) -> None:
+        fix = 'Write `rules={"kernel": PartitionSpec("fsdp", "tensor")}`.'
+        check_instance("rules", rules, Mapping | None, fix)
+        for path, spec in (rules or {}).items():
+            check_instance("rules", path, str, fix)
+            check_instance(f'rules["{path}"]', spec, PartitionSpec, fix)
+            NamedSharding(mesh, spec)  # JAX refuses axes that the mesh has not.
+        self._rules = {re.compile(path): spec for path, spec in (rules or {}).items()}
+        # The rules that no program had an array for yet.
+        self._unused = set(self._rules)
+
+    def specs(self, state: State, mesh: _AnyMesh) -> list[PartitionSpec]:
+        """Returns how each array of a state is split, in the order of its paths."""
+        leaves = [as_array(leaf) for leaf in state.read()]
+        of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
+        split = [
+            i
+            for i, (leaf, owner) in enumerate(zip(leaves, state.owners, strict=True))
+            if leaf.ndim and not is_key(leaf) and owner.role is not Role.METRIC
+        ]
+        specs = [PartitionSpec()] * len(leaves)
+        own = [i for i in split if not of_optimizer[i]]
+        for i in own:
+            specs[i] = self._match(state.paths[i], leaves[i], mesh)
+        if self._unused and any(state.owners[i].role is Role.PLAIN for i in own):
+            unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
+            raise ValueError(
+                f"`rules` has {unused}, found in none of these paths:\n"
+                f"{list_lines(state.paths[i] for i in own)}\n"
+                "Correct it, or leave it out: scalars, metrics and random keys need no "
+                "rule, and the state of an optimizer follows the parameters."
+            )
+        for i in set(split).difference(own):
+            path, shape = state.paths[i], leaves[i].shape
+            alike = [j for j in own if leaves[j].shape == shape]
+            shared = [(_num_shared(path, state.paths[j]), j) for j in alike]
+            most, j = max(shared, key=lambda pair: pair[0], default=(0, 0))
+            specs[i] = specs[j] if most else _automatic(mesh, shape)
+        return specs
+
+    def _match(self, path: str, leaf: Any, mesh: _AnyMesh) -> PartitionSpec:
+        found = [pattern for pattern in self._rules if pattern.search(path)]
+        self._unused.difference_update(found)
+        if not found:
+            return _automatic(mesh, leaf.shape)
+        spec = self._rules[found[0]]
+        sizes = [math.prod(mesh.shape[x] for x in _axes_of(entry)) for entry in spec]
+        pairs = zip(leaf.shape, sizes, strict=False)
+        if len(sizes) > leaf.ndim or any(size % count for size, count in pairs):
+            raise ValueError(
+                f"`rules` has {found[0].pattern!r}: {spec}, which does not fit {path}, "
+                f"{describe(leaf)}: devices cannot share an axis of it equally. Put a "
+                "rule for it before; `PartitionSpec()` leaves it whole on every device."
+            )
+        return spec
+
+
+def _automatic(mesh: _AnyMesh, shape: tuple[int, ...]) -> PartitionSpec:
+    count = mesh.shape["fsdp"]
+    fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
+    if count == 1 or math.prod(shape) < SMALL or not fitting:
+        return PartitionSpec()
+    longest = max(fitting, key=lambda axis: shape[axis])
+    return PartitionSpec(*[None] * longest, "fsdp")
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of the mesh that one entry of a `PartitionSpec` names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _num_shared(path: str, other: str) -> int:
+    """Returns how many names at the end of two paths are equal."""
+    pairs = zip(reversed(path.split("/")), reversed(other.split("/")), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

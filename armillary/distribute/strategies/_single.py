@@ -1,5 +1,7 @@
-"""Strategies on the devices of one process, with one replica or one per device."""
+"""Strategies on the devices of one process, and data sets for the replicas of any."""
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -8,12 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
 
-from armillary.data._layout import BatchLayout
+from armillary._checks import check_instance
+from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._global_arrays import everywhere
-from armillary.distribute._strategy import Strategy
+from armillary.distribute._strategy import OPTIONS_FIX, Strategy
 from armillary.distribute.program._function import Functions
-from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import require_scope, set_default
+from armillary.distribute.replica._context import get_strategy, set_default
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._run import run_alone, run_in_replicas
 from armillary.distribute.replica._values import AXIS_NAME
@@ -24,7 +27,6 @@ from armillary.distribute.strategies._layouts import (
     as_device,
     as_devices,
 )
-from armillary.state._keras import follow_keras
 from armillary.state._lift import State
 from armillary.typing import PyTree
 
@@ -80,8 +82,7 @@ class DefaultStrategy(SingleStrategy):
         Raises:
             ReplicaContextError: Inside `run`, or inside another strategy's scope.
         """
-        require_scope(self)
-        follow_keras()
+        super().scope()
         return nullcontext(self)
 
 
@@ -103,7 +104,7 @@ class OneDeviceStrategy(SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(_default, ReplicaContext(_default, None, active=1))
+set_default(_default)
 
 
 class MirroredStrategy(Strategy):
@@ -123,14 +124,13 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
         found = as_devices("devices", devices)
-        axis_types = (AxisType.Auto,)
-        mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=axis_types)
+        mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=(AxisType.Auto,))
         super().__init__(mesh, num_replicas=len(found))
         self._functions = Functions()
 
     def _describe(self, num_devices: int) -> None:
-        axis_types = (AxisType.Auto,)
-        self._mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=axis_types)
+        kinds = (AxisType.Auto,)
+        self._mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=kinds)
         self._num_replicas = num_devices
 
     @property
@@ -197,3 +197,66 @@ class CentralStorageStrategy(MirroredStrategy):
     def __repr__(self) -> str:
         home = f"{self._parameter_device.platform}:{self._parameter_device.id}"
         return self._show(f", state on {home}")
+
+
+def make_distributed_dataset(
+    strategy: Strategy | None,
+    dataset_or_fn: Any,
+    *args: Any,
+    input_options: InputOptions | None = None,
+    **kwargs: Any,
+) -> DistributedDataset:
+    """Distributes a data set, or what a function returns, over a strategy's replicas.
+
+    After `orbit.utils.make_distributed_dataset`. Three forms::
+
+        make_distributed_dataset(strategy, dataset)                 # global batches
+        make_distributed_dataset(strategy, make_data, batch_size=256)   # the same
+        make_distributed_dataset(strategy, make_shard, batch_size=256)  # per replica
+
+    where the last function takes an `input_context`, by which it knows its share, and
+    returns batches of the *per-replica* size
+    (`input_context.get_per_replica_batch_size(batch_size)`). In Orbit the batches of
+    every function are of the per-replica size; here those of one without an
+    `input_context` are global ones.
+
+    Args:
+        strategy: The strategy, or `None` for the one in effect (`get_strategy()`).
+        dataset_or_fn: Anything `armillary.data.as_source` takes, batched with the
+            global batch size; or a function that returns such a data set.
+        *args: Positional arguments for the function.
+        input_options: How to treat remainders, and how far to read ahead.
+        **kwargs: Keyword arguments for the function.
+
+    Returns:
+        A dataset to iterate, or to give to a trainer or an evaluator.
+
+    Raises:
+        TypeError: If arguments are given without a function to pass them to, or do not
+            fit the function.
+    """
+    fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+    check_instance("strategy", strategy, Strategy | None, fix)
+    check_instance("input_options", input_options, InputOptions | None, OPTIONS_FIX)
+    if strategy is None:
+        strategy = get_strategy()
+    if not callable(dataset_or_fn) or hasattr(dataset_or_fn, "__iter__"):
+        if args or kwargs:
+            given = [*(repr(arg) for arg in args), *kwargs]
+            raise TypeError(
+                f"`make_distributed_dataset` got {', '.join(given)} for a function, "
+                f"but `dataset_or_fn` is a {type(dataset_or_fn).__name__}. Pass a "
+                "function that makes the data set, or leave the arguments out."
+            )
+        return strategy.distribute_dataset(dataset_or_fn, input_options)
+    if "input_context" in inspect.signature(dataset_or_fn).parameters:
+
+        def make_shard(context: InputContext) -> Any:
+            return dataset_or_fn(*args, input_context=context, **kwargs)
+
+        return strategy.distribute_datasets_from_function(make_shard, input_options)
+    made = dataset_or_fn(*args, **kwargs)
+    if inspect.isgenerator(made):
+        # A generator function can begin again; the generator it made cannot.
+        made = functools.partial(dataset_or_fn, *args, **kwargs)
+    return strategy.distribute_dataset(made, input_options)
