@@ -81,13 +81,6 @@ def test_one_text_of_a_step_runs_under_every_strategy(strategy, reduction, expec
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["one device", "four replicas"])
-def test_a_step_of_one_device_runs_on_many_with_another_optimizer(strategy, expected):
-    transform = optax.chain(armillary.all_reduce_gradients("mean"), optax.adam(0.1))
-    found = train(STRATEGIES[strategy](), lambda grads: grads, transform=transform)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one device", "sharded", "four replicas"])
 @pytest.mark.parametrize("reduction", ["all_reduce", "pmean"])
@@ -107,23 +100,6 @@ def test_an_eager_step_that_leaves_replicas_different_is_refused():
             compile_step=False,
             num_steps=1,
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_batch_statistics_of_all_replicas_run_under_every_strategy(strategy):
-    class Normalizes(Trainer):
-        def __init__(self, strategy):
-            super().__init__(strategy, REDUCTIONS["all_reduce"])
-            self.norm = nnx.BatchNorm(3, axis_name="replica", rngs=nnx.Rngs(0))
-
-        def replica_step(self, batch):
-            self.norm(batch["x"])
-
-    trainer = Normalizes(STRATEGIES[strategy]())
-    trainer.train(1)
-    mean = trainer.norm.mean[...]
-    np.testing.assert_allclose(mean, 0.01 * X[:8].mean(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture

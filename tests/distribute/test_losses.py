@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary import compute_average_loss, scale_regularization_loss, weighted_mean
+from armillary import compute_average_loss, weighted_mean
 from tests.distribute.losses import DATA, ROWS, WIDTH, W, check, on_replicas, squares
 
 COUNTS = [1, 2, 4]
@@ -37,12 +37,6 @@ def reduced(strategy, loss_fn, op, data=DATA):
 def on_one_device(loss_fn, data=DATA):
     batch = {name: jnp.asarray(array) for name, array in data.items()}
     return jax.jit(jax.value_and_grad(loss_fn))(W, batch)
-
-
-def shards(count):
-    size = ROWS // count
-    for i in range(count):
-        yield {name: array[i * size :][:size] for name, array in DATA.items()}
 
 
 MEANS = {
@@ -214,28 +208,10 @@ def test_weighted_parts_and_ways_out_have_second_derivatives(
     check(actual, jax.hessian(lambda w: plain(w, DATA))(W), 1e-8)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", NO_MEANS)
-def test_without_it_the_loss_is_the_mean_of_those_of_replicas(
-    name, count, make_mirrored
-):
-    plain, _ = NO_MEANS[name]
-    parts = [on_one_device(plain, data=shard) for shard in shards(count)]
-    expected = jax.tree.map(lambda *each: sum(each) / count, *parts)
-    check(reduced(make_mirrored(count), plain, "mean"), expected)
-    assert not np.allclose(expected[1], on_one_device(plain)[1])
-
-
 # As one writes it for "sum", and how many times the number of one device it is.
 SCALED = {
     "compute_average_loss": (
         lambda w, b, n: compute_average_loss(squares(w, b)),
-        lambda n: 1,
-    ),
-    "with a scaled penalty": (
-        lambda w, b, n: (
-            compute_average_loss(squares(w, b)) + scale_regularization_loss(0 * w)
-        ),
         lambda n: 1,
     ),
     "by the number of replicas": (
@@ -245,14 +221,6 @@ SCALED = {
     "by a number of examples": (
         lambda w, b, n: squares(w, b).sum() / ROWS,
         lambda n: 1,
-    ),
-    "divided twice": (
-        lambda w, b, n: compute_average_loss(squares(w, b)) / n,
-        lambda n: 1 / n,
-    ),
-    "losses (1, B)": (
-        lambda w, b, n: compute_average_loss(squares(w, b)[None]),
-        lambda n: ROWS / n,
     ),
     "not divided": (lambda w, b, n: jnp.mean(squares(w, b)), lambda n: n),
 }

@@ -12,7 +12,6 @@ from flax import nnx
 import armillary
 from armillary import VariableAggregation
 from tests.problems import Holder
-from tests.releases import FLAX
 
 
 @pytest.fixture
@@ -82,17 +81,6 @@ def test_a_key_that_each_replica_splits_moves_on_for_all(strategy):
     assert after.shape == before.shape and (after != before).any()
     copies = [shard.data for shard in stream.key[...].addressable_shards]
     assert len({tuple(np.asarray(jax.random.key_data(c))) for c in copies}) == 1
-
-
-@pytest.mark.skipif(FLAX < (0, 12, 6), reason="Flax has no `Rngs.split`.")
-def test_split_streams_differ_between_replicas(strategy):
-    rngs = nnx.Rngs(0).split(3)
-
-    def step_fn():
-        return jax.vmap(jax.random.uniform)(rngs.default.key[...])
-
-    values = strategy.gather(strategy.run(step_fn), axis=0)
-    assert len(set(np.asarray(values).tolist())) == 12
 
 
 def test_a_legacy_key_of_nnx_is_a_stream_too(strategy):

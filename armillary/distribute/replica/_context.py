@@ -36,18 +36,11 @@ if TYPE_CHECKING:
 class ReplicaContext:
     """The replica in which the code runs (`tf.distribute.ReplicaContext`).
 
-    Args:
-        strategy: The strategy whose `run` made this replica.
-        axis_name: The mesh axis that counts replicas, or `None` if there is one replica
-            and no such axis.
-        active: Which replicas hold data in this step: the first so many, or those of
-            these numbers.
-        num_replicas: Replicas that run this step; by default those of the strategy.
-
     Attributes:
         strategy: The strategy whose `run` made this replica.
         axis_name: What `jax.lax` calls the axis of replicas; `None` if there is one.
-        active: Which replicas hold data in this step.
+        active: Which replicas hold data in this step: the first so many, or those of
+            these numbers.
         was_asked: Whether the step has used the number of replicas in any way.
     """
 
