@@ -238,17 +238,16 @@ def check_odd(results: list[Any], expected: Any) -> None:
 
 def check_mismatches(results: list[Any]) -> None:
     count = len(results)
-    last = f"process {count - 1} of {count}"
     for result in results:
         assert result["seed"].startswith("PeerError: ")
         assert "model/first/kernel: process 0 has float32 (64, 8) #" in result["seed"]
         assert "use the same random seed" in result["seed"]
         assert "`train_step` is traced to different programs" in result["program"]
-        assert f"{last}, from line" in result["program"]
+        assert f", process {count - 1} has " in result["program"]
         values = rf"process 0 has float32 \(2,\) #.*, process {count - 1} has float32"
         assert "`<lambda>` computes with other values in each" in result["run"]
-        assert re.search(rf"  `own`: {values}", result["run"]), result["run"]
-        assert re.search(r"  `args\[0\]`: process 0 has float32", result["argument"])
+        assert re.search(rf"  `own`.*: {values}", result["run"]), result["run"]
+        assert re.search(r"`args\[0\]`.*: process 0 has float32", result["argument"])
         assert "  value['own']: process 0 has float32 (2,) #" in result["gathered"]
         assert "  value: process 0 has float64 () #" in result["reduced"]
         assert "different data for `train_step`" in result["data"]
