@@ -191,7 +191,7 @@ def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
     single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
     fails(ValueError, "is for one device", single, 8, abstract=True)
     monkeypatch.setattr(trainer.strategy, "peers", SimpleNamespace(count=2))
-    message = "A plan is made by one process"
+    message = "which is for several processes"
     with pytest.raises(ValueError, match=message), trainer.strategy.described(8, "cpu"):
         pass
 

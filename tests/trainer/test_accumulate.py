@@ -240,10 +240,6 @@ def test_means_and_sums_of_examples_are_those_of_the_share(op, num_replicas, cou
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-class ArraySizeTrainer(SizeTrainer):
-    size = jnp.asarray(32)
-
-
 class OwnGradientTrainer(Trainer):
     def step_fn(self, batch):
         loss = armillary.all_reduce(
@@ -274,12 +270,6 @@ class SummaryTrainer(Trainer):
         ), 0
 
 
-class OddBatchTrainer(Trainer):
-    def step_fn(self, batch):
-        odd = {**batch, "rate": 0.5}
-        return armillary.value_and_grad(lambda _: 0.0, self.model, batch=odd), 0
-
-
 def train_with(kind, count=4, batch_size=32):
     return lambda: kind(
         make_strategy(0), batch_size=batch_size, accumulate_steps=count
@@ -297,9 +287,6 @@ def train_with(kind, count=4, batch_size=32):
             "`op` is 'max', but it must be one of None, 'mean', 'sum'": lambda: (
                 armillary.value_and_grad(lambda: 0.0, [nnx.Param(0.0)], op="max")
             ),
-            "`global_batch_size` is an array, and the loss is accumulated over 4": (
-                train_with(ArraySizeTrainer)
-            ),
             r"returned an array of shape \(\) beside the loss, for a part of 8": (
                 train_with(SummaryTrainer)
             ),
@@ -315,9 +302,6 @@ def train_with(kind, count=4, batch_size=32):
         BatchSizeError: {
             "`accumulate_steps` is 3, but `batch` has 32 examples on each replica": (
                 train_with(Trainer, 3)
-            ),
-            r"`batch` has arrays of shapes \[\(\), \(32,\), \(32, 8, 8, 1\)\], but": (
-                train_with(OddBatchTrainer)
             ),
         },
     }
