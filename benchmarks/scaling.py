@@ -122,7 +122,6 @@ def make_table(task: str, rows: Sequence[dict[str, Any]]) -> Table:
         "compiled in",
         "on each device",
         "all-reduce a step",
-        "step, estimate",
     ):
         table.add_column(name, justify="right")
     for row in rows:
@@ -133,7 +132,6 @@ def make_table(task: str, rows: Sequence[dict[str, Any]]) -> Table:
         ]
         size = sum(each["num_bytes"] * each["times"] for each in reduced)
         memory, seconds = row["memory"], row["compile_seconds"]
-        estimate = row["estimated_step_seconds"]
         table.add_row(
             row["topology"],
             str(row["num_replicas"]),
@@ -142,10 +140,6 @@ def make_table(task: str, rows: Sequence[dict[str, Any]]) -> Table:
             "" if seconds is None else f"{seconds:.1f} s",
             "" if memory is None else f"{memory['total'] / 1e6:.1f} MB",
             f"{size / 1e6:.3f} MB in {sum(each['times'] for each in reduced)}",
-            ""
-            if estimate is None
-            else f"{estimate['overlapped'] * 1e3:.3g}-"
-            f"{estimate['sequential'] * 1e3:.3g} ms",
         )
     return table
 

@@ -14,10 +14,8 @@ from armillary.plan._compiler import compile_loop, export_loop
 from armillary.plan._costs import (
     KINDS,
     Collective,
-    Estimate,
     count_flops,
     count_rounds,
-    estimate_step,
     find_traced,
 )
 from armillary.plan._targets import Target, Topology, parse_topology
@@ -33,8 +31,6 @@ _FINE_ENOUGH = 1 / 8  # of the largest batch
 _LONGER_NAMES = {
     "held_bytes": "state_bytes_per_device",
     "flops": "flops_per_step",
-    "step_bytes": "memory_bytes_per_step",
-    "estimate": "estimated_step_seconds",
 }
 
 
@@ -89,8 +85,6 @@ class Plan:
         host_transfers: Operations inside loops that reach the host.
         memory: What each device must hold. `None` if it was not compiled, or the
             compiler found no way to fit it.
-        step_bytes: What a step reads and writes in the memory of a device.
-        estimate: The time of a step, from published figures.
         compile_seconds: How long the compiler took here.
         largest_batch: The largest batch of a replica that fits, if it was looked for.
     """
@@ -108,8 +102,6 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     host_transfers: tuple[str, ...] = ()
     memory: Memory | None = None
-    step_bytes: int | None = None
-    estimate: Estimate | None = None
     compile_seconds: float | None = None
     largest_batch: int | None = None
 
@@ -142,29 +134,22 @@ class Plan:
 
     def as_json(self) -> str:
         """Returns the plan as a text of JSON, with bytes, seconds and operations."""
-        target, memory, estimate = self.topology.target, self.memory, self.estimate
+        target, memory = self.topology.target, self.memory
         record = {_LONGER_NAMES.get(name, name): x for name, x in vars(self).items()}
         record |= {
             "topology": self.topology.text,
             "device": target and target.name,
-            "source": target and target.source,
             "memory_bytes": target and target.memory_bytes,
             "num_replicas": self.num_replicas,
             "fits": self.fits,
             "memory": memory and {**asdict(memory), "total": memory.total},
             "collectives": [asdict(each) for each in self.collectives],
-            "estimated_step_seconds": estimate
-            and {
-                **asdict(estimate),
-                "overlapped": estimate.overlapped,
-                "sequential": estimate.sequential,
-            },
         }
         return json.dumps(record, indent=2)
 
     def __rich__(self) -> "Table":
         what = "traced, not compiled" if self.is_abstract else "compiled, not run"
-        sections = (self._work(), self._memory(), self._traffic(), self._time())
+        sections = (self._work(), self._memory(), self._traffic())
         title = f"{self.topology.text}: {what}"
         return make_table(["", ""], *filter(None, sections), title=title)
 
@@ -200,6 +185,7 @@ class Plan:
             rows.append((f"  {name.replace('_', ' ')}", format_bytes(size)))
         if self.largest_batch is not None:
             rows.append(("largest batch", f"{self.largest_batch} on each replica"))
+        rows.append(("compiled in", f"{self.compile_seconds or 0.0:.1f} s here"))
         return rows
 
     def _traffic(self) -> list[tuple[str, str]]:
@@ -231,25 +217,6 @@ class Plan:
             rows.append(("host, inside the loop", hosts))
         return rows
 
-    def _time(self) -> list[tuple[str, str]]:
-        estimate, target = self.estimate, self.topology.target
-        if estimate is None or target is None:
-            return []
-        low, high = _seconds(estimate.overlapped), _seconds(estimate.sequential)
-        moved = format_bytes(self.step_bytes)
-        return [
-            ("step, estimate", f"{low} if all overlaps, {high} if not"),
-            ("  products", _seconds(estimate.compute)),
-            ("  memory", f"{_seconds(estimate.memory)} for {moved}"),
-            ("  collectives", _seconds(estimate.communication)),
-            ("  from figures of", target.source),
-            ("compiled in", f"{self.compile_seconds:.1f} s here"),
-        ]
-
-
-def _seconds(number: float) -> str:
-    return format_scaled(number, "s")
-
 
 @hides_frames
 def plan(
@@ -280,7 +247,7 @@ def plan(
             compiling for one after the other.
         target: The kind of device, if it is not a known one.
         abstract: Whether to compile nothing. Then no compiler is needed, and the plan
-            has no memory and no estimate.
+            says nothing of memory.
 
     Raises:
         TypeError: If `trainer` is no `StandardTrainer`.
@@ -338,12 +305,8 @@ def plan(
             traffic = find_traffic(compiled.text, loop.depth, devices.num_devices)
             made.collectives = traffic.collectives
             made.host_transfers = traffic.host_transfers
-            made.step_bytes = traffic.step_bytes
             made.compile_seconds = compiled.seconds
             made.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
-            made.estimate = estimate_step(
-                devices, made.flops, traffic.step_bytes, traffic.of_step()
-            )
         return made
 
     found = make(per_replica_batch)

@@ -1,4 +1,4 @@
-"""Reads from the text of a compiled program what it sends and moves, and when.
+"""Reads from the text of a compiled program what it sends, and when.
 
 The text is what `jax.stages.Compiled.as_text` gives. Instructions of a scheduled module
 stand in the order in which they run.
@@ -19,8 +19,8 @@ from typing import Any
 from armillary.plan._costs import KINDS, Collective
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"(body|calls|to_apply|true_computation|false_computation|branch_computations)="
     r"(?:%?([\w.\-]+)|\{([^}]*)\})"
@@ -31,12 +31,9 @@ _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
 _HOST_SPACE = "S(5)"
-_ON_CHIP = "S(1)"  # How TPU's compiler marks its vector memory.
 _SYNCHRONOUS = '"is_sync":true'  # How XLA's GPU compiler marks a start that waits.
-_SLICES = ("dynamic-slice", "slice", "gather")
 _NO_TIME = ("after-all", "bitcast", "constant", "get-tuple-element", "parameter")
 _FREE = frozenset((*_NO_TIME, "partition-id", "tuple"))
-_RUN_THEIRS = frozenset(("call", "while", "conditional"))
 
 
 @dataclass
@@ -48,8 +45,6 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     attributes: str  # The text behind the operands.
-    is_root: bool
-    number: int | None = None  # Of a parameter.
 
     @cached_property
     def called(self) -> dict[str, list[str]]:
@@ -99,7 +94,7 @@ def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
             current = computations.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
         elif current is not None and (found := _INSTRUCTION.match(line)):
-            current.append(_parse(found[2], found[3], bool(found[1])))
+            current.append(_parse(found[1], found[2]))
     if entry is None:
         raise ValueError(
             "The text of the program has no ENTRY computation, so it is no HLO module."
@@ -107,13 +102,12 @@ def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
     return computations, entry
 
 
-def _parse(name: str, rest: str, is_root: bool) -> Instruction:
+def _parse(name: str, rest: str) -> Instruction:
     shape, rest = _split_balanced(rest) if rest[0] == "(" else rest.split(" ", 1)
     opcode, _, rest = rest.strip().partition("(")
     inside, attributes = _split_balanced("(" + rest)
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    number = int(inside[1:-1]) if opcode == "parameter" else None
-    return Instruction(name, shape, opcode, operands, attributes, is_root, number)
+    return Instruction(name, shape, opcode, operands, attributes)
 
 
 def _split_balanced(text: str) -> tuple[str, str]:
@@ -125,25 +119,23 @@ def _split_balanced(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def count_bytes(shape: str, *, skip_space: str | None = None) -> int:
+def count_bytes(shape: str) -> int:
     """Returns the bytes of a type, a tuple's the sum of its parts."""
     total = 0
-    for dtype, dimensions, layout in _ARRAY.findall(shape):
-        if skip_space is None or skip_space not in layout:
-            digits = re.search(r"\d+", dtype)  # A token has none.
-            bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
-            count = math.prod(int(n) for n in dimensions.split(",") if n)
-            total += -(-count * bits // 8)
+    for dtype, dimensions in _ARRAY.findall(shape):
+        digits = re.search(r"\d+", dtype)  # A token has none.
+        bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
+        count = math.prod(int(n) for n in dimensions.split(",") if n)
+        total += -(-count * bits // 8)
     return total
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a program sends and moves."""
+    """What a program sends, and what reaches the host."""
 
     collectives: tuple[Collective, ...]
     host_transfers: tuple[str, ...]
-    step_bytes: int
 
     def of_step(self) -> list[Collective]:
         """Returns the collectives that run in every step."""
@@ -151,11 +143,11 @@ class Traffic:
 
 
 def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
-    """Returns what a compiled loop sends and moves; `depth` loops are around a step."""
+    """Returns what a compiled loop sends; `depth` loops are around a step."""
     computations, entry = _parse_module(text)
     walk = _Walk(computations, depth, num_devices)
     walk.enter(entry, _Place(), Counter())
-    return Traffic(tuple(walk.found), tuple(walk.host), walk.num_bytes)
+    return Traffic(tuple(walk.found), tuple(walk.host))
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,6 @@ class _Place:
     depth: int = 0
     times: int = 1
     is_conditional: bool = False
-    is_fused: bool = False  # Inside of one operation, memory is not touched.
 
 
 _Rounds = Counter[str]
@@ -183,7 +174,6 @@ class _Walk:
         self._depth, self._num_devices = depth, num_devices
         self.found: list[Collective] = []
         self.host: list[str] = []
-        self.num_bytes = 0
 
     def enter(self, name: str, place: _Place, base: _Rounds) -> _Rounds:
         """Walks one computation; returns what its end waits for."""
@@ -199,27 +189,20 @@ class _Walk:
                     before = before | Counter({each.kind: number})
             elif each.reaches_host and place.depth:
                 self.host.append(each.label)
-            if place.depth >= self._depth and not place.is_fused:
-                self.num_bytes += place.times * self._count_moved(each, shapes)
             rounds[each.name] = self._enter_called(each, place, before)
         return _union([base, *rounds.values()])
 
     def _enter_called(self, each: Instruction, place: _Place, base: _Rounds) -> _Rounds:
-        last, start, largest = base, self.num_bytes, self.num_bytes
-        is_fused = place.is_fused or each.opcode not in _RUN_THEIRS
+        last = base
         for role, names in each.called.items():
-            inner = replace(place, is_fused=is_fused)
+            inner = place
             if role == "body":
                 times = each.trip_count if place.depth >= self._depth else 1
-                inner = replace(inner, depth=place.depth + 1, times=place.times * times)
+                inner = replace(place, depth=place.depth + 1, times=place.times * times)
             elif role != "calls":
-                inner = replace(inner, is_conditional=True)
+                inner = replace(place, is_conditional=True)
             for name in names:
                 last = last | self.enter(name, inner, base)
-                # Of branches one runs: the largest counts.
-                largest = max(largest, self.num_bytes)
-                self.num_bytes = start
-        self.num_bytes = largest
         return last
 
     def _add(
@@ -256,57 +239,9 @@ class _Walk:
         self.found.append(collective)
         return True
 
-    def _count_moved(self, each: Instruction, shapes: dict[str, str]) -> int:
-        """Returns the bytes that one operation moves, but for those on the chip."""
-        opcode, shape = each.opcode, each.shape
-        if opcode in _FREE or opcode in _RUN_THEIRS:
-            return 0
-        if opcode == "custom-call" and shape.startswith("("):
-            shape = shape.rsplit(", ", 1)[0]  # The last part is a library's workspace.
-        written = 0 if opcode.endswith("-start") else _in_memory(shape)
-        if opcode.endswith("-done"):
-            return written
-        if opcode in _SLICES:
-            return 2 * written
-        if opcode == "dynamic-update-slice":
-            return 2 * _in_memory(shapes[each.operands[1]])
-        read = [_in_memory(shapes[name]) for name in each.operands]
-        if opcode == "fusion":
-            (name,) = each.called["calls"]
-            body = self._computations[name]
-            root = next(one for one in body if one.is_root)
-            if root.opcode == "dynamic-update-slice":
-                types = {one.name: one.shape for one in body}
-                written = _in_memory(types[root.operands[1]])
-            read = [min(n, self._count_read(name, i, n)) for i, n in enumerate(read)]
-        return written + sum(read)
-
-    def _count_read(self, name: str, index: int, whole: int) -> int:
-        """Returns how much of a parameter a fused computation reads."""
-        body = self._computations[name]
-        parameter = next((one.name for one in body if one.number == index), None)
-        total = 0
-        for one in body:
-            if parameter not in one.operands:
-                continue
-            place = one.operands.index(parameter)
-            if one.opcode in _SLICES and place == 0:
-                total += count_bytes(one.shape)
-            elif one.opcode == "dynamic-update-slice" and place == 0:
-                continue
-            elif one.opcode == "fusion":
-                total += self._count_read(one.called["calls"][0], place, whole)
-            else:
-                return whole
-        return total
-
 
 def _union(rounds: Iterable[_Rounds]) -> _Rounds:
     return functools.reduce(operator.or_, rounds)
-
-
-def _in_memory(shape: str) -> int:
-    return count_bytes(shape, skip_space=_ON_CHIP)
 
 
 def _runs_beside(start: str, later: list[Instruction]) -> bool:

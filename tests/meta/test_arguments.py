@@ -48,7 +48,6 @@ NOT_TESTED = {
     "armillary.estimator.EstimatorSpec": "checked when a model function returns it",
     "armillary.goodput.Goodput": LIBRARY_MAKES_IT,
     "armillary.plan.Collective": LIBRARY_MAKES_IT,
-    "armillary.plan.Estimate": LIBRARY_MAKES_IT,
     "armillary.plan.Memory": LIBRARY_MAKES_IT,
     "armillary.plan.Plan": LIBRARY_MAKES_IT,
     "armillary.summary.MlflowWriter": "needs a package that is not there everywhere",
@@ -228,10 +227,8 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "k": lambda: 2,
     "key": lambda: "x",
     "learning_rate": lambda: 0.1,
-    "link_bandwidth": lambda: 1e9,
     "loss_fn": lambda: lambda *_: jnp.zeros(()),
     "make_trainer": lambda: function_of_one,
-    "memory_bandwidth": lambda: 1e9,
     "global_batch_size": lambda: 2,
     "memory_bytes": lambda: 1e9,
     "metric": lambda: "loss",
@@ -244,7 +241,6 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "path": lambda: "nowhere",
     "paths": lambda: write_records(Path("a.tfrecord"), [make_record({"x": 1.0})]),
     "patience": lambda: 2,
-    "peak_flops": lambda: {"bfloat16": 1e9, "float32": 1e9},
     "per_example_loss": lambda: jnp.ones(2),
     "pixels": lambda: np.zeros((2, 2, 3), np.uint8),
     "platform": lambda: "cuda",
@@ -292,7 +288,6 @@ OTHER_SAMPLES = {
     ("armillary.keras.KerasTrainer", "model"): make_keras_model,
     ("armillary.keras.KerasEvaluator", "eval_dataset"): lambda: [PAIR],
     ("armillary.keras.KerasTrainer", "train_dataset"): lambda: [PAIR],
-    ("armillary.plan.Target", "source"): lambda: "a page",
 }
 # Given too, as defaults would have an error of another argument come first.
 GIVEN = {

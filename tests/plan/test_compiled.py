@@ -72,10 +72,9 @@ def test_nothing_inside_the_loop_reaches_the_host(topology):
     assert make_plan(topology).host_transfers == ()
 
 
-def test_it_fits_and_has_an_estimate(topology):
+def test_it_fits(topology):
     found = make_plan(topology)
     assert found.fits
-    assert 0 < found.estimate.overlapped <= found.estimate.sequential < 1e-3
     assert "compiled, not run" in str(found)
 
 

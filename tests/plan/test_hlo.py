@@ -79,11 +79,6 @@ def test_sizes_of_types(shape, expected):
     assert count_bytes(shape) == expected
 
 
-def test_arrays_in_a_memory_space_can_be_left_out():
-    shape = "(f32[4]{0:T(128)S(1)}, f32[2]{0})"
-    assert count_bytes(shape, skip_space="S(1)") == 8
-
-
 def test_collectives_of_a_loop_have_sizes_groups_and_rounds():
     traffic = find_traffic(LOOP, depth=1, num_devices=8)
     assert traffic.collectives == (
@@ -131,15 +126,6 @@ def test_what_reaches_the_host_inside_a_loop_is_named():
     ):
         text = LOOP.replace('custom-call(%x), custom_call_target="other"', operation)
         assert len(find_traffic(text, 1, 8).host_transfers) == 1
-
-
-def test_bytes_of_a_step_are_those_of_slices_operands_and_results():
-    fusion = 2 * 64 + 4  # the slice in and out, and its index
-    product = 64 + 256 + 256  # without the workspace of the library
-    sums = (256 + 256) + 2 * 256  # started and ended; in and out
-    rest = 64 + 3 * 256 + (4 + 4 + 4)  # `other` is written on the chip; `new`; `next`
-    expected = fusion + product + sums + rest
-    assert find_traffic(LOOP, 1, 8).step_bytes == expected
 
 
 def test_a_text_that_is_no_program_is_an_error():

@@ -53,7 +53,7 @@ def test_an_abstract_plan_has_the_sums_and_the_work_of_any_number_of_replicas():
         assert found.flops == {"float32": work}
         # Parameters, Adam's two moments, its count, the step, and the metric.
         assert found.state_bytes == 3 * 4 * NUM_PARAMETERS + 4 + 4 + 8
-        assert found.memory is found.estimate is found.fits is None
+        assert found.memory is found.fits is None
 
 
 @pytest.mark.slow

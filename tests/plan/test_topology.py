@@ -6,15 +6,7 @@ from armillary.plan import Target
 from armillary.plan._targets import TARGETS, parse_topology
 from tests.mistakes import mistakes
 
-MINE = Target(
-    name="mine",
-    platform="tpu",
-    memory_bytes=1e9,
-    peak_flops={"bfloat16": 1e12, "float32": 1e12},
-    memory_bandwidth=1e11,
-    link_bandwidth=1e10,
-    source="its maker",
-)
+MINE = Target(name="mine", platform="tpu", memory_bytes=1e9)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +55,6 @@ def test_what_describes_no_devices_is_an_error(call, error, message):
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_every_known_device_has_figures_in_plain_units_and_a_source(target):
+def test_every_known_device_has_its_memory_and_what_its_compiler_must_know(target):
     assert 10e9 < target.memory_bytes < 1e12
-    assert 100e12 < target.peak_flops["bfloat16"] < 1e16
-    assert target.peak_flops["float32"] <= target.peak_flops["bfloat16"]
-    assert 500e9 < target.memory_bandwidth < 20e12
-    assert 100e9 < target.link_bandwidth < target.memory_bandwidth
-    assert target.source.startswith("https://")
     assert (target.config is not None) == (target.platform == "cuda")
