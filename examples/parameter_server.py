@@ -26,20 +26,18 @@ BATCH_SIZE = 64
 
 def make_strategy(options: argparse.Namespace) -> armillary.ParameterServerStrategy:
     """Returns the strategy, on the cluster of `TF_CONFIG` or on this machine."""
-    common = {
-        "variable_partitioner": MinSizePartitioner(
-            min_shard_bytes=32 << 10, max_shards=4
-        ),
-    }
+    partitioner = MinSizePartitioner(min_shard_bytes=32 << 10, max_shards=4)
     if "TF_CONFIG" not in os.environ:
         return armillary.ParameterServerStrategy(
-            num_workers=options.workers, num_ps=options.servers, **common
+            num_workers=options.workers,
+            num_ps=options.servers,
+            variable_partitioner=partitioner,
         )
     resolver = armillary.cluster.TFConfigClusterResolver()
     if resolver.task_type in {"worker", "ps"}:
         Server(resolver).join()
         raise SystemExit
-    return armillary.ParameterServerStrategy(resolver, **common)
+    return armillary.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
 
 
 def main() -> None:

@@ -62,17 +62,17 @@ class Replica:
         """Returns the sum over replicas in the words of JAX."""
         return jax.lax.psum(tree, "replica")
 
-    def shared(self, penalty: Any) -> Any:
+    def shared(self, tree: Any) -> Any:
         """Returns this replica's part of what all replicas add to the loss."""
-        return armillary.scale_regularization_loss(penalty)
+        return armillary.scale_regularization_loss(tree)
 
     def whole(self, loss_fn: Any, op: str = "sum", **options: Any) -> Any:
         """Returns the loss of all replicas, which has their derivatives."""
         return armillary.over_replicas(loss_fn, op, **options)
 
-    def gather(self, rows: Any) -> Any:
+    def gather(self, tree: Any) -> Any:
         """Returns the rows of all replicas."""
-        return armillary.get_replica_context().all_gather(rows, 0)
+        return armillary.get_replica_context().all_gather(tree, 0)
 
 
 class WholeBatch(Replica):

@@ -609,6 +609,7 @@ def catch(fn: Any) -> str:
 
 def main() -> None:
     scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    strategy = None
     if scenario == "sharded":
         found = sharded(**options)
     else:
@@ -618,7 +619,7 @@ def main() -> None:
         sys.stderr.write("has joined\n")
         found = globals()[scenario](strategy, **options)
     result.write_text(json.dumps(found))
-    if scenario == "preempted":
+    if strategy is not None and scenario == "preempted":
         strategy.peers.gather("the end", "")
         if not jax.process_index():
             # Process 1 would notice that the coordinator is gone.

@@ -1,5 +1,7 @@
 """What one step of a trainer sends, and the check of it for users' own tests."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import optax
@@ -12,6 +14,7 @@ from tests.examples.loading import load_example
 from tests.plan.digits_mlp import NUM_PARAMETERS, Trainer, make_trainer
 
 METRIC_BYTES = 8
+LENGTH = 32  # of sentences in tokens
 
 
 @pytest.mark.slow
@@ -71,6 +74,19 @@ def make_example(name):
     example = load_example(name)
     strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
     rng = np.random.default_rng(0)
+    if name == "bert_mrpc":
+        shape = (64, LENGTH)
+        arrays = {
+            "input_ids": rng.integers(100, size=shape, dtype=np.int32),
+            "input_mask": np.ones(shape, np.int32),
+            "segment_ids": np.zeros(shape, np.int32),
+            "label_ids": np.arange(64, dtype=np.int32) % 2,
+        }
+        source = armillary.data.from_arrays(arrays, batch_size=32)
+        config = replace(example.PRESETS["tiny"], vocabulary_size=100)
+        model = example.BertClassifier(config, nnx.Rngs(0))
+        optimizer = example.make_optimizer(model, 1e-4, 100)
+        return example.Trainer(source, strategy, model, optimizer), 1
     if name == "breast_cancer":
         arrays = {"x": rng.random((64, 30), "float32"), "y": np.arange(64) % 2}
         model = nnx.Sequential(
@@ -91,7 +107,7 @@ def make_example(name):
 
 @pytest.mark.slow
 @pytest.mark.each_case
-@pytest.mark.parametrize("name", ["digits", "breast_cancer"])
+@pytest.mark.parametrize("name", ["digits", "breast_cancer", "bert_mrpc"])
 def test_steps_of_the_examples_sum_gradients_once_for_each_update(name):
     trainer, num_rounds = make_example(name)
     parameters = nnx.state(trainer.model, nnx.Param)
