@@ -21,35 +21,20 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = frozenset(
-    {
-        *(
-            "armillary",
-            "datasets",
-            "equinox",
-            "etils",
-            "flax",
-            "grain",
-            "jax",
-            "jaxlib",
-        ),
-        *("keras", "numpy", "optax", "orbax", "rich", "tensorboard", "tensorboardX"),
-        *("tensorflow", "torch"),
-    }
+    "armillary datasets equinox etils flax grain jax jaxlib keras numpy optax orbax "
+    "rich tensorboard tensorboardX tensorflow torch".split()
 )
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
-_XLA = "Leave it out: there is no session here, and XLA places operations."
-_NO_HOOKS = "Leave it out: there is no session here; a `Controller` has actions."
 _PROCESSES = "Leave it out: the processes are those that the strategy has joined."
 _ON_THE_TPU = "Leave it out: the program runs on the machines of the TPU itself."
-_EXPORT = "Leave it out: export a restored module by `armillary.actions.ExportModel`."
 _ONE_DEVICE = "Leave it out: a replica here is one device."
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
 
-# Keywords of Orbit, `tf.distribute` and `tf.estimator`, and what to write here. Where
-# the name alone says too little, the class or function stands before it.
+# Keywords of Orbit and `tf.distribute`, and what to write here. Where the name alone
+# says too little, the class or function stands before it.
 ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
@@ -83,24 +68,6 @@ ANSWERS = {
     "experimental_spmd_xla_partitioning": _ONE_DEVICE,
     "TPUClusterResolver.zone": _ON_THE_TPU,
     "TPUClusterResolver.project": _ON_THE_TPU,
-    "exporters": _EXPORT,
-    "export_outputs": _EXPORT,
-    "hooks": _NO_HOOKS,
-    "saving_listeners": _NO_HOOKS,
-    "training_hooks": _NO_HOOKS,
-    "training_chief_hooks": _NO_HOOKS,
-    "evaluation_hooks": _NO_HOOKS,
-    "prediction_hooks": _NO_HOOKS,
-    "predict_keys": "Take the entries that you need of each prediction.",
-    "scaffold": "Leave it out: `make_fn` of `modules.make` sets a module up.",
-    "warm_start_from": "`make_fn` of `modules.make` may read a checkpoint.",
-    "save_checkpoints_secs": "Use `save_checkpoints_steps`.",
-    "experimental_distribute": "Use `train_distribute` and `eval_distribute`.",
-    "session_config": _XLA,
-    "device_fn": _XLA,
-    "protocol": _XLA,
-    "throttle_secs": "Use `save_checkpoints_steps`: each checkpoint is evaluated.",
-    "start_delay_secs": "Use `save_checkpoints_steps`: each checkpoint is evaluated.",
 }
 
 

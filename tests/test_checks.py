@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import armillary
-from armillary import actions, cluster, estimator, summary
+from armillary import actions, cluster, summary
 from armillary._traceback import ANSWERS
 
 # Where each of these keywords stood.
@@ -33,8 +33,6 @@ OLD = {
     armillary.MultiWorkerMirroredStrategy: ["communication"],
     armillary.TPUStrategy: ["tpu_cluster_resolver", "device_assignment"],
     armillary.Controller: ["enable_async_checkpointing", "hang_timeout", "eval_steps"],
-    estimator.RunConfig: ["session_config", "save_checkpoints_secs"],
-    estimator.Estimator.train: ["hooks", "saving_listeners"],
 }
 
 
