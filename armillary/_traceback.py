@@ -21,8 +21,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = frozenset(
-    "armillary datasets equinox etils flax grain jax jaxlib keras numpy optax orbax "
-    "rich tensorboard tensorboardX tensorflow torch".split()
+    {
+        *("armillary", "datasets", "equinox", "etils", "flax", "grain", "jax"),
+        *("jaxlib", "keras", "numpy", "optax", "orbax", "rich", "tensorboard"),
+        *("tensorboardX", "tensorflow", "torch"),
+    }
 )
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _SWITCH = "JAX_TRACEBACK_FILTERING"
