@@ -61,6 +61,7 @@ IMAGE_FILE, LABEL_FILE = gzip.compress(encode(IMAGES)), gzip.compress(encode(LAB
             ["holds 2 images but 1 labels for 'train'"],
         ),
     ],
+    ids=["cut off", "no gzip", "other magic", "too short", "other number"],
 )
 def test_files_that_are_wrong_are_named(tmp_path, images, labels, parts):
     write_folder(tmp_path, images, labels)
