@@ -17,13 +17,7 @@ import jax
 from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._reader import restore
-from armillary.checkpoint._selection import (
-    Paths,
-    RestoreReport,
-    Selection,
-    as_paths,
-    is_inside,
-)
+from armillary.checkpoint._selection import Paths, RestoreReport, Selection, as_paths
 from armillary.checkpoint._store import Content, describe_leaves
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
@@ -96,21 +90,19 @@ class Checkpoint:
             armillary.Checkpoint(model=model).read("runs/digits/checkpoint_1000")
             armillary.Checkpoint(model=model).read(path, only="model/backbone")
 
-        It is strict in what it restores: there, the checkpoint and the program must
-        hold the same leaves, unless `may_differ` names them. A part is named by its
-        path, and is everything below it. What a checkpoint calls otherwise gets its
-        path from a dictionary: `Checkpoint(model={"backbone": encoder})`. Of the
-        arrays, only those that are asked for are read, to the devices that the
-        program's own are on, so the number of devices and processes may differ from
-        that of the save. Of several processes, all call this.
+        In what is restored, the checkpoint and the program must hold the same leaves,
+        unless `may_differ` names them. A part is named by its path, and is everything
+        below it. What a checkpoint calls otherwise gets its path from a dictionary:
+        `Checkpoint(model={"backbone": encoder})`. Only these arrays are read, to the
+        devices that the program's own are on, whose number may be another than that
+        of the save. Of several processes, all call this.
 
         Args:
             path: The folder of the checkpoint.
             only: The parts to restore; by default all objects of this `Checkpoint`.
             skip: Parts of these that stay as they are.
-            may_differ: Parts that may differ. One that does, or is missing on either
-                side, or is a data position that the data does not accept, stays whole
-                as the program made it.
+            may_differ: Parts that stay whole as the program made them if they differ,
+                are missing on either side, or are a data position that is refused.
 
         Returns:
             What was restored, and what was not. It is logged as well.
@@ -124,24 +116,22 @@ class Checkpoint:
             CheckpointMismatchError: If it does not fit the program, a part is missing,
                 or nothing would be restored. The objects are as they were in each case.
         """
-        skip, may_differ = as_paths("skip", skip), as_paths("may_differ", may_differ)
         if only is None:
-            # All that an object holds may be another's: of a model, its optimizer.
-            found = [*self.read_leaves(), *self.states]
-            found = [path for path in found if not is_inside(path, skip)]
-            only = [n for n in self.objects if any(is_inside(p, [n]) for p in found)]
-        selection = Selection(as_paths("only", only), skip, may_differ)
+            # Not all names: what an object holds may be another's.
+            found = (*self.read_leaves(), *self.states)
+            only = {path.partition("/")[0] for path in found}
+        selection = Selection(
+            as_paths("only", only),
+            as_paths("skip", skip),
+            as_paths("may_differ", may_differ),
+        )
         folder = as_absolute("path", path)
         restored = restore(self, folder.parent, selection, folder)
         assert restored is not None  # or there is an error
         return restored[0]
 
     def read_content(self) -> Content:
-        """Returns the values of all objects now, without copying arrays.
-
-        Raises:
-            CheckpointError: If the memory of an array was given to a program.
-        """
+        """Returns the values of all objects now, without copying arrays."""
         leaves = self.read_leaves()
         donated = [
             path
@@ -159,11 +149,7 @@ class Checkpoint:
         return Content(leaves, describe_leaves(leaves), states)
 
     def read_leaves(self) -> dict[str, Any]:
-        """Returns what the slots hold now, by path.
-
-        Raises:
-            ValueError: If two places have the same path.
-        """
+        """Returns what the slots hold now, by path."""
         leaves: dict[str, Any] = {}
         twice: list[str] = []
         for slot in self._find_slots():
@@ -188,8 +174,8 @@ class Checkpoint:
         """Puts values into all objects; if one refuses, all get their old values back.
 
         Arrays come first, so that an object whose state depends on arrays sees the new
-        ones in `set_state`. Objects that `may_refuse` keep their state if they refuse
-        the new one, in all processes if it is refused in one; returns what they said.
+        ones in `set_state`. Objects that `may_refuse` keep their state if one process
+        refuses the new one; returns what they said.
         """
         slots = self._find_slots()
         before = [slot.read() for slot in slots]

@@ -5,8 +5,6 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from etils import epath
-
 from armillary._format import make_table, print_out
 from armillary._process import ExitCode
 from armillary.checkpoint._folder import (
@@ -14,7 +12,6 @@ from armillary.checkpoint._folder import (
     as_absolute,
     find_checkpoints,
     list_directory,
-    read_checksums,
     read_header,
 )
 from armillary.checkpoint._store import read_description
@@ -46,12 +43,8 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             "checkpoint or a directory of them. Use the directory of a "
             "`CheckpointManager`."
         )
-    rows = [
-        (each.path.name, str(each.number), _when(each), _count_bytes(each.path))
-        for each in found
-    ]
-    head = ["checkpoint", "step", "saved", "bytes"]
-    table = make_table(head, rows, numbers=["step", "bytes"])
+    rows = [(each.path.name, str(each.number), _when(each)) for each in found]
+    table = make_table(["checkpoint", "step", "saved"], rows, numbers=["step"])
     problems = [f"{folder}: {reason}" for folder, reason in broken.items()]
     return lambda: print_out(str(path), table, *problems)
 
@@ -72,13 +65,6 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
         make_table(["path", "dtype", "shape"], rows),
         *(f"{name}: {json.dumps(states[name])}" for name in sorted(states)),
     )
-
-
-def _count_bytes(path: epath.Path) -> str:
-    try:
-        return f"{sum(size for size, _ in read_checksums(path).values()):,}"
-    except ValueError as error:
-        return str(error)
 
 
 def _when(saved: Saved) -> str:

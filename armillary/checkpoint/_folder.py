@@ -52,22 +52,13 @@ _NUM_THREADS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint, as its header describes it.
-
-    Attributes:
-        path: The folder.
-        number: The number in the name of the folder.
-        serial: Counts the saves of a directory, so a larger one is newer.
-        saved_at: Seconds since the epoch, never falling from one save to the next.
-        preserved_at: `saved_at` of the newest checkpoint that is kept for good, or when
-            the directory was first used.
-        has_arrays: Whether arrays belong to it.
-    """
+    """A complete checkpoint, as its header describes it."""
 
     path: epath.Path
     number: int
-    serial: int
-    saved_at: float
+    serial: int  # Counts the saves of a directory: a larger one is newer.
+    saved_at: float  # Seconds since the epoch, never falling from one to the next.
+    # That of the newest that is kept for good, or when the directory was first used.
     preserved_at: float
     has_arrays: bool
 
@@ -111,11 +102,7 @@ def read_header(path: epath.Path) -> Saved | str:
 def list_directory(
     directory: epath.Path,
 ) -> tuple[list[Saved], dict[epath.Path, str]]:
-    """Returns the checkpoints of a directory, which need not exist.
-
-    These are the complete ones, in the order of saving, and what looks like one and is
-    not complete, with reasons.
-    """
+    """Returns complete checkpoints in the order of saving, and what others lack."""
     saved: list[Saved] = []
     broken: dict[epath.Path, str] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -172,11 +159,9 @@ def find_expired(
     keep_every_hours: float | None,
     preserved_at: float,
 ) -> tuple[list[Saved], float]:
-    """Returns the checkpoints to remove, and the new `preserved_at`.
-
-    Those whose number was saved again are among them.
-    """
+    """Returns the checkpoints to remove, and the new `preserved_at`."""
     newest = {entry.number: entry for entry in saved}
+    # Those whose number was saved again.
     expired = [entry for entry in saved if newest[entry.number] is not entry]
     active = [entry for entry in saved if entry not in expired]
     active = [entry for entry in active if entry.saved_at > preserved_at]
@@ -242,11 +227,8 @@ def _sync(path: Path) -> None:
 
 
 def write_checksums(folder: epath.Path) -> None:
-    """Writes the size and checksum of every file of the items into one more file.
-
-    Files beside the items are left out: Orbax still changes them, and nobody reads
-    them.
-    """
+    """Writes the size and checksum of every file of the items into one more file."""
+    # Files beside the items are left out: Orbax still changes them, and nobody reads.
     items = [path for path in folder.iterdir() if path.is_dir()]
     files = [file for item in items for file in _find_files(item)]
     sums = {file.relative_to(folder).as_posix(): _measure(file) for file in files}
@@ -274,13 +256,11 @@ def _sum_up(sums: object) -> int:
 
 
 def find_damage(folder: epath.Path) -> str | None:
-    """Returns which file of a checkpoint is not as it was saved, or `None` if all are.
-
-    A file that was added among the arrays counts too: Orbax would read one of the name
-    that an older format of its own had. Hidden ones do not: file systems make them.
-    """
+    """Returns which file of a checkpoint is not as it was saved, or `None`."""
     try:
         expected = read_checksums(folder)
+        # Orbax would read one of the name that an older format of its own had. Hidden
+        # ones are made by file systems.
         for file in _find_files(folder / "arrays"):
             name = file.relative_to(folder).as_posix()
             if name not in expected and not file.name.startswith("."):
@@ -293,7 +273,6 @@ def find_damage(folder: epath.Path) -> str | None:
 
 
 def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | None:
-    """Returns what is wrong with a file of this size and CRC-32, or `None`."""
     try:
         size, crc = _measure(folder / name)
     except FileNotFoundError:
@@ -308,7 +287,6 @@ def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | Non
 
 
 def _measure(file: epath.Path) -> tuple[int, int]:
-    """Returns the size of a file and its CRC-32."""
     size = crc = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):

@@ -32,14 +32,13 @@ from armillary.state._summarize import as_step_counter
 class CheckpointManager:
     """Saves and restores a `Checkpoint` below one directory.
 
-    One process tree writes to a directory at a time; others may read it. Folders are
-    named `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`,
-    and removes the older folder once the new one is complete. Everything else in the
+    One job writes to a directory at a time; others may read it. Folders are named
+    `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`, and
+    removes the older folder once the new one is complete. Everything else in the
     directory (event files, other folders) is left alone, so it can be that of the run.
 
-    Of processes that train together (`MultiWorkerMirroredStrategy`), all call the same
-    methods: process 0 writes, all read, and all must see the directory. A checkpoint
-    can be restored on another number of processes.
+    Of processes that train together, all call the same methods: process 0 writes, all
+    read, and all must see the directory. Their number may change between runs.
 
     Args:
         checkpoint: What to save.
@@ -56,11 +55,10 @@ class CheckpointManager:
         init_fn: Called by `restore_or_initialize` if there is no checkpoint. To begin
             with a pretrained part:
             `init_fn=lambda: checkpoint.read(path, only="model/encoder")`.
-        may_differ: Parts, by path, that a restored checkpoint may lack, have besides,
-            or have otherwise than the program, because it was changed between two runs:
-            an optimizer (`"optimizer/opt_state"`), averages of weights, data that has
-            grown (`"train_dataset"`). Such a part stays whole as the program made it,
-            with a warning, and one that fits is restored.
+        may_differ: Parts, by path, that changed between two runs: an optimizer
+            (`"optimizer/opt_state"`), averages of weights, data that has grown
+            (`"train_dataset"`). One that a checkpoint lacks, or has otherwise, stays
+            whole as the program made it, with a warning; one that fits is restored.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -79,9 +77,9 @@ class CheckpointManager:
         init_fn: Callable[[], Any] | None = None,
         may_differ: Paths = (),
     ) -> None:
+        hours, interval = keep_checkpoint_every_n_hours, checkpoint_interval
         fix = "Use `Checkpoint(model=model, optimizer=optimizer)`."
         check_instance("checkpoint", checkpoint, Checkpoint, fix)
-        hours, interval = keep_checkpoint_every_n_hours, checkpoint_interval
         if max_to_keep is not None:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
         if hours is not None:
@@ -106,11 +104,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._last_number: int | None = None
         self._evaluation: Any = None
-        self._writer = Writer(
-            self._directory,
-            max_to_keep=max_to_keep,
-            keep_every_hours=hours,
-        )
+        self._writer = Writer(self._directory, max_to_keep, hours)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -153,8 +147,8 @@ class CheckpointManager:
         """Starts saving the current values.
 
         Returns once the arrays may change again, also by programs that they are donated
-        to; the folder appears under its name when it is complete. A save that is still
-        running is waited for first. `sync` waits for this one.
+        to; the folder gets its name when it is complete. A save that is still running
+        is waited for first. `sync` waits for this one.
 
         Args:
             checkpoint_number: The number in the name of the folder. By default the
@@ -169,9 +163,8 @@ class CheckpointManager:
         Raises:
             ValueError: If `checkpoint_number` is not a number for a folder, or if there
                 is an interval and no step counter.
-            CheckpointError: If it cannot be written, for example because the disk is
-                full, or the last one could not be. Earlier checkpoints stay, and the
-                next save tries again, if a program catches this and goes on.
+            CheckpointError: If it cannot be written, or the last one could not be.
+                Earlier checkpoints stay, and a program that catches this may go on.
         """
         check_one_of("check_interval", check_interval, (True, False))
         step = self._step()
@@ -209,8 +202,8 @@ class CheckpointManager:
     def has_saved_step(self, checkpoint_number: int | None = None) -> bool:
         """Returns whether the latest checkpoint is that of the current step.
 
-        That is so if it was saved or restored last, at this step. It is known for
-        certain once `sync` has returned. Without a step counter, the answer is no.
+        That is so if it was saved or restored last, at this step, and certain once
+        `sync` has returned. Without a step counter, the answer is no.
 
         Args:
             checkpoint_number: The number that `save` was given, if it was given one.
@@ -223,10 +216,9 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restores the latest good checkpoint, or calls `init_fn` if there is none.
 
-        Every file is compared with its checksum first. A checkpoint with a file that
-        is missing, truncated, changed or cannot be read is skipped with a warning, and
-        the one before it is taken. One that does not fit the program is an error: that
-        is no damage.
+        A checkpoint with a file that is missing, changed or cannot be read is skipped
+        with a warning, and the one before it is taken. One that does not fit the
+        program is an error: that is no damage.
 
         Returns:
             The path that was restored, or `None`.
@@ -250,10 +242,9 @@ class CheckpointManager:
     def restore(self, path: str | os.PathLike[str]) -> str:
         """Puts the values of one checkpoint into the objects, with nothing left in it.
 
-        Everything is verified and read before anything is written, and no other
-        checkpoint takes the place of this one if it is damaged. Each array goes to the
-        devices that the program's own array is on, so the number of devices may differ
-        from that of the save. Data positions are set after all arrays. A part of one is
+        Everything is verified and read before anything is written. Each array goes to
+        the devices that the program's own array is on, whose number may be another
+        than that of the save. Data positions are set after all arrays. A part of one is
         restored by `manager.checkpoint.read(path, only=...)`.
 
         Args:

@@ -44,8 +44,8 @@ from armillary.errors import CheckpointDamageError, CheckpointError
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
 
+# What was done, and what the checkpoint says of an evaluation.
 _Restored = tuple[RestoreReport, Any]
-"""What was done, and what the checkpoint says of an evaluation."""
 
 
 def restore(
@@ -54,11 +54,7 @@ def restore(
     selection: Selection,
     chosen: epath.Path | None = None,
 ) -> _Restored | None:
-    """Puts values of a folder into the objects of `checkpoint`.
-
-    By default that is the newest checkpoint of a directory without damage, if it has
-    one at all.
-    """
+    """Puts values of a folder, by default the newest without damage, into objects."""
     peers = get_peers()
     if chosen is None:
         folder = _find_latest(directory, peers)
@@ -108,11 +104,9 @@ def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | Non
 
 
 def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | None:
-    """Returns the newest checkpoint that is not known to be damaged, and notes others.
-
-    The job that trains may remove some meanwhile.
-    """
+    """Returns the newest checkpoint that is not known as damaged, and notes others."""
     saved, broken = list_directory(directory)
+    # The job that trains may remove some meanwhile.
     for path in [path for path in damaged if not path.exists()]:
         del damaged[path]
     damaged.update(broken)
@@ -189,10 +183,7 @@ def _reading(folder: epath.Path) -> Iterator[None]:
 def verify(
     chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
 ) -> str | None:
-    """Returns what is damaged of a checkpoint, for any process, or `None`.
-
-    Each process reads all of its files. Raises, in all, if they see different ones.
-    """
+    """Returns what any process finds damaged; raises in all if they see others."""
     if peers is None:
         return None if chosen is None else find_damage(chosen)
     with peers.announcing_errors():

@@ -14,10 +14,8 @@ from armillary._checks import list_lines
 from armillary.errors import CheckpointMismatchError
 
 Paths = str | list[str] | tuple[str, ...] | set[str]
-"""One path, or several."""
-
+# What is at each path: dtype and shape of a leaf, or the state of an object.
 Specs = Mapping[str, str]
-"""What is at each path: dtype and shape of a leaf, or the state of an object."""
 
 
 class RestoreReport(NamedTuple):
@@ -83,7 +81,7 @@ def match(
     path: str, selection: Selection, *, saved: Specs, program: Specs
 ) -> tuple[list[str], tuple[str, ...]]:
     """Returns the paths to restore, and a line for each that differs and may."""
-    _check_names(path, selection, saved, program)
+    _check_names(path, selection, [*saved, *program])
     old = {name: spec for name, spec in saved.items() if selection.has(name)}
     own = {name: spec for name, spec in program.items() if selection.has(name)}
     differences = _find_differences(old, own)
@@ -141,33 +139,19 @@ def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
     return names[0] if len(names) == 1 else names
 
 
-def _check_names(
-    path: str, selection: Selection, saved: Collection[str], program: Collection[str]
-) -> None:
-    # A name of nothing would be a slip of the pen.
-    places = {"the program": program, "the checkpoint": saved}
-    for part in selection.only or ():
-        may_lack = is_inside(part, selection.may_differ)
-        for where, names in list(places.items())[: 1 if may_lack else 2]:
-            _check_is_there(path, f"`only` names {part!r}", where, part, names)
-    for part in selection.skip:
-        both = [*saved, *program]
-        _check_is_there(path, f"`skip` names {part!r}", "either of them", part, both)
-
-
-def _check_is_there(
-    path: str, named: str, where: str, part: str, names: Collection[str]
-) -> None:
-    if any(is_inside(name, [part]) for name in names):
-        return
-    depth = part.count("/") + 1
-    there = sorted({"/".join(name.split("/")[:depth]) for name in names})
-    raise CheckpointMismatchError(
-        f"`path` is {path!r}, and {named}, which is not in {where}. There is:\n"
-        f"{list_lines(there)}\n"
-        "Use one of these. A dictionary gives an object the path that it has in a "
-        "checkpoint: `Checkpoint(model={'backbone': encoder})`."
-    )
+def _check_names(path: str, selection: Selection, names: Collection[str]) -> None:
+    # What is in neither would be a slip of the pen.
+    for part in (*(selection.only or ()), *selection.skip):
+        if any(is_inside(name, [part]) for name in names):
+            continue
+        depth = part.count("/") + 1
+        there = sorted({"/".join(name.split("/")[:depth]) for name in names})
+        raise CheckpointMismatchError(
+            f"`path` is {path!r}, and {part!r} is neither in it nor in the program. "
+            f"There is:\n{list_lines(there)}\n"
+            "Use one of these. A dictionary gives an object the path that it has in a "
+            "checkpoint: `Checkpoint(model={'backbone': encoder})`."
+        )
 
 
 def is_inside(path: str, parts: Iterable[str]) -> bool:

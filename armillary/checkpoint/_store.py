@@ -93,16 +93,13 @@ def _is_widened(leaf: Any) -> bool:
 
 
 def as_stored(leaf: Any, peers: Peers | None = None) -> Any:
-    """Returns the plain array to store for a leaf. All processes must call it.
-
-    Of several processes, only the first one gets it, and writes: in its own memory, as
-    Orbax refuses arrays of devices then.
-    """
+    """Returns the plain array to store for a leaf. All processes must call it."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if _is_widened(leaf):
         leaf = leaf.astype(np.uint8)
     if peers is not None:
+        # The first one writes: from its own memory, as Orbax refuses devices then.
         whole = as_whole(leaf)
         return None if peers.index else np.array(whole)
     if not isinstance(leaf, jax.Array):
@@ -116,11 +113,8 @@ def as_stored(leaf: Any, peers: Peers | None = None) -> Any:
 
 
 def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
-    """Returns where the stored array is read to, or `None` for host memory.
-
-    An array that is not bound to its device is read to host memory first: binding it
-    would forbid programs on other devices that could use it before.
-    """
+    """Returns where the stored array is read to, or `None` for host memory."""
+    # Binding an array that is not bound would forbid programs on other devices.
     if isinstance(target, jax.Array) and target.committed:
         return target.sharding if target.is_fully_addressable else None
     return None
@@ -167,7 +161,7 @@ class Store:
         """Starts writing a new folder; returns once the arrays may change again.
 
         It gets its name only when `earlier` threads have ended: saves of other
-        directories, of which this one may speak.
+        directories, of which this one may speak, such as that of the best model.
         """
         import orbax.checkpoint as ocp
 

@@ -44,10 +44,7 @@ def announcing_errors() -> contextlib.AbstractContextManager[None]:
 
 
 def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
-    """Returns on every process what `function` returns on process 0.
-
-    All processes must call it, and it must return what JSON can hold.
-    """
+    """Returns to all processes, which call it, what the first one finds, as JSON."""
     if peers is None:
         return function()
     value = problem = None
@@ -70,7 +67,6 @@ class Writer:
     def __init__(
         self,
         directory: epath.Path,
-        *,
         max_to_keep: int | None,
         keep_every_hours: float | None,
     ) -> None:
@@ -144,7 +140,6 @@ class Writer:
                     "evaluation": content.evaluation,
                 },
                 header=saved[-1].as_json(),
-                # Such as that of a model which this checkpoint says is the best.
                 earlier=find_running(),
             )
         except Exception as error:

@@ -11,21 +11,18 @@ or in an `nnx.MultiMetric`::
 Their state is nothing but counts, held in integers of 63 bits, so a result depends on
 the examples alone: not on their order, on batches, replicas or processes. `compute`
 waits for the device, works in NumPy, and raises if an update got what has no meaning.
-
-This package imports Flax NNX, which `import armillary` alone does not: it is loaded
-when `armillary.metrics` is first used.
 """
 
 from armillary._traceback import mark_public as _mark_public
+from armillary.metrics._counts import Distribution as Distribution
+from armillary.metrics._counts import MeanAbsoluteError as MeanAbsoluteError
+from armillary.metrics._counts import MeanSquaredError as MeanSquaredError
 from armillary.metrics._labeled import AUC as AUC
 from armillary.metrics._labeled import ConfusionMatrix as ConfusionMatrix
 from armillary.metrics._labeled import F1Score as F1Score
 from armillary.metrics._labeled import Precision as Precision
 from armillary.metrics._labeled import Recall as Recall
 from armillary.metrics._labeled import TopKAccuracy as TopKAccuracy
-from armillary.metrics._values import Distribution as Distribution
-from armillary.metrics._values import MeanAbsoluteError as MeanAbsoluteError
-from armillary.metrics._values import MeanSquaredError as MeanSquaredError
 
 __all__ = [
     "AUC",

@@ -1,4 +1,4 @@
-"""What metrics are made of: integers of 63 bits, sums of floats, and masks.
+"""What metrics are made of, and metrics of numbers.
 
 JAX has integers of 32 bits only, unless told otherwise, and floats of 32 bits stop
 counting at 16,777,216. An epoch of images has more pixels than either can count. So an
@@ -6,6 +6,7 @@ integer is held in three parts, of 16 bits each but the last. Parts are sums, so
 copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+
+from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
+from armillary.typing import PyTree
 
 _BITS = 16
 _LOW = (1 << _BITS) - 1
@@ -25,10 +29,6 @@ class Counts(nnx.metrics.MetricState):
     def zeros(cls, *shape: int) -> Self:
         """Returns counts of a shape."""
         return cls(jnp.zeros((3, *shape), jnp.int32))
-
-    def reset(self) -> None:
-        """Begins at 0 again."""
-        self[...] = jnp.zeros(self[...].shape, jnp.int32)
 
     def add(self, numbers: jax.Array) -> None:
         """Adds an array of the same shape, of numbers from 0 to 2**31 - 1."""
@@ -82,7 +82,7 @@ class CountingMetric(nnx.metrics.Metric):
         """Forgets all examples."""
         for value in vars(self).values():
             if isinstance(value, Counts):
-                value.reset()
+                value[...] = jnp.zeros(value[...].shape, jnp.int32)
 
 
 def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -103,3 +103,86 @@ def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
         )
     mask = mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim))
     return jnp.broadcast_to(mask, shape).reshape(-1)
+
+
+class _MeanError(CountingMetric):
+    """The mean of an error over all elements that count."""
+
+    def __init__(self) -> None:
+        self.total = FloatSum.zeros(256)
+        self.count = Counts.zeros()
+
+    # The error of each element, which is not negative.
+    _error: Callable[[jax.Array], jax.Array]
+
+    def update(
+        self, *, predictions: Any, targets: Any, mask: Any = None, **_: Any
+    ) -> None:
+        """Adds the errors of a batch.
+
+        Args:
+            predictions: Numbers of any shape.
+            targets: Numbers of the same shape.
+            mask: Booleans of this shape, or of its first axes: which elements count.
+                `None` for all.
+            **_: What an `nnx.MultiMetric` has for other metrics.
+
+        Raises:
+            TypeError: If the mask is not boolean.
+            ValueError: If shapes do not belong together.
+        """
+        name = f"{type(self).__name__}.update"
+        predictions, targets = jnp.asarray(predictions), jnp.asarray(targets)
+        if predictions.shape != targets.shape:
+            raise ValueError(
+                f"`predictions` of `{name}` has the shape {predictions.shape}, and "
+                f"`targets` {targets.shape}, but they must be equal. Reshape one of "
+                "them, such as `predictions[..., 0]`."
+            )
+        counted = as_mask(name, mask, targets.shape)
+        difference = predictions.astype(jnp.float32) - targets.astype(jnp.float32)
+        errors = jnp.where(counted, self._error(difference.reshape(-1)), 0)
+        self.total.add_float(errors.sum())
+        self.count.add(counted.sum())
+
+    def compute(self) -> float:
+        """Returns the mean; NaN without elements, or if one was infinite or NaN."""
+        num = int(self.count.read())
+        return self.total.read_float() / num if num else float("nan")
+
+
+class MeanAbsoluteError(_MeanError):
+    """The mean distance of predictions from targets."""
+
+    _error = staticmethod(jnp.abs)
+
+
+class MeanSquaredError(_MeanError):
+    """The mean squared distance of predictions from targets."""
+
+    _error = staticmethod(jnp.square)
+
+
+class Distribution(CountingMetric):
+    """How many values lie where, over all steps and replicas since the last reset."""
+
+    def __init__(self) -> None:
+        self.counts = Counts.zeros(NUM_BUCKETS)
+
+    def update(self, *, values: PyTree, **_: Any) -> None:
+        """Counts the elements of arrays, such as gradients or activations.
+
+        Args:
+            values: An array, or a pytree of arrays. In replica context each replica
+                counts its own; what is equal on all is counted once by each.
+            **_: What an `nnx.MultiMetric` has for other metrics.
+
+        Raises:
+            TypeError: If a leaf is no array of numbers.
+            ValueError: If the arrays have no elements.
+        """
+        self.counts.add(count_values(as_arrays("values", values)))
+
+    def compute(self) -> Histogram:
+        """Returns the histogram, for an output or a `SummaryManager`."""
+        return Histogram.tree_unflatten(("counts",), (self.counts.read(),))

@@ -6,7 +6,7 @@ only, where nothing can be raised: examples that cannot be judged are counted th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -26,13 +26,14 @@ _MOST_CLASSES = 2**15
 class _LabeledMetric(CountingMetric):
     """A metric of scores and labels, which counts what it refuses."""
 
-    def __init__(self, *shape: int) -> None:
-        self.counts, self.refused = Counts.zeros(*shape), Counts.zeros(2)
+    # Counts examples in a row, of which scores may have an axis of classes.
+    _count: Callable[[jax.Array, jax.Array, jax.Array], None]
+    _compute: Callable[[np.ndarray], Any]
 
-    @property
-    def _sizes(self) -> Sequence[int] | None:
-        """How many classes there may be scores of; `None` for one score."""
-        return None
+    def __init__(self, *shape: int, sizes: range | None = None) -> None:
+        self.counts, self.refused = Counts.zeros(*shape), Counts.zeros(2)
+        # How many classes there may be scores of; `None` for one score.
+        self._sizes = sizes
 
     def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
         """Counts the examples of a batch.
@@ -63,7 +64,7 @@ class _LabeledMetric(CountingMetric):
             rule = "the shape of `labels`"
             if sizes is not None:
                 more = " or more" if len(sizes) > 1 else ""
-                rule += f", and then {sizes[0]}{more} classes"
+                rule += f", and then {sizes.start}{more} classes"
             raise ValueError(
                 f"`logits` of `{name}` has the shape {scores.shape}, and `labels` "
                 f"{labels.shape}, but `logits` must have {rule}. Index or reshape one "
@@ -83,13 +84,6 @@ class _LabeledMetric(CountingMetric):
 
     def _as_scores(self, logits: Any) -> jax.Array:
         return jnp.asarray(logits)
-
-    def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
-        """Counts examples in a row, of which scores may have an axis of classes."""
-        raise NotImplementedError
-
-    def _compute(self, counts: np.ndarray) -> Any:
-        raise NotImplementedError
 
     def compute(self) -> Any:
         """Returns the value; waits for the device.
@@ -113,12 +107,12 @@ class _LabeledMetric(CountingMetric):
 class AUC(_LabeledMetric):
     """The area under the ROC curve, or under that of precision and recall.
 
-    It is NaN without a positive or without a negative example.
-    Scores are counted in buckets of equal width between logits of -20 and 20, and those
-    of one bucket count as equal. So the area under the ROC curve is off by at most half
-    the share of pairs, of a positive and a negative example, that fall into one bucket.
-    Where that is more than 1 percent, `compute` logs a warning. To be exact, collect
-    all scores in `eval_reduce`, and use scikit-learn.
+    It is NaN without a positive or without a negative example. Scores are counted in
+    buckets of equal width between logits of -20 and 20, and those of one bucket count
+    as equal. So the area under the ROC curve is off by at most half the share of pairs,
+    of a positive and a negative example, that fall into one bucket: above 1 percent,
+    `compute` logs a warning. To be exact, collect all scores in `eval_reduce`, and use
+    scikit-learn.
 
     Args:
         curve: `"ROC"`, or `"PR"` for the average precision, the area below the steps
@@ -196,12 +190,8 @@ class TopKAccuracy(_LabeledMetric):
     """
 
     def __init__(self, k: int) -> None:
-        super().__init__(2)
         self.k = check_positive_int("k", k)
-
-    @property
-    def _sizes(self) -> Sequence[int]:
-        return range(self.k, 2**31)
+        super().__init__(2, sizes=range(k, 2**31))
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
         own = jnp.take_along_axis(scores, labels[:, None], axis=1)
@@ -247,12 +237,9 @@ class ConfusionMatrix(_LabeledMetric):
                 "finite number. Use `num_classes=10` for scores of classes, or "
                 "`threshold=0.0` for one logit."
             )
-        super().__init__(size, size)
+        sizes = range(size, size + 1) if threshold is None else None
+        super().__init__(size, size, sizes=sizes)
         self.num_classes, self.threshold = size, threshold
-
-    @property
-    def _sizes(self) -> Sequence[int] | None:
-        return (self.num_classes,) if self.threshold is None else None
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
         size, threshold = self.num_classes, self.threshold

@@ -15,10 +15,9 @@ can be compared between runs::
     runs/digits/train/events...         loss
     runs/digits/validation/events...    loss
 
-A value is a number, or a `Histogram`, an `Image` or a `Text`, which may be in what
-`train_loop_end` and `eval_end` return, too. Another place or format is one class with
-the methods of `SummaryWriter`, given as `writer_fn`: `WandbWriter` and `MlflowWriter`
-are such. A `Controller` also writes `metrics.jsonl`, which `read_metrics` reads.
+A value is a number, a `Histogram`, an `Image` or a `Text`. Another place or format is
+one class with the methods of `SummaryWriter`, given as `writer_fn`. A `Controller` also
+writes `metrics.jsonl`, for `read_metrics`.
 """
 
 from armillary._traceback import mark_public as _mark_public

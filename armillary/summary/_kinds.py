@@ -1,14 +1,11 @@
 """What a summary holds besides a number: a distribution, images, text.
 
-Each stands in an output where a number may stand, and is a pytree, so that arrays in it
-are kept and fetched as all others are::
-
-    {"loss": 0.7, "kernel": Histogram(kernel), "first": Image(images[:4])}
+Each is a pytree, so that arrays in it are kept and fetched as all others are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +37,15 @@ def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
 class Summary:
     """A value that has a method of a `SummaryWriter` for itself."""
 
-    # Takes the writer, the tag and the step, once the arrays are known.
-    write: Callable[[Any, str, int], None]
+    kind: ClassVar[str]  # The name of that method.
+    # Yields what the method takes before the step, once arrays are known.
+    read: Callable[[str, int], Iterator[tuple[Any, ...]]]
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """Returns the arrays, and the names of their attributes."""
         return tuple(vars(self).values()), tuple(vars(self))
 
     @classmethod
     def tree_unflatten(cls, names: Sequence[str], arrays: Sequence[Any]) -> Self:
-        """Returns the value with these arrays."""
         self = object.__new__(cls)
         vars(self).update(zip(names, arrays, strict=True))
         return self
@@ -70,16 +66,12 @@ class Histogram(Summary):
         ValueError: If there is nothing to count.
     """
 
+    kind = "histogram"
+
     def __init__(self, values: PyTree) -> None:
         self.counts: Any = count_values(as_arrays("values", values))
 
-    @classmethod
-    def from_counts(cls, counts: Any) -> Self:
-        """Returns the histogram of values that `count_values` has counted."""
-        return cls.tree_unflatten(("counts",), (counts,))
-
-    def write(self, writer: Any, tag: str, step: int) -> None:
-        """Writes the buckets that are not empty."""
+    def read(self, tag: str, step: int) -> Iterator[tuple[Any, ...]]:
         positive, negative = np.asarray(self.counts, np.int64).reshape(2, -1)
         finite = np.concatenate([negative[:_NUM_FINITE][::-1], positive[:_NUM_FINITE]])
         count = positive.sum() + negative.sum()
@@ -93,7 +85,7 @@ class Histogram(Summary):
         filled = np.flatnonzero(finite)
         if filled.size:
             first, last = filled[0], filled[-1] + 1
-            writer.histogram(tag, edges[first : last + 1], finite[first:last], step)
+            yield tag, edges[first : last + 1], finite[first:last]
 
     def __repr__(self) -> str:
         counts = self.counts
@@ -117,6 +109,8 @@ class Image(Summary):
         ValueError: If its dtype or shape is another.
     """
 
+    kind = "image"
+
     def __init__(self, pixels: Any) -> None:
         self.pixels = as_array("pixels", pixels)
         dtype, shape = self.pixels.dtype, tuple(self.pixels.shape)
@@ -125,15 +119,13 @@ class Image(Summary):
         has_axes = 2 <= len(shape) <= 4 and 0 not in shape
         if not (is_kind and has_axes and channels in ((), (1,), (3,), (4,))):
             raise ValueError(
-                f"`pixels` is of dtype {dtype} and shape {shape}, but images are "
-                "floats from 0 to 1, or `uint8`, of shape (height, width), (height, "
-                "width, channels) or (images, height, width, channels), with 1, 3 or 4 "
-                "channels. Use `pixels.astype('uint8')`, or `pixels[..., None]` for "
-                "several gray images."
+                f"`pixels` is of dtype {dtype} and shape {shape}, but it must be of "
+                "floats from 0 to 1 or of `uint8`, and of shape ([images,] height, "
+                "width[, channels]), with 1, 3 or 4 channels. Use "
+                "`pixels[..., None]` for several gray images."
             )
 
-    def write(self, writer: Any, tag: str, step: int) -> None:
-        """Writes each image under its own tag."""
+    def read(self, tag: str, step: int) -> Iterator[tuple[Any, ...]]:
         pixels = np.asarray(self.pixels)
         if pixels.dtype != np.uint8:
             pixels = pixels.astype(np.float32)
@@ -143,10 +135,10 @@ class Image(Summary):
             pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255
             pixels = pixels.round().astype(np.uint8)
         if pixels.ndim < 4:
-            writer.image(tag, pixels.reshape(*pixels.shape[:2], -1), step)
+            yield tag, pixels.reshape(*pixels.shape[:2], -1)
             return
         for index, image in enumerate(pixels):
-            writer.image(f"{tag}/{index}", image, step)
+            yield f"{tag}/{index}", image
 
     def __repr__(self) -> str:
         return f"Image({tuple(getattr(self.pixels, 'shape', ()))})"
@@ -155,23 +147,16 @@ class Image(Summary):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Text(Summary):
-    """Text, which TensorBoard shows as Markdown.
-
-    Args:
-        text: The text.
-
-    Raises:
-        TypeError: If `text` is not a string.
-    """
+    """Text, which TensorBoard shows as Markdown."""
 
     text: str
+    kind = "text"
 
     def __post_init__(self) -> None:
         check_instance("text", self.text, str, "Use `Text(str(value))`.")
 
-    def write(self, writer: Any, tag: str, step: int) -> None:
-        """Writes the text."""
-        writer.text(tag, self.text, step)
+    def read(self, tag: str, step: int) -> Iterator[tuple[Any, ...]]:
+        yield tag, self.text
 
 
 def as_arrays(name: str, values: PyTree) -> list[Any]:

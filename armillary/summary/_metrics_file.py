@@ -14,7 +14,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,15 @@ from armillary._checks import check_path
 from armillary._records import LinesFile, as_json, from_json, read_lines
 
 FILE_NAME = "metrics.jsonl"
+_FIELDS = {"record", "time", "step"}
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
     """Appends the records of one controller, in the first process of a job.
 
-    Without a directory, or one that is local, nothing is written; if it
-    `is_of_training`, nothing before a record `"start"`. `last_step` is the highest step
-    of a record, or -1 before the first.
+    Without a directory that is local, nothing is written; if it `is_of_training`,
+    nothing before a record `"start"`.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class MetricsFile:
         self._file = LinesFile(path, "metrics are")
         self._lines: list[str] = []
         self._waits = is_of_training
-        self.last_step = -1
+        self.last_step = -1  # The highest of all records.
 
     @property
     def is_on(self) -> bool:
@@ -69,8 +68,7 @@ class MetricsFile:
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the records of a run that count, in the order of time.
 
-    Where a run was resumed, records of an earlier attempt about later steps are left
-    out, since the later attempt did these steps again. So is a line that was cut short.
+    Records of an attempt about steps that a later one did again are left out.
 
     Args:
         run_dir: A directory with a `metrics.jsonl`, or the one above such directories,
@@ -78,8 +76,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Returns:
         Each record with its fields, and as `"folder"` the name of the directory below
-        `run_dir` that its file is in, `""` for `run_dir` itself. Numbers of `"values"`
-        that are not finite are floats.
+        `run_dir` that its file is in, `""` for `run_dir` itself.
 
     Raises:
         ValueError: If there is no such file, or one cannot be read.
@@ -89,7 +86,11 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for path in _find_files(Path(run_dir)):
         folder = path.parent.name if path.parent.parent == Path(run_dir) else ""
         latest = -math.inf
-        for record in _read(path):
+        for _, record in read_lines(path):
+            if not (isinstance(record, dict) and record.keys() >= _FIELDS):
+                continue
+            values = record.get("values", {})
+            values.update({name: from_json(value) for name, value in values.items()})
             # Of one file, the order of lines counts: a clock may go back.
             latest = max(latest, record["time"])
             timed.append((latest, {**record, "folder": folder}))
@@ -124,15 +125,6 @@ def _find_files(run_dir: Path) -> list[Path]:
     if not found:
         raise ValueError(
             f"`run_dir` is {str(run_dir)!r}, but there is no `{FILE_NAME}` in it or in "
-            "a directory below. Use the `summary_dir` of a `Controller`, or the "
-            "directory of its checkpoints if it had none."
+            "a directory below. Use the `summary_dir` of a `Controller`."
         )
     return found
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for _, record in read_lines(path):
-        if isinstance(record, dict) and record.keys() >= {"record", "time", "step"}:
-            for name, value in record.get("values", {}).items():
-                record["values"][name] = from_json(value)
-            yield record

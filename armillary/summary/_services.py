@@ -1,8 +1,4 @@
-"""Summaries for Weights & Biases and for MLflow.
-
-All writers of a service write to one run, which is kept by name in the directory of the
-run, so that a program that resumes goes on with it.
-"""
+"""Summaries for Weights & Biases and for MLflow, each in one run that goes on."""
 
 import atexit
 import io
@@ -13,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,26 +23,12 @@ _BATCH = 1000  # Most metrics of one request to MLflow.
 _PAUSE_SECONDS = 600.0
 
 
-class _Directory:
-    """The writer of one directory, which is in the names of what it hands on."""
-
-    def __init__(self, service: "_Service", prefix: str) -> None:
-        self._service, self._prefix = service, prefix
-        self.flush, self.close = service._flush, service._close
-        self.hyperparameters = service._configure
-
-    def __getattr__(self, kind: str) -> Callable[..., None]:
-        write = getattr(self._service, f"_write_{kind}")
-        return lambda tag, *arguments: write(self._prefix + tag, *arguments)
-
-
 class _Service:
-    """Makes writers to one run of a service, which ends with the last of them.
-
-    A subclass has a method such as `_write_scalar` for each kind of value it takes.
-    """
+    """Makes writers to one run of a service, which ends with the last of them."""
 
     _begin: Callable[[], None]
+    _write_scalar: Callable[[str, float, int], None]
+    _write_image: Callable[[str, np.ndarray, int], None]
     _configure: Callable[[Mapping[str, Any]], None]
     _flush: Callable[[], None]
     _end: Callable[[], None]
@@ -55,13 +38,20 @@ class _Service:
         self._id_file = self._run_dir / id_file
         self._num_writers = 0
 
-    def __call__(self, directory: str) -> _Directory:
+    def __call__(self, directory: str) -> Any:
         """Returns the writer of one directory, which must be in that of the run."""
         below = Path(os.path.abspath(directory)).relative_to(self._run_dir)
         if not self._num_writers:
             self._begin()
         self._num_writers += 1
-        return _Directory(self, "".join(f"{part}/" for part in below.parts))
+        prefix = "".join(f"{part}/" for part in below.parts)
+        return SimpleNamespace(
+            scalar=lambda tag, *rest: self._write_scalar(prefix + tag, *rest),
+            image=lambda tag, *rest: self._write_image(prefix + tag, *rest),
+            hyperparameters=self._configure,
+            flush=self._flush,
+            close=self._close,
+        )
 
     def _close(self) -> None:
         self._flush()
@@ -82,8 +72,7 @@ class _Service:
 class WandbWriter(_Service):
     """Makes writers to one run of Weights & Biases, whichever managers have it.
 
-    The identity of the run is kept in its directory, so a program that resumes goes on
-    with it::
+    Its identity is in its directory, so a program that resumes goes on with it::
 
         wandb_writer = armillary.summary.WandbWriter(run_dir, project="digits")
         controller = armillary.Controller(

@@ -33,8 +33,7 @@ _file_numbers = itertools.count()
 class SummaryWriter(Protocol):
     """Writes the summaries of one directory.
 
-    A `SummaryManager` makes one writer for each directory, on its first value. A writer
-    that is to write a `Histogram`, an `Image`, a `Text` or hyperparameters has
+    A writer that is to write a `Histogram`, an `Image`, a `Text` or hyperparameters has
     `histogram`, `image`, `text` or `hyperparameters` too, as `TensorBoardWriter` does.
     """
 
@@ -49,9 +48,7 @@ class SummaryWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Writes one new event file, which TensorBoard reads while it grows.
-
-    It joins the files of a directory, so a resumed run continues its curves.
+    """Writes one new event file, which TensorBoard joins with others of a directory.
 
     Args:
         directory: Where the file goes. It is made if it does not exist.
@@ -73,44 +70,32 @@ class TensorBoardWriter:
     def histogram(
         self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
     ) -> None:
-        """Writes how many values lie between each two neighbors of `edges`.
-
-        There is one edge more than counts, in ascending order, and the first and the
-        last count are not 0.
-        """
+        """Writes how many values lie between each two neighbors of `edges`."""
         # Of buckets that are empty, one in a row is enough.
         kept = (counts > 0) | np.append(counts[1:] > 0, True)
         middles = (edges[:-1] + edges[1:]) / 2
-        histogram = _proto("summary").HistogramProto(
-            min=edges[0],
-            max=edges[-1],
-            num=counts.sum(),
-            sum=counts @ middles,
-            sum_squares=counts @ middles**2,
-            bucket_limit=edges[1:][kept],
-            bucket=counts[kept],
-        )
+        histogram = {
+            "min": edges[0],
+            "max": edges[-1],
+            "num": counts.sum(),
+            "sum": counts @ middles,
+            "sum_squares": counts @ middles**2,
+            "bucket_limit": edges[1:][kept],
+            "bucket": counts[kept],
+        }
         self._write(tag, step, histo=histogram)
 
     def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
         """Writes an image: `uint8`, of shape `(height, width, channels)`."""
         height, width, channels = pixels.shape
-        image = _proto("summary").Summary.Image(
-            height=height,
-            width=width,
-            colorspace=channels,
-            encoded_image_string=as_png(pixels),
-        )
+        image = {"height": height, "width": width, "colorspace": channels}
+        image["encoded_image_string"] = as_png(pixels)
         self._write(tag, step, image=image)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Writes text, which TensorBoard shows as Markdown."""
-        metadata = _proto("summary").SummaryMetadata(
-            plugin_data={"plugin_name": "text"}
-        )
-        tensor = _proto("tensor").TensorProto(
-            dtype="DT_STRING", string_val=[text.encode()]
-        )
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        tensor = {"dtype": "DT_STRING", "string_val": [text.encode()]}
         self._write(tag, step, metadata=metadata, tensor=tensor)
 
     def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
@@ -118,18 +103,18 @@ class TensorBoardWriter:
         from tensorboardX.summary import hparams
 
         _, start, _ = hparams(dict(values), {})
-        # TensorBoard's reader looks at values only.
-        tensor = _proto("tensor").TensorProto(dtype="DT_FLOAT", float_val=[0.0])
-        start.value[0].tensor.CopyFrom(tensor)
+        # TensorBoard's reader looks at values only: here, at one of floats.
+        start.value[0].tensor.dtype = 1
+        start.value[0].tensor.float_val.append(0.0)
         self._write_summary(start, 0)
 
     def _write(self, tag: str, step: int, **content: Any) -> None:
-        summaries = _proto("summary")
-        value = summaries.Summary.Value(tag=tag, **content)
-        self._write_summary(summaries.Summary(value=[value]), step)
+        self._write_summary({"value": [{"tag": tag, **content}]}, step)
 
     def _write_summary(self, summary: Any, step: int) -> None:
-        event = _proto("event").Event(wall_time=time.time(), step=step, summary=summary)
+        # No type checker sees the names of a generated module.
+        proto = importlib.import_module("tensorboardX.proto.event_pb2")
+        event = proto.Event(wall_time=time.time(), step=step, summary=summary)
         self._events.write_event(event)
 
     def flush(self) -> None:
@@ -148,8 +133,7 @@ class SummaryManager:
         summary_dir: The directory of the outermost values, which is made when the first
             value is written. `None` writes nothing.
         writer_fn: Function from a directory to a `SummaryWriter`, called on the first
-            value of each directory, or a sequence of such functions, to write to
-            several places at once. TensorBoard event files by default.
+            value of each directory, or several such functions.
 
     Raises:
         ValueError: If `summary_dir` is not local, without a `writer_fn`.
@@ -163,10 +147,10 @@ class SummaryManager:
         writer_fn: Callable[[str], SummaryWriter]
         | Sequence[Callable[[str], SummaryWriter]] = TensorBoardWriter,
     ) -> None:
-        is_one = not isinstance(writer_fn, list | tuple)
-        makers: Any = [writer_fn] if is_one else writer_fn
-        for index, make in enumerate(makers):
-            check_callable("writer_fn" if is_one else f"writer_fn[{index}]", make)
+        is_several = isinstance(writer_fn, list | tuple)
+        makers: Any = writer_fn if is_several else [writer_fn]
+        for make in makers:
+            check_callable("writer_fn", make)
         if summary_dir is not None:
             summary_dir = check_path("summary_dir", summary_dir)
             if "://" in summary_dir and TensorBoardWriter in makers:
@@ -177,16 +161,15 @@ class SummaryManager:
         self.summary_dir = summary_dir
         """The directory of the outermost values."""
         self._makers = makers
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, list[Any]] = {}
 
     def write_summaries(self, values: Output, *, step: int) -> None:
         """Writes all of `values`; of several processes, the chief does.
 
         Args:
-            values: Values by tag; `None` for nothing. A number or an array of shape
-                `()` is a scalar, which may be infinite or NaN, any other array is
-                written as its `Histogram`, and a `Histogram`, an `Image` or a `Text` as
-                itself. A nested dictionary goes to the subdirectory of its name.
+            values: Values by tag: numbers, arrays, of which those with axes are
+                written as their `Histogram`, and each `Histogram`, `Image` and `Text`.
+                A nested dictionary goes to the subdirectory of its name.
             step: The step that the values belong to.
 
         Raises:
@@ -208,62 +191,44 @@ class SummaryManager:
             if not isinstance(value, Summary) and np.shape(value):
                 # A copy on the host: of several processes, only this one counts.
                 value = Histogram(np.asarray(value))
-            if isinstance(value, Summary):
-                value.write(self._writer(parents), tag, int(step))
-            else:
+            if not isinstance(value, Summary):
                 number = float(np.asarray(value))
-                self._writer(parents).scalar(tag, number, int(step))
+                self._write(parents, "scalar", tag, number, int(step))
+                continue
+            for content in value.read(tag, int(step)):
+                self._write(parents, value.kind, *content, int(step))
 
     def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Writes what makes this run another than the next one.
+        """Writes what makes this run another than the next one, where a writer can.
 
         Args:
             values: Values by name. Nested ones are written by path, such as
-                `"optimizer/rate"`, and what is neither a number nor a truth value as a
-                string. A writer without a method `hyperparameters` is passed over.
+                `"optimizer/rate"`, and what is no number and no boolean as a string.
         """
         if values and self.summary_dir is not None and get_process().is_chief:
-            write = getattr(self._writer(()), "hyperparameters", None)
-            if write is not None:
-                write(flatten(values))
+            self._write((), "hyperparameters", flatten(values))
 
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
-        for writer in self._writers.values():
+        for writer in itertools.chain(*self._writers.values()):
             writer.flush()
 
     def close(self) -> None:
         """Flushes and closes all files. A later write starts new ones."""
         while self._writers:
-            _, writer = self._writers.popitem()
-            writer.close()
+            for writer in self._writers.popitem()[1]:
+                writer.close()
 
-    def _writer(self, parents: tuple[str, ...]) -> Any:
+    def _write(self, parents: tuple[str, ...], method: str, *arguments: Any) -> None:
+        """Calls a method of each writer of a directory that has it."""
         directory = os.path.join(str(self.summary_dir), *parents)
         if directory not in self._writers:
-            writers = [make(directory) for make in self._makers]
-            self._writers[directory] = _Group(writers)
-        return self._writers[directory]
-
-
-class _Group:
-    """Hands everything to each of several writers that has a method for it."""
-
-    def __init__(self, writers: Sequence[Any]) -> None:
-        self._writers = writers
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        methods = [
-            getattr(writer, name) for writer in self._writers if hasattr(writer, name)
-        ]
-        if not methods:
-            raise AttributeError(f"none of the writers has a method {name!r}")
-
-        def write(*arguments: Any) -> None:
-            for method in methods:
-                method(*arguments)
-
-        return write
+            self._writers[directory] = [make(directory) for make in self._makers]
+        able = [each for each in self._writers[directory] if hasattr(each, method)]
+        if not able and method != "hyperparameters":
+            raise AttributeError(f"none of the writers has a method {method!r}")
+        for writer in able:
+            getattr(writer, method)(*arguments)
 
 
 def _find_values(
@@ -308,8 +273,3 @@ def as_png(pixels: np.ndarray) -> bytes:
         + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks.items()
     )
-
-
-def _proto(name: str) -> Any:
-    # No type checker sees the names of a generated module.
-    return importlib.import_module(f"tensorboardX.proto.{name}_pb2")

@@ -1,14 +1,19 @@
-"""Tests of what a checkpoint holds and how it is written back."""
+"""Tests of what a checkpoint holds, how it is written back, and what it refuses."""
 
+import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from armillary.checkpoint import Checkpoint
-from armillary.errors import DatasetStateError
+from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.errors import CheckpointError, DatasetStateError
+from tests.mistakes import mistakes
 
 
 class Position:
@@ -28,24 +33,14 @@ class Position:
         self.state = state
 
 
-class Delegate:
-    """Answers to every name, as `nnx.Rngs` does."""
-
-    def __init__(self) -> None:
-        self.array = jnp.zeros(3)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_: None
-
-
-def test_paths_begin_with_the_keywords() -> None:
+def test_paths_begin_with_the_keywords():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     checkpoint = Checkpoint(
-        model=nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+        model=model,
         step=nnx.Variable(jnp.asarray(4)),
         params={"w": jnp.zeros(2), "inner": {"b": jnp.ones(1)}},
-        trainer=SimpleNamespace(weights=(jnp.zeros(1), jnp.zeros(2))),
+        # What is shared is saved once, under its first path.
+        trainer=SimpleNamespace(weights=(jnp.zeros(1), jnp.zeros(2)), net=model),
     )
 
     assert set(checkpoint.read_content().leaves) == {
@@ -57,18 +52,11 @@ def test_paths_begin_with_the_keywords() -> None:
         "trainer/weights/0",
         "trainer/weights/1",
     }
-    assert set(checkpoint.objects) == {"model", "step", "params", "trainer"}
+    # It answers to every name, also to those of methods.
+    assert not Checkpoint(rngs=nnx.Rngs(0)).states
 
 
-def test_a_shared_place_is_saved_once_under_its_first_path() -> None:
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-
-    checkpoint = Checkpoint(model=model, trainer=SimpleNamespace(net=model))
-
-    assert set(checkpoint.read_content().leaves) == {"model/kernel", "model/bias"}
-
-
-def test_places_made_later_are_found_and_states_are_copies() -> None:
+def test_places_made_later_are_found_and_states_are_copies():
     holder, position = SimpleNamespace(first=jnp.zeros(1)), Position({"epoch": 1})
     checkpoint = Checkpoint(holder=holder, data=position)
     holder.second = jnp.zeros(1)
@@ -77,27 +65,11 @@ def test_places_made_later_are_found_and_states_are_copies() -> None:
 
     assert set(content.leaves) == {"holder/first", "holder/second"}
     assert content.states == {"data": {"epoch": 1}}
-
-
-def test_an_object_may_have_arrays_and_a_state() -> None:
-    position = Position(3)
     position.array = jnp.ones(2)
-    content = Checkpoint(both=position).read_content()
-
-    assert set(content.leaves) == {"both/array"}
-    assert content.states == {"both": 3}
+    assert set(Checkpoint(both=position).read_content().leaves) == {"both/array"}
 
 
-def test_objects_that_answer_to_every_name_have_no_state() -> None:
-    rngs = nnx.Rngs(0)
-
-    checkpoint = Checkpoint(rngs=rngs, delegate=Delegate())
-
-    assert checkpoint.states == {}
-    assert "delegate/array" in checkpoint.read_content().leaves
-
-
-def test_arrays_are_written_before_states() -> None:
+def test_arrays_are_written_before_states():
     holder = SimpleNamespace(array=jnp.zeros(1))
     seen: list[float] = []
 
@@ -111,7 +83,7 @@ def test_arrays_are_written_before_states() -> None:
     assert seen == [1.0]
 
 
-def test_a_refused_state_puts_everything_back() -> None:
+def test_a_refused_state_puts_everything_back():
     holder = SimpleNamespace(array=jnp.zeros(1))
     first, second = Position("one"), Position("two")
     checkpoint = Checkpoint(holder=holder, first=first, second=second)
@@ -125,3 +97,72 @@ def test_a_refused_state_puts_everything_back() -> None:
     assert holder.array is before
     assert (first.state, second.state) == ("one", "two")
     assert second.log == ["refused", "two"]
+
+
+class Source(Position):
+    def check_repositionable(self) -> None:
+        raise DatasetStateError("A generator cannot be repositioned.")
+
+
+def make(directory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(h={"x": jnp.zeros(1)}), directory, **options)
+
+
+def read_donated(_: Path) -> None:
+    holder = SimpleNamespace(array=jnp.zeros(1), other=jnp.zeros(1))
+    checkpoint = Checkpoint(holder=holder)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(holder.array)
+    checkpoint.read_content()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    layers: Any
+
+
+FROZEN = Frozen([jnp.zeros(1)])
+NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
+
+
+@mistakes(
+    {
+        TypeError: {
+            # What a checkpoint may hold.
+            NOTHING % "type int": lambda _: Checkpoint(thing=3),
+            NOTHING % "type SimpleNamespace": (
+                lambda _: Checkpoint(thing=SimpleNamespace(name="x"))
+            ),
+            # A step would put another one in its place, and this one be saved.
+            r"`net` is of type Frozen, .*Checkpoint\(trainer=trainer\)`, with "
+            r"`trainer.net`, .*{'net': net}`": lambda _: Checkpoint(net=FROZEN),
+            "`data` of type Position.*ndarray": (
+                lambda _: Checkpoint(
+                    data=Position({"array": np.zeros(3)})
+                ).read_content()
+            ),
+        },
+        ValueError: {
+            "finds 1 paths that name two arrays.*h/1": (
+                lambda _: Checkpoint(h={1: jnp.zeros(1), "1": jnp.zeros(2)})
+            ),
+            "is 5, but there is no `step_counter`": (
+                lambda d: make(d, checkpoint_interval=5).save(check_interval=True)
+            ),
+        },
+        DatasetStateError: {
+            "cannot be repositioned": lambda _: Checkpoint(data=Source()),
+        },
+        CheckpointError: {
+            r"holds 1 arrays .*\n  holder/array\n": read_donated,
+            "no complete checkpoint: .*json` is missing. Use one of `man": (
+                lambda d: make(d).restore(d)
+            ),
+        },
+    }
+)
+def test_an_error_says_what_is_wrong_and_writes_nothing(tmp_path, call, error, message):
+    with pytest.raises(error, match=message):
+        call(tmp_path)
+
+    assert not list(tmp_path.iterdir())

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import find_checkpoints
-from armillary.checkpoint._store import Store
-from armillary.errors import CheckpointError
 
 MakeManager = Callable[..., CheckpointManager]
 
@@ -39,9 +36,7 @@ def save_steps(manager: CheckpointManager, counter: Counter, *steps: int) -> Non
     manager.sync()
 
 
-def test_only_the_newest_are_kept_in_the_order_of_saving(
-    make_manager: MakeManager,
-) -> None:
+def test_only_the_newest_are_kept_in_the_order_of_saving(make_manager):
     counter = Counter()
     manager = make_manager(Checkpoint(counter=counter), max_to_keep=3)
     save_steps(manager, counter, 10, 9, 200, 30)
@@ -51,9 +46,7 @@ def test_only_the_newest_are_kept_in_the_order_of_saving(
     assert sorted(os.listdir(manager.directory)) == sorted(names(manager))
 
 
-def test_a_new_manager_goes_on_with_the_same_retention(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_manager_goes_on_with_the_same_retention(make_manager, monkeypatch):
     hours = iter(range(1000))
     monkeypatch.setattr(_writer, "time", lambda: 3600.0 * next(hours))
     counter = Counter()
@@ -75,7 +68,7 @@ def test_a_new_manager_goes_on_with_the_same_retention(
     assert names(managers[-1])[-2:] == ["checkpoint_10", "checkpoint_11"]
 
 
-def test_saving_a_number_again_writes_again(make_manager: MakeManager) -> None:
+def test_saving_a_number_again_writes_again(make_manager):
     counter = Counter()
     manager = make_manager(Checkpoint(counter=counter))
     counter.set(1)
@@ -92,9 +85,7 @@ def test_saving_a_number_again_writes_again(make_manager: MakeManager) -> None:
     np.testing.assert_array_equal(counter.array, np.full(3, 2.0))
 
 
-def test_other_content_of_the_directory_is_not_touched(
-    make_manager: MakeManager, tmp_path: Path
-) -> None:
+def test_other_content_of_the_directory_is_not_touched(make_manager, tmp_path):
     foreign = {
         "events.out.tfevents.1": "events",
         "train/events": "events",
@@ -115,7 +106,7 @@ def test_other_content_of_the_directory_is_not_touched(
         assert (tmp_path / "run" / name).read_text() == text
 
 
-def test_numbers_count_on_without_a_step_counter(make_manager: MakeManager) -> None:
+def test_numbers_count_on_without_a_step_counter(make_manager):
     manager = make_manager(Checkpoint(counter=Counter()))
     manager.save()
     manager.save()
@@ -127,9 +118,7 @@ def test_numbers_count_on_without_a_step_counter(make_manager: MakeManager) -> N
     assert names(other) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
 
 
-def test_the_interval_counts_from_the_last_save_or_restore(
-    make_manager: MakeManager,
-) -> None:
+def test_the_interval_counts_from_the_last_save_or_restore(make_manager):
     counter = Counter()
     kwargs = {"step_counter": lambda: counter.step, "checkpoint_interval": 10}
     manager = make_manager(Checkpoint(counter=counter), **kwargs)
@@ -152,9 +141,7 @@ def test_the_interval_counts_from_the_last_save_or_restore(
     assert other.save(check_interval=True) is not None
 
 
-def test_one_tracker_knows_which_step_the_latest_checkpoint_holds(
-    make_manager: MakeManager,
-) -> None:
+def test_one_tracker_knows_which_step_the_latest_checkpoint_holds(make_manager):
     counter = Counter()
     checkpoint = Checkpoint(counter=counter)
     manager = make_manager(checkpoint, step_counter=lambda: counter.step)
@@ -178,40 +165,3 @@ def test_one_tracker_knows_which_step_the_latest_checkpoint_holds(
     without_counter = make_manager(checkpoint)
     without_counter.save(3)
     assert not without_counter.has_saved_step()
-
-
-def test_init_fn_runs_only_if_there_is_no_checkpoint(make_manager: MakeManager) -> None:
-    calls = []
-    manager = make_manager(
-        Checkpoint(counter=Counter()), init_fn=lambda: calls.append("init")
-    )
-    assert manager.restore_or_initialize() is None
-    path = manager.save(1)
-    assert manager.restore_or_initialize() == path
-    assert calls == ["init"]
-
-
-@pytest.mark.parametrize("method", ["write", "wait"])
-def test_a_failed_save_is_raised_once_and_costs_no_checkpoint(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter))
-    save_steps(manager, counter, 1)
-    succeed = getattr(Store, method)
-
-    def fail(store: Store, *args: object, **kwargs: object) -> None:
-        if method == "wait":
-            succeed(store)
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, method, fail)
-        with pytest.raises(
-            CheckpointError, match="checkpoint_2` failed: OSError: No space left"
-        ):
-            save_steps(manager, counter, 2)
-
-    manager.close()
-    save_steps(manager, counter, 3)
-    assert [names(manager)[0], names(manager)[-1]] == ["checkpoint_1", "checkpoint_3"]

@@ -17,9 +17,9 @@ from tests.peers import run_together
 
 
 class Trainer(armillary.StandardTrainer):
-    """Trains one layer, and may keep averages of its weights."""
+    """Trains one layer."""
 
-    def __init__(self, transform, num_examples, has_ema, seed=0):
+    def __init__(self, transform, num_examples, seed=0):
         inputs = np.random.default_rng(0).normal(size=(num_examples, 3))
         source = armillary.data.from_arrays(
             {"x": inputs.astype("float32")},
@@ -30,7 +30,6 @@ class Trainer(armillary.StandardTrainer):
         super().__init__(armillary.get_strategy().distribute_dataset(source))
         self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         self.optimizer = nnx.Optimizer(self.model, transform, wrt=nnx.Param)
-        self.ema = {"kernel": nnx.Variable(jnp.zeros((3, 1)))} if has_ema else None
 
     def train_step(self, iterator):
         batch = next(iterator)
@@ -41,9 +40,6 @@ class Trainer(armillary.StandardTrainer):
                 nnx.grad(lambda m: jnp.mean((m(batch["x"]) - 1) ** 2))(self.model),
             ),
         )
-        if self.ema is not None:
-            average = self.ema["kernel"]
-            average[...] = 0.5 * (average[...] + self.model.kernel[...])
 
 
 @pytest.fixture
@@ -51,13 +47,12 @@ def make(tmp_path):
     """Returns a function that makes a program, which restores what is there."""
     managers = []
 
-    def make(may_differ=(), *, transform=None, num_examples=16, has_ema=False, seed=0):
-        trainer = Trainer(transform or optax.adam(0.1), num_examples, has_ema, seed)
-        objects = {"model": trainer.model, "optimizer": trainer.optimizer}
-        if has_ema:
-            objects["ema"] = trainer.ema
+    def make(may_differ=(), *, transform=None, num_examples=16, seed=0):
+        trainer = Trainer(transform or optax.adam(0.1), num_examples, seed)
         checkpoint = armillary.Checkpoint(
-            **objects, train_dataset=trainer.train_dataset
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            train_dataset=trainer.train_dataset,
         )
         manager = armillary.CheckpointManager(
             checkpoint, tmp_path, may_differ=may_differ
@@ -84,45 +79,40 @@ def position_of(controller):
     return controller.trainer.train_dataset.get_state()
 
 
-CHANGES = {
-    "optimizer/opt_state": {"transform": optax.sgd(0.1, momentum=0.9)},
-    "ema": {"has_ema": True},
-}
+PART, CHANGE = "optimizer/opt_state", {"transform": optax.sgd(0.1, momentum=0.9)}
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
-@pytest.mark.parametrize("part", CHANGES)
-def test_a_changed_part_begins_anew_once_and_then_goes_on(part, make, caplog):
+def test_a_changed_part_begins_anew_once_and_then_goes_on(make, caplog):
     first = make()
     first.train(3)
-    with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{part}'`"):
-        make(**CHANGES[part])
+    with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{PART}'`"):
+        make(**CHANGE)
     fresh = {p: leaf for p, leaf in leaves_of(first).items() if p.startswith("model")}
 
     with caplog.at_level(logging.WARNING, logger="armillary"):
-        second = make([part, "train_dataset"], **CHANGES[part])
+        second = make([PART, "train_dataset"], **CHANGE)
     assert int(second.global_step[...]) == 3
     for path, leaf in fresh.items():
         np.testing.assert_array_equal(leaves_of(second)[path], leaf)
-    new = {p: leaf for p, leaf in leaves_of(second).items() if p.startswith(part)}
+    new = {p: leaf for p, leaf in leaves_of(second).items() if p.startswith(PART)}
     assert new
     assert not any(leaf.any() for leaf in new.values())
     # What may differ and does not, goes on.
     assert position_of(second) == position_of(first)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert f"of the program, left as they were:\n  {part}/" in record.getMessage()
+    assert f"of the program, left as they were:\n  {PART}/" in record.getMessage()
     text = record.getMessage().replace("  - ", "  + ")
-    assert f"\nThese may differ, and do:\n  + {part}/" in text
+    assert f"\nThese may differ, and do:\n  + {PART}/" in text
     # What was left is not on the disk yet.
     assert not second.checkpoint_manager.has_saved_step()
 
     second.train(5)
     expected = leaves_of(second)
-    assert any(leaf.any() for path, leaf in expected.items() if path.startswith(part))
+    assert any(leaf.any() for path, leaf in expected.items() if path.startswith(PART))
     caplog.clear()
-    third = make([part, "train_dataset"], **CHANGES[part])
+    third = make([PART, "train_dataset"], **CHANGE)
     assert not caplog.records
     jax.tree.map(np.testing.assert_array_equal, leaves_of(third), expected)
     assert third.checkpoint_manager.has_saved_step()
@@ -173,12 +163,13 @@ def test_a_restore_by_hand_has_the_allowance_of_the_manager(make):
     first.train(3)
     path = first.checkpoint_manager.latest_checkpoint
     assert first.checkpoint_manager.has_saved_step()
-    other = make(["ema", "train_dataset"], has_ema=True).checkpoint_manager
+    other = make([PART, "train_dataset"], **CHANGE).checkpoint_manager
     assert other.restore(path) == path
     assert not other.has_saved_step()
-    with pytest.raises(CheckpointMismatchError, match="`only` names 'ema'"):
+    with pytest.raises(CheckpointMismatchError, match=rf"\+ {PART}/"):
         other.checkpoint.read(path)
-    assert other.checkpoint.read(path, skip="ema").kept == ("ema/kernel",)
+    kept = other.checkpoint.read(path, skip=PART).kept
+    assert all(name.startswith(PART) for name in kept)
 
 
 class Shifted:

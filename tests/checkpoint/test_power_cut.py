@@ -10,10 +10,8 @@ that lose what they were told to keep.
 
 import os
 import random
-import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -62,15 +60,8 @@ class Recorder:
         self._written: dict[int, bytes] = {}
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        for name in (
-            "fsync",
-            "rename",
-            "replace",
-            "unlink",
-            "remove",
-            "rmdir",
-            "mkdir",
-        ):
+        removing = ("rename", "replace", "unlink", "remove", "rmdir")
+        for name in ("fsync", "mkdir", *removing):
             patch.setattr(os, name, self._recording(getattr(os, name)))
 
     def _recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,9 +186,7 @@ def find_newest(directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_no_cut_at_any_moment_loses_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cut_at_any_moment_loses_a_checkpoint(tmp_path, monkeypatch):
     root = tmp_path / "disk"
     root.mkdir()
     recorder = Recorder(root)
@@ -245,49 +234,3 @@ def write(image: Image, place: Path) -> None:
             (place / path).mkdir(parents=True)
         else:
             (place / path).write_bytes(content)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
-    """Returns a function that mounts the file of a file system, or skips the test."""
-    mounted: list[Path] = []
-
-    def mount(image: Path) -> Path:
-        place = tmp_path / f"mounted_{len(mounted)}"
-        place.mkdir()
-        call("mount", "-o", "loop", str(image), str(place))
-        mounted.append(place)
-        return place
-
-    def call(*words: str) -> None:
-        try:
-            subprocess.run(words, check=True, capture_output=True, timeout=60)
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"This test needs the right to mount a file system: {error}.")
-
-    with (tmp_path / "image").open("wb") as stream:
-        stream.truncate(32 << 20)
-    call("mkfs.ext4", "-q", str(tmp_path / "image"))
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", "-l", str(place)], check=True, timeout=60)
-
-
-@pytest.mark.slow
-def test_a_real_disk_without_power_has_what_sync_waited_for(
-    tmp_path: Path, disk: Callable[[Path], Path]
-) -> None:
-    directory = disk(tmp_path / "image") / "runs" / "digits"
-    for value in (1, 2, 3):
-        manager = make(make_run(value), directory)
-        manager.save(value)
-        manager.sync()
-        # What the kernel has in memory alone is not in the file of the disk.
-        copy = shutil.copy(tmp_path / "image", tmp_path / f"cut_{value}")
-        restored = make_run(0)
-        after = make(restored, disk(Path(copy)) / "runs" / "digits")
-        path = after.restore_or_initialize()
-
-        assert Path(str(path)).name == f"checkpoint_{value}"
-        np.testing.assert_array_equal(restored.w, make_run(value).w)
-        manager.close()

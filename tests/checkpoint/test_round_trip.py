@@ -1,9 +1,13 @@
 """What was saved comes back: bits, kinds of objects, devices and memory."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +17,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.checkpoint._store import (
+    LeafSpec,
+    as_restored,
+    describe_leaves,
+    stored_sharding,
+)
 
 MakeManager = Callable[..., CheckpointManager]
 
@@ -32,7 +42,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         )
 
 
-def test_every_dtype_and_kind_of_object_round_trips(make_manager: MakeManager) -> None:
+def test_every_dtype_and_kind_of_object_round_trips(make_manager):
     def build(scale: int) -> SimpleNamespace:
         params = {"w": jnp.full((2, 3), scale), "b": jnp.full(3, scale, jnp.bfloat16)}
         return SimpleNamespace(
@@ -45,8 +55,11 @@ def test_every_dtype_and_kind_of_object_round_trips(make_manager: MakeManager) -
             keys=jax.random.split(jax.random.key(scale, impl="rbg"), 2),
             empty=jnp.zeros((0, scale * 0 + 3)),
             legacy=jax.random.PRNGKey(scale),
+            narrow=jnp.array([scale % 4, 0, 1], "uint2"),
             host=nnx.Variable(np.full(2, scale, np.float64)),
+            host_narrow=nnx.Variable(np.full(2, scale % 4, jnp.dtype("int4"))),
             number=nnx.Variable(scale),
+            net=equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(scale)),
         )
 
     saved, target = build(5), build(1)
@@ -57,6 +70,7 @@ def test_every_dtype_and_kind_of_object_round_trips(make_manager: MakeManager) -
 
     expected = Checkpoint(state=saved).read_leaves()
     actual = Checkpoint(state=target).read_leaves()
+    np.testing.assert_array_equal(target.net(jnp.ones(2)), saved.net(jnp.ones(2)))
     assert actual["state/number"] == 5
     del expected["state/number"], actual["state/number"]
     assert_same(actual, expected)
@@ -69,18 +83,21 @@ def on_devices(count: int, kind: str = "device") -> NamedSharding:
     )
 
 
-@pytest.mark.parametrize(("saved_on", "restored_on"), [(4, 1), (1, 8), (8, 4)])
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on", "kind"),
+    [(4, 1, "device"), (1, 8, "device"), (8, 4, "pinned_host")],
+)
 def test_arrays_move_to_the_devices_of_the_program(
-    make_manager: MakeManager, saved_on: int, restored_on: int
-) -> None:
+    make_manager, saved_on, restored_on, kind
+):
     def build(count: int, value: float) -> SimpleNamespace:
-        sharded = on_devices(count)
+        sharded = on_devices(count, kind)
         replicated = NamedSharding(sharded.mesh, PartitionSpec())
         keys = jax.random.split(jax.random.key(int(value)), 8)
         return SimpleNamespace(
             sharded=jax.device_put(jnp.full((8, 3), value), sharded),
             replicated=jax.device_put(jnp.full((8, 3), value), replicated),
-            keys=jax.device_put(keys, sharded),
+            keys=jax.device_put(keys, on_devices(count)),
         )
 
     saved, target = build(saved_on, 5.0), build(restored_on, 0.0)
@@ -94,22 +111,33 @@ def test_arrays_move_to_the_devices_of_the_program(
     assert_same(vars(target), vars(saved))
 
 
-def test_memory_kinds_are_kept(make_manager: MakeManager) -> None:
-    holder = SimpleNamespace(
-        array=jax.device_put(jnp.ones((4, 2)), on_devices(4, "pinned_host"))
-    )
-    manager = make_manager(Checkpoint(holder=holder))
-    manager.save(1)
-    manager.restore_or_initialize()
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+import armillary
+assert jax.device_count() == 1
+state = {"sharded": jnp.zeros(24)}
+armillary.Checkpoint(state=state).read(sys.argv[1])
+assert (state["sharded"] == jnp.arange(24.0)).all()
+"""
 
-    assert holder.array.sharding.memory_kind == "pinned_host"
+
+@pytest.mark.slow
+def test_what_eight_devices_saved_is_read_in_a_process_of_one(make_manager):
+    state = {"sharded": jax.device_put(jnp.arange(24.0), on_devices(8))}
+    manager = make_manager(Checkpoint(state=state))
+    path = manager.save(1)
+    manager.close()
+    alone = {**os.environ, "XLA_FLAGS": ""}
+    program = [sys.executable, "-c", PROGRAM, str(path)]
+    subprocess.run(program, check=True, timeout=120, env=alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["free", "replicated", "sharded"])
 def test_donating_the_arrays_after_save_does_not_change_what_is_saved(
-    make_manager: MakeManager, placement: str
-) -> None:
+    make_manager, placement
+):
     def place(value: float) -> jax.Array:
         array = jnp.full((1024, 1024), value)
         sharding = on_devices(4)
@@ -144,3 +172,44 @@ def test_a_save_of_replicas_compiles_nothing(make_manager, no_retrace):
     make_manager(Checkpoint(run=restored)).restore(path)
     assert restored.weights.sharding == sharding
     np.testing.assert_array_equal(restored.weights, weights)
+
+
+def describe(leaf: object) -> LeafSpec:
+    return describe_leaves({"leaf": leaf})["leaf"]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (jnp.zeros((2, 3)), "float32 (2, 3)"),
+        (jnp.zeros(4, jnp.bfloat16), "bfloat16 (4,)"),
+        (jnp.asarray(True), "bool ()"),
+        # What a step makes of it.
+        (np.zeros(2, np.float64), "float32 (2,)"),
+        (7, "int32 ()"),
+        (jax.random.key(0), "key<threefry2x32> ()"),
+        (jax.random.split(jax.random.key(0, impl="rbg"), 3), "key<rbg> (3,)"),
+    ],
+)
+def test_descriptions_name_dtype_and_shape(leaf, text):
+    assert str(describe(leaf)) == text
+
+
+def test_values_without_numbers_are_an_error_that_names_all():
+    leaves = {"a": "text", "b": object(), "c": np.asarray(["a"]), "d": 1.0}
+    with pytest.raises(
+        TypeError,
+        match=r"(?s)holds 3 values .*  a: str 'text'\n  b: object .*\n  c: ndarray",
+    ):
+        describe_leaves(leaves)
+
+
+def test_free_arrays_stay_free_and_on_a_device_that_is_not_the_default():
+    with jax.default_device(jax.devices()[3]):
+        target = jnp.zeros(3)
+    assert stored_sharding(target) is None
+
+    restored = as_restored(np.ones(3, np.float32), target)
+
+    assert restored.devices() == {jax.devices()[3]}
+    assert not restored.committed

@@ -44,14 +44,6 @@ def test_the_diff_names_every_kind_of_difference_in_order_of_paths():
     ) in str(info.value)
 
 
-def test_a_long_diff_ends_with_a_count():
-    saved = {f"a{i:02}": KERNEL for i in range(25)}
-    with pytest.raises(CheckpointMismatchError, match="and 5 more\n") as info:
-        run({**saved, "b": KERNEL}, {"b": KERNEL})
-    # The names of the first few are enough to see how it is written.
-    assert "'a07']`" in str(info.value)
-
-
 ADAM = {
     "model/kernel": KERNEL,
     "optimizer/opt_state/0/count": "int32 ()",
@@ -120,7 +112,7 @@ def test_what_is_restored_is_what_the_arguments_say(
     try:
         taken, differences = run(saved, program, selection)
     except CheckpointMismatchError as error:
-        is_slip = "which is not in" in str(error)
+        is_slip = "is neither in it" in str(error)
         is_bad = any(not is_named(path, may_differ) for path in differing)
         assert is_slip or is_bad or not expected
     else:

@@ -118,8 +118,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_is_not(
-    tmp_path: Path, start: Callable[[str], Program]
-) -> None:
+    tmp_path, start
+):
     whole = start("whole")
     assert whole.read_step() == 0
     expected = whole.finish()

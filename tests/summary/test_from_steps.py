@@ -76,29 +76,21 @@ def train(run_dir: Path, num_replicas: int, steps: int, **options: Any) -> None:
     controller.summary_manager.close()
 
 
-def read_events(folder: Path) -> Any:
-    guidance = dict.fromkeys(event_accumulator.DEFAULT_SIZE_GUIDANCE, 0)
-    events = event_accumulator.EventAccumulator(str(folder), guidance)
-    events.Reload()
-    return events
-
-
 def read(run_dir: Path) -> dict[str, list[Any]]:
     """Returns what was written at which step, but for times."""
     found: dict[str, list[Any]] = {}
     for folder in ("summaries", "summaries/deep"):
-        events = read_events(run_dir / folder)
-        tags = events.Tags()
-        for tag in tags["scalars"]:
-            found[tag] = [(e.step, e.value) for e in events.Scalars(tag)]
-        for tag in tags["histograms"]:
-            found[tag] = [(e.step, e.histogram_value) for e in events.Histograms(tag)]
-        for tag in tags["images"]:
-            found[tag] = [(e.step, e.encoded_image_string) for e in events.Images(tag)]
-        for tag in tags["tensors"]:
-            found[tag] = [
-                (e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(tag)
-            ]
+        every = dict.fromkeys(event_accumulator.DEFAULT_SIZE_GUIDANCE, 0)
+        events = event_accumulator.EventAccumulator(str(run_dir / folder), every)
+        events.Reload()
+        for kind, read_tag, content in (
+            ("scalars", events.Scalars, "value"),
+            ("histograms", events.Histograms, "histogram_value"),
+            ("images", events.Images, "encoded_image_string"),
+            ("tensors", events.Tensors, "tensor_proto"),
+        ):
+            for tag in events.Tags()[kind]:
+                found[tag] = [(e.step, getattr(e, content)) for e in read_tag(tag)]
     del found["steps_per_second"]
     return found
 

@@ -56,7 +56,6 @@ def test_nested_dictionaries_are_subdirectories(tmp_path, recorder):
     ("value", "written"),
     [
         (3, 3.0),
-        (3.0, 3.0),
         (np.float64(3), 3.0),
         (np.asarray(3, np.int16), 3.0),
         (jnp.asarray(3.0), 3.0),
@@ -97,13 +96,10 @@ def test_arrays_are_written_as_histograms(tmp_path, as_array):
         (TypeError, "x", None),
         (TypeError, "x", [1, [2]]),
         (TypeError, "x", 1j),
-        (TypeError, "x", np.asarray("text")),
         (TypeError, "x", jax.random.key(0)),
         (ValueError, "x", jnp.zeros((0, 3))),
         (TypeError, "x", PerReplica(jnp.ones((2, 3)), 2)),
         (TypeError, "../other", {"a": 1.0}),
-        (TypeError, "/else", {"a": 1.0}),
-        (TypeError, "a/../../b", {"a": 1.0}),
         (TypeError, "", {"a": 1.0}),
         (TypeError, 3, 1.0),
     ],
@@ -160,6 +156,8 @@ def test_every_writer_gets_what_it_has_a_method_for(tmp_path):
     plain, rich = Mock(spec=SCALARS), Mock(spec=[*SCALARS, "text", "hyperparameters"])
     manager = SummaryManager(tmp_path, writer_fn=(lambda _: plain, lambda _: rich))
 
+    with pytest.raises(AttributeError, match=r"none .* has a method 'histogram'"):
+        manager.write_summaries({"x": np.ones(2)}, step=1)
     manager.write_summaries({"loss": 1.0, "note": Text("hello")}, step=2)
     manager.write_hyperparameters({"rate": 0.1})
     manager.flush()
@@ -173,17 +171,3 @@ def test_every_writer_gets_what_it_has_a_method_for(tmp_path):
         ("hyperparameters", ({"rate": 0.1},)),
         *shared[1:],
     ]
-
-
-def test_what_no_writer_can_write_is_an_error(tmp_path, recorder):
-    manager = SummaryManager(tmp_path, writer_fn=recorder)
-    with pytest.raises(AttributeError, match=r"none .* has a method 'histogram'"):
-        manager.write_summaries({"x": np.ones(2)}, step=1)
-
-
-@pytest.mark.parametrize(
-    ("writer_fn", "name"), [(3, "writer_fn"), ([Mock(), 3], r"writer_fn\[1\]")]
-)
-def test_each_writer_fn_must_be_callable(tmp_path, writer_fn, name):
-    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int"):
-        SummaryManager(tmp_path, writer_fn=writer_fn)

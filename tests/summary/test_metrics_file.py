@@ -110,22 +110,6 @@ def test_runs_beside_each_other_keep_their_records(tmp_path):
     ]
 
 
-def test_a_line_that_is_cut_is_dropped_and_the_next_one_is_whole(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_run(MetricsFile(tmp_path), ("start", 0), ("train", 10), ("train", 20))
-    path.write_bytes(path.read_bytes()[:-7])
-    assert read_steps(path) == [("start", 0), ("train", 10)]
-
-    write_run(MetricsFile(tmp_path), ("start", 10), ("train", 20))
-
-    assert read_steps(path) == [
-        ("start", 0),
-        ("train", 10),
-        ("start", 10),
-        ("train", 20),
-    ]
-
-
 def test_files_of_one_run_are_read_together(tmp_path):
     train, evaluation = MetricsFile(tmp_path / "train"), MetricsFile(tmp_path / "eval")
     write_run(train, ("start", 0), ("train", 10), ("train", 20))
@@ -141,17 +125,6 @@ def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     write_run(MetricsFile(directory), ("train", 1))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
-    (tmp_path / "file").touch()
-    file = MetricsFile(tmp_path / "file" / "run")
-
-    write_run(file, ("train", 1))
-    write_run(file, ("train", 2))
-
-    (message,) = caplog.messages
-    assert "so metrics are not recorded from here on: " in message
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path):

@@ -1,16 +1,30 @@
-"""Tests of event files, with the reader of TensorBoard itself."""
+"""Histograms, images, text and event files, with the reader of TensorBoard itself."""
 
-import dataclasses
+import io
+import logging
 import math
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
-from armillary.summary import SummaryManager, SummaryWriter, TensorBoardWriter
+from armillary.distribute import PerReplica
+from armillary.summary import (
+    Histogram,
+    Image,
+    SummaryManager,
+    SummaryWriter,
+    TensorBoardWriter,
+    Text,
+)
+from tests.mistakes import mistakes
 
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",
@@ -18,16 +32,145 @@ event_accumulator = pytest.importorskip(
 )
 
 
-def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+REPLICAS = PerReplica(jnp.ones((2, 3)), 2)
+
+
+def read_events(directory: Path) -> Any:
     accumulator = event_accumulator.EventAccumulator(str(directory))
     accumulator.Reload()
+    return accumulator
+
+
+def write_and_read(directory: Path, **values: Any) -> Any:
+    manager = SummaryManager(directory)
+    manager.write_summaries(values, step=7)
+    manager.close()
+    return read_events(directory)
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    values=arrays.arrays(
+        np.float32,
+        (3, 4),  # Another shape is another program.
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    )
+)
+def test_every_finite_value_lies_in_its_bucket(values):
+    ((tag, edges, counts),) = Histogram(values).read("x", 3)
+    assert (tag, counts.sum()) == ("x", values.size)
+    assert counts[0] > 0
+    assert counts[-1] > 0
+    assert (np.diff(edges) > 0).all()
+    below = [
+        (values < edge) if edge > 0 else (values <= edge) if edge < 0 else np.signbit
+        for edge in edges[1:-1]
+    ]
+    expected = [np.signbit(values) if part is np.signbit else part for part in below]
+    assert np.cumsum(counts)[:-1].tolist() == [part.sum() for part in expected]
+
+
+def test_tensorboard_reads_histograms(tmp_path):
+    kernel = nnx.Linear(30, 40, rngs=nnx.Rngs(0)).kernel
+    events = write_and_read(tmp_path, kernel=Histogram(kernel))
+
+    (event,) = events.Histograms("kernel")
+    histogram = event.histogram_value
+    values = np.asarray(kernel[...])
+    assert (event.step, histogram.num) == (7, 1200)
+    assert histogram.min <= values.min() < values.max() <= histogram.max
+    assert sum(histogram.bucket) == 1200
+    assert histogram.bucket_limit == sorted(histogram.bucket_limit)
+    assert histogram.sum_squares == pytest.approx(np.square(values).sum(), rel=0.02)
+
+
+def test_all_arrays_of_a_tree_are_counted_together():
+    tree = {"a": jnp.ones((2, 3)), "b": [np.arange(4), jnp.array([True, False])]}
+    assert Histogram(tree).counts.sum() == 12
+    assert Histogram(nnx.Linear(3, 2, rngs=nnx.Rngs(0))).counts.sum() == 8
+
+
+def test_what_is_not_finite_is_left_out_and_told(tmp_path, caplog):
+    values = jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf, 2.0])
+    with caplog.at_level(logging.WARNING, "armillary"):
+        events = write_and_read(
+            tmp_path, some=Histogram(values), none=Histogram(values[1:2])
+        )
+
+    assert events.Tags()["histograms"] == ["some"]
+    assert events.Histograms("some")[0].histogram_value.num == 2
+    assert "some | step: 7 | 3 of 5 values are not finite" in caplog.text
+
+
+@pytest.mark.parametrize("num_channels", [1, 3, 4])
+def test_tensorboard_reads_images_bit_for_bit(tmp_path, num_channels):
+    pillow = pytest.importorskip("PIL.Image")
+    shape = (2, 5, 7, num_channels)
+    pixels = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+
+    events = write_and_read(tmp_path, several=Image(pixels), one=Image(pixels[0]))
+
+    assert set(events.Tags()["images"]) == {"several/0", "several/1", "one"}
+    for tag, expected in (("several/1", pixels[1]), ("one", pixels[0])):
+        (image,) = events.Images(tag)
+        decoded = pillow.open(io.BytesIO(image.encoded_image_string))
+        assert (image.height, image.width, image.step) == (5, 7, 7)
+        np.testing.assert_array_equal(
+            np.asarray(decoded).reshape(expected.shape), expected
+        )
+
+
+def test_floats_are_pixels_from_0_to_1(caplog):
+    image = Image(jnp.array([[0, 0.5], [0.25, 1.0]], jnp.bfloat16))
+    ((_, pixels),) = image.read("x", 0)
+    assert pixels[..., 0].tolist() == [[0, 128], [64, 255]]
+    assert not caplog.text
+    ((_, pixels),) = Image(np.array([[-1.0, 2.0], [np.nan, 0.0]])).read("y", 3)
+    assert pixels[..., 0].tolist() == [[0, 255], [0, 0]]
+    assert "y | step: 3 | Pixels are cut off" in caplog.text
+
+
+def test_tensorboard_reads_text(tmp_path):
+    events = write_and_read(tmp_path, notes=Text("**Überschrift**\n\n| a | b |"))
+
+    (event,) = events.Tensors("notes")
+    assert event.step == 7
+    assert event.tensor_proto.string_val[0].decode() == "**Überschrift**\n\n| a | b |"
+    assert events.SummaryMetadata("notes").plugin_data.plugin_name == "text"
+
+
+@mistakes(
+    {
+        TypeError: {
+            "`values` holds Array": lambda: Histogram(jax.random.key(0)),
+            "array of real numbers": lambda: Histogram(np.array([1j])),
+            r"strategy\.reduce": lambda: Histogram(REPLICAS),
+            r"strategy\.gather": lambda: Image(REPLICAS),
+        },
+        ValueError: {
+            "`values` has no elements": lambda: Histogram(np.zeros((0, 3))),
+            "dtype int32 and": lambda: Image(np.zeros((2, 2), np.int32)),
+            r"\(4, 28, 28\).*`pixels\[\.\.\., None\]`": (
+                lambda: Image(np.zeros((4, 28, 28)))
+            ),
+        },
+    }
+)
+def test_values_of_another_form_are_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = read_events(directory)
     return {
-        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
-        for tag in accumulator.Tags()["scalars"]
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
     }
 
 
-def test_tensorboard_reads_separate_runs_with_the_same_tag(tmp_path: Path) -> None:
+def test_tensorboard_reads_separate_runs_with_the_same_tag(tmp_path):
     manager = SummaryManager(tmp_path)
     for step in (100, 200):
         manager.write_summaries(
@@ -45,9 +188,7 @@ def test_tensorboard_reads_separate_runs_with_the_same_tag(tmp_path: Path) -> No
     manager.close()
 
 
-def test_tensorboard_reads_large_steps_and_values_that_are_not_finite(
-    tmp_path: Path,
-) -> None:
+def test_tensorboard_reads_large_steps_and_values_that_are_not_finite(tmp_path):
     writer = TensorBoardWriter(tmp_path / "new" / "folder")
     writer.scalar("nan", math.nan, 2**40)
     writer.scalar("inf", math.inf, 1)
@@ -61,7 +202,7 @@ def test_tensorboard_reads_large_steps_and_values_that_are_not_finite(
     assert scalars["inf"] == [(1, math.inf)]
 
 
-def test_resuming_appends_files_and_keeps_the_old_ones(tmp_path: Path) -> None:
+def test_resuming_appends_files_and_keeps_the_old_ones(tmp_path):
     for step in range(4):  # within one second, the resolution of the file names
         manager = SummaryManager(tmp_path)
         manager.write_summaries({"loss": step}, step=step)
@@ -75,47 +216,6 @@ def test_resuming_appends_files_and_keeps_the_old_ones(tmp_path: Path) -> None:
         points.update(read_scalars(file)["loss"])
     assert points == {(step, float(step)) for step in range(4)}
     assert [file.read_bytes() for file in files] == contents
-
-
-@pytest.mark.slow
-def test_flushed_values_survive_a_kill(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\n"
-        "from armillary.summary import SummaryManager\n"
-        "manager = SummaryManager(sys.argv[1])\n"
-        "for step in range(50): manager.write_summaries({'x': step}, step=step)\n"
-        "manager.flush()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60
-    )
-
-    assert child.returncode == -9
-    assert len(read_scalars(tmp_path)["x"]) == 50
-
-
-@dataclasses.dataclass
-class Optimizer:
-    name: str
-    nesterov: bool
-
-
-VALUES = {
-    "rate": 0.1,
-    "layers": 3,
-    "optimizer": Optimizer("adam", True),
-    "sizes": [4, 5],
-    "activation": jax.nn.relu,
-}
-FLAT = {
-    "rate": 0.1,
-    "layers": 3,
-    "optimizer/name": "adam",
-    "optimizer/nesterov": True,
-    "sizes": "[4, 5]",
-    "activation": "relu",
-}
 
 
 def test_tensorboard_shows_hyperparameters_with_the_metrics(tmp_path):
@@ -133,7 +233,8 @@ def test_tensorboard_shows_hyperparameters_with_the_metrics(tmp_path):
 
     for attempt in range(2):  # A run that is resumed writes them again.
         manager = SummaryManager(tmp_path / "train")
-        manager.write_hyperparameters(VALUES)
+        optimizer = {"name": "adam", "nesterov": True}
+        manager.write_hyperparameters({"layers": 3, "optimizer": optimizer})
         manager.write_summaries({"loss": 0.5}, step=attempt)
         manager.close()
 
@@ -155,5 +256,6 @@ def test_tensorboard_shows_hyperparameters_with_the_metrics(tmp_path):
         name: getattr(value, value.WhichOneof("kind"))
         for name, value in group.hparams.items()
     }
-    assert shown == FLAT
+    expected = {"layers": 3, "optimizer/name": "adam", "optimizer/nesterov": True}
+    assert shown == expected
     assert [metric.name.tag for metric in group.metric_values] == ["loss"]
