@@ -5,9 +5,6 @@ Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fi
     {"record": "start", "time": 1763864101.2, "step": 0, "strategy": "MirroredStrategy"}
     {"record": "train", "time": 1763864102.9, "step": 100, "values": {"loss": 0.41}}
     {"record": "eval", "name": "", "time": 1763864103.1, "step": 100, "values": {}}
-
-Lines are only ever appended. A run that resumes repeats steps, so `read_metrics` leaves
-out what an attempt wrote about steps that a later one did again.
 """
 
 import json

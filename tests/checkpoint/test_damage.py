@@ -119,24 +119,16 @@ def test_one_damaged_file_gives_the_saved_state_or_the_one_before(saved, data):
 
 def damage(path: Path, data: st.DataObject) -> None:
     content = path.read_bytes()
-    kind = data.draw(
-        st.sampled_from(["flip", "truncate", "empty", "delete", "folder", "longer"])
-    )
-    if kind in {"delete", "folder"}:
-        path.unlink()
-        if kind == "folder":
-            path.mkdir()
-        return
-    if kind == "flip":
-        position = data.draw(st.integers(0, len(content) - 1), "position")
-        bit = 1 << data.draw(st.integers(0, 7), "bit")
-        changed = bytes([content[position] ^ bit])
-        content = content[:position] + changed + content[position + 1 :]
-    elif kind == "truncate":
-        content = content[: data.draw(st.integers(0, len(content) - 1), "size")]
-    else:
-        content = b"" if kind == "empty" else content + b"0"
-    path.write_bytes(content)
+    position = data.draw(st.integers(0, len(content) - 1), "position")
+    flipped = bytearray(content)
+    flipped[position] ^= 1 << data.draw(st.integers(0, 7), "bit")
+    contents = [bytes(flipped), content[:position], b"", content + b"0"]
+    kind = data.draw(st.sampled_from([*range(len(contents)), "delete", "folder"]))
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "delete":
+        path.write_bytes(contents[kind])
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,12 @@
 """Tests of saving and restoring through a manager."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import find_checkpoints
-
-MakeManager = Callable[..., CheckpointManager]
 
 
 class Counter:
@@ -66,23 +62,6 @@ def test_a_new_manager_goes_on_with_the_same_retention(make_manager, monkeypatch
     assert len(times) >= 2
     assert all(b - a >= 4 for a, b in zip([0, *times], times, strict=False))
     assert names(managers[-1])[-2:] == ["checkpoint_10", "checkpoint_11"]
-
-
-def test_saving_a_number_again_writes_again(make_manager):
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter))
-    counter.set(1)
-    first = manager.save(7)
-    counter.set(2)
-    second = manager.save(7)
-    manager.sync()
-    counter.set(3)
-    manager.restore_or_initialize()
-
-    assert first != second
-    assert manager.checkpoints == [second]
-    assert os.listdir(manager.directory) == ["checkpoint_7.1"]
-    np.testing.assert_array_equal(counter.array, np.full(3, 2.0))
 
 
 def test_other_content_of_the_directory_is_not_touched(make_manager, tmp_path):

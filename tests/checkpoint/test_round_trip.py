@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +15,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.checkpoint import Checkpoint
 from armillary.checkpoint._store import (
     LeafSpec,
     as_restored,
     describe_leaves,
     stored_sharding,
 )
-
-MakeManager = Callable[..., CheckpointManager]
 
 
 def as_numpy(value: Any) -> np.ndarray:

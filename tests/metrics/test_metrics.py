@@ -49,7 +49,6 @@ def test_a_mask_of_examples_holds_for_all_their_elements():
     ("make", "labels", "logits", "counted"),
     [
         (lambda: metrics.ConfusionMatrix(3), LABELS.at[0].set(3), LOGITS, (1, 0)),
-        (lambda: metrics.TopKAccuracy(2), LABELS.at[0].set(-1), LOGITS, (1, 0)),
         (lambda: metrics.Recall(3), LABELS, LOGITS.at[:2, 1].set(jnp.nan), (0, 2)),
         (lambda: metrics.AUC(), LABELS + 1, LOGITS[:, 0], (2, 0)),
         (lambda: metrics.AUC(from_logits=False), LABELS, LOGITS[:, 0] * 2.5, (0, 1)),
@@ -90,13 +89,9 @@ def update(metric, **changes):
 @mistakes(
     {
         ValueError: {
-            "`num_classes` is None and `threshold` is None": lambda: (
-                metrics.Precision()
-            ),
             r"`num_classes` is 3 and `threshold` is 0\.5": (
                 lambda: metrics.Precision(num_classes=3, threshold=0.5)
             ),
-            "`num_classes` is 1 .* 2 to 32,768 classes": lambda: metrics.Precision(1),
             r"`logits` of `Precision.update` has the shape \(3, 3\), and `labels` \(": (
                 lambda: update(metrics.Precision(3), labels=LABELS[:2])
             ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from armillary.distribute import PerReplica
-from armillary.summary import Histogram, SummaryManager, Text
+from armillary.summary import SummaryManager, Text
 
 SCALARS = ["scalar", "flush", "close"]
 
@@ -137,19 +137,6 @@ def test_without_a_directory_or_a_value_nothing_is_made(tmp_path, monkeypatch):
         manager.close()
         assert manager.summary_dir == directory
     assert list(tmp_path.iterdir()) == []
-
-
-def test_processes_that_are_not_the_chief_write_nothing(
-    tmp_path, monkeypatch, recorder
-):
-    process = Mock(is_chief=False)
-    monkeypatch.setattr(
-        "armillary.summary._summary_manager.get_process", lambda: process
-    )
-    manager = SummaryManager(tmp_path, writer_fn=recorder)
-    manager.write_summaries({"x": 1.0, "h": Histogram(np.ones(2))}, step=0)
-
-    assert not recorder.writers
 
 
 def test_every_writer_gets_what_it_has_a_method_for(tmp_path):

@@ -173,17 +173,12 @@ def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_reads_separate_runs_with_the_same_tag(tmp_path):
     manager = SummaryManager(tmp_path)
     for step in (100, 200):
-        manager.write_summaries(
-            {"train": {"loss": 2 / step}, "validation": {"loss": 1.0}, "rate": step},
-            step=step,
-        )
+        output = {"train": {"loss": step / 4}, "eval": {"loss": 1.0}, "rate": step}
+        manager.write_summaries(output, step=step)
     manager.flush()
 
-    train = read_scalars(tmp_path / "train")
-    assert set(train) == {"loss"}
-    assert [step for step, _ in train["loss"]] == [100, 200]
-    np.testing.assert_allclose([value for _, value in train["loss"]], [0.02, 0.01])
-    assert read_scalars(tmp_path / "validation") == {"loss": [(100, 1.0), (200, 1.0)]}
+    assert read_scalars(tmp_path / "train") == {"loss": [(100, 25.0), (200, 50.0)]}
+    assert read_scalars(tmp_path / "eval") == {"loss": [(100, 1.0), (200, 1.0)]}
     assert read_scalars(tmp_path) == {"rate": [(100, 100.0), (200, 200.0)]}
     manager.close()
 
@@ -210,12 +205,8 @@ def test_resuming_appends_files_and_keeps_the_old_ones(tmp_path):
 
     files = list(tmp_path.iterdir())
     assert len(files) == 4
-    contents = [file.read_bytes() for file in files]
-    points: set[tuple[int, float]] = set()
-    for file in files:
-        points.update(read_scalars(file)["loss"])
-    assert points == {(step, float(step)) for step in range(4)}
-    assert [file.read_bytes() for file in files] == contents
+    points = [point for file in files for point in read_scalars(file)["loss"]]
+    assert sorted(points) == [(step, float(step)) for step in range(4)]
 
 
 def test_tensorboard_shows_hyperparameters_with_the_metrics(tmp_path):
