@@ -57,6 +57,11 @@ def make_digits(num_examples: int) -> dict[str, np.ndarray]:
     return {"image": image.astype(np.float32), "label": label}
 
 
+def make_batches(num_batches: int, start: int = 1) -> list[dict[str, np.ndarray]]:
+    """Returns batches of two ones, twos, threes, ..."""
+    return [{"x": np.full(2, start + i, np.float32)} for i in range(num_batches)]
+
+
 class Classifier(armillary.StandardTrainer):
     """Trains a model, and keeps the loss of each of the first 64 steps."""
 

@@ -3,13 +3,11 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import armillary
 from tests.conftest import ALL_CASES
 from tests.problems import Metrics, make_strategy
 
@@ -97,10 +95,13 @@ def assert_exact(evaluation, arrays):
     num_examples=st.integers(1, 50),
     batch_size=st.integers(1, 16),
     num_replicas=st.integers(1, 4),
-)
-def test_a_complete_evaluation_equals_numpy(num_examples, batch_size, num_replicas):
     # One step in a chunk: then the number of programs is that of the shapes.
-    evaluation, batches = make_evaluation(num_replicas, steps_per_chunk=1)
+    options=st.sampled_from([{"steps_per_chunk": 1}, {"compile_loop": False}]),
+)
+def test_a_complete_evaluation_equals_numpy(
+    num_examples, batch_size, num_replicas, options
+):
+    evaluation, batches = make_evaluation(num_replicas, **options)
     arrays = make_arrays(num_examples)
     batches[:] = cut(arrays, batch_size)
 
@@ -117,15 +118,6 @@ def test_a_complete_evaluation_in_chunks_equals_numpy(num_examples, per_replica)
     assert_exact(evaluation, arrays)
 
 
-@pytest.mark.parametrize("num_examples", [1, 3, 9, 11])
-def test_a_complete_evaluation_by_the_python_loop_equals_numpy(num_examples):
-    evaluation, batches = make_evaluation(4, compile_loop=False)
-    arrays = make_arrays(num_examples)
-    batches[:] = cut(arrays, 4)
-
-    assert_exact(evaluation, arrays)
-
-
 def test_batches_of_unequal_sizes_are_counted_once():
     evaluation, batches = make_evaluation(4)
     arrays = make_arrays(20)
@@ -136,30 +128,3 @@ def test_batches_of_unequal_sizes_are_counted_once():
     ]
 
     assert_exact(evaluation, arrays)
-
-
-def test_carried_state_may_be_a_growing_device_array():
-    strategy = make_strategy(2)
-
-    class Gather(armillary.StandardEvaluator):
-        def __init__(self, dataset):
-            super().__init__(dataset)
-            self.strategy = strategy
-
-        def eval_begin(self):
-            return jnp.zeros((0,), jnp.int32)
-
-        def eval_step(self, iterator):
-            return strategy.run(lambda batch: batch["id"] + 1, args=(next(iterator),))
-
-        def eval_reduce(self, state, step_outputs):
-            return jnp.concatenate(
-                [state, np.asarray(strategy.gather(step_outputs, 0))]
-            )
-
-        def eval_end(self, *state):
-            return {"id": state[0]}
-
-    gather = Gather(strategy.distribute_dataset(cut(make_arrays(11), 4)))
-
-    np.testing.assert_array_equal(gather.evaluate(-1)["id"], np.arange(1, 12))

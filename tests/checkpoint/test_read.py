@@ -12,6 +12,7 @@ from flax import nnx
 from armillary.checkpoint import Checkpoint, _reader
 from armillary.errors import CheckpointMismatchError
 from tests.mistakes import mistakes
+from tests.problems import Holder
 
 
 class Position:
@@ -104,6 +105,20 @@ def test_a_dictionary_gives_an_object_the_path_of_the_checkpoint(saved):
     assert_same(read(encoder), read(pretrained)["backbone"])
     assert report.restored == ("data", "model/backbone/bias", "model/backbone/kernel")
     assert (report.kept, len(report.unused)) == ((), 7)
+
+
+def test_an_average_of_an_earlier_release_is_read_into_a_plain_model(
+    make_manager, tmp_path
+):
+    averaged, plain = Net(0, num_classes=2), Net(1, num_classes=2)
+    count = nnx.Variable(jnp.full((), 3))
+    ema = Holder(model=averaged, num_updates=count, decay=0.99)
+    manager = make_manager(Checkpoint(model=Net(2, 2), ema=ema), tmp_path / "run")
+    path = manager.save(1)
+    manager.sync()
+    report = Checkpoint(ema={"model": plain}).read(path, only="ema/model")
+    assert_same(read(plain), read(averaged))
+    assert len(report.restored) == 4 and not report.kept
 
 
 def test_a_run_begins_with_a_part_and_goes_on_with_its_own(saved, make_manager):

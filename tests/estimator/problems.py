@@ -108,15 +108,7 @@ class FailingData:
     """
 
     def __init__(self, num_good: int, fail: Callable[[], None]) -> None:
-        self._num_good, self._fail = num_good, fail
-
-    def __iter__(self) -> Iterator[Any]:
-        data = make_input_fn(shuffle_seed=0, repeat=True)()
-        return _FailingIterator(data.make_iterator(0), self._num_good, self._fail)
-
-
-class _FailingIterator:
-    def __init__(self, iterator: Any, num_good: int, fail: Callable[[], None]) -> None:
+        iterator = make_input_fn(shuffle_seed=0, repeat=True)().make_iterator(0)
         self._iterator, self._num_left, self._fail = iterator, num_good, fail
         self.get_state, self.set_state = iterator.get_state, iterator.set_state
 

@@ -11,7 +11,7 @@ from flax import nnx
 import armillary
 from armillary import estimator
 from armillary.errors import CapturedStateError, EstimatorError
-from armillary.estimator import EstimatorSpec, ModeKeys, _estimator
+from armillary.estimator import EstimatorSpec, ModeKeys
 from tests.estimator.problems import (
     X,
     Y,
@@ -21,7 +21,6 @@ from tests.estimator.problems import (
     make_input_fn,
     make_regressor,
 )
-from tests.mistakes import mistakes
 
 
 def make_layer(rngs: nnx.Rngs) -> nnx.Linear:
@@ -56,43 +55,19 @@ def no_modules(features, labels, mode, modules):
     return EstimatorSpec(mode, loss=jnp.mean(labels), train_op=optax.sgd(0.1))
 
 
-def other_name(features, labels, mode, modules):
-    modules.make("a layer", make_layer)
-
-
-def other_module(features, labels, mode, modules):
-    modules.make("layer", lambda rngs: 3)
-
-
 @pytest.mark.parametrize(
     ("model_fn", "message"),
     [
         (no_spec, r"`model_fn` returned {'loss': 0.0} of type dict"),
         (no_modules, r"`model_fn` made no module that has an `nnx.Param`"),
-        (other_name, r"given the name 'a layer', but it must be a Python identifier"),
-        (other_module, r"`make_fn` of the module 'layer' returned 3 of type int"),
         (make_model_fn(loss=None), r"`loss` of the `EstimatorSpec` is None"),
         (make_model_fn(train_op=None), r"`train_op` of the `EstimatorSpec` is None"),
-        (make_model_fn(train_op="SGD"), r"`train_op` .* is 'SGD', but"),
         (make_model_fn(loss=lambda e: e), r"`loss` .* has the shape \(4,\)"),
     ],
 )
 def test_model_functions(tmp_path, model_fn, message):
     with pytest.raises(EstimatorError, match=message):
         train(tmp_path, model_fn)
-
-
-@pytest.mark.parametrize(
-    ("ops", "message"),
-    [
-        ({"loss": 0.0}, r'has the entry "loss"'),
-        ({"a": 1.0}, r"`eval_metric_ops\['a'\]` is a scalar"),
-    ],
-)
-def test_metrics(tmp_path, ops, message):
-    made = estimator.Estimator(make_model_fn(eval_metric_ops=ops), tmp_path)
-    with pytest.raises(EstimatorError, match=message):
-        made.evaluate(make_input_fn())
 
 
 def test_modules_are_made_in_every_mode_and_for_every_batch(tmp_path):
@@ -131,20 +106,6 @@ def test_modules_from_elsewhere_are_refused(tmp_path):
     assert "it makes its modules by `modules.make" in raised.value.__notes__[0]
 
 
-def test_predictions_that_cannot_be_made(tmp_path, monkeypatch):
-    def model_fn(features, mode, modules):
-        return EstimatorSpec(mode, predictions={"mean": features["a"].mean()})
-
-    made = estimator.Estimator(model_fn, tmp_path)
-    with pytest.raises(ValueError, match=r"`mean` of what `model_fn` returned .*\(\)"):
-        next(made.predict(make_input_fn()))
-    with pytest.raises(ValueError, match="repeats its data for ever"):
-        next(made.predict(make_input_fn(repeat=True)))
-    monkeypatch.setattr(_estimator, "get_peers", lambda: "peers")
-    with pytest.raises(EstimatorError, match="`predict` was called where several"):
-        made.predict(make_input_fn())
-
-
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
@@ -157,56 +118,6 @@ def test_predictions_that_cannot_be_made(tmp_path, monkeypatch):
 def test_input_functions(tmp_path, made, error, message):
     with pytest.raises(error, match=re.compile(message, re.DOTALL)):
         make_regressor(tmp_path).train(lambda: made, steps=1)
-
-
-# What `tests/meta/test_arguments.py` cannot tell from the names of arguments.
-@mistakes(
-    {
-        TypeError: {
-            "`warm_start_from` .* `make_fn`": lambda: estimator.Estimator(
-                linear_model_fn, warm_start_from="run"
-            ),
-            "`device_fn` .* Leave it out": lambda: estimator.RunConfig().replace(
-                device_fn=None
-            ),
-            "`training_hooks` .* Leave it out": lambda: EstimatorSpec(
-                ModeKeys.TRAIN, training_hooks=[]
-            ),
-            "`throttle_secs` .* each checkpoint is evaluated": lambda: (
-                estimator.EvalSpec(min, throttle_secs=1)
-            ),
-        },
-        ValueError: {
-            "`max_steps` is 0": lambda: estimator.TrainSpec(min, 0),
-            "`log_step_count_steps` is 0": lambda: estimator.RunConfig(
-                log_step_count_steps=0
-            ),
-        },
-    }
-)
-def test_arguments(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_arguments_of_methods(tmp_path):
-    made = make_regressor(tmp_path)
-    with pytest.raises(ValueError, match="`steps` is 1 and `max_steps` is 2, but only"):
-        made.train(make_input_fn(), steps=1, max_steps=2)
-    with pytest.raises(ValueError, match="`steps` is 0"):
-        made.evaluate(make_input_fn(), steps=0)
-    for method in ("train", "evaluate", "predict"):
-        message = rf"`hooks` is None, but `Estimator.{method}` has .* Leave it out"
-        with pytest.raises(TypeError, match=message):
-            getattr(made, method)(make_input_fn(), hooks=None)
-
-
-def test_two_directories(tmp_path):
-    config = estimator.RunConfig(model_dir=tmp_path / "other")
-    with pytest.raises(EstimatorError, match=r"`model_dir` is .* that of `config`"):
-        estimator.Estimator(linear_model_fn, tmp_path, config)
-    made = estimator.Estimator(linear_model_fn, config=config)
-    assert made.model_dir == str(tmp_path / "other")
 
 
 def set_cluster(monkeypatch, task_type, index=0, **jobs):

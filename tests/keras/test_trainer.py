@@ -1,15 +1,11 @@
-import jax
 import numpy as np
 import pytest
 
 import armillary
+from tests.problems import make_strategy
 
 NUM_TRAIN, BATCH_SIZE = 64, 16
 STEPS = NUM_TRAIN // BATCH_SIZE
-
-
-def make_strategy(num_replicas):
-    return armillary.MirroredStrategy(jax.devices()[:num_replicas])
 
 
 def make_data(problem, *, with_weights=False, **options):
@@ -123,34 +119,6 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
     for a, b in zip(problem.read(whole), problem.read(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
     assert to_floats(output) == to_floats(expected)
-
-
-@pytest.mark.slow
-def test_the_end_of_a_loop_is_python_where_a_subclass_has_its_own(problem):
-    seen = []
-
-    class Trainer(armillary.keras.KerasTrainer):
-        def train_loop_end(self):
-            seen.append(float(self.model.get_metrics_result()["loss"]))
-            return super().train_loop_end()
-
-    data = make_data(problem, repeat=True)
-    trainer = Trainer(problem.make_model(), data)
-    losses = [float(trainer.train(2)["loss"]) for _ in range(2)]
-    assert seen == losses
-
-
-def test_a_model_that_is_not_compiled_is_refused(problem, keras):
-    model = keras.Sequential([keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match=r"is not compiled, so it has no loss"):
-        armillary.keras.KerasTrainer(model, make_data(problem))
-    with pytest.raises(ValueError, match=r"is not compiled, so it has no loss"):
-        armillary.keras.KerasEvaluator(model, make_data(problem))
-
-
-def test_what_is_no_keras_model_is_refused(problem):
-    with pytest.raises(TypeError, match=r"it must be a `keras.Model`"):
-        armillary.keras.KerasTrainer(object(), make_data(problem))
 
 
 def test_a_step_of_the_models_own_is_not_dropped(problem, keras):

@@ -98,12 +98,19 @@ class Problem:
 
         return step
 
-    def start(self, coordinator, **options):
-        """Returns a step for a coordinator, and the iterator that it takes."""
-        step = self.make_step(coordinator.strategy)
+    def make_iterator(self, coordinator, **options):
         data = self.make_data(**options)
-        iterator = iter(coordinator.create_per_worker_dataset(lambda context: data))
-        return step, iterator
+        return iter(coordinator.create_per_worker_dataset(lambda context: data))
+
+    def start(self, coordinator, **options):
+        """Returns a function that schedules a number of steps."""
+        step = self.make_step(coordinator.strategy)
+        iterator = self.make_iterator(coordinator, **options)
+
+        def schedule(count=1):
+            return [coordinator.schedule(step, args=(iterator,)) for _ in range(count)]
+
+        return schedule
 
     @property
     def kernel(self):

@@ -28,8 +28,8 @@ pytestmark = [
 
 
 def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
-    step, iterator = problem.start(coordinator)
-    losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(150)]
+    schedule = problem.start(coordinator)
+    losses = schedule(150)
     coordinator.join()
     assert problem.num_steps == 150
     np.testing.assert_allclose(problem.kernel[:, 0], [1, -2, 3], atol=0.1)
@@ -95,7 +95,7 @@ def test_results_are_arguments_of_other_calls(coordinator):
 
 
 def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
-    step, iterator = problem.start(coordinator)
+    schedule = problem.start(coordinator)
     model = problem.model
 
     def fail():
@@ -106,7 +106,7 @@ def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
 
     with coordinator._scheduler._changed:  # Its threads wait.
         failed = coordinator.schedule(fail)
-        after = [coordinator.schedule(step, args=(iterator,)) for _ in range(50)]
+        after = schedule(50)
     with pytest.raises(KeyError, match="no such thing") as caught:
         coordinator.join()
     assert "raise KeyError" in "".join(caught.value.__notes__)
@@ -116,7 +116,7 @@ def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
     cancelled = next(value for value in after if value.has_failed)
     with pytest.raises(ClosureCancelledError, match="This call of `step` did not run"):
         cancelled.fetch()
-    coordinator.schedule(step, args=(iterator,))
+    schedule()
     coordinator.join()
     coordinator.schedule(set_kernel)
     with pytest.raises(armillary.errors.StateStructureError, match="kernel: set to"):
@@ -138,17 +138,6 @@ def messages(coordinator, monkeypatch):
     monkeypatch.setattr(_scheduler, "_MESSAGE_SECONDS", 10.0)
     monkeypatch.setattr(scheduler, "_send", note)
     return sizes
-
-
-def test_short_calls_share_messages(coordinator, problem, messages):
-    step, iterator = problem.start(coordinator)
-    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(200)]
-    coordinator.join()
-    assert problem.num_steps == 200
-    assert sum(messages) == 200
-    assert max(messages) > 1
-    losses = coordinator.fetch(values)
-    assert losses[0] > 10 * losses[-1] > 0
 
 
 def test_a_failed_call_ends_its_message_and_keeps_what_ran_before(
@@ -175,9 +164,8 @@ def test_a_failed_call_ends_its_message_and_keeps_what_ran_before(
 
 
 def test_the_end_of_data_is_an_error(coordinator, problem):
-    step, iterator = problem.start(coordinator, repeat=False)
-    for _ in range(20):
-        coordinator.schedule(step, args=(iterator,))
+    schedule = problem.start(coordinator, repeat=False)
+    schedule(20)
     with pytest.raises(OutOfRangeError, match="data of a worker has ended"):
         coordinator.join()
     coordinator.join()
@@ -246,27 +234,11 @@ def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
     assert "worker " in line and "(process " in line and "`sleep`" in line
 
 
-def test_a_worker_that_does_not_start_is_reported_once(coordinator, caplog):
-    worker = _scheduler._Worker(9, None, "worker 9", down_since=0.0)
-    for _ in range(2):
-        coordinator._scheduler._wait_for(worker, RuntimeError("no such module"))
-    (line,) = [r.getMessage() for r in caplog.records if "not up" in r.getMessage()]
-    assert "worker 9 is not up after" in line and "no such module" in line
-
-
 def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
-    with pytest.raises(TypeError, match=r"`fn` is 3"):
-        coordinator.schedule(3)
-    with pytest.raises(TypeError, match="with the comma"):
-        coordinator.schedule(len, args=jnp.ones(2))
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be pickled .*lock"):
         coordinator.schedule(lambda: lock)
-    with pytest.raises(TypeError, match=r"`strategy` is .*ParameterServerStrategy"):
-        ClusterCoordinator(armillary.MirroredStrategy())
-    with pytest.raises(TypeError, match=r"is 3 of type int, but it must give batches"):
-        coordinator.create_per_worker_dataset(3)
-    _, iterator = problem.start(coordinator)
+    iterator = problem.make_iterator(coordinator)
     with pytest.raises(RuntimeError, match="outside of a scheduled function"):
         next(iterator)
     assert ClusterCoordinator(coordinator.strategy) is coordinator
@@ -276,15 +248,14 @@ def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
 def test_calls_of_lost_workers_run_again_and_none_twice(
     coordinator, problem, kill, num_lost
 ):
-    step, iterator = problem.start(coordinator)
-    coordinator.schedule(step, args=(iterator,))
+    schedule = problem.start(coordinator)
+    schedule()
     coordinator.join()
     coordinator.take_statistics()
     workers = coordinator._scheduler.workers
     while not all(worker.pid for worker in workers):
         time.sleep(0.1)  # Another test has killed one.
-    for _ in range(600):
-        coordinator.schedule(step, args=(iterator,))
+    schedule(600)
     for worker in workers[:num_lost]:
         kill(worker.actor)
     coordinator.join()
@@ -307,19 +278,17 @@ def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatc
 def test_a_lost_server_is_an_error_after_which_training_resumes(
     coordinator, problem, kill, tmp_path
 ):
-    step, iterator = problem.start(coordinator)
+    schedule = problem.start(coordinator)
     manager = armillary.CheckpointManager(
         armillary.Checkpoint(model=problem.model, optimizer=problem.optimizer),
         tmp_path,
         step_counter=problem.optimizer.step,
     )
-    for _ in range(20):
-        coordinator.schedule(step, args=(iterator,))
+    schedule(20)
     coordinator.join()
     manager.save()
     saved = problem.kernel
-    for _ in range(600):
-        coordinator.schedule(step, args=(iterator,))
+    schedule(600)
     # While a worker recovers.
     kill(coordinator._scheduler.workers[1].actor)
     kill(coordinator._scheduler.servers[0])
@@ -327,8 +296,7 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
         coordinator.join()
     manager.restore_or_initialize()
     np.testing.assert_array_equal(problem.kernel, saved)
-    for _ in range(100):
-        coordinator.schedule(step, args=(iterator,))
+    schedule(100)
     coordinator.join()
     assert problem.num_steps == 120
 
@@ -386,7 +354,8 @@ def test_calls_take_as_many_batches_as_they_use(alone):
 
 
 def test_errors_are_those_of_the_user(coordinator, problem):
-    step, iterator = problem.start(coordinator)
+    step = problem.make_step(coordinator.strategy)
+    iterator = problem.make_iterator(coordinator)
 
     def wrong_shapes(iterator):
         return next(iterator)["x"] @ jnp.ones((5, 5))
@@ -418,31 +387,15 @@ def test_errors_are_those_of_the_user(coordinator, problem):
 
 
 def test_a_worker_that_is_lost_while_idle_is_noticed(coordinator, problem, kill):
-    step, iterator = problem.start(coordinator)
-    for _ in range(4):
-        coordinator.schedule(step, args=(iterator,))
+    schedule = problem.start(coordinator)
+    schedule(4)
     coordinator.join()
     for worker in coordinator._scheduler.workers:
         kill(worker.actor)
     time.sleep(0.5)
-    for _ in range(4):
-        coordinator.schedule(step, args=(iterator,))
+    schedule(4)
     coordinator.join()
     assert problem.num_steps == 8
-
-
-def test_a_server_that_is_lost_while_idle_is_an_error_of_its_own(
-    coordinator, problem, kill
-):
-    step, iterator = problem.start(coordinator)
-    coordinator.schedule(step, args=(iterator,))
-    coordinator.join()
-    kill(coordinator._scheduler.servers[1])
-    with pytest.raises(PSUnavailableError, match="is gone"):
-        coordinator.join()
-    coordinator.schedule(step, args=(iterator,))
-    coordinator.join()
-    assert problem.num_steps == 2
 
 
 def test_a_cancelled_future_ends_its_call(alone):

@@ -9,7 +9,6 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-import armillary
 from armillary.distribute.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -17,7 +16,6 @@ from armillary.distribute.partitioners import (
 )
 from armillary.parameter_server._variables import Variables, cut
 from armillary.state._lift import State
-from tests.mistakes import mistakes
 
 
 @pytest.mark.parametrize(
@@ -51,9 +49,7 @@ def test_parts_cover_all_rows_once_and_differ_by_at_most_one(rows, count):
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize(
-    "counts", [None, 2, [], [2], [2, 2], [0, 1], [2.0, 1], [[2], [1]], "21"]
-)
+@pytest.mark.parametrize("counts", [None, [2], [2, 2], [0, 1], [2.0, 1]])
 def test_counts_are_checked_for_variables_without_an_optimizer_too(counts):
     variables = Variables(1, lambda shape, dtype, axis: counts)
     state = State([(nnx.Variable(jnp.zeros((4, 3))), "total")])
@@ -61,27 +57,3 @@ def test_counts_are_checked_for_variables_without_an_optimizer_too(counts):
     for _ in range(2):  # Nothing is half done after the first.
         with pytest.raises(ValueError, match=message):
             variables.adopt(state)
-
-
-def make(partitioner):
-    return armillary.ParameterServerStrategy(variable_partitioner=partitioner)
-
-
-@mistakes(
-    {
-        ValueError: {
-            "`num_shards` is 0": lambda: FixedShardsPartitioner(0),
-            "`min_shard_bytes` is -1": lambda: MinSizePartitioner(-1),
-            "`max_shards` is 0": lambda: MaxSizePartitioner(4, max_shards=0),
-        },
-        TypeError: {
-            r"`variable_partitioner` is 2.* callable": lambda: make(2),
-            "`cluster_resolver` is {}.*TFConfigClusterResolver": lambda: (
-                armillary.ParameterServerStrategy(cluster_resolver={})
-            ),
-        },
-    }
-)
-def test_wrong_arguments_are_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import armillary
-from armillary.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver
+from armillary.cluster import SimpleClusterResolver
 from armillary.distribute.coordinator import Server
 from armillary.errors import ClusterError
 from tests.mistakes import mistakes
@@ -93,21 +93,6 @@ def resolve(task_type, cluster=CLUSTER):
     return SimpleClusterResolver(cluster, task_type=task_type, task_id=0)
 
 
-class OwnResolver(ClusterResolver):
-    """Does not look at the cluster."""
-
-    @property
-    def task_type(self):
-        return "worker"
-
-    @property
-    def task_id(self):
-        return 2
-
-    def cluster_spec(self):
-        return ClusterSpec(CLUSTER)
-
-
 @mistakes(
     {
         ClusterError: {
@@ -119,12 +104,6 @@ class OwnResolver(ClusterResolver):
                     resolve("chief", {**CLUSTER, "chief": ["h:1", "h:5"]})
                 )
             ),
-            "cannot train. `cluster_spec` is 'stranger', but": lambda: Server(
-                resolve("worker", {**CLUSTER, "stranger": ["h:5"]})
-            ),
-            "cannot train. `task_id` is 2, but it must be one of": lambda: Server(
-                OwnResolver()
-            ),
             "without a chief": lambda: Server(
                 resolve("worker", {"worker": ["h:1"], "ps": ["h:2"]})
             ),
@@ -132,14 +111,6 @@ class OwnResolver(ClusterResolver):
                 armillary.ParameterServerStrategy(resolve("worker"))
             ),
             "this process is a chief, but a `Server`": lambda: Server(resolve("chief")),
-        },
-        ValueError: {
-            "`num_workers` is 3 and `num_ps` is None, but": lambda: (
-                armillary.ParameterServerStrategy(resolve("chief"), num_workers=3)
-            ),
-            "`report_seconds` is 0": lambda: armillary.ParameterServerStrategy(
-                report_seconds=0
-            ),
         },
     }
 )

@@ -37,17 +37,6 @@ def test_a_call_that_arrives_twice_is_applied_once(server):
     assert read(server) == (1, [1.0, 1.0])
 
 
-def test_staleness_counts_the_updates_since_the_call_read(server):
-    version, _ = read(server)
-    for call in range(3):
-        assert server.push(push(call, 1.0, version=version)) == call
-
-
-def test_what_is_read_with_a_push_is_what_it_made(server):
-    staleness, version, (value,) = fetch(server.push_and_read(push(3, 2.0), (PART,)))
-    assert (staleness, version, value.tolist()) == (0, 1, [2, 2])
-
-
 def test_calls_that_ended_are_forgotten_and_others_not(server):
     for call in range(5):
         server.push(push(call, 1.0, oldest=call))

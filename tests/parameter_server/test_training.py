@@ -65,6 +65,23 @@ def values_of(trainer):
     }
 
 
+def make_controller(trainer, folder, interval, **options):
+    step = trainer.optimizer.step
+    return armillary.Controller(
+        trainer=trainer,
+        global_step=step,
+        strategy=trainer.strategy,
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(model=trainer.model, optimizer=trainer.optimizer),
+            folder,
+            step_counter=step,
+            checkpoint_interval=interval,
+        ),
+        steps_per_loop=interval,
+        **options,
+    )
+
+
 def test_on_one_worker_it_equals_training_without_servers(alone, problem):
     def train(strategy):
         trainer = Trainer(strategy, problem.make_data(batch_size=16))
@@ -106,19 +123,8 @@ def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
             lambda context: problem.make_data(shuffle_seed=context.input_pipeline_id)
         )
         trainer = Trainer(strategy, dataset)
-        controller = armillary.Controller(
-            trainer=trainer,
-            evaluator=Evaluator(trainer),
-            global_step=trainer.optimizer.step,
-            steps_per_loop=20,
-            strategy=strategy,
-            checkpoint_manager=armillary.CheckpointManager(
-                armillary.Checkpoint(model=trainer.model, optimizer=trainer.optimizer),
-                tmp_path,
-                step_counter=trainer.optimizer.step,
-                checkpoint_interval=20,
-            ),
-        )
+        evaluator = Evaluator(trainer)
+        controller = make_controller(trainer, tmp_path, 20, evaluator=evaluator)
         controller.train_and_evaluate(train_steps=steps, eval_interval=40)
         return trainer
 
@@ -140,19 +146,7 @@ def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tm
             lost.append(kill(coordinator._scheduler.servers[0]))
 
     step = trainer.optimizer.step
-    controller = armillary.Controller(
-        trainer=trainer,
-        global_step=step,
-        steps_per_loop=10,
-        train_actions=[lose],
-        strategy=coordinator.strategy,
-        checkpoint_manager=armillary.CheckpointManager(
-            armillary.Checkpoint(model=trainer.model, optimizer=trainer.optimizer),
-            tmp_path,
-            step_counter=step,
-            checkpoint_interval=10,
-        ),
-    )
+    controller = make_controller(trainer, tmp_path, 10, train_actions=[lose])
     reached = []
     while int(step[...]) < 40:
         try:
@@ -164,29 +158,13 @@ def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tm
     assert (tmp_path / "checkpoint_40").exists()
 
 
-def test_staleness_is_part_of_the_output(coordinator, problem):
-    trainer = Trainer(coordinator.strategy, problem.make_data())
-    output = trainer.train(20)
-    assert output["staleness"]["max"] >= output["staleness"]["mean"] >= 0
-    assert output["loss"] > 0
-
-
 def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
     """Of ten batches each worker takes five, and then the data has ended."""
     data = problem.make_data(repeat=False)
     trainer = Trainer(coordinator.strategy, data)
-    trainer.train(100)
+    output = trainer.train(100)
+    assert output["staleness"]["max"] >= output["staleness"]["mean"] >= 0
     assert trainer.data_exhausted
     assert 4 <= int(trainer.optimizer.step[...]) <= 8
     with pytest.raises(ValueError, match="`epochs` is 2, but workers of a `Param"):
         trainer.begin_epoch(2)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("on_non_finite", "skip"), ("check_replicas_every", 5), ("accumulate_steps", 2)],
-)
-def test_options_without_a_meaning_are_refused(coordinator, problem, name, value):
-    trainer = Trainer(coordinator.strategy, problem.make_data(), **{name: value})
-    with pytest.raises(ValueError, match=f"`{name}` of .* no meaning under"):
-        trainer.train(1)

@@ -3,17 +3,13 @@
 import time
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from armillary.data import from_arrays
 from armillary.data.feed._stream import Prefetcher
 from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category
 from armillary.goodput._stopwatch import Stopwatch
-from armillary.trainer._loop import Loop
-from armillary.trainer._runner import LoopOptions, StepMethod, waiting_for_data
+from armillary.trainer._runner import waiting_for_data
 
 
 class Owner:
@@ -69,32 +65,3 @@ def test_only_an_idle_device_waits(
 ):
     measured = measure(data_seconds, device_seconds, prefetch)
     assert measured == pytest.approx((stepping, waiting), abs=0.1)
-
-
-@pytest.mark.parametrize("compile_step", [True, False])
-def test_the_first_batch_is_waited_for(compile_step):
-    class Owner:
-        def __init__(self):
-            self.total = jnp.zeros(())
-
-        def step(self, iterator):
-            self.total = self.total + next(iterator)["x"].sum()
-
-    def read():
-        time.sleep(0.2)
-        yield from from_arrays({"x": np.ones((8, 2), "float32")}, batch_size=4)
-
-    owner = Owner()
-    options = LoopOptions(steps_per_chunk=2, compile_step=compile_step)
-    loop = Loop(
-        StepMethod(owner, owner.step, "step", DefaultStrategy(), options),
-        read,
-    )
-    stopwatch = Stopwatch()
-    with stopwatch.phase(Category.STEPPING):
-        assert loop.has_data()
-        loop.run(2)
-    loop.feed.close()
-
-    assert float(owner.total) == 16
-    assert stopwatch.seconds[Category.DATA] >= 0.2

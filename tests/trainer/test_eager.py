@@ -1,4 +1,4 @@
-"""Tests of `compile_step=False`: the same steps, run by Python."""
+"""Steps that Python runs (`compile_step=False`), and what JAX has for debugging."""
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,14 @@ from flax import nnx
 
 import armillary
 from armillary.errors import CapturedStateError, RetraceError
-from tests.problems import MLP, Classifier, read_state
+from tests.problems import MLP, Classifier, make_batches, make_strategy, read_state
 
 EAGER = armillary.StandardTrainerOptions(compile_step=False)
 
 
-def make_batches(num_batches):
-    return [{"x": np.full(2, value, np.float32)} for value in range(num_batches)]
-
-
 class Trainer(armillary.StandardTrainer):
     def __init__(self, options=EAGER, num_batches=4):
-        super().__init__(make_batches(num_batches), options)
+        super().__init__(make_batches(num_batches, start=0), options)
         self.total = jnp.zeros(())
         self.seen = []
 
@@ -108,3 +104,37 @@ def test_writing_to_state_out_of_reach_is_an_error(compile_step):
 
     with pytest.raises(CapturedStateError, match="the trainer does not reach"):
         trainer.train(1)
+
+
+class Dropping(armillary.StandardTrainer):
+    def __init__(self, strategy):
+        options = armillary.StandardTrainerOptions(steps_per_chunk=3)
+        super().__init__([np.ones((4, 2), np.float32)] * 20, options)
+        self.strategy, self.count = strategy, jnp.zeros(())
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            self.dropout(batch)
+            self.count = self.count + 1
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [None, 2])
+@pytest.mark.parametrize(
+    "option", ["jax_disable_jit", "jax_check_tracer_leaks", "jax_debug_key_reuse"]
+)
+def test_a_step_runs_under_what_jax_has_for_debugging(option, num_replicas):
+    strategy = (
+        make_strategy(num_replicas) if num_replicas else armillary.DefaultStrategy()
+    )
+    jax.config.update(option, True)
+    try:
+        trainer = Dropping(strategy)
+        trainer.train(2)
+        trainer.train(1)
+    finally:
+        jax.config.update(option, False)
+    assert int(trainer.count) == 3

@@ -1,22 +1,15 @@
-"""Tests of `StandardEvaluator`: where an evaluation begins, ends and what it gives."""
+"""Tests of `StandardEvaluator`: where it begins and ends, what it gives and writes."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import armillary
 from armillary import StandardEvaluator, StandardEvaluatorOptions
 from armillary.data import from_arrays
-from armillary.errors import DatasetStateError
-from tests.problems import make_strategy
-
-
-def make_batches(num_batches, start=1):
-    """Returns batches of ones, twos, threes, ..."""
-    return [
-        {"x": np.full(2, value, np.float32)}
-        for value in range(start, start + num_batches)
-    ]
+from armillary.errors import DatasetStateError, StateStructureError
+from tests.problems import MLP, make_batches, make_digits, make_strategy
 
 
 class Evaluator(StandardEvaluator):
@@ -103,26 +96,6 @@ def test_evaluation_steps_count_batches_and_not_pieces():
     assert count.evaluate(-1)["seen"] == list(range(12))
 
 
-def test_without_a_state_outputs_are_dropped():
-    class Silent(StandardEvaluator):
-        def eval_step(self, iterator):
-            return next(iterator)["x"]
-
-    assert Silent(make_batches(2)).evaluate(-1) is None
-
-
-def test_a_state_needs_a_reduction():
-    class Missing(Evaluator):
-        eval_reduce = StandardEvaluator.eval_reduce
-
-    with pytest.raises(
-        NotImplementedError,
-        match=r"`Missing.eval_begin` returned a state, so `eval_reduce` is needed.*"
-        r"Define `eval_reduce\(self, state, step_outputs\)`, or return `None`",
-    ):
-        Missing(make_batches(2)).evaluate(-1)
-
-
 def test_an_evaluation_without_data_returns_its_first_state():
     assert Evaluator([]).evaluate(-1) == {"seen": []}
 
@@ -166,3 +139,73 @@ def test_an_iterator_that_was_used_up_is_an_error_each_time():
     for _ in range(3):
         with pytest.raises(DatasetStateError, match="gives its batches once"):
             evaluator.evaluate(-1)
+
+
+# What a step may write
+
+
+class Model(StandardEvaluator):
+    def __init__(self, model, num_replicas=None):
+        super().__init__(from_arrays(make_digits(8), batch_size=4))
+        self.strategy = armillary.DefaultStrategy()
+        if num_replicas is not None:
+            self.strategy = make_strategy(num_replicas)
+        self.model, self.accuracy = model, nnx.metrics.Accuracy()
+
+    def eval_step(self, iterator):
+        def step_fn(batch):
+            logits = self.model(batch["image"])
+            self.accuracy.update(logits=logits, labels=batch["label"])
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+@pytest.mark.parametrize("num_replicas", [None, 2])
+def test_an_evaluation_that_changes_batch_statistics_is_an_error(num_replicas):
+    model = MLP(nnx.Rngs(0))
+    before = np.array(model.norm.mean[...])
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"`eval_step` changes 2 arrays of a model, which an evaluation leaves as "
+        r"it is:\n  model/norm/mean\n  model/norm/var\nEvaluate a view of it.*"
+        r"`self.model = nnx.view\(model, use_running_average=True\)`",
+    ):
+        Model(model, num_replicas).evaluate(-1)
+    np.testing.assert_array_equal(model.norm.mean[...], before)
+
+
+def test_an_evaluation_that_trains_is_an_error():
+    class Tuning(Model):
+        def eval_step(self, iterator):
+            next(iterator)
+            self.model.bias[...] += 1
+
+    with pytest.raises(StateStructureError, match=r"changes 1 array of.*\n +model/b"):
+        Tuning(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).evaluate(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [None, 2])
+def test_dropout_in_an_evaluation_is_a_warning(num_replicas, caplog):
+    model = nnx.view(MLP(nnx.Rngs(0)), use_running_average=True)
+
+    Model(model, num_replicas).evaluate(-1)
+
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "`eval_step` draws random numbers for dropout, so that its results are those "
+        "of a model in training mode:\n  model/dropout/rngs/count\nEvaluate a view of "
+        "it, which shares its variables: `self.model = nnx.view(model, "
+        "deterministic=True)`."
+    )
+
+
+def test_other_random_numbers_in_an_evaluation_are_meant(caplog):
+    class Sampling(Model):
+        def eval_step(self, iterator):
+            next(iterator)
+            self.model.normal((2,))
+
+    Sampling(nnx.Rngs(0)).evaluate(-1)
+    assert not caplog.records

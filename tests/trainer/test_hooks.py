@@ -121,39 +121,24 @@ def assert_equal_runs(first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_loop", [1, 3, 47])
-@pytest.mark.parametrize("num_replicas", [1, 4])
-def test_loops_in_one_program_equal_loops_with_python_between(
-    num_replicas, steps_per_loop, calls
-):
-    runs = []
-    for compile_hooks in (False, None):
-        trainer = Regression(num_replicas, compile_hooks=compile_hooks)
-        runs.append((trainer, train(trainer, steps_per_loop, 94)))
-
-    assert_equal_runs(*runs)
-    assert calls  # of the second run
-    assert steps_per_loop > 10 or max(calls) > 1
-
-
-@pytest.mark.slow
 @settings(
     max_examples=6,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
+    num_replicas=st.sampled_from([1, 4]),
     steps_per_loop=st.integers(1, 12),
     steps_per_chunk=st.integers(1, 20),
     steps=st.integers(1, 40),
 )
-def test_any_division_gives_the_same_state_and_outputs(
-    steps_per_loop, steps_per_chunk, steps
+def test_loops_in_one_program_equal_loops_with_python_between(
+    num_replicas, steps_per_loop, steps_per_chunk, steps
 ):
     runs = []
     for compile_hooks in (False, True):
         options = {"compile_hooks": compile_hooks, "steps_per_chunk": steps_per_chunk}
-        trainer = Regression(data=make_data(), **options)
+        trainer = Regression(num_replicas, make_data(), **options)
         end = steps if steps <= 15 else -1  # The data ends there.
         runs.append((trainer, train(trainer, steps_per_loop, end)))
 
@@ -175,38 +160,17 @@ def test_uneven_batches_of_a_loop_are_one_loop():
 
 
 @pytest.mark.slow
-def test_a_plain_value_that_an_end_reads_is_watched():
+def test_a_plain_value_that_an_end_reads_is_watched_and_may_break_it():
     trainer = Regression()
-    before = trainer.train(15)["loss"]
+    assert trainer.train(5)["loss"] > 0
     trainer.factor = 0.0
+    assert trainer.train(5)["loss"] == 0
 
-    assert before > 0
-    assert trainer.train(15)["loss"] == 0
-
-
-@pytest.mark.slow
-def test_an_end_that_reads_a_global_value_sees_it_as_it_is(monkeypatch):
-    class Scaled(Regression):
-        def train_loop_end(self):
-            return {"scale": SCALE * self.loss.count[...]}
-
-    trainer = Scaled()
-    assert trainer.train(5)["scale"] == 40
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
-
-    assert trainer.train(5)["scale"] == 60
-
-
-@pytest.mark.slow
-def test_an_end_that_a_new_plain_value_breaks_is_python_again():
-    trainer = Regression()
-    trainer.train(5)
     trainer.factor = "twice"
-
     with pytest.raises(TypeError) as caught:
         trainer.train(5)
-    assert caught.traceback[-1].name != "_find_state"
-    assert trainer.optimizer.step[...] == 10
+    assert caught.traceback[-1].name != "_find_state"  # It was Python again.
+    assert trainer.optimizer.step[...] == 15
 
     trainer.factor = 1.0
     assert trainer.train(5)["nested"]["count"] == 5 * BATCH
@@ -349,12 +313,10 @@ PURE = [
 ]
 NOT_PURE = [
     "self.num_begun = 1",
-    "self.factor += 1",
     "self.loss.extra = 1",
     "self.model.train()",
     "self.own.reset()",
     "return {'shown': self.shown}",
-    "return {'missing': self.missing}",
     "return {'loss': float(self.loss.compute())}",
     "return {'random': np.random.rand()}",
     "return {'rate': SCALE}",
@@ -367,7 +329,6 @@ NOT_PURE = [
     "return {f'{print(1)}': 1}",
     "return (yield)",
     "self.model.kernel[0] = 1",
-    "return self",
     "self = 1",
     "return {'n': (n := print(1))}",
     "self.loss.reset(*[print(1)])",

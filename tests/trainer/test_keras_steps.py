@@ -1,17 +1,13 @@
 """Keras models, optimizers, losses and metrics inside a trainer's step."""
 
-import jax
 import numpy as np
 import pytest
 
 import armillary
 from armillary.errors import StateStructureError
+from tests.problems import make_strategy
 
 NUM_STEPS = 6
-
-
-def make_strategy(num_replicas):
-    return armillary.MirroredStrategy(jax.devices()[:num_replicas])
 
 
 def make_data(strategy, **options):

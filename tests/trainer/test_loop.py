@@ -1,6 +1,5 @@
 """Tests of loops over chunks: positions, programs, and state between loops."""
 
-import gc
 import weakref
 
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import armillary
 from armillary import StandardTrainerOptions as Options
 from armillary.data import InputOptions, from_arrays
 from armillary.data.feed._feed import Feed
-from armillary.errors import DatasetStateError
 from armillary.trainer._program import Program
 from tests.problems import (
     MLP,
@@ -86,25 +84,11 @@ def test_a_new_position_drops_the_rest_of_the_chunk():
     assert trainer.values == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 8]
 
 
-def test_data_that_cannot_be_repositioned_trains_but_has_no_position():
-    def make_data():
-        yield from ({"x": np.full(1, value)} for value in range(9))
-
-    dataset = armillary.DefaultStrategy().distribute_dataset(make_data)
-    trainer = Trainer(dataset, steps_per_chunk=4)
-
-    trainer.train(5)
-    with pytest.raises(DatasetStateError, match="cannot be repositioned"):
-        dataset.get_state()
-    trainer.train(9)
-
-    assert trainer.values == list(range(9))
-
-
-# Programs
-
-
 # State between loops
+
+
+def make_ones():
+    return from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
 
 
 def make_classifier(**options):
@@ -152,13 +136,10 @@ def test_state_that_the_user_replaces_is_seen():
 
 
 def test_state_that_becomes_trained_later_is_not_taken_from_the_user():
-    strategy = make_strategy(2)
-
     class Unfreezes(armillary.StandardTrainer):
         def __init__(self):
-            data = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
-            super().__init__(data)
-            self.strategy, self.is_frozen = strategy, True
+            super().__init__(make_ones())
+            self.strategy, self.is_frozen = make_strategy(2), True
             self.weight = jnp.zeros(3)
             self.total = jnp.zeros(3)
 
@@ -182,8 +163,7 @@ def test_state_that_becomes_trained_later_is_not_taken_from_the_user():
 def test_two_attributes_may_share_an_array():
     class Average(armillary.StandardTrainer):
         def __init__(self):
-            data = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
-            super().__init__(data)
+            super().__init__(make_ones())
             self.params = {"w": jnp.zeros(2)}
             self.ema = self.params
 
@@ -203,25 +183,14 @@ def test_two_attributes_may_share_an_array():
 
 
 def test_state_that_no_step_changes_is_not_copied_each_loop():
-    strategy = make_strategy(2)
-
     class Frozen(armillary.StandardTrainer):
         def __init__(self):
-            data = from_arrays(
-                {"x": np.ones((2, 2), np.float32)}, batch_size=2, repeat=True
-            )
-            super().__init__(data)
-            self.strategy = strategy
+            super().__init__(make_ones())
             self.teacher = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-            self.total = nnx.Variable(
-                jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM
-            )
+            self.total = jnp.zeros(())
 
         def train_step(self, iterator):
-            def step_fn(batch):
-                self.total[...] += self.teacher(batch["x"]).sum()
-
-            self.strategy.run(step_fn, args=(next(iterator),))
+            self.total = self.total + self.teacher(next(iterator)["x"]).sum()
 
     trainer = Frozen()
     trainer.train(1)
@@ -232,7 +201,7 @@ def test_state_that_no_step_changes_is_not_copied_each_loop():
 
     assert trainer.teacher.kernel.get_value() is kernel
     assert not kernel.is_deleted()
-    np.testing.assert_allclose(trainer.total[...], 3 * 2 * values.sum(), rtol=1e-6)
+    np.testing.assert_allclose(trainer.total, 3 * values.sum(), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -281,28 +250,6 @@ def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
     trainer = Trainer(make_dataset(), steps_per_chunk=2)
     trainer.train(4)
     assert events == ["next_chunk", "__call__", "read_on"] * 2
-
-
-@pytest.mark.slow
-def test_a_trainer_that_is_dropped_is_collected():
-    trainer = make_classifier(steps_per_chunk=2)
-    trainer.train(3)
-    array = trainer.losses
-
-    del trainer
-    gc.collect()
-
-    assert array.shape == (64,)
-
-
-def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
-    dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
-    trainer = Trainer(dataset)
-    controller = armillary.Controller(
-        trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
-    )
-    controller.train(30)
-    assert trainer._train_run.loop.feed.chunk.capacity == 50
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import queue
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,20 +86,6 @@ def test_a_plain_value_that_the_step_reads_makes_it_compile_again(caplog):
         "`train_step` is compiled again, because it read plain values that have "
         "changed (scale). Hold a value that changes often in an array"
     ) in caplog.text
-
-
-def test_a_numpy_array_that_is_replaced_by_an_equal_one_is_watched_like_it():
-    trainer = Trainer()
-    trainer.scale = np.ones((), np.float32)
-    trainer.train(1)
-    before = float(trainer.total)
-    trainer.scale = np.ones((), np.float32)
-    trainer.train(1)
-
-    trainer.scale[...] = 10
-    trainer.train(1)
-
-    assert float(trainer.total) == before + 2 + 20
 
 
 def test_a_plain_value_that_the_step_does_not_read_changes_nothing(no_retrace):
@@ -187,17 +172,6 @@ def test_state_that_the_trainer_does_not_reach_is_an_error():
         trainer.train(1)
 
 
-def test_an_evaluator_is_named_in_messages():
-    counter = nnx.Variable(jnp.ones(()))
-
-    class Evaluator(armillary.StandardEvaluator):
-        def eval_step(self, iterator):
-            return counter[...] + next(iterator)["x"]
-
-    with pytest.raises(CapturedStateError, match="that the evaluator does not reach"):
-        Evaluator(as_batches(np.ones(2))).evaluate(-1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["model first", "model last"])
 def test_a_flag_of_a_model_that_two_attributes_lead_to_is_seen(order):
@@ -226,34 +200,25 @@ def test_a_flag_of_a_model_that_two_attributes_lead_to_is_seen(order):
 
 @pytest.mark.slow
 def test_a_parameter_that_is_frozen_by_its_metadata_between_loops_stays(caplog):
-    def is_trainable(path, value):
-        del path
-        return isinstance(value, nnx.Param) and not hasattr(value, "frozen")
-
     class Selective(Trainer):
         def __init__(self):
             super().__init__()
             self.model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
 
         def train_step(self, iterator):
-            x = next(iterator)["x"][:, None]
-            gradients = armillary.all_reduce(
-                "sum",
-                nnx.grad(
-                    lambda model: model(x).sum(), argnums=nnx.DiffState(0, is_trainable)
-                )(self.model),
-            )
-            params = nnx.state(self.model, is_trainable)
-            nnx.update(self.model, jax.tree.map(jnp.subtract, params, gradients))
+            next(iterator)
+            for parameter in (self.model.kernel, self.model.bias):
+                if not hasattr(parameter, "frozen"):
+                    parameter[...] += 1
 
     trainer = Selective()
     trainer.train(1)
     trainer.model.kernel.set_metadata(frozen=True)
-    kernel, bias = np.array(trainer.model.kernel[...]), trainer.model.bias[...].copy()
+    kernel = np.array(trainer.model.kernel[...])
     trainer.train(1)
 
     np.testing.assert_array_equal(trainer.model.kernel[...], kernel)
-    assert trainer.model.bias[...][0] != bias[0]
+    assert trainer.model.bias[...].tolist() == [2]
     assert "(model/kernel/frozen)" in caplog.text
 
 
