@@ -176,7 +176,9 @@ class CheckpointManager:
             saved = find_checkpoints(self._directory)
             number = max((entry.number for entry in saved), default=0) + 1
         number = check_not_negative_int("checkpoint_number", number)
-        return self.save_content(number, self.read_content())
+        path = self._writer.start(number, self.read_content())
+        self._last_step, self._last_number = self._step(), number
+        return path
 
     def read_content(self) -> Content:
         """Returns what a save would write now; a `Controller` keeps it for later."""
@@ -185,12 +187,6 @@ class CheckpointManager:
             if self._evaluation is None:
                 return content
             return dataclasses.replace(content, evaluation=self._evaluation.get_state())
-
-    def save_content(self, number: int, content: Content) -> str:
-        """Starts saving what was read at this step. The last save must be over."""
-        path = self._writer.start(number, content)
-        self._last_step, self._last_number = self._step(), number
-        return path
 
     def is_due(self, step: int | None) -> bool:
         """Returns whether `save(check_interval=True)` would save at a step."""

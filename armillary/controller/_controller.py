@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 class Controller:
     """Runs the outer loop around a trainer and an evaluator.
 
-    There are four loops: `train` up to a global step, `evaluate` once,
-    `train_and_evaluate` in turns, and `evaluate_continuously` for a job that evaluates
-    the checkpoints of another one. Training is, in short::
+    Training is, in short::
 
         restore the latest checkpoint                   # when constructed
         while global_step < steps and nobody asked to stop and data is left:
@@ -74,26 +72,24 @@ class Controller:
             as `optimizer.step`, or a function without arguments that returns the step.
         trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
         evaluator: Runs evaluations. A dictionary holds several by name, such as
-            `{"validation": a, "test": b}`: they run in this order, and outputs and
-            directories of summaries are nested under their names.
+            `{"validation": a, "test": b}`: they run in this order, and their names
+            nest outputs and directories of summaries.
         strategy: Its scope is entered wherever the trainer, the evaluator, an action or
-            a restore runs. `None` enters no scope.
-        train_actions: Called with the output of each loop of training, after it is
-            logged and before a checkpoint is saved: one action or several.
+            a restore runs.
+        train_actions: One action or several, called with the output of each loop.
         eval_actions: Called with the output of each evaluation, after it is logged.
         steps_per_loop: Steps in one call of `trainer.train`, or a function from the
             global step to that number. Required with a trainer. A larger value hides
             more Python time, and delays logging, saving and stopping by as many steps.
         checkpoint_manager: Saves and restores. It saves during training if it has a
-            `checkpoint_interval`, and at the end in any case. `None` saves nothing.
+            `checkpoint_interval`, and at the end in any case.
         summary_interval: Steps between training summaries, a multiple of
             `steps_per_loop`. `None` writes them after each loop.
         log_interval: Steps between log lines of training, a multiple of
             `steps_per_loop`. The last loop before an evaluation and at the end is
             logged as well. `None` logs each loop.
-        summary_dir: Directory of the training summaries. `None` writes none.
-        eval_summary_dir: Directory of the evaluation summaries. `None` takes
-            `summary_dir`.
+        summary_dir: Directory of the training summaries.
+        eval_summary_dir: That of the evaluations. `None` takes `summary_dir`.
         summary_manager: Takes the place of the one made from `summary_dir`.
         eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
         hyperparameters: Names and numbers, nested if you like, for TensorBoard's page
@@ -101,18 +97,11 @@ class Controller:
         hang_timeout_seconds: Time after which a program that has not gone on prints
             where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`. It
             must exceed the longest loop, evaluation, save and action; time in XLA's
-            compiler does not count. `None` waits for ever.
+            compiler does not count.
         progress: Whether to keep one live line in a terminal, and elsewhere to log what
             takes longer than 30 seconds.
 
-    Attributes:
-        global_step: As given, like all arguments; attributes are for reading only, and
-            `None` or empty where nothing was given.
-        steps_per_loop: Steps in the next loop, at the current global step.
-
-    Raises:
-        ValueError: If trainer and evaluator are both missing, or a number does not fit.
-        TypeError: If an argument lacks the methods that the controller calls.
+    Arguments are attributes, too, for reading only.
     """
 
     @hides_frames
@@ -150,11 +139,9 @@ class Controller:
         self.hyperparameters = dict(hyperparameters or {})
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
-        is_own = eval_summary_dir is not None and not (
-            summary_dir
-            and os.path.abspath(summary_dir) == os.path.abspath(eval_summary_dir)
-        )
-        if eval_summary_manager is None and is_own:
+        both = summary_dir, eval_summary_dir
+        folders = [each and os.path.abspath(each) for each in both]
+        if eval_summary_manager is None and folders[1] not in (None, folders[0]):
             self.eval_summary_manager = self._make_manager(eval_summary_dir)
         self._run = run = Run(self, steps_per_loop)
         self._display = Display(run, progress)
@@ -193,7 +180,7 @@ class Controller:
 
         Args:
             steps: The global step to train up to, not a number of further steps. -1
-                trains until the data ends or a stop is requested.
+                sets none.
             checkpoint_at_completion: Whether to save at the end, unless the last loop
                 did. A stop request saves in any case.
             epochs: How many times to go through the training data in all: passes that
@@ -204,12 +191,9 @@ class Controller:
             The scalars of the loops of this call; see `History`.
 
         Raises:
-            ValueError: If there is no trainer, if `steps` is neither -1 nor positive or
-                lies before the global step, or if `epochs` is not positive, or cannot
-                be told, such as for data that repeats itself.
+            ValueError: If `steps` lies before the global step, or `epochs` cannot be
+                told, such as for data that repeats itself.
             GlobalStepError: If a loop did not advance the global step by its steps.
-            NonFiniteError: As `on_non_finite="raise"` of the trainer says.
-            ReplicaDivergenceError: As `check_replicas_every` of the trainer says.
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._run.read_step(), epochs)
@@ -235,9 +219,6 @@ class Controller:
         Returns:
             What the evaluator returned, with NumPy values; empty if that was `None`.
             With several evaluators, a dictionary of these by name.
-
-        Raises:
-            ValueError: If there is no evaluator, or `steps` is neither -1 nor positive.
         """
         require(self, "evaluator", for_method="evaluate")
         check_num_steps("steps", steps)
@@ -263,8 +244,8 @@ class Controller:
         changed what is saved.
 
         Args:
-            train_steps: The global step to train up to, or -1 as in `train`.
-            eval_steps: Steps of each evaluation, or -1 as in `evaluate`.
+            train_steps: As `steps` in `train`.
+            eval_steps: As `steps` in `evaluate`.
             eval_interval: Training steps between evaluations. A loop that would run
                 past one is shortened. `None` evaluates only at the end, and at that of
                 each epoch.
@@ -272,12 +253,7 @@ class Controller:
 
         Returns:
             The output of the last evaluation: a dictionary, whose attribute `history`
-            has the scalars of all loops and evaluations of this call; see `History`.
-
-        Raises:
-            ValueError: If there is no trainer or no evaluator, or a number is not what
-                it must be.
-            GlobalStepError: As in `train`.
+            has the scalars of all loops and evaluations of this call.
         """
         require(self, "trainer", for_method="train_and_evaluate")
         require(self, "evaluator", for_method="train_and_evaluate")
@@ -330,26 +306,19 @@ class Controller:
         takes it away.
 
         Args:
-            steps: Steps of each evaluation, or -1 as in `evaluate`.
+            steps: As in `evaluate`.
             timeout: Seconds to wait for a new checkpoint. `None` waits forever.
             timeout_fn: Called after each timeout. If it returns true, no checkpoint
                 will follow and the method returns. `None` returns after the first.
             until_step: The global step that training goes up to: the method returns
-                once a checkpoint of this step or a later one is evaluated, however
-                often training was interrupted before. `None` knows no such step.
+                once a checkpoint of this step or a later one is evaluated.
 
         Returns:
             The output of the last evaluation, or `None` if there was none.
-
-        Raises:
-            ValueError: If there is no evaluator or no checkpoint manager, or a number
-                is not what it must be.
-            CheckpointMismatchError: If a checkpoint holds other leaves.
         """
         require(self, "evaluator", for_method="evaluate_continuously")
-        manager = require(
-            self, "checkpoint_manager", for_method="evaluate_continuously"
-        )
+        manager: Any = self.checkpoint_manager
+        require(self, "checkpoint_manager", for_method="evaluate_continuously")
         check_num_steps("steps", steps)
         if timeout is not None:
             check_not_negative("timeout", timeout)
@@ -371,34 +340,22 @@ class Controller:
 
     @hides_frames
     def save_checkpoint(self) -> str:
-        """Saves a checkpoint now and waits until it is on disk.
-
-        Returns:
-            Its path.
-
-        Raises:
-            ValueError: If there is no checkpoint manager.
-            CheckpointError: If the checkpoint cannot be written.
-        """
+        """Saves a checkpoint now, waits until it is on disk, and returns its path."""
         require(self, "checkpoint_manager", for_method="save_checkpoint")
         with self._display.on("train", self._run.read_step()):
-            return self._saving.save_and_wait()
+            path = self._saving.save()
+            self._saving.sync()
+            return str(path)
 
     @hides_frames
     def restore_checkpoint(
         self, path: str | os.PathLike[str] | None = None
     ) -> str | None:
-        """Restores a checkpoint.
+        """Restores a checkpoint; returns its path, or `None` if there is none.
 
         Args:
             path: The checkpoint. `None` takes the latest one; if there is none, the
                 checkpoint manager's `init_fn` runs.
-
-        Returns:
-            The path that was restored, or `None` if there is no checkpoint.
-
-        Raises:
-            ValueError: If there is no checkpoint manager.
         """
         require(self, "checkpoint_manager", for_method="restore_checkpoint")
         with self._display.on("train", self._run.read_step()):
@@ -413,9 +370,6 @@ class Controller:
 
         Args:
             reason: Why to stop, for the log.
-
-        Raises:
-            TypeError: If `reason` is not a string.
         """
         self._run.stop.make(reason)
 

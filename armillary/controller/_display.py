@@ -6,9 +6,7 @@ that the training thread sets, and never touches a device.
 
 The line is no `Live` of Rich: that hides the cursor, and log handlers that were made
 before it write past it. Here whatever Python writes passes through `write` of the
-stream, where the line is wiped before and, once what was written ends a line, drawn
-again by the next `show`. What XLA writes past Python lands on the line, and the next
-`show` is below.
+stream, which wipes the line first; the next `show` draws it again.
 """
 
 import contextlib
@@ -47,15 +45,13 @@ from armillary.trainer._standard_trainer import StandardTrainer
 
 # Where a trainer without variables of a library keeps what it trains.
 _PLACES = ("model", "params")
-_PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
+_PACKAGES = ["armillary", "jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras"]
 _MOST_MODULES = 3
 _GIT_SECONDS = 5.0
 _TO_END = "\x1b[K"
 _REFRESH_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
 _LONG_SECONDS = 30.0
-# What is over sooner is not worth a word, or a flicker.
-_SHORT_SECONDS = 1.0
 
 
 class Display:
@@ -144,9 +140,8 @@ class Display:
         threshold = self._thresholds.get(category, _LONG_SECONDS)
         if seconds >= threshold:
             self._thresholds[category] = 2 * threshold
-            loop = "eval" if category is Category.EVALUATING else self._loop
             said = f"{category.label} for {format_seconds(int(threshold))} ..."
-            log_line(loop, self._step, said)
+            log_line(self._loop, self._step, said)
 
     def _describe(self, category: Category, seconds: float) -> str:
         parts = [f"step {self._step}"]
@@ -158,21 +153,15 @@ class Display:
             parts.append(f"ETA {format_seconds(int(left))}")
         if self._speed is not None:
             parts.append(f"{self._speed:.1f} steps/sec")
-        if seconds >= _SHORT_SECONDS:
-            parts.append(f"{category.label} for {format_seconds(int(seconds))}")
-        else:
-            is_other = category is Category.OTHER
-            parts.append(Category.STEPPING.label if is_other else category.label)
-        losses = [name for name in self._scalars if name.endswith("loss")]
-        names = ["loss"] if "loss" in losses else losses or list(self._scalars)
-        for name in names[:1]:
+        duration = f" for {format_seconds(int(seconds))}" if seconds >= 1 else ""
+        parts.append(f"{category.label}{duration}")
+        for name in [name for name in self._scalars if name.endswith("loss")][:1]:
             parts.append(f"{name} {ShortFloat(self._scalars[name])!r}")
         return " | ".join(parts)
 
 
 def has_terminal() -> bool:
     """Returns whether somebody watches who can be shown a line that changes."""
-    # Programs may put any object in the place of a stream.
     is_stream = isinstance(sys.stderr, io.TextIOBase) and is_terminal(sys.stderr)
     is_dumb = os.environ.get("TERM") in ("dumb", "unknown")
     return is_stream and not is_dumb and logger.isEnabledFor(logging.INFO)
@@ -243,19 +232,15 @@ class LiveLine:
 
 
 def describe_start(run: Run) -> Iterator[str]:
-    """Yields devices and strategy; parameters; batches and directories, as lines.
-
-    What is not known without reading data is left out.
-    """
-    strategy = run.strategy
-    if strategy is None:  # It is that of the trainer.
-        strategy = getattr(run.trainer, "strategy", None)
+    """Yields what is known of devices, parameters, batches and places, as lines."""
+    strategy = run.strategy or getattr(run.trainer, "strategy", None)
+    kinds = Counter(device.device_kind for device in jax.devices())
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if not isinstance(strategy, Strategy) or type(strategy) is DefaultStrategy:
         strategy = None
-    kinds = Counter(device.device_kind for device in jax.devices())
-    shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    of_strategy = "" if strategy is None else f" | strategy: {strategy!r}"
-    yield f"devices: {shown}{of_strategy}"
+        yield f"devices: {devices}"
+    else:
+        yield f"devices: {devices} | strategy: {strategy!r}"
     summary = find_parameters(run.trainer)
     if summary is not None:
         parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
@@ -264,7 +249,8 @@ def describe_start(run: Run) -> Iterator[str]:
             parts.append(f"largest: {', '.join(largest[:_MOST_MODULES])}")
         yield " | ".join(parts)
     parts = []
-    sizes = {_find_batch_size(dataset) for dataset in _find_datasets(run.trainer)}
+    datasets = flatten_datasets(getattr(run.trainer, "train_dataset", None))[0]
+    sizes = set(map(_find_batch_size, datasets))
     size = sizes.pop() if len(sizes) == 1 else None
     if size is not None:
         num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
@@ -286,19 +272,10 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
         rows = summarize(whole).parameters
     except TypeError:
         return None  # There is nothing to count.
-    kept = []
-    for row in rows:
-        top = row.path.split("/")[0]
-        if row.kind != "array" or top in _PLACES:
-            kept.append(row)
+    kept = [
+        row for row in rows if row.kind != "array" or row.path.split("/")[0] in _PLACES
+    ]
     return ModelSummary(tuple(kept)) if kept else None
-
-
-def _find_datasets(trainer: Any) -> list[Any]:
-    if not isinstance(trainer, StandardTrainer):
-        return []
-    # A trainer that has not called `super().__init__` says so when it trains.
-    return flatten_datasets(getattr(trainer, "train_dataset", []))[0]
 
 
 def _find_batch_size(dataset: Any) -> int | None:
@@ -334,11 +311,11 @@ def _warn_if_alone() -> None:
 
 def describe_attempt(run: Run, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the record of an attempt: what runs, where, and with which numbers."""
-    found = {"armillary": sys.modules["armillary"].__version__}
-    for package in _PACKAGES:
-        if package in sys.modules:
-            name = package.partition(".")[0]
-            found[name] = getattr(sys.modules[package], "__version__", "unknown")
+    found = {
+        package.partition(".")[0]: getattr(sys.modules[package], "__version__", "")
+        for package in _PACKAGES
+        if package in sys.modules
+    }
     main = getattr(sys.modules["__main__"], "__file__", None)
     folder = Path(main).resolve().parent if main else Path.cwd()
     found |= {
@@ -357,20 +334,20 @@ def describe_attempt(run: Run, hyperparameters: Mapping[str, Any]) -> dict[str, 
     if summary is not None:
         modules = [dataclasses.asdict(each) for each in summary.modules]
         sizes = {"count": summary.count, "bytes": summary.bytes}
-        found["parameters"] = {**sizes, "modules": modules}
+        found["parameters"] = sizes | {"modules": modules}
     return found
 
 
 @functools.cache
 def read_git(folder: Path) -> dict[str, Any] | None:
     """Returns a folder's commit, and whether known files have changed, or `None`."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "describe"]
-    command += ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = (
+        "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
+    )
     try:
         ended = subprocess.run(
-            command,
+            command.split(),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_GIT_SECONDS,
             check=True,

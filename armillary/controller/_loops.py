@@ -9,6 +9,7 @@ Where nothing has to happen between loops, the trainer is asked for several at o
 many that they take a moment. How many, no result depends on.
 """
 
+import math
 import time
 import weakref
 from collections import deque
@@ -18,9 +19,17 @@ from typing import Any
 import jax
 
 from armillary._checks import check_positive_int
+from armillary._logging import logger
+from armillary._records import find_numbers
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._display import Display
-from armillary.controller._outputs import LoopReports, fetch_output, log_line
+from armillary.controller._outputs import (
+    add_record,
+    call_actions,
+    fetch_output,
+    format_output,
+    log_line,
+)
 from armillary.controller._run import Run
 from armillary.controller._saving import Saving
 from armillary.errors import GlobalStepError
@@ -31,11 +40,7 @@ from armillary.trainer._contract import PendingLoops
 # that a log line or a request to stop waits.
 _SECONDS_AHEAD = 0.25
 _MOST_AHEAD = 100
-_DATA_ENDED_BEFORE = (
-    "the data had ended before, and without `epochs` it is gone through once. Write "
-    "how many epochs to train in all, as in a loop over them: "
-    "`controller.train(epochs=epoch + 1)`."
-)
+_ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to go on."
 
 
 class Loops:
@@ -43,7 +48,10 @@ class Loops:
 
     def __init__(self, run: Run, saving: Saving, display: Display) -> None:
         self._run, self._saving, self._display = run, saving, display
-        self._reports = LoopReports(run, display.note)
+        # Since the last log line: steps, seconds, and the last loop.
+        self._steps, self._seconds = 0, 0.0
+        self._last: tuple[int, dict[str, Any]] | None = None
+        self._is_warned = False
         # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[StartedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
@@ -59,9 +67,9 @@ class Loops:
             epoch = self._run.trainer.begin_epoch(epochs)
         if epoch:
             self._display.log_start()
-        said = f"epoch {epoch} of {epochs}"
         done = f"{epochs} of {epochs} epochs are done."
-        log_line("train", self._run.read_step(), said if epoch else done)
+        said = f"epoch {epoch} of {epochs}" if epoch else done
+        log_line("train", self._run.read_step(), said)
         return epoch > 0
 
     def train_until(self, target: int, epochs: int | None = None) -> bool:
@@ -80,9 +88,8 @@ class Loops:
             num_steps = self.num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
-            reached = self._start(
-                step, num_steps, self._num_loops_at(step, num_steps, target)
-            )
+            num_loops = self._num_loops_at(step, num_steps, target)
+            reached = self._start(step, num_steps, num_loops)
             has_ended = reached == step or (reached - step) % num_steps != 0
             if reached > step and self._saving.is_due(reached):
                 self.report()
@@ -92,9 +99,8 @@ class Loops:
                 if epochs is not None:
                     return not stop.is_agreed() and self.begin_epoch(epochs)
                 ended = "the data ended, training ends here."
-                log_line(
-                    "train", reached, ended if reached > start else _DATA_ENDED_BEFORE
-                )
+                said = ended if reached > start else _ENDED_BEFORE
+                log_line("train", reached, said)
                 return False
             step = reached
         self._finish()
@@ -164,9 +170,55 @@ class Loops:
             is_hidden = self._pending and self._pending[-1].is_running
             category = Category.STEPPING if is_hidden else Category.OTHER
             with self._run.goodput.phase(category):
-                self._reports.add(*self._outputs.popleft())
+                self._report_loop(*self._outputs.popleft())
                 if not self._outputs:
                     self._run.curves.flush()
+
+    def _report_loop(
+        self, step: int, reached: int, output: dict[str, Any], speed: float
+    ) -> None:
+        """Reports a loop from one step to another, which ran so many steps a second."""
+        run, scalars = self._run, find_numbers(output)
+        self._display.note(reached, speed, scalars)
+        add_record(run.history, reached, scalars)
+        self._steps += reached - step
+        self._seconds += (reached - step) / speed
+        self._last = reached, output
+        if _passes(run.log_interval, step, reached):
+            self._log_last()
+        self._warn_once(reached, scalars)
+        if _passes(run.summary_interval, step, reached):
+            values = {**output, "steps_per_second": speed}
+            run.curves.write(
+                "train", reached, values, steps_per_second=speed, values=scalars
+            )
+        if run.train_actions:
+            with run.scope():
+                call_actions(run.train_actions, output)
+
+    def _log_last(self) -> None:
+        """Logs the last loop, unless that was done."""
+        if self._last is None:
+            return
+        reached, output = self._last
+        speed = f"steps/sec: {self._steps / self._seconds: 6.1f}"
+        self._last, self._steps, self._seconds = None, 0, 0.0
+        log_line("train", reached, speed, f"output: {format_output(output)}")
+
+    def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
+        bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
+        if not bad or self._is_warned:
+            return
+        self._is_warned = True
+        shown = ", ".join(f"`{name}` is {each}" for name, each in bad.items())
+        logger.warning(
+            "At step %d, %s. To find the first such step, and the operation that made "
+            "the value, start again with `StandardTrainerOptions(on_non_finite="
+            '"raise")`. If no step made it, `train_loop_end` did, as from a metric '
+            "that no step has updated.",
+            step,
+            shown,
+        )
 
     def _fetch_first(self) -> None:
         loops = self._pending[0]
@@ -187,7 +239,12 @@ class Loops:
 
     def _finish(self) -> None:
         self.report()
-        self._reports.log()
+        self._log_last()
+
+
+def _passes(interval: int | None, step: int, reached: int) -> bool:
+    """Returns whether a loop, from wherever, passes a multiple of an interval."""
+    return interval is None or reached // interval > step // interval
 
 
 class StartedLoops:

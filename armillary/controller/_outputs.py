@@ -10,7 +10,7 @@ import math
 import pprint
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -49,11 +49,7 @@ class Records(Mapping[str, list[float]]):
         return self._steps.tolist()
 
     def __getitem__(self, name: str) -> list[float]:
-        if name not in self._columns:
-            known = ", ".join(map(repr, self._columns)) or "nothing"
-            raise KeyError(f"{name!r} was not recorded, but {known}")
-        column = self._columns[name].tolist()
-        return column + [math.nan] * (len(self._steps) - len(column))
+        return self._columns[name].tolist()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -76,40 +72,27 @@ class History(Records):
         history.steps               # ... at these global steps
         history.eval["accuracy"]    # one number for each evaluation ...
         history.eval.steps          # ... at these
-
-    Attributes:
-        eval: The evaluations.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.eval = Records()
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}; eval: {self.eval!r})"
-
 
 def add_record(records: Records, step: int, scalars: Mapping[str, float]) -> None:
     """Adds the scalars of a step."""
-    num_before = len(records._steps)
+    for name in scalars:
+        if name not in records._columns:
+            records._columns[name] = array("d", [math.nan] * len(records._steps))
+    for name, column in records._columns.items():
+        column.append(scalars.get(name, math.nan))
     records._steps.append(step)
-    for name, number in scalars.items():
-        column = records._columns.setdefault(name, array("d"))
-        column.extend([math.nan] * (num_before - len(column)))
-        column.append(number)
 
 
 class RunOutput(dict[str, Any]):
     """The output of the last evaluation of a run, with the history of the run.
 
-    It is the dictionary that Orbit returns, and equal to one without a history.
-
-    Args:
-        output: What the evaluator returned.
-        history: What the run has seen.
-
-    Attributes:
-        history: As given.
+    It is the dictionary that Orbit returns, and equal to one without a `history`.
     """
 
     def __init__(self, output: Mapping[str, Any], history: History) -> None:
@@ -124,11 +107,9 @@ class Curves:
         self.summary_manager = summary_manager
         self.summary_dir = getattr(summary_manager, "summary_dir", None)
         # A job that evaluates another one's checkpoints writes nothing beside them.
-        self.file = (
-            MetricsFile(directory, is_of_training=True)
-            if self.summary_dir is None
-            else MetricsFile(self.summary_dir)
-        )
+        is_beside = self.summary_dir is None
+        folder = directory if is_beside else self.summary_dir
+        self.file = MetricsFile(folder, is_of_training=is_beside)
 
     def write(self, record: str, step: int, output: Output, **fields: Any) -> None:
         """Writes an output, and the scalars among it as a record."""
@@ -168,7 +149,7 @@ def _fetch(output: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name, value in output.items():
         if isinstance(value, Mapping):
             fetched[name] = _fetch(value, source)
-        elif callable(value) or callable(getattr(value, "compute", None)):
+        elif callable(value) or hasattr(value, "compute"):
             raise TypeError(
                 f"`{source}` returned an object of type {type(value).__name__} as "
                 f"{name!r}, but it must return scalars. Call what computes it, such as "
@@ -209,70 +190,6 @@ class ShortFloat(float):
     def __repr__(self) -> str:
         text = f"{float(self):.{_NUM_DIGITS}g}"
         return f"{text}.0" if text.lstrip("-").isdigit() else text
-
-
-class LoopReports:
-    """Reports the loops of training of one controller, one after the other."""
-
-    def __init__(
-        self, run: "Run", note: Callable[[int, float, dict[str, float]], None]
-    ) -> None:
-        self._run, self._note = run, note
-        # Since the last log line: steps, seconds, and the last loop.
-        self._steps, self._seconds = 0, 0.0
-        self._last: tuple[int, dict[str, Any]] | None = None
-        self._is_warned = False
-
-    def add(
-        self, step: int, reached: int, output: dict[str, Any], speed: float
-    ) -> None:
-        """Reports a loop from one step to another, which ran so many steps a second."""
-        run, scalars = self._run, find_numbers(output)
-        self._note(reached, speed, scalars)
-        add_record(run.history, reached, scalars)
-        self._steps += reached - step
-        self._seconds += (reached - step) / speed
-        self._last = reached, output
-        if _passes(run.log_interval, step, reached):
-            self.log()
-        self._warn_once(reached, scalars)
-        if _passes(run.summary_interval, step, reached):
-            values = {**output, "steps_per_second": speed}
-            run.curves.write(
-                "train", reached, values, steps_per_second=speed, values=scalars
-            )
-        if run.train_actions:
-            with run.scope():
-                call_actions(run.train_actions, output)
-
-    def log(self) -> None:
-        """Logs the last loop, unless that was done."""
-        if self._last is None:
-            return
-        reached, output = self._last
-        speed = f"steps/sec: {self._steps / self._seconds: 6.1f}"
-        self._last, self._steps, self._seconds = None, 0, 0.0
-        log_line("train", reached, speed, f"output: {format_output(output)}")
-
-    def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
-        bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
-        if not bad or self._is_warned:
-            return
-        self._is_warned = True
-        shown = ", ".join(f"`{name}` is {each}" for name, each in bad.items())
-        logger.warning(
-            "At step %d, %s. To find the first such step, and the operation that made "
-            "the value, start again with `StandardTrainerOptions(on_non_finite="
-            '"raise")`. If no step made it, `train_loop_end` did, as from a metric '
-            "that no step has updated.",
-            step,
-            shown,
-        )
-
-
-def _passes(interval: int | None, step: int, reached: int) -> bool:
-    """Returns whether a loop, from wherever, passes a multiple of an interval."""
-    return interval is None or reached // interval > step // interval
 
 
 def call_actions(actions: Iterable[Action], output: dict[str, Any]) -> None:

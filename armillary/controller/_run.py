@@ -105,15 +105,13 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def require(controller: Any, attribute: str, *, for_method: str) -> Any:
-    """Returns an attribute of a controller that a method needs."""
-    value = getattr(controller, attribute)
-    if value is None:
+def require(controller: Any, attribute: str, *, for_method: str) -> None:
+    """Raises if a controller lacks what a method needs."""
+    if getattr(controller, attribute) is None:
         raise ValueError(
             f"`{attribute}` is None, but `{for_method}` needs it. Pass "
             f"`{attribute}=...` to `Controller`."
         )
-    return value
 
 
 def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:
@@ -161,14 +159,12 @@ class StopRequest:
         boundary = peers.boundary
         if not self._is_agreed and self._asked_at != boundary.num_expired:
             self._asked_at = boundary.num_expired
-            said = boundary.take(self._say) or boundary.exchange(
-                "whether to stop", self._say
-            )
-            requests = [(index, own[0]) for index, own in enumerate(said) if own]
-            if requests:
-                index, reason = requests[0]
-                who = f"requested in process {index} of {peers.count}"
-                self.reason, self._is_agreed = f"{reason} ({who})", True
+            said = boundary.take(self._say)
+            said = said or boundary.exchange("whether to stop", self._say)
+            for index, reasons in enumerate(said):
+                if reasons and not self._is_agreed:
+                    who = f"requested in process {index} of {peers.count}"
+                    self.reason, self._is_agreed = f"{reasons[0]} ({who})", True
         return self._is_agreed
 
     def _say(self) -> list[str]:
@@ -176,17 +172,7 @@ class StopRequest:
 
 
 class Run:
-    """What the parts of one controller share; settings are those of `Controller`.
-
-    Attributes:
-        directory: That of the checkpoints.
-        read_step: Returns the global step; waits for the device if it must.
-        scope: Enters the strategy's scope.
-        goodput: Counts what the time goes into.
-        curves: Take the outputs of loops, and `eval_curves` those of evaluations.
-        stop: The request to end the call in progress.
-        history: What the call in progress has seen.
-    """
+    """What the parts of one controller share; `directory` is that of checkpoints."""
 
     def __init__(self, controller: Any, steps_per_loop: Any) -> None:
         self.trainer, self.strategy = controller.trainer, controller.strategy
@@ -197,9 +183,8 @@ class Run:
         directory = getattr(controller.checkpoint_manager, "directory", None)
         self.directory: str | None = directory
         self.read_step = as_step_counter(controller.global_step)
-        has_scope = self.strategy is not None
-        self.scope: Callable[[], contextlib.AbstractContextManager[Any]] = (
-            self.strategy.scope if has_scope else contextlib.nullcontext
+        self.scope: Callable[[], contextlib.AbstractContextManager[Any]] = getattr(
+            self.strategy, "scope", contextlib.nullcontext
         )
         self.goodput = make_recorder(None if self.trainer is None else directory)
         summaries = controller.summary_manager, controller.eval_summary_manager
@@ -233,10 +218,7 @@ def finishing(
             try:
                 finish()
             except Exception as later_error:
-                # What failed may say so again.
-                if str(later_error) != str(error):
-                    error.add_note(f"Pending writes failed as well: {later_error!r}")
-                    logger.warning("Pending writes failed as well: %r", later_error)
+                error.add_note(f"Pending writes failed as well: {later_error!r}")
         if cause is not None:
             raise cause from error
         raise

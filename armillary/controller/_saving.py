@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 FILE_NAME = "DONE"
 _POLL_SECONDS = 1.0
-# After this time, the end of an earlier training counts: no other one has begun.
+# An end that is there from the start counts after this time: until then, another
+# training may begin and take it away.
 _OLD_END_SECONDS = 300.0
 # What the end of this program says, by directory.
 _ends: dict[str, str] = {}
@@ -83,12 +84,7 @@ def watch_checkpoints(
     timeout: float | None,
     timeout_fn: Callable[[], bool] | None,
 ) -> Iterator[str]:
-    """Yields every checkpoint once, oldest first, as they appear.
-
-    When training has ended, it ends with the last of them. An end that is there from
-    the start may be that of an earlier training, while a longer one is about to begin
-    and to take it away. So it counts only after five minutes.
-    """
+    """Yields every checkpoint once, oldest first, until training has ended."""
     seen: set[str] = set()
     seconds = float("inf") if timeout is None else timeout
     last_at = time.monotonic()
@@ -129,11 +125,7 @@ def restore_if_good(restore: Callable[[str], object], path: str) -> bool:
 
 
 class Saving:
-    """The checkpoints of one controller, and how far the evaluation of a step is.
-
-    Attributes:
-        evaluated: The step that was evaluated last, with all actions, or `None`.
-    """
+    """The checkpoints of one controller, and the step that was `evaluated` last."""
 
     def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
         self.manager, self._run = manager, run
@@ -187,10 +179,9 @@ class Saving:
 
     def is_due(self, step: int) -> bool:
         """Returns whether the manager's interval asks for a save at `step`."""
-        manager = self.manager
-        if manager is None or manager.checkpoint_interval is None:
+        if self.manager is None or self.manager.checkpoint_interval is None:
             return False
-        return manager.is_due(step)
+        return self.manager.is_due(step)
 
     @contextlib.contextmanager
     def evaluation(self, *, is_last: bool) -> Iterator[None]:
@@ -198,7 +189,7 @@ class Saving:
         step = self._run.read_step()
         self.expect_evaluation(step)
         if is_last:
-            self.save_if_needed()
+            self.finish()
         if self.manager is None or not self.manager.has_saved_step(step):
             yield
             return
@@ -220,23 +211,13 @@ class Saving:
             logger.info("saving checkpoint to %s.", path)
         return path
 
-    def save_if_needed(self) -> None:
+    def finish(self) -> None:
         """Saves, unless the latest checkpoint is that of this step as it is now."""
+        self.sync()
         if self.manager is not None:
             is_saved = self.manager.has_saved_step(self._run.read_step())
             if self._is_outdated or not is_saved:
                 self.save()
-
-    def finish(self) -> None:
-        """Saves if needed, also after a save of this step that has just failed."""
-        self.sync()
-        self.save_if_needed()
-
-    def save_and_wait(self) -> str:
-        """Saves, and waits until the checkpoint is on disk; returns its path."""
-        path = self.save()
-        self.sync()
-        return str(path)
 
     def sync(self) -> None:
         """Waits for the saves that are still being written."""

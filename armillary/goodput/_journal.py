@@ -3,9 +3,8 @@
 Attempts append to one file, `goodput.jsonl`: a line is one look at the clock. It holds
 the totals of its attempt so far, so a line that is missing costs only detail.
 
-A run lost what it did again. So nothing has to be known about crashes: if steps were
-run from step 20 on, all that came earlier in the record and lies beyond step 20 was in
-vain, whether another attempt or the same one went back.
+A run lost what it did again: if steps were run from step 20 on, all that came earlier
+in the record and lies beyond step 20 was in vain, whichever attempt went back.
 """
 
 import contextlib
@@ -113,9 +112,7 @@ class Goodput:
 
 
 def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
-    """Reads where the time of a run went.
-
-    It may be read while the run goes on.
+    """Reads where the time of a run went, also while it goes on.
 
     Args:
         run_dir: The directory of the run's checkpoints, or the one above it.
@@ -176,9 +173,7 @@ class Recorder(Stopwatch):
     """A stopwatch of what the controller does, with a journal of its totals.
 
     Nothing is written before training begins, so a job that only evaluates the
-    checkpoints of another one leaves its journal alone. Time between two calls of the
-    controller is not counted. That of the process before this attempt, as far as it has
-    to account for it, is `start_up_seconds`.
+    checkpoints of another one leaves its journal alone.
     """
 
     def __init__(self, directory: Path | None, start_up_seconds: float = 0.0) -> None:
@@ -206,11 +201,7 @@ class Recorder(Stopwatch):
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:
-        """Records a call that trains, from a global step.
-
-        `has_reached_goal` tells at a regular end whether training ended as planned. If
-        not, the time until the next attempt is lost.
-        """
+        """Records a call that trains; if it ends short of its goal, a pause is lost."""
         self._has_begun, self._is_done = True, False
         try:
             with self.phase(Category.OTHER):
@@ -227,9 +218,7 @@ class Recorder(Stopwatch):
     def mark(self, event: str, step: int) -> None:
         """Notes that a step was reached, and writes a line of what happened there.
 
-        Lines of a `"loop"` thin out as a run gets longer. All others are written: they
-        part the work that a later attempt goes on from from the work that it does
-        again.
+        Lines of a `"loop"` thin out as a run gets longer.
         """
         self._step = step
         if not self._has_begun or not self._file.is_on:

@@ -59,16 +59,9 @@ _active: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)
 
 
 class Stopwatch:
-    """Counts seconds by category. Only one thread may use it.
+    """Counts seconds by category, `None` for none. Only one thread may use it.
 
-    Args:
-        category: The category that it starts in; `None` counts nothing.
-        elapsed: Seconds that this category has had already.
-
-    Attributes:
-        category: What the time since the last `switch` counts as.
-        began: When it began to count as that, by `time.perf_counter`.
-        moves: A number that changes whenever the program goes on.
+    `moves` changes whenever the program goes on; in `category` it is since `began`.
     """
 
     def __init__(self, category: Category | None = None, elapsed: float = 0.0) -> None:

@@ -68,7 +68,6 @@ def _describe(run: Run) -> dict[str, Any]:
         "run": run.name,
         "path": str(run.path),
         "began": run.began,
-        "last_sign": run.last_sign,
         "step": run.step,
         "state": run.state or None,
         "attempts": None if goodput is None else goodput.num_attempts,

@@ -4,7 +4,6 @@ Plotly draws the charts. Colors of text and grids belong to the page, which has 
 and a dark one.
 """
 
-import bisect
 import html
 import json
 import math
@@ -47,7 +46,6 @@ _CATEGORY_COLORS = {
     Category.DOWN: "#7F3B08",
 }
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_RESTART = {"width": 1.5, "dash": "dot", "color": "#D55E00"}
 _MOST_POINTS = 2000
 _FEW_POINTS = 60
 
@@ -150,7 +148,7 @@ def _draw_curve(
                 marker={"size": 5},
             )
         for start in run.starts[1:]:
-            figure.add_vline(x=start["step"], line=_RESTART)
+            figure.add_vline(x=start["step"], line={"dash": "dot", "color": "#D55E00"})
     title = metric.replace("_", " ")
     if num_hidden:
         title += f" ({num_hidden} values that are not finite are left out)"
@@ -191,8 +189,10 @@ def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
         yield figure
 
 
-def show_number(value: float) -> str:
+def show_number(value: float | None) -> str:
     """Returns a number with few digits, or an integer with all."""
+    if value is None:
+        return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
@@ -212,36 +212,23 @@ def _overview(runs: Sequence[Run]) -> str:
     head += [f"{source} {metric}" for source, metric in metrics]
     rows = []
     for run in runs:
-        values = [run.curves.get(key) for key in metrics]
-        last = ["" if each is None else show_number(each[-1][1]) for each in values]
+        last = [show_number(run.curves.get(key, [(0, None)])[-1][1]) for key in metrics]
         known = [_text(run.name), format_time(run.began), show_number(run.step)]
         rows.append([*known, run.state, *goodput_cells(run), *last])
     return _table(head, rows)
 
 
 def _checkpoints(run: Run) -> str:
-    """Returns a row for each checkpoint, with the last evaluation at or before it."""
-    if not run.checkpoints:
-        return "<p>There are no checkpoints in the directory.</p>"
-    keys = sorted({key for key in run.curves if key[0] != "train"})
+    """Returns a row for each checkpoint, with the evaluations of its step."""
+    keys = sorted(key for key in run.curves if key[0] != "train")
+    curves = [dict(run.curves[key]) for key in keys]
     rows = []
     for each in run.checkpoints:
-        folder = _text(each.path.relative_to(run.path))
-        measured = [_measured(run.curves[key], each.number) for key in keys]
-        when = format_time(each.saved_at)
-        rows.append([show_number(each.number), when, *measured, folder])
+        known = show_number(each.number), format_time(each.saved_at)
+        measured = [show_number(curve.get(each.number)) for curve in curves]
+        rows.append([*known, *measured, _text(each.path.relative_to(run.path))])
     head = ["step", "saved", *(f"{source} {metric}" for source, metric in keys)]
     return _table([*head, "folder"], rows)
-
-
-def _measured(points: Sequence[tuple[int, float]], step: int) -> str:
-    """Returns what was measured at a step, or last before it."""
-    count = bisect.bisect(points, step, key=lambda point: point[0])
-    if not count:
-        return ""
-    at, value = points[count - 1]
-    where = "" if at == step else f' <span class="soft">at {at:,}</span>'
-    return f"{show_number(value)}{where}"
 
 
 def _model(run: Run) -> str:
@@ -287,7 +274,6 @@ def _table(
 
 
 def _text(value: Any) -> str:
-    """Returns a value as it may stand in HTML."""
     return html.escape(str(value))
 
 

@@ -45,12 +45,6 @@ class Run:
         return min((record["time"] for record in self.records), default=None)
 
     @property
-    def last_sign(self) -> float | None:
-        """When it was last heard of."""
-        times = [record["time"] for record in self.records]
-        return max([*times, *(entry.time for entry in self.entries)], default=None)
-
-    @property
     def goodput(self) -> Goodput | None:
         """Where its time went, if it has recorded that."""
         return add_up(self.entries) if self.entries else None

@@ -2,61 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import armillary
-from armillary import Checkpoint, CheckpointManager, Controller
+from armillary import Controller
 from armillary.data import from_arrays
 from armillary.errors import DatasetStateError
 from tests.mistakes import mistakes
-from tests.problems import MLP, Classifier, make_digits, make_strategy, read_state
-
-
-def make_controller(folder=None, num_replicas=2, *, repeat=False):
-    """Returns a controller of a model with all kinds of state: 5 steps in a pass."""
-    strategy = make_strategy(num_replicas)
-    digits = from_arrays(make_digits(40), batch_size=8, shuffle_seed=1, repeat=repeat)
-    dataset = strategy.distribute_dataset(digits)
-    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.adam(1e-2), dataset)
-    manager = None
-    if folder is not None:
-        checkpoint = Checkpoint(trainer=trainer, dataset=dataset)
-        manager = CheckpointManager(checkpoint, folder)
-    return Controller(
-        trainer=trainer,
-        global_step=trainer.optimizer.step,
-        strategy=strategy,
-        steps_per_loop=2,
-        checkpoint_manager=manager,
-    )
-
-
-def assert_same(controller, expected):
-    state = read_state(controller.trainer)
-    for path, value in read_state(expected.trainer).items():
-        np.testing.assert_array_equal(state[path], value, err_msg=path)
-
-
-@pytest.mark.slow
-@pytest.mark.each_case
-def test_epochs_are_passes_wherever_a_run_was_interrupted(tmp_path):
-    expected = make_controller(repeat=True)
-    expected.train(15)
-
-    at_once = make_controller()
-    at_once.train(epochs=3)
-    assert_same(at_once, expected)
-
-    make_controller(tmp_path).train(7, epochs=3)  # within the second pass
-    make_controller(tmp_path).train(epochs=2)  # at its end
-    resumed = make_controller(tmp_path)
-    for epoch in range(3):
-        resumed.train(epochs=epoch + 1)
-    assert_same(resumed, expected)
-    resumed.train(epochs=3)
-    assert resumed.trainer.optimizer.step[...] == 15
 
 
 class Sum(armillary.StandardTrainer):
@@ -161,12 +113,6 @@ def train_own():
 @mistakes(
     {
         ValueError: {
-            "`epochs` is 0, but it must be a positive": lambda: make_sum([]).train(
-                epochs=0
-            ),
-            "`epochs` is True, but it must": lambda: make_sum([]).train_and_evaluate(
-                epochs=True
-            ),
             "`epochs` is 2, but `train_dataset` repeats its data for ever": lambda: (
                 make_sum(from_arrays(BATCHES[0], batch_size=1, repeat=True)).train(
                     epochs=2

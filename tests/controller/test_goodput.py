@@ -13,7 +13,6 @@ import pytest
 
 import armillary
 from armillary.goodput import Category, read_goodput
-from armillary.goodput._journal import read_entries
 
 
 class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
@@ -85,20 +84,6 @@ def test_the_next_controller_is_another_attempt_of_the_run(tmp_path, stops):
     assert goodput.num_lost_steps == 0
     # The time after a stop request is lost, that after the end of training is not.
     assert (goodput.seconds[Category.DOWN] >= 0.2) == stops
-
-
-def test_evaluations_are_recorded_unless_the_job_does_not_train(tmp_path):
-    controller = make_controller(tmp_path)
-    controller.train(10)
-    controller.evaluate()
-    before = (tmp_path / "goodput.jsonl").read_bytes()
-    controller = make_controller(tmp_path)
-    controller.evaluate()
-    controller.evaluate_continuously(timeout=0)
-
-    assert (tmp_path / "goodput.jsonl").read_bytes() == before
-    assert read_goodput(tmp_path).seconds[Category.EVALUATING] >= 0.1
-    assert read_entries(tmp_path / "goodput.jsonl")[-1].is_done
 
 
 class Matrices(armillary.StandardTrainer):

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import textwrap
 import time
 
 import jax
@@ -87,19 +86,6 @@ def test_loops_that_ctrl_c_leaves_behind_are_reported(caplog, monkeypatch):
     ]
 
 
-def test_arrays_reach_log_lines_actions_and_summaries(caplog, tmp_path):
-    caplog.set_level("INFO", "armillary")
-    seen = []
-    output = {"loss": 0.5, "counts": jnp.arange(3)}
-
-    train_with_output(output, train_actions=[seen.append], summary_dir=tmp_path)
-
-    assert "output: {'loss': 0.5, 'counts': array([0, 1, 2]" in caplog.messages[-1]
-    np.testing.assert_array_equal(seen[0]["counts"], [0, 1, 2])
-    (file,) = tmp_path.glob("events*")
-    assert file.read_bytes().count(b"counts") == 3
-
-
 def train_with_output(output, **options):
     make_controller(lambda step: output, steps_per_loop=4, **options).train(12)
 
@@ -134,62 +120,33 @@ def test_an_output_that_is_not_finite_is_a_warning_once(output, shown, caplog):
 )
 def test_outputs_print_with_few_digits(output, text):
     assert format_output(output) == text
-
-
-def test_long_outputs_are_indented_on_lines_of_their_own():
-    text = format_output({"training": {"x" * 30: 1.0, "y" * 30: 2.0, "z" * 30: 3.0}})
-
-    first, *lines = text.splitlines()
-    assert first == ""
-    assert len(lines) == 3
-    assert all(line.startswith("    ") for line in lines)
+    # A long one has lines of its own.
+    long = format_output({"x" * 30: 1.0, "y" * 30: 2.0, "z" * 30: output})
+    first, *lines = long.splitlines()
+    assert first == "" and all(line.startswith("    ") for line in lines)
 
 
 PROGRAM = """
 import logging
 import orbax.checkpoint  # leaves a handler on the root logger
-from armillary.controller._controller import Controller
-from armillary.trainer._contract import AbstractTrainer
+from tests.controller.loops import make_controller
 
-class Trainer(AbstractTrainer):
-    step = 0
-    def train(self, num_steps):
-        self.step += num_steps
-
-{before}
-def make():
-    trainer = Trainer()
-    return Controller(
-        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1)
-make().train(1)
-{after}
-make().train(1)
+make_controller().train(10)
+logging.basicConfig(level="INFO", force=True)
+make_controller().train(10)
+logging.getLogger("armillary").setLevel("ERROR")
+make_controller().train(10)
 """
 
 
-def run_program(before="", after=""):
-    program = textwrap.dedent(PROGRAM).format(before=before, after=after)
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == ""
-    return [line for line in result.stderr.splitlines() if "steps/sec" in line]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "starts"),
-    [
-        ("", "logging.basicConfig(level='INFO', force=True)", ["train", "INFO:"]),
-        ("logging.getLogger('armillary').setLevel('ERROR')", "", []),
-    ],
-    ids=["configured-later", "silenced"],
-)
-def test_each_line_shows_once(before, after, starts):
-    lines = run_program(before, after)
-
-    assert [line[:5] for line in lines] == starts
+def test_each_line_shows_once_before_and_after_logging_is_configured():
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    lines = [line for line in result.stderr.splitlines() if "steps/sec" in line]
+    assert [line[:5] for line in lines] == ["train", "INFO:"]
 
 
 def count(step):

@@ -11,6 +11,7 @@ from flax import nnx
 
 import armillary
 from armillary.controller._display import find_parameters
+from tests.controller.loops import Loops
 
 ARRAYS = {"x": np.ones((64, 3), "float32")}
 
@@ -120,43 +121,36 @@ def test_a_worker_that_trains_alone_is_warned(
     assert not is_warned or "says that this is process 1 of 2, but the" in warnings[0]
 
 
-class Plain(armillary.AbstractTrainer):
+def vary(trainer, **attributes):
+    vars(trainer).update(attributes)
+    return trainer
+
+
+class Arrays(armillary.StandardTrainer):
     def __init__(self, **attributes):
+        super().__init__(make_source())
         vars(self).update(attributes)
 
-    def train(self, num_steps):
-        return None
+    def train_step(self, iterator):
+        next(iterator)
+
+
+PARAMS = {"w": jnp.ones((3, 3)), "v": jnp.ones((3, 3))}
+STATE = optax.adam(0.1).init(PARAMS)
 
 
 @pytest.mark.parametrize(
-    ("attributes", "count"),
+    ("trainer", "count"),
     [
-        ({}, None),
-        ({"params": {"w": jnp.ones((3, 3))}, "momentum": {"w": jnp.ones((3, 3))}}, 9),
-        ({"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}, 9),
-        ({"model": "a name"}, None),
+        (Loops(), None),
+        (vary(Loops(), params=PARAMS, momentum=PARAMS), 18),
+        (vary(Loops(), model=nnx.Linear(2, 3, rngs=nnx.Rngs(0))), 9),
+        (vary(Loops(), model="a name"), None),
+        (Arrays(params=PARAMS, environment={"x": jnp.ones(7)}, state=STATE), 18),
+        (Arrays(environment={"x": jnp.ones(7)}), None),
     ],
 )
-def test_a_trainer_written_by_hand_has_what_is_called_so(attributes, count):
-    summary = find_parameters(Plain(**attributes))
+def test_arrays_are_parameters_if_they_are_called_so(trainer, count):
+    summary = find_parameters(trainer)
 
     assert (summary and summary.count) == count
-
-
-def test_plain_arrays_of_a_trainer_are_no_parameters_unless_called_so():
-    class Arrays(armillary.StandardTrainer):
-        def __init__(self, **attributes):
-            super().__init__(make_source())
-            vars(self).update(attributes)
-
-        def train_step(self, iterator):
-            next(iterator)
-
-    environment = {"position": jnp.ones(7)}
-    params = {"w": jnp.ones((3, 3)), "v": jnp.ones((3, 3))}
-    state = optax.adam(0.1).init(params)
-
-    trainer = Arrays(params=params, environment=environment, state=state)
-
-    assert find_parameters(trainer).count == 18
-    assert find_parameters(Arrays(environment=environment)) is None

@@ -35,16 +35,6 @@ def test_what_a_killed_attempt_did_after_its_last_save_is_lost():
     assert goodput.total_seconds == pytest.approx(second.time - 100.0)
 
 
-def test_an_attempt_that_ran_no_step_loses_nothing_yet():
-    first = Attempt("a", 0.0, step=0).spend(4.0, step=8)
-    second = Attempt("b", first.time, step=5).spend(1.0, Category.START_UP)
-
-    goodput = add_up([*first.entries, *second.entries])
-
-    assert spent(goodput) == {"stepping": 4.0, "start_up": 1.0}
-    assert (goodput.num_steps, goodput.num_lost_steps) == (8, 0)
-
-
 def test_going_back_far_loses_several_attempts():
     one = Attempt("a", 0.0, step=0).spend(10.0, step=10).spend(10.0, step=20)
     two = Attempt("b", one.time, step=20).spend(10.0, step=30)
@@ -54,17 +44,6 @@ def test_going_back_far_loses_several_attempts():
 
     assert spent(goodput) == {"stepping": 20.0, "lost": 20.0}
     assert (goodput.num_steps, goodput.num_lost_steps) == (20, 20)
-
-
-def test_an_attempt_loses_what_it_does_again_and_nothing_by_looking_back():
-    attempt = Attempt("a", 0.0, step=0).spend(10.0, step=10).spend(6.0, step=16)
-    attempt.spend(1.0, Category.RESTORING, step=10)
-    assert add_up(attempt.entries).seconds[Category.LOST] == 0
-
-    goodput = add_up(attempt.spend(3.0, step=14).entries)
-
-    assert spent(goodput) == {"stepping": 13.0, "restoring": 1.0, "lost": 6.0}
-    assert (goodput.num_steps, goodput.num_lost_steps) == (14, 6)
 
 
 @pytest.mark.parametrize(
