@@ -14,7 +14,6 @@ from flax import nnx
 import armillary
 from armillary._process import Process, get_process, set_process
 from armillary.actions import ExportFileManager, ExportModel
-from tests.mistakes import mistakes
 from tests.problems import MLP, Classifier, make_digits, make_strategy
 
 IMAGES = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
@@ -77,19 +76,6 @@ def test_an_export_runs_without_the_code_that_trained_it(tmp_path):
     assert ended.returncode == 0, ended.stderr
     result = np.load(tmp_path / "result.npy")
     np.testing.assert_allclose(result, model(IMAGES), rtol=1e-6)
-
-
-def test_the_parameters_are_those_of_the_moment(tmp_path):
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    export = make(tmp_path, model)
-    expected = []
-    for _ in range(2):
-        export({"loss": 1.0})
-        expected.append(np.array(model(IMAGES[:1])))
-        model.kernel[...] = model.kernel[...] * 2
-    files = export.file_manager.managed_files
-    for path, value in zip(files, expected, strict=True):
-        np.testing.assert_allclose(load(path).call(IMAGES[:1]), value, rtol=1e-6)
 
 
 def test_any_batch_size_if_it_is_asked_for(tmp_path):
@@ -155,24 +141,6 @@ def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_pat
     assert export.file_manager.managed_files == []
     jax.tree.map(np.testing.assert_array_equal, read_all(model), arrays)
     model(IMAGES)  # No tracer was left behind.
-
-
-def test_keys_and_other_dtypes_are_constants(tmp_path):
-    class Noise:
-        def __init__(self):
-            self.key = jax.random.key(7)
-            self.scale = jnp.ones((), jnp.bfloat16)
-
-        def __call__(self, x):
-            noise = jax.random.normal(self.key, x.shape, jnp.bfloat16)
-            return x + noise * self.scale
-
-    noise = Noise()
-    export = make(tmp_path, noise)
-    export()
-    (path,) = export.file_manager.managed_files
-    result = load(path).call(IMAGES[:1])
-    np.testing.assert_allclose(result, noise(IMAGES[:1]), rtol=1e-2)
 
 
 def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
@@ -291,24 +259,3 @@ def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
         write(manager)
         kept.append(list_names(manager))
     assert kept == [["export-100"], ["export-200"], ["export-50"], ["export-200"]]
-
-
-@mistakes(
-    {
-        TypeError: {
-            "`file_manager` is 'export' of type str.*`next_name`, `clean_up`.*Use": (
-                lambda d: ExportModel(print, "export", args=())
-            ),
-            "`args` is .* must be a `tuple`. Use": lambda d: make(d, print, [1]),
-        },
-        ValueError: {
-            "`platforms` is 'gpu', but it must be one of 'cpu', 'cuda'": (
-                lambda d: make(d, print, platforms=("cpu", "gpu"))
-            ),
-            "`platforms` is 'gpu'": lambda d: make(d, print, platforms="gpu"),
-        },
-    }
-)
-def test_wrong_arguments_are_errors(call, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        call(tmp_path)

@@ -42,12 +42,6 @@ def test_a_run_that_resumes_goes_on_with_the_same_multiples():
     assert seen == [50, 80, 100]
 
 
-def test_a_loop_longer_than_the_interval_runs_it_once():
-    seen = []
-    run(60, steps_per_loop=30, train_actions=[PeriodicAction(collect(seen), 7)])
-    assert seen == [30, 60]
-
-
 def test_it_combines_with_other_actions():
     seen = []
     inner = PeriodicAction([collect(seen), collect(seen)], interval=20)

@@ -72,23 +72,20 @@ def test_whole_loops_are_traced(tmp_path, caplog):
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
-def test_the_trace_ends_with_training(tmp_path):
-    make_controller(Profile(at=5, steps=1000, directory=tmp_path)).train(15)
-    assert read_steps(tmp_path) == [5, 10]
+def test_the_trace_ends_with_training_and_with_an_exception(tmp_path):
+    make_controller(Profile(at=5, steps=1000, directory=tmp_path / "a")).train(15)
+    assert read_steps(tmp_path / "a") == [5, 10]
     assert not is_tracing()
-
-
-def test_the_trace_ends_with_an_exception(tmp_path):
     trainer = Trainer()
 
     def fail(output):
         if trainer.step[...] == 10:
             raise ValueError("the disk is full")
 
-    profile = Profile(at=5, steps=1000, directory=tmp_path)
+    profile = Profile(at=5, steps=1000, directory=tmp_path / "b")
     with pytest.raises(ValueError, match="the disk is full"):
         make_controller(profile, fail, trainer=trainer).train(15)
-    assert read_steps(tmp_path) == [5]
+    assert read_steps(tmp_path / "b") == [5]
     assert not is_tracing()
 
 

@@ -1,7 +1,6 @@
 """`SaveCheckpointIfPreempted` in one process, and in threads that act as processes."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,17 +14,15 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from armillary.actions import SaveCheckpointIfPreempted, _save_if_preempted
+from armillary.actions import SaveCheckpointIfPreempted
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._store import Store
 from armillary.cluster import TerminationConfig
-from armillary.cluster._peers import Peers
 from armillary.controller._controller import Controller
 from armillary.errors import CheckpointError
 from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
-from tests.peers import run_together
 
 
 class Run(AbstractTrainer, AbstractEvaluator):
@@ -112,28 +109,6 @@ def test_the_same_program_goes_on_from_there_and_ends_well(tmp_path):
     goodput = read_goodput(tmp_path)
     assert (goodput.num_attempts, goodput.num_steps) == (2, 8)
     assert goodput.num_lost_steps == 0
-    events = [
-        (entry["event"], entry["done"])
-        for entry in map(
-            json.loads, (tmp_path / "goodput.jsonl").read_text().splitlines()
-        )
-    ]
-    assert [done for event, done in events if event == "end"] == [False, True]
-
-
-def test_further_signals_change_nothing(tmp_path, monkeypatch):
-    wait = Store.wait
-
-    def wait_and_terminate(store: Store) -> None:
-        # In the thread that saves: the main thread waits for it.
-        terminate()
-        wait(store)
-
-    monkeypatch.setattr(Store, "wait", wait_and_terminate)
-    run = Run(at_2=terminate)
-    manager = make_manager(run, tmp_path)
-    assert end_of(run, manager) == 77
-    assert saved_names(manager) == ["checkpoint_2"]
 
 
 ENDING = """
@@ -209,19 +184,6 @@ def test_a_step_is_not_saved_twice(tmp_path, caplog):
     assert f"saved {tmp_path}/checkpoint_4;" in said(caplog)[0]
 
 
-def test_an_exit_function_ends_the_program_in_its_own_way(tmp_path, caplog):
-    caplog.set_level("INFO", logger="armillary")
-    run = Run(at_1=terminate)
-    manager = make_manager(run, tmp_path)
-
-    def leave() -> None:
-        assert saved_names(manager) == ["checkpoint_2"]
-        raise SystemExit(42)
-
-    assert end_of(run, manager, TerminationConfig(exit_fn=leave)) == 42
-    assert said(caplog)[0].endswith("checkpoint_2; calls `exit_fn`.")
-
-
 def test_training_that_goes_on_saves_once_for_each_notice(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     before, calls = signal.getsignal(signal.SIGTERM), []
@@ -237,30 +199,6 @@ def test_training_that_goes_on_saves_once_for_each_notice(tmp_path, caplog):
         f"saved {tmp_path}/checkpoint_{step}; calls `exit_fn`." for step in (2, 6)
     ]
     assert calls == ["exit", "exit"]
-
-
-@pytest.mark.slow
-def test_a_watcher_is_a_notice_like_a_signal(tmp_path, caplog):
-    caplog.set_level("INFO", logger="armillary")
-    is_taken, was_asked = threading.Event(), threading.Event()
-
-    def watcher() -> bool:
-        was_asked.set()
-        return is_taken.is_set()
-
-    def take() -> None:
-        is_taken.set()
-        was_asked.clear()
-        assert was_asked.wait(60.0)
-        was_asked.clear()
-        assert was_asked.wait(60.0)
-
-    run = Run(at_3=take)
-    manager = make_manager(run, tmp_path)
-    config = TerminationConfig(watcher=watcher)
-    assert end_of(run, manager, config) == 77
-    assert saved_names(manager) == ["checkpoint_4"]
-    assert said(caplog)[0].startswith("preempted: `watcher`; saved")
 
 
 def fail_to_save(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -295,75 +233,3 @@ def test_a_signal_after_the_last_loop_is_not_forgotten_in_silence(tmp_path, capl
         controller.train(2)
         terminate()
     assert "SIGTERM came after the last loop, so nothing was saved" in caplog.text
-
-
-class Notes(CheckpointManager):
-    """Only notes at which steps it is to save: Orbax saves one thing at a time."""
-
-    def __init__(self, run: Run, directory: Path) -> None:
-        super().__init__(Checkpoint(step=run.step), directory)
-        self.run, self.steps = run, []
-
-    def save(self, checkpoint_number=None, check_interval=False) -> str:
-        self.steps.append(int(self.run.step.get_value()))
-        return str(self.steps[-1])
-
-
-@contextlib.contextmanager
-def threads_as_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yields what runs a function of `Peers` in threads that share nothing else."""
-    local = threading.local()
-    monkeypatch.setattr(
-        _save_if_preempted, "get_peers", lambda: getattr(local, "peers", None)
-    )
-
-    def run(fn: Callable[[Peers], Any]) -> list[Any]:
-        def as_process(peers: Peers) -> Any:
-            local.peers = peers
-            try:
-                return fn(peers)
-            except SystemExit as end:
-                return end.code
-
-        return run_together(as_process)
-
-    yield run
-
-
-def test_processes_save_the_same_step_if_one_of_them_is_to_end(
-    tmp_path, monkeypatch, caplog
-):
-    caplog.set_level("INFO", logger="armillary")
-    runs = [Run(), Run()]
-    managers = [Notes(run, tmp_path) for run in runs]
-    with (
-        SaveCheckpointIfPreempted(managers[0]) as first,
-        # Of two in one process, the newer one hears the signal.
-        SaveCheckpointIfPreempted(managers[1]) as second,
-        threads_as_processes(monkeypatch) as run_all,
-    ):
-
-        def train(peers: Peers) -> None:
-            run, action = runs[peers.index], (first, second)[peers.index]
-            for loop in range(20):
-                run.train(2)
-                if loop == 4 and peers.index == 1:
-                    second._notice.source = "SIGTERM"
-                action()
-
-        assert run_all(train) == [77, 77]
-    assert [manager.steps for manager in managers] == [[10], [10]]
-    assert said(caplog)
-    assert all("SIGTERM in process 1 of 2; saved" in line for line in said(caplog))
-
-
-def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch):
-    manager = make_manager(Run(), tmp_path)
-    with (
-        SaveCheckpointIfPreempted(manager) as action,
-        threads_as_processes(monkeypatch) as run_all,
-    ):
-        action._notice.source = "SIGTERM"
-        found = run_all(lambda peers: action._find_notice())
-        action._notice.source = None
-    assert found == ["SIGTERM in process 0 of 2, and in 1 more"] * 2
