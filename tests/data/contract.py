@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -16,6 +17,23 @@ from tests.feeds import open_reader
 
 BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 """What a source under test gives: as arrays, or in a dictionary with one entry."""
+
+
+def make_grain_loader(
+    num_examples: int = 10, batch_size: int = 4, shuffle_seed: int | None = None
+) -> grain.DataLoader:
+    """Returns a loader of numbers, in this process."""
+    return grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, num_examples, 1),
+        sampler=grain.samplers.IndexSampler(
+            num_examples,
+            shuffle=shuffle_seed is not None,
+            seed=shuffle_seed or 0,
+            num_epochs=1,
+        ),
+        operations=[grain.transforms.Batch(batch_size)],
+        worker_count=0,
+    )
 
 
 def read(iterator: Any) -> list[list[int]]:

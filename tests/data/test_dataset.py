@@ -9,6 +9,7 @@ import pytest
 from armillary.data import DistributedDataset, InputOptions, from_arrays
 from armillary.errors import DatasetStateError
 from tests import problems
+from tests.data.contract import make_grain_loader
 from tests.feeds import open_reader, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefetch_threads")
@@ -25,15 +26,6 @@ class PositionedIterable:
         return Positioned()
 
 
-def make_loader():
-    return grain.DataLoader(
-        data_source=grain.sources.RangeDataSource(0, 20, 1),
-        sampler=grain.samplers.IndexSampler(20, shuffle=True, seed=3, num_epochs=1),
-        operations=[grain.transforms.Batch(4)],
-        worker_count=0,
-    )
-
-
 SOURCES = {
     "arrays": lambda: from_arrays(np.arange(20), batch_size=4, shuffle_seed=3),
     "repeated arrays": lambda: from_arrays(
@@ -41,7 +33,7 @@ SOURCES = {
     ),
     "grain map": lambda: grain.MapDataset.range(20).shuffle(seed=3).batch(4),
     "grain iter": lambda: grain.MapDataset.range(20).to_iter_dataset().batch(4),
-    "grain loader": make_loader,
+    "grain loader": lambda: make_grain_loader(20, shuffle_seed=3),
     "iterable": PositionedIterable,
     "function": lambda: Positioned,
     "iterator": Positioned,
@@ -145,37 +137,6 @@ def test_state_is_that_of_batches_used_and_not_of_those_read_ahead(make_dataset)
     assert state["full_size"] == 4
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_pass_is_exhausted_once_the_program_saw_its_end(make_dataset, prefetch):
-    dataset = make_dataset(SOURCES["arrays"](), prefetch=prefetch)
-    iterator = iter(dataset)
-    read(iterator, NUM_BATCHES)
-    time.sleep(0.01)
-    assert not dataset.get_state()["exhausted"]
-    assert read(iterator) == []
-    assert dataset.get_state()["exhausted"]
-
-
-def test_after_a_finished_pass_iter_begins_the_next_one(make_dataset):
-    dataset = make_dataset(SOURCES["arrays"]())
-    read(iter(dataset))
-    state = dataset.get_state()
-    following = read(iter(dataset))
-    resumed = make_dataset(SOURCES["arrays"]())
-    resumed.set_state(state)
-    assert read(iter(resumed)) == following
-
-
-def test_after_a_finished_pass_training_has_no_data_and_evaluation_has(make_dataset):
-    dataset = make_dataset(SOURCES["arrays"]())
-    read(iter(dataset))
-    state = dataset.get_state()
-    for exact, count in [(False, 0), (True, NUM_BATCHES)]:
-        resumed = make_dataset(SOURCES["arrays"]())
-        resumed.set_state(state)
-        assert len(list(open_reader(resumed, exact=exact))) == count
-
-
 def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
     release = threading.Event()
 
@@ -195,63 +156,6 @@ def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
     assert first + read(iter(dataset)) == [batch.tolist() for batch in make_batches()]
 
 
-def test_remainder_rules_survive_a_resume_before_the_short_batch(make_dataset):
-    def batches():
-        return grain.MapDataset.range(10).batch(4)
-
-    for remainder, expected in [("drop", 0), ("pad", 1)]:
-        dataset = make_dataset(
-            batches().map(lambda rows: {"x": rows}), remainder=remainder
-        )
-        iterator = iter(dataset)
-        next(iterator)
-        next(iterator)
-        state = dataset.get_state()
-        resumed = make_dataset(
-            batches().map(lambda rows: {"x": rows}), remainder=remainder
-        )
-        resumed.set_state(state)
-        rest = list(resumed)
-        assert [batch.arrays["x"].shape for batch in rest] == [(2, 2)] * expected
-
-
-def test_states_that_do_not_fit_change_nothing(make_dataset):
-    dataset = make_dataset(SOURCES["grain map"]())
-    iterator = iter(dataset)
-    everything = read(iter(make_dataset(SOURCES["grain map"]())))
-    read(iterator, 2)
-    state = dataset.get_state()
-    bad = state | {"source": {"next_index": 99}}
-    with pytest.raises(DatasetStateError) as caught:
-        dataset.set_state(bad)
-    assert "does not fit the source (grain.MapDataset)" in str(caught.value)
-    assert "in the state:    {'next_index': 99}" in str(caught.value)
-    assert "the source says: IndexError" in str(caught.value)
-    assert dataset.get_state() == state
-    assert read(iterator) == everything[2:]
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        (make_batches(), "iterable list"),
-        (lambda: iter(make_batches()), "generator function"),
-        (iter(make_batches()), "iterator"),
-    ],
-)
-def test_sources_without_a_position_say_so(make_dataset, source, name):
-    dataset = make_dataset(source)
-    message = rf"The source \({name}\) cannot be repositioned.*from_arrays"
-    for ask in [
-        dataset.check_repositionable,
-        dataset.get_state,
-        lambda: dataset.set_state({}),
-    ]:
-        with pytest.raises(DatasetStateError, match=message):
-            ask()
-    assert read(iter(dataset)) == [batch.tolist() for batch in make_batches()]
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_of_the_source_keep_their_traceback(make_dataset, prefetch):
     def read_file():
@@ -266,68 +170,6 @@ def test_errors_of_the_source_keep_their_traceback(make_dataset, prefetch):
     with pytest.raises(OSError, match="no such file") as caught:
         next(iterator)
     assert "read_file" in [entry.name for entry in caught.traceback]
-
-
-def test_after_an_error_the_dataset_can_go_back(make_dataset):
-    failures = [OSError("once")]
-
-    class Flaky(Positioned):
-        def __next__(self):
-            if self.state["index"] == 2 and failures:
-                raise failures.pop()
-            return super().__next__()
-
-    dataset = make_dataset(Flaky)
-    iterator = iter(dataset)
-    read(iterator, 2)
-    with pytest.raises(OSError, match="once"):
-        next(iterator)
-    dataset.set_state(dataset.get_state())
-    assert len(read(iterator)) == NUM_BATCHES - 2
-
-
-def test_threads_end_with_the_pass_with_close_and_with_the_iterator(
-    make_dataset, prefetch_threads
-):
-    dataset = make_dataset(SOURCES["repeated arrays"]())
-    iterator = iter(dataset)
-    next(iterator)
-    assert len(prefetch_threads()) == 1
-    iterator.close()
-    assert not prefetch_threads()
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-    iterator = iter(dataset)
-    next(iterator)
-    assert len(prefetch_threads()) == 1
-    del iterator
-    wait_until(lambda: not prefetch_threads())
-
-    finite = iter(make_dataset(make_batches()))
-    read(finite)
-    wait_until(lambda: not prefetch_threads())
-    for _ in make_dataset(SOURCES["repeated arrays"]()):
-        break
-    wait_until(lambda: not prefetch_threads())
-
-
-def test_element_spec_does_not_use_a_batch(make_dataset):
-    for source in [make_batches(), iter(make_batches()), SOURCES["arrays"]()]:
-        dataset = make_dataset(source)
-        assert dataset.element_spec.shape == (4,)
-        iterator = iter(dataset)
-        assert dataset.element_spec.dtype == np.int32
-        assert len(read(iterator)) == NUM_BATCHES
-
-
-def test_element_spec_of_a_pass_that_has_begun(make_dataset):
-    for count in [0, 1]:
-        dataset = make_dataset(iter(make_batches()))
-        iterator = iter(dataset)
-        read(iterator, count)
-        assert dataset.element_spec.shape == (4,)
-        assert len(read(iterator)) == NUM_BATCHES - count
 
 
 def test_element_spec_of_a_pass_that_was_saved_at_its_last_batch(make_dataset):
@@ -345,3 +187,99 @@ def test_element_spec_of_no_data_is_an_error(make_dataset):
     for source, name in [([], "iterable list"), (iter([]), "iterator")]:
         with pytest.raises(ValueError, match=rf"source \({name}\) has no batches"):
             _ = make_dataset(source).element_spec
+
+
+def test_after_a_finished_pass_training_has_no_data_and_others_begin_the_next(
+    make_dataset,
+):
+    dataset = make_dataset(SOURCES["arrays"]())
+    read(iter(dataset))
+    state = dataset.get_state()
+
+    def resume():
+        resumed = make_dataset(SOURCES["arrays"]())
+        resumed.set_state(state)
+        return resumed
+
+    assert read(iter(resume())) == read(iter(dataset))
+    assert list(open_reader(resume())) == []
+    assert len(list(open_reader(resume(), exact=True))) == NUM_BATCHES
+
+
+@pytest.mark.parametrize(("remainder", "num_left"), [("drop", 0), ("pad", 1)])
+def test_remainder_rules_survive_a_resume_before_the_short_batch(
+    make_dataset, remainder, num_left
+):
+    def make():
+        source = grain.MapDataset.range(10).batch(4).map(lambda rows: {"x": rows})
+        return make_dataset(source, remainder=remainder)
+
+    dataset = make()
+    iterator = iter(dataset)
+    for _ in range(2):
+        next(iterator)
+    resumed = make()
+    resumed.set_state(dataset.get_state())
+    assert [batch.arrays["x"].shape for batch in resumed] == [(2, 2)] * num_left
+
+
+def test_states_that_do_not_fit_change_nothing(make_dataset):
+    dataset = make_dataset(SOURCES["grain map"]())
+    everything = read(iter(make_dataset(SOURCES["grain map"]())))
+    iterator = iter(dataset)
+    read(iterator, 2)
+    state = dataset.get_state()
+    message = (
+        r"(?s)does not fit the source \(grain.MapDataset\).*"
+        r"state: +{'next_index': 99}.*says: IndexError"
+    )
+    with pytest.raises(DatasetStateError, match=message):
+        dataset.set_state(state | {"source": {"next_index": 99}})
+    assert dataset.get_state() == state
+    assert read(iterator) == everything[2:]
+
+
+def test_sources_without_a_position_say_so(make_dataset):
+    dataset = make_dataset(iter(make_batches()))
+    message = r"The source \(iterator\) cannot be repositioned.*from_arrays"
+    for ask in [
+        dataset.check_repositionable,
+        dataset.get_state,
+        lambda: dataset.set_state({}),
+    ]:
+        with pytest.raises(DatasetStateError, match=message):
+            ask()
+    assert len(read(iter(dataset))) == NUM_BATCHES
+
+
+def test_threads_end_with_the_pass_with_close_and_with_the_iterator(
+    make_dataset, prefetch_threads
+):
+    dataset = make_dataset(SOURCES["repeated arrays"]())
+    iterator = iter(dataset)
+    for is_closed in (True, False):
+        next(iterator)
+        assert len(prefetch_threads()) == 1
+        if is_closed:
+            iterator.close()
+            assert not prefetch_threads()
+        iterator = iter(dataset)
+        wait_until(lambda: not prefetch_threads())
+    finite = iter(make_dataset(make_batches()))
+    read(finite)
+    wait_until(lambda: not prefetch_threads())
+    for _ in dataset:
+        break
+    wait_until(lambda: not prefetch_threads())
+
+
+@pytest.mark.parametrize("make", [make_batches, lambda: iter(make_batches())])
+@pytest.mark.parametrize("count", [0, 1])
+def test_element_spec_does_not_use_a_batch(make_dataset, make, count):
+    dataset = make_dataset(make())
+    if not count:
+        assert dataset.element_spec.shape == (4,)
+    iterator = iter(dataset)
+    read(iterator, count)
+    assert dataset.element_spec.dtype == np.int32
+    assert len(read(iterator)) == NUM_BATCHES - count

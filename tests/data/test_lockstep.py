@@ -57,12 +57,6 @@ def batches_of(*sizes: int, start: int = 0) -> list[np.ndarray]:
     return [np.full(size, start + i) for i, size in enumerate(sizes)]
 
 
-def test_training_ends_with_the_shortest_data():
-    first, second = read(lambda i: batches_of(*[4] * (3 - i)), exact=False)
-    assert [batch[:2] for batch in first] == [(4, 2), (4, 2)]
-    assert [batch[:2] for batch in second] == [(4, 2), (4, 2)]
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("lengths", [(50, 45), (40, 20), (11, 11), (1, 39)])
 def test_evaluation_uses_every_batch_of_every_process(lengths, prefetch):
@@ -84,86 +78,63 @@ def test_evaluation_uses_every_batch_of_every_process(lengths, prefetch):
         assert used == np.concatenate(expected).tolist()
 
 
-def test_larger_batches_run_first_and_the_others_take_part_without_data():
-    outcomes = read(lambda i: batches_of(4, 2) if i else batches_of(4, 4), exact=True)
+# By what they show: the sizes of the batches of each process, whether the pass is
+# exact, how many replicas a process has, and the steps: their size and who has data.
+PLANS = {
+    "the shortest ends training": ([(4,) * 3, (4,) * 2], False, 1, [(4, 2)] * 2),
+    "large ones first": ([(4, 4), (4, 2)], True, 1, [(4, 2), (4, 1), (2, (1,))]),
+    "active by number": ([(4, 4, 4), (4, 4)], True, 2, [(4, 4), (4, 1)]),
+    "active by place": ([(4, 4), (4, 4, 4)], True, 2, [(4, 4), (4, (2,))]),
+    "no example": ([(), ()], True, 1, []),
+}
+for count in (19, 20, 21, 40):
+    plan = [(4, 1)] * count + [(2, (1,))]
+    PLANS[f"{count} steps until its turn"] = ([(4,) * count, (2,)], True, 1, plan)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_processes_come_to_one_sequence_of_steps(kind):
+    sizes, exact, num_own, expected = PLANS[kind]
+    outcomes = read(lambda i: batches_of(*sizes[i]), exact=exact, num_own=num_own)
     for outcome in outcomes:
-        assert [batch[:2] for batch in outcome] == [(4, 2), (4, 1), (2, (1,))]
+        assert [batch[:2] for batch in outcome] == expected
 
 
-@pytest.mark.parametrize("num_large", [19, 20, 21, 40])
-def test_a_process_may_have_to_wait_for_its_turn(num_large):
-    outcomes = read(
-        lambda i: batches_of(2) if i else batches_of(*[4] * num_large), exact=True
-    )
-    for outcome in outcomes:
-        plan = [batch[:2] for batch in outcome]
-        assert plan == [(4, 1)] * num_large + [(2, (1,))]
-
-
-def test_processes_with_two_replicas_count_active_ones_by_number():
-    outcomes = read(
-        lambda i: batches_of(*[4] * (3 - i)), exact=True, num_own=2, count=2
-    )
-    # Process 0 has three batches for its two replicas, process 1 has two.
-    for outcome in outcomes:
-        assert [batch[1] for batch in outcome] == [4, 1]
-    outcomes = read(lambda i: batches_of(*[4] * (2 + i)), exact=True, num_own=2)
-    for outcome in outcomes:
-        assert [batch[1] for batch in outcome] == [4, (2,)]
-
-
-def test_training_batches_of_different_sizes_are_shown():
-    outcomes = read(lambda i: batches_of(*[4 - i] * 3), exact=False)
-    for outcome in outcomes:
-        with pytest.raises(BatchSizeError, match="batches of the processes differ"):
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda i: batches_of(4 - i), {"exact": False}, "batches of the processes dif"),
+        (
+            lambda i: batches_of(4, 3),
+            {"exact": False, "num_own": 2},
+            "2 replicas take one batch each",
+        ),
+        (
+            lambda i: [np.zeros((4, 3 - i))],
+            {"exact": True},
+            r"process 0: .*float.* \(1, 4, 3\)",
+        ),
+        (
+            lambda i: [] if i else batches_of(4),
+            {"exact": True},
+            "Process 1 of 2 has no example",
+        ),
+    ],
+    ids=["sizes", "sizes in a process", "structure", "no example"],
+)
+def test_batches_that_do_not_go_together_are_shown_by_all(make, options, message):
+    for outcome in read(make, **options):
+        with pytest.raises(BatchSizeError, match=message):
             raise outcome
 
 
-def test_uneven_batches_of_data_of_its_own_are_refused_with_what_helps():
+def test_uneven_batches_of_data_of_its_own_are_for_evaluation_alone():
     message = '`remainder` is "exact", but each process reads data of its own'
-    outcomes = read(lambda i: batches_of(4, 3), exact=False, remainder="exact")
-    for outcome in outcomes:
+    for outcome in read(lambda i: batches_of(4, 3), exact=False, remainder="exact"):
         with pytest.raises(ValueError, match=message):
             raise outcome
     evaluation = read(lambda i: batches_of(4, 3), exact=True, remainder="exact")
     assert [batch[:2] for batch in evaluation[0]] == [(4, 2), (3, 2)]
-    uneven = read(lambda i: batches_of(4, 3), exact=False, num_own=2)
-    with pytest.raises(BatchSizeError, match="2 replicas take one batch each"):
-        raise uneven[0]
-
-
-def test_batches_of_different_structure_are_shown():
-    outcomes = read(lambda i: [np.zeros((4, 2)) if i else np.zeros((4, 3))], exact=True)
-    for outcome in outcomes:
-        with pytest.raises(BatchSizeError, match=r"process 0: .*float.* \(1, 4, 3\)"):
-            raise outcome
-
-
-def test_a_process_without_any_example_says_so():
-    for outcome in read(lambda i: [] if i else batches_of(4), exact=True):
-        with pytest.raises(BatchSizeError, match="Process 1 of 2 has no example"):
-            raise outcome
-
-
-def test_no_process_having_any_example_is_an_empty_evaluation():
-    assert read(lambda i: [], exact=True) == [[], []]
-
-
-def test_a_source_that_fails_ends_the_others():
-    def make(index: int) -> Any:
-        def generate() -> Any:
-            yield np.zeros(4)
-            if index:
-                raise OSError("the disk is gone")
-            yield np.zeros(4)
-
-        return generate
-
-    first, second = read(make, exact=True)
-    with pytest.raises(OSError, match="the disk is gone"):
-        raise second
-    with pytest.raises(PeerError, match="process 1 of 2: OSError: the disk is gone"):
-        raise first
 
 
 class Counted:

@@ -6,13 +6,12 @@ import grain
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import armillary
 from armillary.data import FixedLenFeature, InputOptions, from_arrays, from_tfrecords
 from armillary.data.sources import _arrays
 from armillary.errors import DatasetStateError
+from tests.data.contract import make_grain_loader
 from tests.problems import make_strategy
 from tests.records import make_record, write_records
 
@@ -38,14 +37,6 @@ def make_grain(seed=0, batch_size=5, num_examples=20, is_iter=False):
     return (data.to_iter_dataset() if is_iter else data).batch(batch_size)
 
 
-def make_loader(seed):
-    return grain.DataLoader(
-        data_source=grain.sources.RangeDataSource(0, 20, 1),
-        sampler=grain.samplers.IndexSampler(20, shuffle=True, seed=seed, num_epochs=1),
-        operations=[grain.transforms.Batch(5)],
-    )
-
-
 def save(source, num_batches=2, **options):
     """Returns the position after some batches, as a checkpoint holds it."""
     dataset = strategy.distribute_dataset(source, InputOptions(**options))
@@ -58,7 +49,7 @@ def save(source, num_batches=2, **options):
 def restore(source, state, **options):
     dataset = strategy.distribute_dataset(source, InputOptions(**options))
     dataset.set_state(state)
-    return [np.asarray(batch["x"]).ravel().tolist() for batch in dataset]
+    return np.concatenate([np.ravel(batch["x"]) for batch in dataset]).tolist()
 
 
 CHANGES = {
@@ -66,11 +57,6 @@ CHANGES = {
         lambda _: make_arrays(),
         lambda _: make_arrays(shuffle_seed=1),
         "  shuffle_seed: 0 in the state, 1 in the program\n",
-    ),
-    "shuffling": (
-        lambda _: make_arrays(),
-        lambda _: make_arrays(shuffle_seed=None),
-        "  shuffle_seed: 0 in the state, None in the program\n",
     ),
     "size": (
         lambda _: make_arrays(),
@@ -81,11 +67,6 @@ CHANGES = {
         lambda _: make_arrays(),
         lambda _: make_arrays(np.arange(20)[::-1]),
         "  array x: int64 (20,) #b703573f in the state, int64 (20,) #",
-    ),
-    "seed of files": (
-        lambda path: make_records(path, shuffle_seed=3),
-        lambda path: make_records(path, shuffle_seed=4),
-        "  shuffle_seed: 3 in the state, 4 in the program\n",
     ),
     "order of files": (
         make_records,
@@ -137,32 +118,29 @@ def test_another_order_is_an_error_and_changes_nothing(change, tmp_path):
 
 
 def test_a_loader_of_grain_compares_its_sampler():
-    state = save(make_loader(0))
-    with pytest.raises(DatasetStateError, match=r"(?s)seed=0.*seed=1"):
-        strategy.distribute_dataset(make_loader(1)).set_state(state)
-
-
-def as_rows(batches):
-    return np.concatenate(batches).tolist()
+    state = save(make_grain_loader(shuffle_seed=2))
+    other = strategy.distribute_dataset(make_grain_loader(shuffle_seed=1))
+    with pytest.raises(DatasetStateError, match=r"(?s)seed=2.*seed=1"):
+        other.set_state(state)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_what_does_not_change_the_order_may_change(num_replicas, tmp_path):
     state = save(make_arrays())
-    rows = as_rows(restore(make_arrays(), state))
+    rows = restore(make_arrays(), state)
     assert len(rows) == 10
     for changed in (
         make_arrays(batch_size=2),
         make_arrays(drop_remainder=True),
         make_arrays(np.arange(20).copy()),
     ):
-        assert as_rows(restore(changed, state)) == rows
-        assert as_rows(restore(changed, state, place_on_device=True)) == rows
+        assert restore(changed, state) == rows
+        assert restore(changed, state, place_on_device=True) == rows
         moved = make_strategy(num_replicas).distribute_dataset(changed)
         moved.set_state(state)
         assert moved.get_state() == state
     resident = save(make_arrays(), place_on_device=True)
-    assert as_rows(restore(make_arrays(), resident)) == rows
+    assert restore(make_arrays(), resident) == rows
     # Other features of the same records, and other batches of what counts examples.
     state = save(make_records(tmp_path))
     source = from_tfrecords(
@@ -170,7 +148,7 @@ def test_what_does_not_change_the_order_may_change(num_replicas, tmp_path):
         {"x": FixedLenFeature((1,), np.int64), "y": FixedLenFeature((), np.int32)},
         batch_size=3,
     )
-    assert as_rows(restore(source, state)) == list(range(10, 20))
+    assert restore(source, state) == list(range(10, 20))
     state = save(make_grain(is_iter=True))
     changed = make_grain(is_iter=True, batch_size=2)
     moved = strategy.distribute_dataset(changed)
@@ -183,29 +161,21 @@ def test_between_two_passes_other_data_may_follow(num_batches):
     # The end of a pass is seen when nothing follows its last batch.
     state = save(make_arrays(), num_batches)
     assert "order" not in state
-    assert (
-        len(as_rows(restore(make_arrays(np.arange(23), shuffle_seed=1), state))) == 23
-    )
+    assert len(restore(make_arrays(np.arange(23), shuffle_seed=1), state)) == 23
 
 
-@given(
-    data=st.data(),
-    dtype=st.sampled_from(
-        [np.int8, np.float64, bool, np.complex64, ml_dtypes.bfloat16]
-    ),
-    shape=st.tuples(st.integers(1, 9), st.integers(1, 3)),
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.float64, bool, np.complex64, ml_dtypes.bfloat16]
 )
-def test_a_fingerprint_sees_each_changed_value(data, dtype, shape):
-    array = np.zeros(shape, dtype)
-    place = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    changed = array.copy()
-    changed[place] = 1
-    first, same, other = (
-        from_arrays(each, batch_size=1).order_of_examples
-        for each in (array, np.asfortranarray(array), changed)
-    )
-    assert first == same
-    assert first != other
+def test_a_fingerprint_sees_each_changed_value(dtype):
+    array = np.zeros((4, 3), dtype)
+    expected = from_arrays(array, batch_size=1).order_of_examples
+    same = from_arrays(np.asfortranarray(array), batch_size=1)
+    assert same.order_of_examples == expected
+    for place in np.ndindex(array.shape):
+        changed = array.copy()
+        changed[place] = 1
+        assert from_arrays(changed, batch_size=1).order_of_examples != expected
 
 
 def test_of_large_arrays_a_fingerprint_sees_rows_from_end_to_end(monkeypatch):

@@ -1,4 +1,3 @@
-import threading
 import time
 
 import jax
@@ -31,81 +30,6 @@ def test_items_come_in_order_and_the_end_stays(size):
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(prefetcher)
-
-
-def test_reads_no_further_than_size():
-    read = []
-    prefetcher = Prefetcher(note_numbers(10, read), 3, OWNER)
-    assert read == []
-    next(prefetcher)
-    wait_until(lambda: len(read) == 4)
-    time.sleep(0.02)
-    assert len(read) == 4
-    prefetcher.close()
-
-
-def test_close_ends_the_thread_and_the_items(prefetch_threads):
-    prefetcher = Prefetcher(iter(range(1000)), 2, OWNER)
-    next(prefetcher)
-    prefetcher.close()
-    assert not prefetch_threads()
-    with pytest.raises(StopIteration):
-        next(prefetcher)
-
-
-def test_the_thread_ends_with_its_owner(prefetch_threads):
-    owner = Owner()
-    prefetcher = Prefetcher(iter(range(1000)), 2, owner)
-    next(prefetcher)
-    assert len(prefetch_threads()) == 1
-    del owner
-    wait_until(lambda: not prefetch_threads())
-
-
-def test_close_does_not_wait_longer_than_told():
-    release = threading.Event()
-
-    def items():
-        yield 1
-        release.wait(10)
-        yield 2
-
-    prefetcher = Prefetcher(items(), 1, OWNER)
-    next(prefetcher)
-    start = time.monotonic()
-    prefetcher.close(timeout_seconds=0.01)
-    assert time.monotonic() - start < 5
-    release.set()
-
-
-def test_tells_whether_the_next_item_is_there():
-    go_on = threading.Event()
-
-    def read():
-        yield 1
-        assert go_on.wait(60)
-        yield 2
-
-    prefetcher = Prefetcher(read(), 1, OWNER)
-    assert not prefetcher.is_ready
-    assert next(prefetcher) == 1
-    assert not prefetcher.is_ready
-    go_on.set()
-    wait_until(lambda: prefetcher.is_ready)
-    assert next(prefetcher) == 2
-    wait_until(lambda: prefetcher.is_ready)  # The end is there.
-    prefetcher.close()
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_the_head_stays_until_it_is_popped(size):
-    prefetcher = Prefetcher(iter("ab"), size, OWNER)
-    assert prefetcher.current is None
-    assert [prefetcher.head(), prefetcher.head(), prefetcher.current] == ["a"] * 3
-    prefetcher.pop()
-    assert prefetcher.current is None
-    assert next(prefetcher) == "b"
-    prefetcher.close()
 
 
 def test_the_thread_is_asleep_until_it_is_to_read_on():

@@ -17,7 +17,7 @@ from armillary.data import (
 )
 from armillary.errors import DatasetStateError
 from tests import problems
-from tests.data.contract import BATCHES, check_source, read
+from tests.data.contract import BATCHES, check_source, make_grain_loader, read
 from tests.records import make_record, write_records
 
 
@@ -57,15 +57,6 @@ class Stateful:
         self._begin = state["next"]
 
 
-def make_grain_loader():
-    return grain.DataLoader(
-        data_source=grain.sources.RangeDataSource(0, 10, 1),
-        sampler=grain.samplers.IndexSampler(10, shuffle=False, seed=0, num_epochs=1),
-        operations=[grain.transforms.Batch(4)],
-        worker_count=0,
-    )
-
-
 def make_tfrecords(folder):
     parts = [range(3), range(3, 9), range(9, 10)]
     paths = [
@@ -101,18 +92,6 @@ def test_sources_keep_the_contract(kind, tmp_path, make_layout):
     check_source(lambda: EVERY[kind](tmp_path), is_repositionable, make_layout(4))
 
 
-def test_buffers_that_a_generator_fills_again_are_copied():
-    def fill_again():
-        buffer = np.zeros(2, int)
-        for value in range(3):
-            buffer[:] = value
-            yield {"x": buffer}
-
-    iterator = as_source(fill_again).make_iterator(0)
-    batches = [next(iterator)["x"] for _ in range(3)]
-    assert [batch.tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
-
-
 def test_a_generator_can_be_read_once():
     source = as_source(generate())
     assert not source.is_repositionable
@@ -137,22 +116,6 @@ def test_unbatched_arrays_point_to_from_arrays(make_layout):
         TypeError, match="The data set is a distributed dataset already"
     ):
         as_source(dataset)
-
-
-def test_a_source_may_have_any_attribute_of_its_own():
-    class Batches(list):
-        element_spec = None
-
-    batch = next(as_source(Batches([{"x": np.zeros(3)}])).make_iterator(0))
-    assert batch["x"].shape == (3,)
-
-
-@pytest.mark.parametrize("value", [3, None, "data.csv", b"x"])
-def test_other_types_are_errors(value):
-    with pytest.raises(
-        TypeError, match=r"The data set is .*it must give batches. Pass the"
-    ):
-        as_source(value)
 
 
 @pytest.mark.slow

@@ -1,14 +1,17 @@
 """How batches become pieces that the replicas can share."""
 
-import re
-
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data import DistributedDataset, InputOptions, from_arrays
+from armillary.data import (
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    from_arrays,
+)
 from armillary.errors import BatchSizeError
 
 
@@ -75,7 +78,6 @@ def test_exact_and_pad_use_every_example_once(
 OF_REPLICAS = {"per_replica_batches": True}
 EXACT, DROP = {"remainder": "exact"}, {"remainder": "drop"}
 PIECES = {
-    "runs of rows": ((6,), 3, {}, [([[0, 1], [2, 3], [4, 5]], 3)]),
     "batches of replicas in order": (
         (2, 2, 2, 2),
         2,
@@ -88,26 +90,18 @@ PIECES = {
         {"exact": True},
         [([[0, 1], [2, 3], [4, 5], [6, 7]], 4), ([[8], [9], [8], [8]], 2)],
     ),
-    "a tiny batch for the first replicas": (
-        (2,),
-        4,
-        {"exact": True},
-        [([[0], [1], [0], [0]], 2)],
-    ),
     "replica batches by size in an evaluation": (
         (2, 2, 1),
         3,
         {"exact": True} | OF_REPLICAS,
         [([[0, 1], [2, 3], [0, 1]], 2), ([[4], [4], [4]], 1)],
     ),
-    "any size for one replica": ((2, 1), 1, {}, [([[0, 1]], 1), ([[2]], 1)]),
     "any size without a replica axis": (
         (3, 1),
         2,
         {"stacked": False},
         [([0, 1, 2], 2), ([3], 2)],
     ),
-    "batches without rows": ((0, 2, 0), 2, {}, [([[0], [1]], 2)]),
     "exact: as many replicas as can share it": (
         (8, 6, 5),
         4,
@@ -123,12 +117,6 @@ PIECES = {
         2,
         EXACT | OF_REPLICAS,
         [([[0, 1], [2, 3]], 2), ([[4, 5, 6]], 1), ([[7, 8, 9]], 1)],
-    ),
-    "exact: smaller pieces in an evaluation": (
-        (6,),
-        4,
-        EXACT | {"exact": True},
-        [([[0], [1], [2], [3]], 4), ([[4], [5], [4], [4]], 2)],
     ),
     "drop: short batches and excess rows": (
         (6, 7, 5, 6),
@@ -160,20 +148,10 @@ def test_pieces_are_these(split, kind):
         assert {p.num_replicas for p in pieces} == {num_replicas}
 
 
-UNEQUAL = (
-    "A batch has 10 examples, which 4 replicas cannot share equally (10 % 4 = 2). "
-    "Use a batch size that is a multiple of 4, with `drop_remainder=True` if this is "
-    "the last batch, or "
-    '`InputOptions(remainder="exact")` to run it on fewer replicas, `"drop"` to leave '
-    'examples out, or `"pad"` to fill up and get a `mask`.'
-)
-
-
 @pytest.mark.parametrize(
     ("sizes", "num_replicas", "options", "message"),
     [
-        ([10], 4, {}, re.escape(UNEQUAL)),
-        ([8, 6, 8], 4, {}, "A batch has 6 examples, which 4"),
+        ([8, 6, 8], 4, {}, r'has 6 examples, which 4.*\(6 % 4 = 2\).*"exact".*"pad"'),
         ([4, 3], 2, OF_REPLICAS, r'have 4, 3 examples\. Batch.*"exact"'),
         ([4, 4], 3, OF_REPLICAS, "have 4, 4 examples and the data ends th"),
         ([3], 4, DROP, "A batch has 3 examples, fewer than the 4 rep"),
@@ -246,3 +224,10 @@ def test_element_spec_is_that_of_a_global_batch(
     assert {name: leaf.shape for name, leaf in spec.items()} == expected
     assert isinstance(spec["x"], jax.ShapeDtypeStruct)
     assert spec["x"].dtype == np.float32
+
+
+def test_the_batch_size_of_a_replica_is_an_equal_share():
+    assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64) == 16
+    message = r"100, which 8 replicas .* \(100 % 8 = 4\).*multiple of 8"
+    with pytest.raises(BatchSizeError, match=message):
+        InputContext(num_replicas_in_sync=8).get_per_replica_batch_size(100)

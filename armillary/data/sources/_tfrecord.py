@@ -174,7 +174,11 @@ class TFRecordDataset(IndexedDataset):
         self.read_rows(np.zeros(1, np.int64))
 
     def read_rows(self, rows: np.ndarray) -> Batch:
-        """Returns the features of these records."""
+        """Returns the features of these records.
+
+        Raises:
+            TFRecordError: If a file is damaged, or a record does not hold the features.
+        """
         from google.protobuf.message import DecodeError
 
         message = example_class()
