@@ -1,6 +1,5 @@
 """How batches become pieces that the replicas can share."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -202,28 +201,21 @@ def test_pad_needs_a_place_for_the_mask(split):
 
 
 @pytest.mark.parametrize(
-    ("num_replicas", "options", "expected"),
-    [
-        (2, {}, {"x": (8, 3)}),
-        (2, OF_REPLICAS, {"x": (16, 3)}),
-        (3, EXACT, {"x": (8, 3)}),
-        (3, DROP, {"x": (6, 3)}),
-        (3, {"remainder": "pad"}, {"x": (9, 3), "mask": (9,)}),
-    ],
+    ("remainder", "per_replica_batches", "rows"),
+    [(None, True, 24), ("exact", False, 8), ("drop", False, 6), ("pad", False, 9)],
 )
 def test_element_spec_is_that_of_a_global_batch(
-    num_replicas, options, expected, make_layout
+    remainder, per_replica_batches, rows, make_layout
 ):
-    dataset = DistributedDataset(
+    spec = DistributedDataset(
         [{"x": np.zeros((8, 3))}],
-        make_layout(num_replicas),
-        per_replica_batches="per_replica_batches" in options,
-        options=InputOptions(remainder=options.get("remainder")),
-    )
-    spec = dataset.element_spec
-    assert {name: leaf.shape for name, leaf in spec.items()} == expected
-    assert isinstance(spec["x"], jax.ShapeDtypeStruct)
-    assert spec["x"].dtype == np.float32
+        make_layout(3),
+        per_replica_batches=per_replica_batches,
+        options=InputOptions(remainder=remainder),
+    ).element_spec
+    assert (spec["x"].shape, spec["x"].dtype) == ((rows, 3), np.float32)
+    assert (remainder == "pad") == ("mask" in spec)
+    assert all(leaf.shape[0] == rows for leaf in spec.values())
 
 
 def test_the_batch_size_of_a_replica_is_an_equal_share():
