@@ -83,12 +83,7 @@ def test_collectives_of_a_loop_have_sizes_groups_and_rounds():
     traffic = find_traffic(LOOP, depth=1, num_devices=8)
     assert traffic.collectives == (
         Collective(
-            "all-reduce",
-            256,
-            "step",
-            group_size=4,
-            is_asynchronous=True,
-            round=1,
+            "all-reduce", 256, "step", group_size=4, is_asynchronous=True, round=1
         ),
         Collective("all-reduce", 256, "step", group_size=8, round=2),
         Collective("all-gather", 2048, "call", group_size=8, round=1),

@@ -4,7 +4,6 @@ import pytest
 
 from armillary.plan import Target
 from armillary.plan._targets import TARGETS, parse_topology
-from tests.mistakes import mistakes
 
 MINE = Target(name="mine", platform="tpu", memory_bytes=1e9)
 
@@ -31,27 +30,17 @@ def test_a_target_of_the_users_own_takes_any_name():
     assert topology.num_devices == 4
 
 
-@mistakes(
-    {
-        ValueError: {
-            "`topology` is 'v5e', which describes no devices": lambda: parse_topology(
-                "v5e"
-            ),
-            "`topology` is 'v5e:0x4', which": lambda: parse_topology("v5e:0x4"),
-            "`topology` is 256, which": lambda: parse_topology(256),
-            'or a number of devices such as "256"': lambda: parse_topology(
-                0, abstract=True
-            ),
-            "The name 'k80' is that of no known device": lambda: parse_topology(
-                "k80:1x8"
-            ),
-            'Write "h100:1x8" for one host': lambda: parse_topology("h100:8"),
-        }
-    }
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e:0x4", "`topology` is 'v5e:0x4', which describes no devices"),
+        ("k80:1x8", "The name 'k80' is that of no known device"),
+        ("h100:8", 'Write "h100:1x8" for one host'),
+    ],
 )
-def test_what_describes_no_devices_is_an_error(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_what_describes_no_devices_is_an_error(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_topology(text)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
