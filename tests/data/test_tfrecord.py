@@ -4,7 +4,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import armillary
@@ -61,6 +61,7 @@ def test_files_of_tensorflow_are_read(tmp_path):
     assert dtypes == {"ids": np.int64, "x": np.float32, "text": object}
 
 
+@settings(deadline=None)
 @given(
     values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4),
     floats=st.lists(st.floats(width=32), min_size=1, max_size=4),
