@@ -168,7 +168,7 @@ def _time_handling(
         begin = time.thread_time()
         programs.find_state()
         flat.take(program.changed)
-        flat.give(output, (), may_share=False)
+        flat.give(output, ())
         flat.write_back()
         seconds.append(time.thread_time() - begin)
     return seconds, len(arrays)
