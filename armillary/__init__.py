@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         xla,
     )
     from armillary.checkpoint import Checkpoint, CheckpointManager
-    from armillary.controller import Controller, History, RunOutput
+    from armillary.controller import Controller, History
     from armillary.data import InputContext, InputOptions
     from armillary.distribute import (
         CentralStorageStrategy,
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from armillary.trainer import (
         AbstractEvaluator,
         AbstractTrainer,
-        PendingLoops,
         StandardEvaluator,
         StandardEvaluatorOptions,
         StandardTrainer,
@@ -107,9 +106,7 @@ __all__ = [
     "OneDeviceStrategy",
     "Output",
     "ParameterServerStrategy",
-    "PendingLoops",
     "ReduceOp",
-    "RunOutput",
     "ShardedStrategy",
     "StandardEvaluator",
     "StandardEvaluatorOptions",

@@ -32,8 +32,6 @@ _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
 _PROCESSES = "Leave it out: the processes are those that the strategy has joined."
-_ON_THE_TPU = "Leave it out: the program runs on the machines of the TPU itself."
-_ONE_DEVICE = "Leave it out: a replica here is one device."
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
 
 # Keywords of Orbit and `tf.distribute`, and what to write here. Where the name alone
@@ -53,24 +51,16 @@ ANSWERS = {
     "PeriodicAction.global_step": "Leave it out: a `Controller` binds its own.",
     "filename": "Use `directory`, in which it makes a file named for the metric.",
     "signatures": "Pass one function as `model`, and examples for it as `args`.",
-    "checkpoint_number": "Leave it out: it is that of the manager's step counter.",
     "SaveCheckpointIfPreempted.cluster_resolver": _PROCESSES,
     "termination_watcher_fn": "It is called `watcher` here.",
-    "save_fn": "Leave it out: the checkpoint manager saves.",
     "experimental_fetch_to_device": "Leave it out: batches are always on the devices.",
     "experimental_per_replica_buffer_size": "It is called `prefetch` here.",
     "experimental_place_dataset_on_device": "It is called `place_on_device` here.",
-    "experimental_replication_mode": "Leave it out: a function with an `input_context` "
-    "makes one data set for each process.",
     "MultiWorkerMirroredStrategy.communication": "Write `communication_options="
     "armillary.cluster.CommunicationOptions(implementation=...)`.",
     "cross_device_ops": "Leave it out: XLA chooses how values are reduced.",
     "tpu_cluster_resolver": "It is called `resolver` here.",
-    "device_assignment": _ONE_DEVICE,
-    "experimental_device_assignment": _ONE_DEVICE,
-    "experimental_spmd_xla_partitioning": _ONE_DEVICE,
-    "TPUClusterResolver.zone": _ON_THE_TPU,
-    "TPUClusterResolver.project": _ON_THE_TPU,
+    "experimental_device_assignment": "Leave it out: a replica here is one device.",
 }
 
 

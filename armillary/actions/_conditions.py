@@ -181,6 +181,8 @@ class _BestValue:
         is_key = isinstance(metric, str)
         value = _find(metric, output or {}) if is_key else metric(output)
         try:
+            if np.iscomplexobj(value):
+                raise TypeError
             return float(np.asarray(value)[()])
         except (TypeError, ValueError):
             raise TypeError(

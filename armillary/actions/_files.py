@@ -34,8 +34,6 @@ from armillary.typing import Output, PyTree
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _USE_PLATFORMS = 'Use `platforms=["cpu", "tpu"]`.'
-# The next export writes over what a killed one has left.
-_UNFINISHED = ".export.incomplete"
 
 
 class ExportFileManager:
@@ -184,7 +182,8 @@ class ExportModel:
         with announcing_errors():
             data = self._export(state, leaves).serialize()
             path = epath.Path(self.file_manager.next_name())
-            write_whole(path, data, _UNFINISHED)
+            # The next export of the same name writes over what a killed one has left.
+            write_whole(path, data, f".{path.name.rpartition('-')[0]}.incomplete")
             self.file_manager.clean_up()
         logger.info("exported the model to %s.", path)
 

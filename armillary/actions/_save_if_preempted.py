@@ -24,9 +24,8 @@ class SaveCheckpointIfPreempted:
 
     SIGTERM in any process of the job, or its `watcher`, is a notice. It is heard from
     the moment that the object is made, and acted on after the loop of training that is
-    running; as one of `eval_actions`, after an evaluation as well. Put it last, so that
-    the state of other actions is saved as they left it. Further SIGTERMs change
-    nothing: the program is ending.
+    running; as one of `eval_actions`, after an evaluation as well, which a run that
+    resumes there repeats. Further SIGTERMs change nothing: the program is ending.
 
     Leaving the `with` block, or `close`, gives SIGTERM its former meaning again. A
     handler that the program had before is not called in between; what it did belongs

@@ -22,8 +22,10 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +76,10 @@ def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
+# What JSON that nobody of ours wrote may lead to.
+_BAD = (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+
+
 def read_header(path: epath.Path) -> Saved | str:
     """Returns a checkpoint, or why there is no complete one."""
     try:
@@ -83,15 +89,17 @@ def read_header(path: epath.Path) -> Saved | str:
             damage = _compare(path, _HEADER, read_checksums(path)[_HEADER])
             if damage is not None:
                 return damage
-        value = json.loads((path / _HEADER).read_bytes())
+        value = json.loads(_regular(path / _HEADER).read_bytes())
         if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
             return f"`{_HEADER}` is of another version of Armillary, or another library"
         saved = Saved(path, **value)
+        if not math.isfinite(saved.number + saved.serial):
+            return f"`{_HEADER}` is not what was written"
     except FileNotFoundError:
         return f"`{_HEADER}` is missing"
     except OSError as error:
         return f"`{_HEADER}` cannot be read ({type(error).__name__}: {error})"
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except _BAD:
         return f"`{_HEADER}` is not what was written"
     for item in ("manifest", "arrays") if saved.has_arrays else ("manifest",):
         if not (path / item).is_dir():
@@ -239,14 +247,14 @@ def write_checksums(folder: epath.Path) -> None:
 def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
     """Returns the size and CRC-32 of each file; a `ValueError` says what is wrong."""
     try:
-        sums = json.loads((folder / CHECKSUM_FILE).read_bytes())
+        sums = json.loads(_regular(folder / CHECKSUM_FILE).read_bytes())
         if sums.keys() == {"crc", "files"}:
             crc, sums = sums["crc"], sums["files"]
             if crc != _sum_up(sums):
                 raise ValueError("its own checksum differs")
         # Version 2 of the format had the sums of the files alone.
         return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, *_BAD) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"`{CHECKSUM_FILE}` cannot be used ({reason})") from error
 
@@ -286,9 +294,16 @@ def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | Non
     return None
 
 
+def _regular(file: epath.Path) -> epath.Path:
+    """Returns a file; a pipe or a device, which never ends, is an error."""
+    if "://" not in str(file) and not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError("not a regular file")
+    return file
+
+
 def _measure(file: epath.Path) -> tuple[int, int]:
     size = crc = 0
-    with file.open("rb") as stream:
+    with _regular(file).open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
             size += len(block)
             crc = zlib.crc32(block, crc)

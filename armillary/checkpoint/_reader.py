@@ -60,7 +60,13 @@ def restore(
         folder = _find_latest(directory, peers)
         if folder is None:
             return None
-        return _restore_intact(checkpoint, folder, selection)
+        try:
+            return _restore_intact(checkpoint, folder, selection)
+        except CheckpointError:
+            if peers is not None or folder.exists():
+                raise
+            # The job that trains has removed it meanwhile: there are newer ones.
+            return restore(checkpoint, directory, selection)
     decide("a checkpoint", lambda: _check_is_checkpoint(chosen), peers)
     damage = verify(chosen, chosen.parent, peers)
     if damage is not None:
@@ -74,7 +80,8 @@ def restore(
 
 def _check_is_checkpoint(folder: epath.Path) -> None:
     problem = read_header(folder)
-    if not isinstance(problem, Saved):
+    # A header that is there and wrong is damage, which is named with the rest.
+    if not isinstance(problem, Saved) and not (folder / "header").exists():
         raise CheckpointError(
             f"`path` is {str(folder)!r}, which is no complete checkpoint: {problem}. "
             "Use one of `manager.checkpoints`."

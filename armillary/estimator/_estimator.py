@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from armillary._checks import check_instance, check_one_of
+from armillary._checks import check_instance
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
@@ -167,7 +167,6 @@ class Estimator:
         input_fn: Callable[..., Any],
         *,
         checkpoint_path: StrPath | None = None,
-        yield_single_examples: bool = True,
     ) -> Iterator[Any]:
         """Returns an iterator over the predictions of the latest checkpoint.
 
@@ -178,8 +177,6 @@ class Estimator:
             input_fn: The input function. Of batches that are pairs or other tuples, the
                 first entry has the features.
             checkpoint_path: The folder of another checkpoint to take.
-            yield_single_examples: Whether what is iterated over is examples, rather
-                than batches, whose predictions may then have any shape.
 
         Returns:
             What `predictions` of the model function has for one example: a dictionary
@@ -188,10 +185,8 @@ class Estimator:
         Raises:
             EstimatorError: If a function cannot work, or several processes have joined.
             TypeError: If `input_fn` cannot be called, or `checkpoint_path` is no path.
-            ValueError: If `yield_single_examples` is neither True nor False.
         """
         make_data = self._bind(input_fn, ModeKeys.PREDICT)
-        check_one_of("yield_single_examples", yield_single_examples, (True, False))
         if get_peers() is not None:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
@@ -202,7 +197,6 @@ class Estimator:
             made._model,
             make_data,
             lambda: made._path or made.latest_checkpoint(),
-            yields_examples=yield_single_examples,
         )
 
     @property

@@ -115,8 +115,6 @@ def predict(
     model: Model,
     make_data: Callable[[InputContext], Any],
     find_checkpoint: Callable[[], str | None],
-    *,
-    yields_examples: bool,
 ) -> Iterator[PyTree]:
     """Yields the predictions of a checkpoint, of which it reads the modules alone."""
     strategy = DefaultStrategy()
@@ -135,11 +133,8 @@ def predict(
 
     fn = functools.update_wrapper(functools.partial(model_fn, model.modules), model_fn)
     for predictions in predict_batches(fn, dataset, strategy=strategy):
-        if yields_examples:
-            leaves, treedef = jax.tree.flatten(predictions)
-            yield from map(treedef.unflatten, zip(*leaves, strict=True))
-        else:
-            yield predictions
+        leaves, treedef = jax.tree.flatten(predictions)
+        yield from map(treedef.unflatten, zip(*leaves, strict=True))
 
 
 def _features_of(batch: Any) -> Any:

@@ -104,8 +104,16 @@ def _look_at_keras(source: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
-    names = [name for name in _slot_names(type(source)) if hasattr(source, name)]
-    return names, [getattr(source, name) for name in names]
+    held = {name: _get_member(source, name) for name in _slot_names(type(source))}
+    held = {name: value for name, value in held.items() if value is not ABSENT}
+    return list(held), list(held.values())
+
+
+def _get_member(source: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(source, name)  # runs no code of the user's
+    except AttributeError:  # a name that is assigned only later
+        return ABSENT
 
 
 ITEMS = Kind(_look_at_items, put=operator.setitem)
@@ -122,7 +130,7 @@ _KERAS_ATTRIBUTES = Kind(
 _KERAS_VARIABLE = Kind(
     lambda variable: _look_at_items(_keras.variable_attributes(variable))
 )
-_MEMBERS = Kind(_look_at_members, getattr, object.__setattr__)
+_MEMBERS = Kind(_look_at_members, _get_member, object.__setattr__)
 _CAPTURED = Kind(
     lambda function: _look_at_items(entries_of(function)), join=join_captured
 )

@@ -141,6 +141,7 @@ def find_effect(owner: Any, name: str) -> str | None:
     if (
         not isinstance(definition, ast.FunctionDef)
         or definition.decorator_list
+        or not (inspect.isfunction(method) and definition.args.args)
         or name in vars(owner)
         or type(owner).__setattr__ is not object.__setattr__
     ):

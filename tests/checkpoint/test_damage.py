@@ -261,3 +261,36 @@ def test_every_file_that_is_read_has_a_checksum_and_others_do_not_matter(directo
     make_manager(run, directory).restore_or_initialize()
 
     assert run.read() == Run(2).read()
+
+
+@pytest.mark.parametrize("kind", ["header", "checksums", "deep", "infinite"])
+def test_pipes_and_absurd_json_are_damage(directory, kind):
+    newest = directory / "checkpoint_2"
+    path = newest / ("header/header.json" if kind == "header" else CHECKSUM_FILE)
+    path.unlink()
+    if kind in ("header", "checksums"):
+        os.mkfifo(path)
+    else:
+        absurd = {"deep": "[" * 100_000, "infinite": '{"a": [Infinity, 1]}'}
+        path.write_text(absurd[kind])
+    run = Run(0)
+    restored = make_manager(run, directory).restore_or_initialize()
+    assert restored == str(directory / "checkpoint_1")
+    assert run.read() == Run(1).read()
+
+
+def test_the_next_one_is_taken_if_a_job_removes_what_was_verified(
+    directory, monkeypatch
+):
+    verify = _reader.verify
+
+    def verify_and_lose(folder, *arguments):
+        damage = verify(folder, *arguments)
+        shutil.rmtree(directory / "checkpoint_2", ignore_errors=True)
+        return damage
+
+    monkeypatch.setattr(_reader, "verify", verify_and_lose)
+    run = Run(0)
+    restored = make_manager(run, directory).restore_or_initialize()
+    assert restored == str(directory / "checkpoint_1")
+    assert run.read() == Run(1).read()

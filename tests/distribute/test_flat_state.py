@@ -222,3 +222,39 @@ def test_an_object_beside_arrays_that_is_replaced_by_an_equal_one_is_used():
     trainer.nest["layer"] = Layer(100.0)
     trainer.train(1)
     np.testing.assert_array_equal(trainer.plain, [112, 112])
+
+
+def test_what_a_program_only_reads_may_be_assigned_while_it_runs():
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(self.make_batches)
+            self.rate, self.total = (
+                nnx.Variable(jnp.ones(2)),
+                nnx.Variable(jnp.zeros(())),
+            )
+
+        def make_batches(self):
+            for number in range(4):
+                if number == 2:
+                    self.rate[...] = jnp.full(2, 100.0)
+                yield np.ones(2, np.float32)
+
+        def train_step(self, iterator):
+            self.total[...] = self.total[...] + jnp.sum(self.rate[...] * next(iterator))
+
+    trainer = Trainer()
+    for _ in range(2):
+        trainer.train(2)
+    np.testing.assert_array_equal(trainer.rate[...], [100.0, 100.0])
+
+
+def test_a_variable_may_hold_a_python_number():
+    counter = nnx.Variable(0)
+
+    @armillary.function
+    def count(variable):
+        variable[...] = variable[...] + 1
+
+    for _ in range(3):
+        count(counter)
+    assert int(counter[...]) == 3

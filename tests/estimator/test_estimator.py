@@ -250,8 +250,6 @@ def test_parameters_are_those_that_the_estimator_was_made_with(tmp_path):
     params["hidden"][0] = 0
     assert made.params == {"hidden": [4]}
     assert next(made.predict(make_input_fn())) == pytest.approx(4 * X[0, 0])
-    batch = next(made.predict(make_input_fn(), yield_single_examples=False))
-    np.testing.assert_allclose(batch, 4 * X[:BATCH_SIZE, 0], rtol=1e-5)
 
 
 def test_checkpoints_fit_any_number_of_replicas(tmp_path):

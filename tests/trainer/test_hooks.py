@@ -369,7 +369,7 @@ def test_a_hook_that_is_no_plain_method_needs_python():
 
 
 def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():
-    class Pending(armillary.PendingLoops):
+    class Pending(armillary.trainer.PendingLoops):
         may_overlap = True
 
         def __init__(self, counts):

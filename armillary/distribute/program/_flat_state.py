@@ -106,10 +106,21 @@ class FlatState:
         self.state = state
         # NNX variables of one array come first: all of them are read in one go.
         self._places = sorted(state.ranges, key=lambda place: not _is_leaf(place[0]))
-        leaves = [(slot.variable, i) for slot, i, _ in self._places if _is_leaf(slot)]
-        self._variables = [variable for variable, _ in leaves]
-        self._pick_variables = _make_picker([i for _, i in leaves])
+        self._leaves = [i for slot, i, _ in self._places if _is_leaf(slot)]
+        self._variables = [p[0].variable for p in self._places[: len(self._leaves)]]
         self._has_looked = False
+        self._find_written()
+
+    def _find_written(self) -> None:
+        """Finds what a program changes; the user may assign the rest while it runs."""
+        new, first = self._use.new, len(self._leaves)
+        written = [n for n, i in enumerate(self._leaves) if i in new]
+        self._written = [(n, self._leaves[n]) for n in written]
+        self._written_variables = [self._variables[n] for n in written]
+        self._containers: list[tuple[int, list[int]]] = []
+        for number, (_, start, stop) in enumerate(self._places[first:], first):
+            if offsets := [i - start for i in range(start, stop) if i in new]:
+                self._containers.append((number, offsets))
 
     def fits(self) -> bool:
         """Returns whether the slots hold arrays and structures as were found."""
@@ -152,6 +163,7 @@ class FlatState:
         if self._use.changed != changed:
             self.write_back()
             before, self._use = self._use, _Use(changed, self.types)
+            self._find_written()
             for i in {*self._use.donated}.difference(before.donated):
                 # A step that is traced again may change what the last one only read.
                 if self.arrays[i] is not None:
@@ -206,15 +218,14 @@ class FlatState:
         """Writes the outputs of the last program into the slots."""
         if not self._is_ahead:
             return
-        values, new = self._pick_variables(self.arrays), self._use.new
-        _nnx.write_raw(self._variables, values)
-        held = [*values, *self._held[len(values) :]]
-        for number in range(len(values), len(held)):
-            slot, start, stop = self._places[number]
-            offsets = [i - start for i in range(start, stop) if i in new]
-            if offsets:
-                leaves = {offset: self.arrays[start + offset] for offset in offsets}
-                held[number] = slot.replace(held[number], leaves)
+        held = list(self._held)
+        for number, i in self._written:
+            held[number] = self.arrays[i]
+        _nnx.write_raw(self._written_variables, [held[n] for n, _ in self._written])
+        for number, offsets in self._containers:
+            slot, start, _ = self._places[number]
+            leaves = {offset: self.arrays[start + offset] for offset in offsets}
+            held[number] = slot.replace(held[number], leaves)
         self._held = held
         self._is_ahead = False
 
@@ -259,7 +270,7 @@ class FlatState:
         for i, leaf in self._stale_leaves():
             if leaf is self.arrays[i]:
                 continue
-            may_alias = i not in self._use.new or leaf.ndim == 0
+            may_alias = i not in self._use.new or self.types[i].ndim == 0
             self.arrays[i] = _put(strong(leaf), self._homes[i], may_alias)
             if self.arrays[i] is not leaf and i not in self._use.new:
                 moved.add(i)

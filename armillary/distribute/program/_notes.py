@@ -124,10 +124,12 @@ class MetricWarnings:
 
     def look(self, state: State, step: "TracedStep", *, is_uneven: bool) -> None:
         """Looks at one program of the step, in which replicas may have no data."""
+        if self._is_done:
+            return
         types = step.program.in_avals
         policies = policies_of(state, types[: len(state.paths)])
         summed = {i for i in step.changed if policies[i] is Policy.SUM}
-        if self._is_done or not summed:
+        if not summed:
             return
         self._is_uneven |= is_uneven
         inputs = [frozenset({_HELD} if i in summed else ()) for i in range(len(types))]

@@ -36,8 +36,8 @@ def as_device(name: str, device: Any) -> Device:
     """Returns a device given as a `jax.Device` or as a name such as `"gpu:1"`."""
     if isinstance(device, Device):
         return device
-    # TensorFlow's names begin with a slash, and may have `device:` after it.
-    parts = re.fullmatch(r"/?(?:device:)?(\w+):(\d+)", str(device).lower())
+    # TensorFlow's names are paths, whose end may begin with `device:`.
+    parts = re.fullmatch(r"(?:.*/)?(?:device:)?(\w+):(\d+)", str(device).lower())
     with contextlib.suppress(RuntimeError, IndexError):
         if parts is not None:
             return jax.local_devices(backend=parts[1])[int(parts[2])]
