@@ -191,11 +191,6 @@ NO_ADDRESS = "but it must be a host, a colon and a port"
                 lambda: make("a TPU slice", tpu="mine")
             ),
         },
-        TypeError: {
-            "`zone` is 'eu', but `TPUClusterResolver` has no such .* Leave it out": (
-                lambda: TPUClusterResolver(tpu="", zone="eu")
-            ),
-        },
     }
 )
 def test_what_describes_no_process_is_an_error(call, error, message):
