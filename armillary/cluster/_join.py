@@ -29,7 +29,8 @@ from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError
 from armillary.lifeline._ending import put_off_aborts
-from armillary.lifeline._lifeline import Lifeline, connect, listen, set_lifeline
+from armillary.lifeline._lifeline import Lifeline, set_lifeline
+from armillary.lifeline._tree import connect, listen
 
 GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")

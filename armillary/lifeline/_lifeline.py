@@ -1,14 +1,11 @@
 """One thread in each process, which listens to the others and may end the process.
 
-Process 0 and the others tell each other what they do, one JSON text a line. The kernel
-closes the connection of a process that ends, and of a machine that no longer answers.
+Process 0 and the others tell each other what they do.
 """
 
 import asyncio
 import atexit
 import contextlib
-import hmac
-import json
 import math
 import os
 import socket
@@ -29,17 +26,12 @@ from armillary.lifeline._ending import (
     is_in,
     leave,
 )
+from armillary.lifeline._tree import Tree
 
 _BEAT_SECONDS = 1.0
 _START_SECONDS = _SEND_SECONDS = 1.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""
-_SILENCE_SECONDS = 12
-"""How long a machine may not answer before it counts as gone."""
-_CONNECT_SECONDS = 10.0
-_GREETING_SECONDS = 30.0
-_MOST_BYTES = 1 << 24  # Of one report.
-_INDEX_DIGITS = 8
 _CHIEF = 0
 
 
@@ -65,9 +57,9 @@ class Lifeline:
     ) -> None:
         self.verdict: str | None = None
         self._index, self._count = index, count
-        # In process 0 the others connect there, and say the token first.
-        self._endpoint, self._token = endpoint, token
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tree = None
+        if endpoint is not None:
+            self._tree = Tree(index, endpoint, token, self._note)
         # Process 0 hears of all, the others of process 0. All have joined, or this
         # process would not be here.
         known = range(count) if index == _CHIEF else (_CHIEF, index)
@@ -93,7 +85,7 @@ class Lifeline:
             )
             self._thread.start()
             self._is_open.wait(_START_SECONDS)
-            if self._endpoint is not None:
+            if self._tree is not None:
                 # JAX's own end of the program, where it waits for the others, was
                 # registered before, and so comes later.
                 atexit.register(self._tell_how_it_ends)
@@ -133,7 +125,7 @@ class Lifeline:
 
     def wait_for_verdict(self, timeout_seconds: float) -> str | None:
         """Returns why the job ends, if that is known in time."""
-        if self._endpoint is not None:
+        if self._tree is not None:
             self._has_verdict.wait(timeout_seconds)
         return self.verdict
 
@@ -156,10 +148,14 @@ class Lifeline:
         self._call(is_sent.set)
         is_sent.wait(_SEND_SECONDS)
 
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._tree is not None:
+            self._tree.send(message)
+
     async def _watch(self) -> None:
-        self._loop, work = asyncio.get_running_loop(), None
-        if self._endpoint is not None:
-            work = await self._open(self._endpoint)
+        self._loop = asyncio.get_running_loop()
+        if self._tree is not None:
+            await self._tree.open()
         self._is_open.set()
         while not self._is_done.is_set():
             self._beat(time.monotonic())
@@ -173,53 +169,8 @@ class Lifeline:
                 # The others ended because of this process, which has said why.
                 leave(ExitCode.FAILED)
             end_process(self.verdict)
-        if isinstance(work, asyncio.Server):
-            work.close()
-
-    async def _open(self, endpoint: socket.socket) -> Any:
-        """Begins to listen to the others; returns what must not be forgotten."""
-        options = {"sock": endpoint, "limit": _MOST_BYTES}
-        if self._index == _CHIEF:
-            return await asyncio.start_server(self._welcome, **options)
-        reader, writer = await asyncio.open_connection(**options)
-        return asyncio.create_task(self._read(_CHIEF, reader, writer))
-
-    async def _welcome(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        token = self._token.encode()
-        with contextlib.closing(writer):
-            work = reader.readexactly(_INDEX_DIGITS + len(token))
-            try:
-                greeting = await asyncio.wait_for(work, _GREETING_SECONDS)
-                index = int(greeting[:_INDEX_DIGITS])
-            except (OSError, EOFError, ValueError, TimeoutError):
-                return  # A stranger.
-            if hmac.compare_digest(greeting[_INDEX_DIGITS:], token):
-                await self._read(index, reader, writer)
-
-    async def _read(
-        self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Notes what a process says, until its connection ends."""
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # There is always something that it has to confirm.
-            option = socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS
-            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *option)
-        self._writers[index] = writer
-        try:
-            with contextlib.suppress(OSError, ValueError):
-                while line := await reader.readline():
-                    self._note(index, json.loads(line))
-        finally:
-            self._writers.pop(index).close()
-        self._note(index, None)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        """Sends to all who are connected; what cannot go now goes later."""
-        data = json.dumps(message).encode() + b"\n"
-        for writer in self._writers.values():
-            writer.write(data)
+        if self._tree is not None:
+            self._tree.close()
 
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
@@ -277,23 +228,6 @@ class Lifeline:
             self._is_done.set()
 
 
-def listen(host: str | None) -> socket.socket:
-    """Returns a socket that accepts connections at a free port."""
-    if host is None and socket.has_dualstack_ipv6():
-        family = socket.AF_INET6
-        return socket.create_server(("", 0), family=family, dualstack_ipv6=True)
-    family, *_, address = socket.getaddrinfo(host or "0.0.0.0", 0)[0]
-    return socket.create_server(address[:2], family=family)
-
-
-def connect(host: str, port: int, token: str, index: int) -> socket.socket:
-    """Returns the connection of process `index` to process 0, which has greeted it."""
-    connection = socket.create_connection((host, port), _CONNECT_SECONDS)
-    connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
-    connection.setblocking(False)
-    return connection
-
-
 _current = Lifeline()  # One that is alone has its own.
 
 
@@ -309,14 +243,8 @@ def set_lifeline(lifeline: Lifeline) -> None:
 
 
 def _let_go_in_child() -> None:
-    """Ends the connections of a forked child, which would outlive a dead parent."""
-    writers = _current._writers.values()
-    sockets = [writer.get_extra_info("socket") for writer in writers]
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for each in (_current._endpoint, *sockets):
-        if each is not None and each.fileno() >= 0:
-            os.dup2(nothing, each.fileno())
-    os.close(nothing)
+    if _current._tree is not None:
+        _current._tree.let_go()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -22,7 +22,7 @@ def test_processes_connect_at_the_address_of_the_coordinator(monkeypatch):
     other = module.start_lifeline(store, 1, 2, "127.0.0.1:1")
     assert chief is not None
     assert other is not None
-    assert chief._endpoint.getsockname()[0] == "127.0.0.1"
+    assert chief._tree.endpoint.getsockname()[0] == "127.0.0.1"
     end = time.monotonic() + 10
     seen = [*chief._sightings.values(), *other._sightings.values()]
     while any(each.report.phase == "start" for each in seen):

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from armillary.lifeline import _lifeline as module
-from armillary.lifeline._lifeline import Lifeline, Place, connect, listen
+from armillary.lifeline import _tree
+from armillary.lifeline._lifeline import Lifeline, Place
+from armillary.lifeline._tree import connect, listen
 
 TOKEN = "secret"
 
@@ -57,7 +59,7 @@ def close(lifeline: Lifeline) -> None:
 @pytest.fixture
 def start(monkeypatch) -> Iterator[Callable[[int], Job]]:
     monkeypatch.setattr(module, "_BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(module, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(_tree, "_GREETING_SECONDS", 0.5)
     monkeypatch.setattr(module, "end_process", lambda reason: None)
     monkeypatch.setattr(module.atexit, "register", lambda function: function)
     jobs = []
@@ -200,7 +202,7 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start, monkeypatch):
     os.close(reader)
     try:
         # The connection ends if no other process holds its descriptor.
-        os.close(dead._endpoint.detach())
+        os.close(dead._tree.endpoint.detach())
         dead._call(dead._is_done.set)
         job.wait(0)
         assert "Process 1 of 2 is gone" in (job.reasons[0] or "")
@@ -211,7 +213,8 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start, monkeypatch):
 
 FORKS = """
     import os
-    from armillary.lifeline._lifeline import Lifeline, listen, set_lifeline
+    from armillary.lifeline._lifeline import Lifeline, set_lifeline
+    from armillary.lifeline._tree import listen
 
     def fork(in_child=lambda: None):
         child = os.fork()
@@ -243,7 +246,8 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
 
 ENDS = """
     import sys
-    from armillary.lifeline._lifeline import Lifeline, connect
+    from armillary.lifeline._lifeline import Lifeline
+    from armillary.lifeline._tree import connect
 
     endpoint = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)
     Lifeline(1, 2, endpoint).start()
