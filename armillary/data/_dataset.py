@@ -92,11 +92,7 @@ class DistributedDataset:
         self._first: SourceBatch | None = None
 
     def __iter__(self) -> "DistributedIterator":
-        """Returns an iterator over the next pass.
-
-        After `set_state` without a living iterator, it continues the pass that was
-        saved, or begins the next one if that was finished.
-        """
+        """Returns an iterator over the next pass, or on in one that was restored."""
         return DistributedIterator(self)
 
     @property

@@ -175,9 +175,6 @@ class BatchLayout(Protocol):
 
 
 def hosted_replicas(local: range, num_devices: int, num_replicas: int) -> range:
-    """Returns which of fewer replicas the devices `local` of all of them run.
-
-    With 4 devices, devices 0 and 1 run the first of 2 replicas, 2 and 3 the second.
-    """
+    """Returns which of fewer replicas the devices `local` run: 0 and 1 of 4, 0 of 2."""
     num_copies = num_devices // num_replicas
     return range(local.start // num_copies, -(-local.stop // num_copies))

@@ -46,10 +46,7 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
 
 
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Returns an array, equal on all processes, as one on devices of all of them.
-
-    All processes must call it.
-    """
+    """Returns an array that is equal on all processes, which must call it, as one."""
     if is_key(leaf):
         return on_data(lambda data: as_global(data, sharding), leaf)
     if is_divided(leaf):
@@ -94,10 +91,7 @@ def split(
 
 
 def as_local(leaf: Any) -> Any:
-    """Returns an array of all processes as one of this process alone.
-
-    All processes must call it.
-    """
+    """Returns an array of all processes, which must call it, as one of this process."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if is_key(leaf):
@@ -115,10 +109,7 @@ def is_divided(leaf: Any) -> bool:
 
 
 def as_whole(leaf: Any) -> Any:
-    """Returns an array that is divided between processes as one that each has whole.
-
-    All processes must call it. Anything else is returned as it is.
-    """
+    """Returns an array whole, if processes, which must call it, have a part each."""
     if not is_divided(leaf):
         return leaf
     devices = np.asarray(list(leaf.sharding.devices_indices_map(leaf.shape)))

@@ -1,8 +1,4 @@
-"""Calls a model function, and keeps the modules that it makes.
-
-Modules are made in a call of the function in Python, on zeros. All later calls are part
-of a traced step, and find them.
-"""
+"""Calls a model function, and keeps the modules that it makes."""
 
 import enum
 import inspect

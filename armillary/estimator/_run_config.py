@@ -197,10 +197,7 @@ def check_call(input_fn: Any, name: Any = None, **numbers: int | None) -> None:
 def choose_directory(
     model_dir: str | os.PathLike[str] | None, config: RunConfig
 ) -> str:
-    """Returns the directory of an estimator: as given to it or its configuration.
-
-    Processes that should train together must not each train alone into one.
-    """
+    """Returns the directory of an estimator, in which no other process trains alone."""
     strategy, plan = config.train_distribute, config.plan
     joins = strategy is not None and strategy.peers is not None
     if plan.is_training and plan.is_distributed and not joins:

@@ -74,10 +74,7 @@ def distribute(
 
 
 class InputPosition:
-    """Where in its data a training is, for checkpoints.
-
-    Without data, a checkpoint is only read. Unless it `resumes`, the data begin anew.
-    """
+    """Where in its data a training is; unless it `resumes`, the data begin anew."""
 
     def __init__(
         self, dataset: DistributedDataset | None = None, *, resumes: bool = False

@@ -95,10 +95,7 @@ def check_compiled(model: Any) -> None:
 
 
 def prepare(model: Any, dataset: Any) -> DistributedDataset:
-    """Returns a dataset of a strategy, once all variables of a model are made for it.
-
-    They must be there before a checkpoint is restored into them.
-    """
+    """Returns a dataset, once all variables of a model are there, to be restored."""
     check_compiled(model)
     import keras
 

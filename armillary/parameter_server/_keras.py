@@ -59,11 +59,7 @@ def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
 
 
 def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the update of an optimizer of Keras as Optax has it.
-
-    Its state and parameters are lists, in the order of `optimizer.variables` and of the
-    variables that it was built for.
-    """
+    """Returns the update of a Keras optimizer as Optax has it, of lists in order."""
     update = _KerasUpdate(optimizer)
     return optax.GradientTransformationExtraArgs(update.init, update)
 

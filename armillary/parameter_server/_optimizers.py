@@ -28,10 +28,7 @@ from armillary.typing import PyTree
 
 
 class UpdateSpec(NamedTuple):
-    """One call of `update` in a scheduled function.
-
-    `trees` are the structures of gradients, state and parameters.
-    """
+    """One call of `update`, with the trees of its gradients, state and parameters."""
 
     transformation: int
     trees: tuple[Any, Any, Any]
@@ -138,10 +135,7 @@ def load_transformation(dumped: bytes) -> optax.GradientTransformationExtraArgs:
 def flat_update(
     transformation: optax.GradientTransformationExtraArgs, spec: UpdateSpec
 ) -> Callable[..., list[Any]]:
-    """Returns an update from the leaves of gradients, state and parameters.
-
-    It returns those of the updates and of the new state.
-    """
+    """Returns an update as a function of leaves: of gradients, state, parameters."""
     stops = list(itertools.accumulate(tree.num_leaves for tree in spec.trees))
 
     def update(*leaves: Any) -> list[Any]:
@@ -153,11 +147,7 @@ def flat_update(
 
 
 class SplitUpdate:
-    """Which arrays of an optimizer's state go with which variable.
-
-    `owners` has the variable of each array of the state, and `None` for those that are
-    shared.
-    """
+    """Which variable owns each array of an optimizer's state; `None` if shared."""
 
     def __init__(
         self,
@@ -198,10 +188,7 @@ class SplitUpdate:
                 self.owners[slot] = next(iter(owners), None)
 
     def is_rowwise(self, slot: int) -> bool:
-        """Returns whether a variable may be cut along its first axis.
-
-        It may if the update is the same operations when it is mapped over the rows.
-        """
+        """Returns whether a variable's update is the same when mapped over its rows."""
         own = {slot, *(s for s, owner in self.owners.items() if owner == slot)}
         if len({self._types[each].shape for each in own}) > 1:
             return False

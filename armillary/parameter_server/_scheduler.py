@@ -1,8 +1,4 @@
-"""Gives scheduled calls to workers, and learns how they end.
-
-There is one queue of calls, and a thread for each worker, which sends calls and waits
-for answers. A worker has up to two messages at a time; short calls share a message.
-"""
+"""Gives scheduled calls to workers, by a thread for each, and learns how they end."""
 
 import atexit
 import collections

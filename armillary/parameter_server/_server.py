@@ -1,7 +1,4 @@
-"""A parameter server: holds variables, and applies what workers send, as it arrives.
-
-Also how arrays travel between processes: as NumPy's, and random keys as their words.
-"""
+"""A parameter server: holds variables, and applies what workers send, as it arrives."""
 
 import os
 from collections import OrderedDict

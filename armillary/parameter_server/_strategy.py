@@ -1,9 +1,4 @@
-"""The strategy of asynchronous training, and the Ray cluster that it runs on.
-
-Of the tasks that `TF_CONFIG` describes, the chief starts the cluster at its address.
-The programs of workers and parameter servers join it with a resource that says which
-task they are, and Ray runs the actor of that task there.
-"""
+"""The strategy of asynchronous training, and the Ray cluster that it runs on."""
 
 import atexit
 import contextlib
@@ -269,12 +264,7 @@ def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
 
 
 def start_ray(resolver: ClusterResolver | None) -> None:
-    """Joins or starts the Ray cluster of a program.
-
-    A program that has called `ray.init` keeps its cluster, and `RAY_ADDRESS` names one
-    to join. With a resolver, the chief starts one for all its tasks. Otherwise one
-    starts on loopback, without a dashboard, that lives as long as this program.
-    """
+    """Joins the Ray cluster that the program or `RAY_ADDRESS` names, or starts one."""
     # Before Ray is imported, which reads both.
     address = os.environ.get("RAY_ADDRESS")
     if resolver is None and not address and "RAY_AUTH_MODE" not in os.environ:

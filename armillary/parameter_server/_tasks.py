@@ -202,10 +202,7 @@ class Task:
     def trace(
         self, arrays: Sequence[Any], datasets: Datasets
     ) -> tuple[TaskProgram, dict[int, int]]:
-        """Returns the program for arrays, and for the next batches, such as these.
-
-        And how many batches it takes of each data set.
-        """
+        """Returns the program for such arrays, and how many batches it takes."""
         counts = self._counts.setdefault(_kinds(list(arrays)), {})
         while True:
             arguments = datasets.peek(counts), list(arrays)

@@ -1,8 +1,4 @@
-"""Variables on parameter servers: where each lives, and the coordinator's copies.
-
-The objects of the coordinator are current after `join`. What is put into them between
-calls (by a checkpoint, by hand) is sent before the next call.
-"""
+"""Variables on parameter servers: where each lives, and the coordinator's copies."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -52,11 +48,7 @@ class _Variable:
 
 
 class Variables:
-    """All variables that scheduled functions have reached.
-
-    Several threads use it: those that serve workers place variables while another one
-    looks for changed ones.
-    """
+    """All variables that scheduled functions have reached, for several threads."""
 
     def __init__(
         self, num_servers: int, partitioner: Callable[..., Sequence[int]] | None

@@ -134,11 +134,7 @@ class Worker:
     def _run(
         self, task: Task, call: int, oldest: int, arrays: Any, ahead: Any, last: bool
     ) -> tuple[int, Any, Ahead]:
-        """Runs one call; returns its staleness, its result, and what it read ahead.
-
-        Unless it is the last one, servers answer to what it sends with what the next
-        call is to read: a message less for each of them.
-        """
+        """Runs one call; returns its staleness, its result, and what it read ahead."""
         program, counts = task.trace(arrays, self._datasets)
         reads = task.reads(program.spec)
         known = {s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)}

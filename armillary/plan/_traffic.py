@@ -1,9 +1,6 @@
 """Reads from the text of a compiled program what it sends, and when.
 
-The text is what `jax.stages.Compiled.as_text` gives. Instructions of a scheduled module
-stand in the order in which they run.
-
-It is walked once, through its loops and branches, for all that a plan wants to know.
+Instructions of a scheduled module stand in the order in which they run.
 """
 
 import functools

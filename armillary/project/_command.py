@@ -1,7 +1,4 @@
-"""The command line of `armillary new`.
-
-Writes a project from the template.
-"""
+"""The command line of `armillary new`."""
 
 import argparse
 import importlib.util

@@ -58,11 +58,7 @@ class Chunk:
 
 
 class ChunkBuilder:
-    """Stacks and places the batches of many steps, in at most `max_chunk_bytes`.
-
-    A chunk has at least one step. With `gives_errors_at_once`, the steps that were read
-    before an error are lost, instead of being given out first.
-    """
+    """Stacks and places the batches of many steps, in at most `max_chunk_bytes`."""
 
     def __init__(
         self,

@@ -1,11 +1,8 @@
 """Feeds a loop: reads datasets ahead, and knows which part of them was used.
 
-Reading and using are apart. `next_chunk` reads, in a thread of its own if it is told
-to, and only `commit` moves the positions that the datasets report. So whatever is lost
-on the way, the feed drops all that it has read and reads it again from there::
-
-    set_state of a dataset, a step that is taken back    seek(positions)
-    Ctrl-C while the loop's own thread reads             seek(positions committed last)
+`next_chunk` reads, in a thread of its own if it is told to, and only `commit` moves the
+positions that the datasets report. So whatever is lost on the way (by Ctrl-C, or when a
+position is set) is dropped and read again from there.
 """
 
 import contextlib
@@ -35,12 +32,9 @@ T = TypeVar("T", bound="Chunk | Piece")
 class Feed(Generic[T]):
     """Reads the batches of a loop, from sources to devices.
 
-    Each dataset goes on where it was saved, or with its next pass; but there is no data
-    after a pass that was saved at its end, unless the feed `begins_anew`. A chunk stays
-    the current one until all of its steps are committed, so that none is lost between
-    two lines, whatever interrupts them. The thread ends with `close`, and when nobody
-    holds the feed. With a `name`, which messages call the step, processes make sure
-    that each chunk is like those of the others.
+    A chunk stays the current one until all of its steps are committed, so that none is
+    lost between two lines, whatever interrupts them. With a `name`, which messages call
+    the step, processes make sure that each chunk is like those of the others.
     """
 
     def __init__(
@@ -103,10 +97,7 @@ class Feed(Generic[T]):
         return batches
 
     def next_chunk(self) -> T | None:
-        """Returns the chunk that holds the next step, at `offset`; None at the end.
-
-        The one after it is read from `read_on` on, while the device has work.
-        """
+        """Returns the chunk that holds the next step, at `offset`; None at the end."""
         chunk = self.chunk
         if chunk is not None or self.is_closed:
             return chunk
@@ -184,11 +175,7 @@ class Feed(Generic[T]):
             reader.used = reader.position
 
     def seek(self, positions: Sequence[Position]) -> None:
-        """Goes to other positions, and drops what was read ahead.
-
-        Data without positions goes on from where it was read to. If a source refuses
-        its position, all stay where they were.
-        """
+        """Drops what was read, and goes to other positions, or to none of them."""
         # Data that cannot go back stays as broken as it is.
         is_broken = self._is_cut_off and not self.is_repositionable
         self._is_cut_off = True

@@ -60,10 +60,7 @@ class Gather:
         return _with_mask(rows, batch)
 
     def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
-        """Places a host batch, or a chunk of them; the arguments are those of `place`.
-
-        Of several processes that have all rows, each takes those for its own devices.
-        """
+        """Places a host batch, or a chunk of them; arguments are those of `place`."""
         layout = self.layout
         has_all = layout.peers is not None and not layout.stacked
         sent = self.on_host(batch, later=has_all)
@@ -91,10 +88,7 @@ class Gather:
         return sent, _on_device(self.arrays, lambda array: array.shape)
 
     def types(self, batch: Piece, *, as_sent: bool = False) -> Batch:
-        """Returns the types of a piece with the rows of all processes, for a step.
-
-        Or of what travels for it (`as_sent`). Nothing is placed.
-        """
+        """Returns the types of a piece for a step, or of what travels (`as_sent`)."""
         layout, count = self.layout, batch.num_replicas
         has_some = layout.peers is not None and layout.stacked
         types = _on_device(
@@ -195,10 +189,7 @@ def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns a new array where XLA's CPU client takes one over without a copy.
-
-    It must not be written to once it is placed.
-    """
+    """Returns an array that XLA's CPU client takes over: do not write to it then."""
     dtype = np.dtype(dtype)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)

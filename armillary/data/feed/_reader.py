@@ -46,11 +46,7 @@ _MOST_OFFERS = 10
 
 
 class BatchReader:
-    """Yields the pieces of a dataset's batches; one thread at a time may read.
-
-    An error of the source is raised again by every later `next`, since what comes after
-    it is not known. After an interrupt (Ctrl-C) it must be opened again.
-    """
+    """Yields the pieces of a dataset's batches, to one thread at a time."""
 
     def __init__(
         self,
@@ -203,11 +199,7 @@ class _Lockstep:
 def _find_turns(
     offers: list[list[_Offer]], exact: bool
 ) -> Iterator[tuple[int, list[int], Active, bool]]:
-    """Yields the steps that follow from the offers; all processes find the same.
-
-    Of each: its examples, the processes and the replicas with data, and whether no
-    piece of its batches follows.
-    """
+    """Yields the steps that follow from the offers: size, processes, replicas, end."""
     has_more = [len(own) == _MOST_OFFERS for own in offers]
     queues = [deque(own) for own in offers]
     while any(queues):

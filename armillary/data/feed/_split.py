@@ -39,11 +39,9 @@ _FIXES = (
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One distributed batch, or a part of one that runs as a step of its own.
+    """A distributed batch, or a part of one that runs as a step of its own.
 
-    Its arrays have the layout's shape and the rows of the replicas of this process, on
-    the host and later on devices. Rows of replicas without data are copies of others,
-    so that all values are finite.
+    It has the rows of the replicas of this process; those without data have copies.
     """
 
     arrays: PyTree
@@ -64,11 +62,7 @@ class Piece:
 
 
 class Splitter:
-    """Splits the batches of a dataset's streams between its replicas.
-
-    Of several processes that read data of their own, each splits what it reads between
-    its own replicas. `exact` is for evaluations.
-    """
+    """Splits batches between this process's replicas; `exact` is for evaluations."""
 
     def __init__(self, dataset: "DistributedDataset", *, exact: bool) -> None:
         layout, self._remainder = dataset.layout, dataset.options.remainder
@@ -92,8 +86,7 @@ class Splitter:
     ) -> Iterator[Piece]:
         """Yields all pieces of batches that begin at the position `before`.
 
-        The position of a piece that is not the last of its group is the one before the
-        group, so that a program which stops between two pieces runs both again.
+        Within a group it stays: a program that stops there runs the group again.
         """
         for group, after in self._read_groups(batches):
             pieces = self._split_group(group, after.full_size or 0)

@@ -1,8 +1,4 @@
-"""The batches of a source: where each of them is, and how they are read ahead.
-
-A position is what is stored of a place in a data set. A `Prefetcher` reads on from one,
-in a thread of its own or in the caller's.
-"""
+"""The batches of a source: where each of them is, and how they are read ahead."""
 
 import atexit
 import base64
@@ -134,11 +130,7 @@ class SourceBatch(NamedTuple):
 def read_batches(
     source: Source, position: Position, note: Callable[[SourceBatch], None]
 ) -> "Prefetcher[SourceBatch]":
-    """Returns the batches of one pass, on from a position, to look at or to take.
-
-    They are NumPy arrays of one leading size, in device dtypes. Those without rows are
-    left out. `note` is told of each that is read.
-    """
+    """Returns the batches of one pass, on from a position; `note` is told of each."""
     if position.is_exhausted:
         return Prefetcher(iter(()), 0)
     iterator = source.make_iterator(position.epoch)
@@ -182,13 +174,10 @@ def read_batches(
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over `items`, reading up to `size` of them ahead.
+    """Iterates over `items`, reading up to `size` of them ahead in a thread, or none.
 
-    A `size` of 0 reads in the caller's thread. Any other starts a thread with the first
-    `next`, which has the JAX settings that hold there: those of `with
-    jax.enable_x64(True):` belong to one thread. It ends when nobody holds `owner`,
-    which the items may not hold. An error is raised by the `next` that would have
-    returned the item, and again by every later one.
+    The thread has the JAX settings of the first `next`, and ends when nobody holds
+    `owner`, which the items may not hold. An error is raised again by later calls.
     """
 
     def __init__(

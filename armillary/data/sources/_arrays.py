@@ -117,11 +117,7 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class IndexedIterator:
-    """Draws the rows of one batch after another, from an epoch on.
-
-    Its state is the epoch and how many of its examples were used, so that it may be
-    restored with another batch size.
-    """
+    """Draws the rows of one batch after another, from an epoch on."""
 
     def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
         self._dataset = dataset

@@ -91,11 +91,7 @@ def canonical_dtype(leaf: Any) -> np.dtype:
 def as_device_values(
     arrays: PyTree, get_name: Callable[[], str], numbers: np.ndarray | None = None
 ) -> PyTree:
-    """Returns NumPy arrays with the dtypes that they have on a device.
-
-    A value that does not fit is an error, which names its example: one of `numbers`, in
-    the shape of the first axes, or counted from 0. What is no NumPy array stays.
-    """
+    """Returns NumPy arrays with a device's dtypes; `numbers` are those of examples."""
     try:
         return jax.tree.map(_narrow, arrays)
     except (OverflowError, FloatingPointError):

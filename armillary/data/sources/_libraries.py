@@ -106,10 +106,7 @@ def _from_grain(dataset: Any, kind: str) -> IterableSource:
 
 
 def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
-    """Returns what the meaning of a position depends on, which Grain does not save.
-
-    A `MapDataset` counts what it gives, so batches of another size are other places.
-    """
+    """Returns what the meaning of a position depends on, which Grain does not save."""
     order: dict[str, list[int]] = {}
     nodes = [dataset]
     for node in nodes:

@@ -54,11 +54,7 @@ class Source(Protocol):
 
 
 class IterableSource:
-    """Makes a new iterator for every pass, given its number.
-
-    `copies` says whether batches may be one buffer that is filled again. Without
-    `is_repositionable`, the first iterator shows whether they have positions.
-    """
+    """Makes an iterator for every pass; `copies` if batches may be one buffer."""
 
     full_size = None
 
@@ -117,11 +113,7 @@ def _copy(leaf: Any) -> Any:
 
 
 class LoaderIterator:
-    """One pass over a loader that has its position itself, as `state_dict`.
-
-    What `iter` makes of such a loader has no state. So only one pass over it goes on at
-    a time; it begins, with `begin`, when it is first asked for something.
-    """
+    """One pass (at a time) over a loader that has its position itself."""
 
     def __init__(
         self,

@@ -1,11 +1,8 @@
 """Compares what must be equal: between processes, and between the copies of replicas.
 
-Processes that run different programs wait for each other in different places, for ever.
-Those that run one program with different constants, state or rows compute different
-results without any error. Replicas compute the same update from the same sum, so their
-copies stay equal without ever being compared: a bit that flips in one device's memory,
-or a device that computes wrongly, stays unnoticed until each device sums up its own
-copies, and the sums are compared.
+Different programs, constants or rows give different results without any error, or wait
+for ever. And a bit that flips in one device's copy of the state stays unnoticed until
+each device sums up its own copies, and the sums are compared.
 """
 
 import hashlib
@@ -67,10 +64,7 @@ def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
-    """Raises if a data set for all processes is not the same in each.
-
-    Each process gives its replicas their part of what it takes for the global batch.
-    """
+    """Raises if a data set of which each process takes a part differs between them."""
     options = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     order = {name: str(value) for name, value in dataset.order_of_examples.items()}
     check_same(peers, "a data set for all", options | order)
@@ -91,10 +85,7 @@ def find_differences(peers: Peers, topic: str, own: dict[str, str]) -> dict[str,
 
 
 def describe_value(array: Any) -> str:
-    """Returns type, shape and a fingerprint.
-
-    An array of which each process has a part is equal by the way that it was made.
-    """
+    """Returns type, shape and, if this process has all of it, a fingerprint."""
     if is_key(array):
         array = jax.random.key_data(array)
     if is_divided(array):
@@ -116,10 +107,7 @@ def check_same_program(
     fn: Callable[..., Any],
     arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises if processes have traced `fn` to different programs, or other constants.
-
-    `arguments` are the ones, by name, of the first call that must be equal too.
-    """
+    """Raises if processes have other programs of `fn`, constants or arguments."""
     # Addresses of Python objects differ where nothing else does.
     lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
     known = {id(value): f"`{key}`" for key, value in captured(fn)}
@@ -162,11 +150,7 @@ def has_copies(mesh: Mesh | None) -> bool:
 def largest_on_replicas(
     mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
 ) -> Any:
-    """Returns `fn(arrays)`, the largest of what it is on any replica.
-
-    A decision that each replica took from its own copy would let a wrong bit on one of
-    them take it another way, and all would wait for ever at the next sum.
-    """
+    """Returns the largest `fn(arrays)` of all replicas, which then decide alike."""
     if not has_copies(mesh):
         return fn(arrays)
     mapped = jax.shard_map(
@@ -241,11 +225,7 @@ def _minority(column: list[int]) -> tuple[int, ...]:
 
 
 def _checksum(array: Any) -> Any:
-    """Returns a sum that differs for sure if one value does.
-
-    Each value goes through a one-to-one function that also depends on its place, so
-    that values which swap places or change together hardly ever keep the sum.
-    """
+    """Returns a sum of values mixed with their places: one other value changes it."""
     bits = _as_words(array)
     place = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (bits ^ (place * np.uint32(0x85EBCA6B))) * np.uint32(0x9E3779B1)

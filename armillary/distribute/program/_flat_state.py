@@ -1,18 +1,12 @@
 """Holds a state as one flat list of arrays, where a strategy wants them.
 
-A program may take over (donate) only buffers that nobody else holds. Arrays that come
-from our own programs are such; any other array was put into its slot by the user, a
-checkpoint or an initializer, and is copied first, so nothing a user holds is deleted.
-Scalars (counters, sums of metrics) are never donated: a copy costs more than they do.
-Where state lives in one place and programs run in others, programs take over copies,
-and what they make of them is moved back.
+A program may take over (donate) only buffers that nobody else holds: arrays that come
+from our own programs. Any other array is copied first, so nothing a user holds is
+deleted. Scalars are never donated: a copy costs more than they do.
 
-The arrays are at home, in the slots, or ahead of them: `give` takes what a program has
-made of them, `write_back` brings it home, and `settle` makes them ready for the next
-program, with what was put into the slots meanwhile. This runs at every loop, over every
-array of the state, while the device may be waiting. So the usual case, in which nobody
-touched a slot since the last program, is told by identity, in passes that Python makes
-in C; all else is done slot by slot.
+All this runs at every loop, over every array of the state, while the device may be
+waiting. So the usual case, in which nobody touched a slot since the last program, is
+told by identity, in passes that Python makes in C; all else is done slot by slot.
 """
 
 import contextlib
@@ -68,11 +62,7 @@ class FlatState:
         with flat.lent(changed) as (donated, others):
             values, token = program(donated, others)
             flat.give(values, token)
-        flat.write_back()
-
-    What is lent is what the slots hold, on its devices. Where no code of the user runs
-    between two programs, nothing need be written back there; until it is, the slots
-    hold arrays that are gone. `arrays` stay good until the next program runs.
+        flat.write_back()  # until then, the slots hold arrays that are gone
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:

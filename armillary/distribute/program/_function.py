@@ -1,9 +1,4 @@
-"""Compiles a step of the user's own loop, with the state it reaches.
-
-`armillary.function` is for programs without a trainer what `tf.function` is in
-TensorFlow: the decorated function reads and writes variables, and runs as one compiled
-program. Its state is what its arguments, closure, globals and `self` reach.
-"""
+"""Compiles a step of the user's own loop, with the state it reaches."""
 
 import collections
 import functools
@@ -104,11 +99,7 @@ def function(
 
 
 class Function:
-    """One compiled function, with a program for each kind of arguments.
-
-    `body` is what to trace, if it is not `fn` itself; `check` looks at the state of a
-    program, and at the indices of the arrays that it changes, before it runs.
-    """
+    """A function, with a program for each kind of arguments; `check` looks at each."""
 
     def __init__(
         self,
@@ -168,11 +159,7 @@ def _warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
 
 
 class Functions:
-    """Functions compiled for calls of `Strategy.run` outside any step.
-
-    The same code with the same objects in its closure is the same function, so a
-    function defined again in every iteration of a loop is compiled once.
-    """
+    """Functions that `run` compiled outside any step, by code and what they hold."""
 
     def __init__(self) -> None:
         self._functions: dict[Any, tuple[Any, Function]] = {}

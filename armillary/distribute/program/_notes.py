@@ -1,10 +1,4 @@
-"""Says of a user's step what JAX and Flax cannot know: notes on errors, and warnings.
-
-A note gives the shapes of the batch that the step was traced with, or says what to do
-where Python needs the value of an array: `if loss > 0:`, `float(loss)`. A warning is of
-what is hardly meant: numbers drawn from a key that no step changes, and metrics whose
-values of each replica cannot be added up.
-"""
+"""Says of a user's step what JAX and Flax cannot know: notes on errors, warnings."""
 
 import math
 from collections.abc import Iterable
@@ -112,10 +106,7 @@ class _Draws(Dataflow[bool]):
 
 
 class MetricWarnings:
-    """Warns once of metrics of a step that replicas cannot add up.
-
-    A replica's mean is one: where replicas have no data it counts less than elsewhere.
-    """
+    """Warns once of metrics of a step whose values replicas cannot add up."""
 
     def __init__(self, name: str, num_replicas: int) -> None:
         self._name, self._num_replicas = name, num_replicas

@@ -1,10 +1,7 @@
 """Traces a user's step, once, into a pure program that the library can compile.
 
-The program takes the arrays of every slot and the step's arguments; it returns the
-slots that the step changed, and the step's results. Whatever JAX can only prove while
-tracing is checked here: state that was captured as a constant, slots that changed
-shape, arrays that are left where they outlive the trace. What replicas must not do is
-found where they run (`replica/_run.py`).
+Whatever JAX can only prove while tracing is checked here: state that was captured as a
+constant, slots that changed shape, arrays that are left where they outlive the trace.
 """
 
 import contextlib
@@ -44,10 +41,7 @@ from armillary.typing import PyTree
 
 
 class MoreBatches(BaseException):
-    """A step called `next` more often than batches were offered.
-
-    Not an `Exception`, so that the user's own handlers let it pass.
-    """
+    """A step called `next` too often; no `Exception`, so that handlers let it pass."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -88,11 +82,7 @@ ARRAY = object()
 
 
 class TracedStep(NamedTuple):
-    """A step as a pure program.
-
-    It takes `(*slot arrays, *argument arrays)`, and returns `(*changed slot arrays,
-    *result arrays)`.
-    """
+    """A program from `(*slots, *arguments)` to `(*changed slots, *results)`."""
 
     program: core.ClosedJaxpr
     changed: tuple[int, ...]
@@ -135,12 +125,9 @@ def trace_step(
 ) -> TracedStep:
     """Traces `fn(*arguments)` with the state lifted.
 
-    The program takes all arguments or, if each is a list of batches, as many of each as
-    `taken` says afterwards.
-
-    A step that changed plain values, or drew random numbers, is traced again. Flags
-    that are set in each step, and values that are cached, do no harm: the second trace
-    changes no more, and gives the same program.
+    The program takes as many batches of each argument as `taken` says, or all. A step
+    that changed plain values, or drew random numbers, is traced again: if that changes
+    no more, and gives the same program, it did no harm.
     """
     tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken)
     step, changes, drawn = tracing.trace()
@@ -276,10 +263,7 @@ def explained(
     owner: str,
     arguments: tuple[PyTree, ...] = (),
 ) -> Iterator[None]:
-    """Turns Flax's error for writing to an unlifted variable into ours.
-
-    Other errors get notes on what JAX, Flax and Optax cannot know.
-    """
+    """Explains Flax's error for writing to an unlifted variable; notes on others."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,4 @@
-"""Gradients with respect to variables, of a whole batch or of one part after the other.
-
-The variables that a loss reads are swapped for the values that JAX differentiates by;
-what it writes to any other variable is written when the derivative is done. A batch
-that is too large is cut: a loop on the device differentiates the loss of each part.
-"""
+"""Gradients with respect to variables, of a batch or of one part after the other."""
 
 import contextlib
 import threading

@@ -135,11 +135,7 @@ BATCH = Facts(frozenset({"one replica's share of the batch"}))
 
 
 class Proof(Dataflow[Facts]):
-    """A program that leaves no replica waiting, and reduces nothing wrongly.
-
-    The first of `counts` is the number of replicas that run it. A sum of the replicas'
-    values becomes their mean by one of them.
-    """
+    """A program that leaves no replica waiting, on `counts[0]`, and reduces rightly."""
 
     nothing = EQUAL
 

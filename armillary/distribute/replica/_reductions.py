@@ -1,10 +1,4 @@
-"""Reductions over replicas that a step says, and losses as each replica's part.
-
-`compute_average_loss` and `scale_regularization_loss` are those of `tf.nn`: parts whose
-*sum* over replicas is the loss, so that gradients are summed. What they divide by is
-marked, so that a mean of such gradients is found (`_proof`). The parts of
-`weighted_mean` have the loss as their *mean*.
-"""
+"""Reductions over replicas that a step says, and losses as each replica's part."""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -1,12 +1,8 @@
 """Runs a function once per replica: `jax.shard_map` with the state's policies around.
 
 The only replica has the axis of replicas too, of length 1, so that a step which names
-it (`jax.lax.pmean(gradients, "replica")`) is the same text under every strategy.
-
-The function gets the lifted slots as their policies say, split batches, and everything
-else as it is. All that it computes is the replica's own, and nothing is reduced that it
-does not reduce. So its program is traced, looked at, and then bound as one call: state
-that would differ between replicas is refused where it is written.
+it is the same text under every strategy. The function's program is traced, looked at,
+and then bound as one call: state that would differ is refused where it is written.
 """
 
 import itertools

@@ -1,7 +1,4 @@
-"""Where batches go: a device, a mesh, or a row for each replica of a mesh.
-
-They are what `armillary.data._layout.BatchLayout` says. Devices are checked first.
-"""
+"""Where batches go: a device, a mesh, or a row for each replica of a mesh."""
 
 import contextlib
 import math
@@ -179,11 +176,7 @@ class ReplicaLayout(_OnMesh):
 
 @dataclass(frozen=True)
 class MeshLayout(_OneReplica, _OnMesh):
-    """Batches of a single replica, split over a mesh by their examples.
-
-    A batch that the devices cannot share equally is split over fewer of `axes`, or
-    none; the devices along the others have copies. Each process has all of a batch.
-    """
+    """Batches of one replica, split over the most of `axes` that divide them."""
 
     axes: tuple[str, ...] = ()
 

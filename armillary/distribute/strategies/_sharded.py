@@ -1,17 +1,8 @@
 """Parameters and optimizer state split over devices, by the compiler.
 
-Which part of each array every device of the mesh holds::
-
-    array                                       held
-    a scalar, a random key, of a metric         whole, by every device
-    of an optimizer, made like a parameter      as that parameter
-    at a path that a rule matches               as the first such rule says
-    another one, of `SMALL` values or more      split over the axis `fsdp`, along its
-                                                longest axis that divides
-    anything else                               whole, by every device
-
-An array of an optimizer is made like the parameter of its shape that shares most of the
-end of its path: `optimizer/opt_state/0/mu/first/kernel` like `model/first/kernel`.
+Arrays that are scalars, random keys or of metrics are whole on every device. One of an
+optimizer is split like the parameter of its shape that shares most of the end of its
+path: `optimizer/opt_state/0/mu/first/kernel` like `model/first/kernel`.
 """
 
 import contextlib
