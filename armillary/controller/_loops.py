@@ -40,6 +40,8 @@ from armillary.trainer._contract import PendingLoops
 # that a log line or a request to stop waits.
 _SECONDS_AHEAD = 0.25
 _MOST_AHEAD = 100
+# The speed in a log line is a mean over at least this time: less is mostly chance.
+_SPEED_SECONDS = 0.1
 _ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to go on."
 
 
@@ -48,8 +50,10 @@ class Loops:
 
     def __init__(self, run: Run, saving: Saving, display: Display) -> None:
         self._run, self._saving, self._display = run, saving, display
-        # Since the last log line: steps, seconds, and the last loop.
+        # Since the last log line: steps, seconds, and the last loop. And the steps and
+        # seconds of lines before.
         self._steps, self._seconds = 0, 0.0
+        self._lines: deque[tuple[int, float]] = deque(maxlen=1000)
         self._last: tuple[int, dict[str, Any]] | None = None
         self._is_warned = False
         # Loops that were started, and outputs that came of them, not yet reported.
@@ -201,7 +205,13 @@ class Loops:
         if self._last is None:
             return
         reached, output = self._last
-        speed = f"steps/sec: {self._steps / self._seconds: 6.1f}"
+        lines = self._lines
+        lines.append((self._steps, self._seconds))
+        steps, seconds = map(sum, zip(*lines, strict=True))
+        while len(lines) > 1 and seconds - lines[0][1] >= _SPEED_SECONDS:
+            old_steps, old_seconds = lines.popleft()
+            steps, seconds = steps - old_steps, seconds - old_seconds
+        speed = f"steps/sec: {steps / seconds: 6.1f}"
         self._last, self._steps, self._seconds = None, 0, 0.0
         log_line("train", reached, speed, f"output: {format_output(output)}")
 

@@ -181,6 +181,18 @@ def test_log_interval_thins_lines_out(caplog):
     assert [step for step, _ in lines] == [6, 12]
 
 
+def test_a_speed_is_a_mean_over_a_tenth_of_a_second(caplog):
+    def train(step):
+        time.sleep(0.0 if step % 4 else 0.2)
+        return {"step": step}
+
+    caplog.set_level("INFO", "armillary")
+    make_controller(train, steps_per_loop=1).train(8)
+    found = re.findall(r"steps/sec: +([\d.]+)", "\n".join(caplog.messages))
+    # A loop without work alone would have thousands.
+    assert max(map(float, found[3:])) < 21
+
+
 def test_the_first_speed_does_not_count_compilation(caplog):
     def trace(x):
         time.sleep(0.5)
