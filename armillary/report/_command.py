@@ -5,12 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from armillary._checks import counted
+from armillary._checks import counted, printable
 from armillary._format import add_json, format_time, make_table, print_json, print_out
 from armillary._process import ExitCode
 from armillary.goodput._journal import Goodput, read_goodput
 from armillary.report._page import goodput_cells, make_page, show_number
 from armillary.report._run_files import SPEED, Run, read_runs
+
+_LINE = 100  # Characters of a line, of which the last values have at least so many:
+_FEWEST = 24
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +61,16 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     if namespace.json:
         return lambda: print_json([_describe(run) for run in runs])
     head = ["run", "began", "state", "step", "time", "goodput", "last values"]
-    table = make_table(head, map(_as_row, runs), numbers=["step", "time", "goodput"])
+    rows = [_as_row(run) for run in runs]
+    # One line each: what does not fit is in the report and in `--json`.
+    taken = [max(map(len, cells)) for cells in zip(head[:-1], *rows, strict=True)]
+    room = max(_LINE - sum(taken) - 3 * len(head) - 1, _FEWEST)
+    for row, run in zip(rows, runs, strict=True):
+        values = _last_values(run)
+        while len(values) > 1 and len(", ".join(values)) > room:
+            values[-2:] = ["..."]
+        row.append(", ".join(values))
+    table = make_table(head, rows, numbers=["step", "time", "goodput"])
     return lambda: print_out(table)
 
 
@@ -81,13 +93,18 @@ def _describe(run: Run) -> dict[str, Any]:
 
 
 def _as_row(run: Run) -> list[str]:
-    values = [
-        f"{source} {metric} {points[-1][1]:.4g}"
-        for (source, metric), points in run.curves.items()
-        if metric != SPEED
+    known = [printable(run.name), format_time(run.began), run.state]
+    return [*known, show_number(run.step), *goodput_cells(run)[1:]]
+
+
+def _last_values(run: Run) -> list[str]:
+    """Returns the last values of all metrics, of evaluations first."""
+    curves = [each for each in run.curves.items() if each[0][1] != SPEED]
+    curves.sort(key=lambda each: each[0][0] == "train")
+    return [
+        printable(f"{source} {metric} {points[-1][1]:.4g}")
+        for (source, metric), points in curves
     ]
-    known = [run.name, format_time(run.began), run.state, show_number(run.step)]
-    return [*known, *goodput_cells(run)[1:], "\n".join(values)]
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:

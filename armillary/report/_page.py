@@ -4,6 +4,8 @@ Plotly draws the charts. Colors of text and grids belong to the page, which has 
 and a dark one.
 """
 
+import base64
+import gzip
 import html
 import json
 import math
@@ -29,6 +31,7 @@ _LAYOUT = {
     "font": {"family": "system-ui, sans-serif", "size": 13},
     "legend": {"orientation": "h", "y": -0.28},
     "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#9198a1"},
+    "template": "none",
 }
 # After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;
 # the blue is lighter, for dark pages.
@@ -45,6 +48,8 @@ _CATEGORY_COLORS = {
     Category.LOST: "#D55E00",
     Category.DOWN: "#7F3B08",
 }
+_EXTREMES = {"lowest": "#0072B2", "highest": "#D55E00"}
+_UNITS = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MOST_POINTS = 2000
 _FEW_POINTS = 60
@@ -69,16 +74,18 @@ def make_page(runs: Sequence[Run]) -> str:
 
     sections = {
         "Runs": _overview(runs),
-        "Curves": _grid(_draw_curves(runs, graphs), offline),
-        "Where the time went": _grid(_draw_time(runs, graphs), offline),
+        "Curves": _grid(_draw_curves(runs, graphs)),
+        "Where the time went": _grid(_draw_time(runs, graphs)),
         "Checkpoints": per_run(_checkpoints),
         "Model": per_run(_model),
-        "Hyperparameters": _side_by_side(runs, configs) if any(configs) else "",
+        "Hyperparameters": _hyperparameters(runs, configs) if any(configs) else "",
         "Record": _side_by_side(runs, records),
     }
     body = "".join(
         f"<h2>{title}</h2>{content}" for title, content in sections.items() if content
     )
+    # Packed, it is a third as large; the page unpacks it.
+    packed = gzip.compress(offline.get_plotlyjs().encode(), mtime=0)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -88,28 +95,26 @@ def make_page(runs: Sequence[Run]) -> str:
 <title>{names}</title>
 <style>
 {(_FOLDER / "style.css").read_text()}</style>
-<script>{offline.get_plotlyjs()}</script>
 </head>
 <body>
 <h1>{names}</h1>
 {body}
 <footer>Written by <code>armillary report</code>.</footer>
+<script type="text/plain" id="plotly">{base64.b64encode(packed).decode()}</script>
 <script>
-{(_FOLDER / "colors.js").read_text()}</script>
+{(_FOLDER / "page.js").read_text()}</script>
 </body>
 </html>
 """
 
 
-def _grid(figures: Iterable[Any], offline: Any) -> str:
+def _grid(figures: Iterable[Any]) -> str:
     cells = []
     for figure in figures:
         figure.update_layout(**_LAYOUT)
-        options = {"responsive": True, "displaylogo": False}
-        chart = offline.plot(
-            figure, output_type="div", include_plotlyjs=False, config=options
+        cells.append(
+            f'<div class="chart" data-figure="{_text(figure.to_json())}"></div>'
         )
-        cells.append(f'<div class="chart">{chart}</div>')
     return f'<div class="grid">{"".join(cells)}</div>' if cells else ""
 
 
@@ -147,6 +152,8 @@ def _draw_curve(
                 line={"color": color, "dash": _DASHES[index % 4], "width": 1.8},
                 marker={"size": 5},
             )
+            if source != "train" and len(runs) == 1:
+                _mark_extremes(figure, finite)
         for start in run.starts[1:]:
             figure.add_vline(x=start["step"], line={"dash": "dot", "color": "#D55E00"})
     title = metric.replace("_", " ")
@@ -155,6 +162,24 @@ def _draw_curve(
     figure.update_layout(title=title, hovermode="x unified")
     figure.update_xaxes(title="step")
     return figure
+
+
+def _mark_extremes(figure: Any, points: Sequence[tuple[int, float]]) -> None:
+    """Says which evaluations were the lowest and the highest, in words."""
+    for find, word, place in ((min, "lowest", "bottom"), (max, "highest", "top")):
+        step, value = find(points, key=lambda point: point[1])
+        side = "left" if 2 * step > points[0][0] + points[-1][0] else "right"
+        figure.add_scatter(
+            x=[step],
+            y=[value],
+            mode="markers+text",
+            text=[f"{word} {value:.4g}"],
+            textposition=f"{place} {side}",
+            marker={"size": 9, "color": _EXTREMES[word]},
+            cliponaxis=False,
+            showlegend=False,
+            hoverinfo="skip",
+        )
 
 
 def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -172,12 +197,17 @@ def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
     """Yields a figure with a bar for each run: what its time was spent on."""
     known = {run.name: run.goodput.seconds for run in runs if run.goodput}
+    longest = max((sum(each.values()) for each in known.values()), default=0.0)
+    # Its ticks are round then, which those of a large number of seconds are not.
+    unit = next(
+        (unit for unit, size in _UNITS.items() if longest > 2 * size), "seconds"
+    )
     figure = plotly.Figure()
     for category, color in _CATEGORY_COLORS.items():
-        seconds = [each[category] for each in known.values()]
-        if any(seconds):
+        times = [each[category] / _UNITS[unit] for each in known.values()]
+        if any(times):
             figure.add_bar(
-                x=seconds,
+                x=times,
                 y=list(known),
                 orientation="h",
                 name=category.label,
@@ -185,7 +215,7 @@ def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
             )
     if known:
         figure.update_layout(barmode="stack")
-        figure.update_xaxes(title="seconds")
+        figure.update_xaxes(title=unit)
         yield figure
 
 
@@ -208,13 +238,16 @@ def goodput_cells(run: Run) -> tuple[str, str, str]:
 def _overview(runs: Sequence[Run]) -> str:
     """Returns a row for each run: how far it came, how long it took, and how well."""
     metrics = sorted({key for run in runs for key in run.curves if key[1] != SPEED})
-    head = ["run", "began", "step", "state", "attempts", "time", "goodput"]
+    configs = [run.record.get("config") or {} for run in runs]
+    names = find_differing(configs)
+    head = ["run", *names, "began", "step", "state", "attempts", "time", "goodput"]
     head += [f"{source} {metric}" for source, metric in metrics]
     rows = []
-    for run in runs:
+    for run, config in zip(runs, configs, strict=True):
         last = [show_number(run.curves.get(key, [(0, None)])[-1][1]) for key in metrics]
-        known = [_text(run.name), format_time(run.began), show_number(run.step)]
-        rows.append([*known, run.state, *goodput_cells(run), *last])
+        own = [_describe(config.get(name)) for name in names]
+        known = [format_time(run.began), show_number(run.step), run.state]
+        rows.append([_text(run.name), *own, *known, *goodput_cells(run), *last])
     return _table(head, rows)
 
 
@@ -244,14 +277,34 @@ def _model(run: Run) -> str:
     return _table(["module", "parameters", "size"], rows)
 
 
+def _hyperparameters(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> str:
+    """Returns those of the last attempts, and what earlier ones had in their place."""
+    table = _side_by_side(runs, configs)
+    for run in runs:
+        attempts = [start.get("config") or {} for start in run.starts]
+        for name in find_differing(attempts):
+            said = ", then ".join(_describe(each.get(name)) for each in attempts)
+            table += f"<p>Attempts of {_text(run.name)} had {_text(name)} = {said}.</p>"
+    return table
+
+
+def find_differing(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names whose values are not the same in all records."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [n for n in names if len({_describe(each.get(n)) for each in records}) > 1]
+
+
 def _side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each name in some dictionaries, marked if they differ."""
-    rows, differing = [], set()
-    for name in dict.fromkeys(name for record in records for name in record):
-        cells = [_describe(record.get(name)) for record in records]
-        if len(set(cells)) > 1:
-            differing.add(len(rows))
-        rows.append([_text(name), *(f"<code>{cell}</code>" for cell in cells)])
+    names = list(dict.fromkeys(name for record in records for name in record))
+    rows = [
+        [
+            _text(name),
+            *(f"<code>{_describe(each.get(name))}</code>" for each in records),
+        ]
+        for name in names
+    ]
+    differing = map(names.index, find_differing(records))
     return _table(["", *(run.name for run in runs)], rows, differing)
 
 

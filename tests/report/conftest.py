@@ -73,7 +73,7 @@ def crashed(tmp_path):
     write_lines(
         run / "train" / "metrics.jsonl",
         [
-            make_start(1000.0, 0, rate=0.1, layers=[2, 3]),
+            make_start(1000.0, 0, rate=0.1, layers=[2]),
             make_train(1010.0, 10, 1.0),
             make_train(1020.0, 20, float("inf")).copy()
             | {"values": {"loss": "Infinity", "lr": 0.1}},

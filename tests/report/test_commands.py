@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from armillary import _cli
+from armillary.goodput import Category
 from armillary.report import _page
 from armillary.report._run_files import read_run
 from tests.report.conftest import make_start, make_train, write_lines
@@ -20,7 +22,8 @@ def page(crashed, short, tmp_path):
     path = tmp_path / "pages" / "report.html"
     assert _cli.main(["report", str(crashed), str(short), "--output", str(path)]) == 0
     text = path.read_text()
-    return re.sub(r"<script>/\*\*.*?</script>", "", text, count=1, flags=re.DOTALL)
+    assert len(text) < 2 * 2**20
+    return re.sub(r'<script type="text/plain".*?</script>', "", text, count=1)
 
 
 def cells_of(page, title):
@@ -34,16 +37,19 @@ def cells_of(page, title):
 @pytest.mark.slow
 def test_the_page_compares_runs(page):
     head, first, second = cells_of(page, "Runs")
-    assert head[:7] == ["run", "began", "step", "state", "attempts", "time", "goodput"]
-    assert (first[0], *first[2:7]) == (
+    # Hyperparameters that differ stand beside the name.
+    names = ["run", "rate", "began", "step", "state", "attempts", "time", "goodput"]
+    assert head[:8] == names
+    assert (*first[:2], *first[3:8]) == (
         "crashed",
+        "0.1",
         "40",
         "done",
         "2",
         "1 min 10 s",
         "42.9%",
     )
-    assert (second[0], *second[2:7]) == ("short", "3", "", "", "", "")
+    assert (*second[:2], *second[3:8]) == ("short", "0.2", "3", "", "", "", "")
     last = dict(zip(head, first, strict=True))
     assert (last["eval loss"], last["eval test accuracy"]) == ("0.3", "0.5")
 
@@ -68,6 +74,7 @@ def test_the_page_shows_models_and_what_differs(page):
     config = cells_of(page, "Hyperparameters")
     assert config[1:] == [["rate", "0.1", "0.2"], ["layers", "[2, 3]", "[2, 3]"]]
     assert page.count('<tr class="differs">') == 1
+    assert "Attempts of crashed had layers = [2], then [2, 3].</p>" in page
     assert ["jax", "0.10.2", "0.10.2"] in cells_of(page, "Record")
 
 
@@ -102,6 +109,7 @@ def test_a_browser_draws_it(crashed, short, tmp_path):
         "steps per second",
     ]
     assert len(drawn) >= 5
+    assert "lowest" not in ended.stdout  # Of several runs, curves are enough.
     assert "Uncaught" not in ended.stderr
 
 
@@ -117,6 +125,24 @@ def test_the_time_of_runs_that_tell_it_is_drawn_whole(crashed, short):
     }
 
 
+def test_extremes_are_told_apart_in_words_and_colors(crashed):
+    graphs = pytest.importorskip("plotly.graph_objects")
+    _, loss, *_ = _page._draw_curves([read_run(crashed)], graphs)
+    marks = [each for each in loss.data if each.text]
+    assert [mark.text for mark in marks] == [("lowest 0.3",), ("highest 0.9",)]
+    assert len({mark.marker.color for mark in marks}) == 2
+
+
+def test_times_have_a_unit_with_round_ticks(short, crashed):
+    graphs = pytest.importorskip("plotly.graph_objects")
+    run = read_run(crashed)
+    seconds = {**run.entries[-1].seconds, Category.STEPPING: 3600.0}
+    long = replace(run, entries=(replace(run.entries[-1], seconds=seconds),))
+    for one, unit in ((run, "seconds"), (long, "minutes")):
+        [figure] = _page._draw_time([one], graphs)
+        assert figure.layout.xaxis.title.text == unit
+
+
 def test_names_from_elsewhere_do_nothing_to_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     name = "\x1b[2J[red]a&b\udcff"
@@ -125,13 +151,13 @@ def test_names_from_elsewhere_do_nothing_to_a_terminal(tmp_path, capsys, monkeyp
         "record": "train",
         "time": 1.0,
         "step": 1,
-        "values": {f"{name}[/nope]": 0.5},
+        "values": {"\x1b[2J[/nope]": 0.5},
     }
     write_lines(run / "metrics.jsonl", [make_start(1.0, 0), metric])
     assert _cli.main(["runs", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     shown = r"\x1b[2J[red]a&b\udcff"
-    assert printed.count(shown) == 2 and f"{shown}[/nope] 0.5" in printed
+    assert shown in printed and r"train \x1b[2J[/nope] 0.5" in printed
     pytest.importorskip("plotly")
     page = tmp_path / "report.html"
     assert _cli.main(["report", str(run), "--output", str(page)]) == 0
@@ -151,8 +177,13 @@ def test_long_curves_keep_their_extremes():
 def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
     assert _cli.main(["runs", str(tmp_path)]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"crashed .* done .* 40 .* 1 min 10 s .* 42.9% .* loss", table)
+    # A line each: what was evaluated first, and what follows as far as it fits.
+    assert re.search(
+        r"crashed .* done .* 40 .* 1 min 10 s .* 42.9% .* eval .* \.\.\.", table
+    )
     assert re.search(r"short .* 3 ", table)
+    lines = table.splitlines()
+    assert len(lines) == 6 and len(max(lines, key=len)) <= 100
     with open(short / "metrics.jsonl", "a") as file:
         json.dump(make_train(2004.0, 4, "NaN"), file)
     assert _cli.main(["runs", str(tmp_path), "--json"]) == 0
