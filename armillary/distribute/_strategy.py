@@ -26,7 +26,7 @@ from armillary.data._layout import (
     hosted_replicas,
 )
 from armillary.distribute._dispatch import Dispatch
-from armillary.distribute._global_arrays import everywhere, is_array
+from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
@@ -37,12 +37,9 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
-    array_of,
     check_axis,
-    is_argument,
     is_per_replica,
     join,
-    other_count,
 )
 from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._keras import follow_keras
@@ -83,6 +80,9 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
+
+    # Whether this process trains: an evaluator has no place in what workers read.
+    _trains = True
 
     home: Sharding | None = None
     """Where state lives between programs; `None` for where programs have it."""
@@ -174,29 +174,6 @@ class Strategy:
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
         """Returns where programs have each array; `None` leaves it where it is."""
         raise NotImplementedError
-
-    def bring(self, arguments: PyTree) -> list[Any] | None:
-        """Returns the arrays of arguments, moved here; `None` if none had to move."""
-        devices, is_moved = set(self.layout.devices), False
-
-        def move(leaf: Any) -> Any:
-            nonlocal is_moved
-            array = array_of(leaf)
-            is_concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-            if not is_concrete or array.sharding.device_set == devices:
-                return array
-            is_moved = True
-            if is_per_replica(leaf) and not leaf.is_shared:
-                if len(array) != self._num_replicas:
-                    raise other_count(leaf, self)
-                return self.layout.place(array)
-            return self.layout.replicate(array)
-
-        if self.peers is not None:
-            return None
-        leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
-        arrays = [array for array in map(move, leaves) if is_array(array)]
-        return arrays if is_moved else None
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -387,6 +364,10 @@ class Strategy:
     ) -> DistributedDataset:
         """Returns a dataset that splits each *global* batch over replicas.
 
+        Each process reads all of it, and keeps the rows of its own devices: give the
+        same data, in the same order, to all. What `from_arrays` and its like give is
+        compared.
+
         Args:
             dataset: Anything `armillary.data.as_source` takes.
             options: How to treat remainders, and how far to read ahead.
@@ -396,7 +377,11 @@ class Strategy:
         """
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
         follow_keras()  # `fit` may read it.
+        self._check_dataset(dataset)
         return DistributedDataset(dataset, self.layout, options=options)
+
+    def _check_dataset(self, dataset: Any) -> None:
+        """Raises if a data set for all processes differs between them."""
 
     def distribute_datasets_from_function(
         self,
@@ -404,6 +389,10 @@ class Strategy:
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Returns a dataset that takes each replica's batch from the user's own.
+
+        The data sets of several processes may differ in length: training ends with the
+        shortest one, and a complete evaluation uses every example of all. A trainer
+        under a `ParameterServerStrategy` calls `dataset_fn` again on each worker.
 
         Args:
             dataset_fn: Called once in each process with its `InputContext`. It
@@ -413,15 +402,25 @@ class Strategy:
 
         Returns:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
+
+        Raises:
+            ValueError: Under a `ShardedStrategy` over several processes.
         """
         check_callable("dataset_fn", dataset_fn)
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
-        return DistributedDataset(
-            dataset_fn(self.input_context),
-            self.layout,
-            per_replica_batches=True,
-            options=options,
+        if self.peers is not None and not self.layout.stacked:
+            raise ValueError(
+                "`distribute_datasets_from_function` (a function with an "
+                "`input_context`) lets each process read data of its own, but under "
+                f"{self!r} all processes share each batch. Use "
+                "`strategy.distribute_dataset(dataset)`, with the same data in each."
+            )
+        made, layout = dataset_fn(self.input_context), self.layout
+        dataset = DistributedDataset(
+            made, layout, per_replica_batches=True, options=options
         )
+        dataset.dataset_fn, dataset.ignores_state = dataset_fn, not self._trains
+        return dataset
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -476,14 +475,6 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A method that a subclass overrides is overridden under all its names.
-        for alias, method in vars(Strategy).items():
-            name = getattr(method, "__name__", alias)
-            if name != alias and name in vars(cls):
-                setattr(cls, alias, vars(cls)[name])
 
 
 def _check_divided(strategy: Strategy, arguments: PyTree) -> None:

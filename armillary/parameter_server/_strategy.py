@@ -26,8 +26,6 @@ from armillary._logging import logger
 from armillary._optional import import_ray
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import plan_process, split_address
-from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ClusterError
 from armillary.typing import PyTree
@@ -123,20 +121,6 @@ class ParameterServerStrategy(SingleStrategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver that was given."""
         return self._resolver
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Returns a dataset of this process, for evaluation.
-
-        A trainer that gets it calls `dataset_fn` again on each worker, with the
-        worker's own `InputContext`.
-        """
-        dataset = super().distribute_datasets_from_function(dataset_fn, options)
-        dataset.dataset_fn = dataset_fn
-        return dataset
 
     def _collect(self, value: PyTree) -> PyTree:
         from armillary.parameter_server._closures import RemoteValue

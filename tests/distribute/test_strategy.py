@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,7 +12,6 @@ from armillary import (
     ReduceOp,
     get_replica_context,
 )
-from armillary.distribute import Strategy
 from armillary.errors import (
     DoubleReductionError,
     ReplicaContextError,
@@ -99,17 +97,3 @@ def test_cross_replica_calls_inside_run_are_errors(strategy, call, name, instead
         f"own values. Move the call out of the function given to `strategy.run`, or "
         f"{instead}."
     )
-
-
-def test_a_subclass_overrides_all_spellings_of_a_method():
-    class Renamed(MirroredStrategy):
-        def local_results(self, value):
-            return ("its own", value)
-
-    class Derived(Renamed):
-        pass
-
-    for kind in (Renamed, Derived):
-        strategy = kind([jax.devices()[0]])
-        assert strategy.experimental_local_results(1) == ("its own", 1)
-    assert MirroredStrategy.experimental_local_results is Strategy.local_results

@@ -20,7 +20,12 @@ from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import MetricWarnings
 from armillary.distribute.program._trace import TracedStep, check_no_trace, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
-from armillary.distribute.replica._values import is_per_replica
+from armillary.distribute.replica._values import (
+    array_of,
+    is_argument,
+    is_per_replica,
+    other_count,
+)
 from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -270,13 +275,38 @@ class _Program:
                 values, results, token = self._compiled(donated, others, arrays)
             except ValueError:
                 # To look where each argument lies would take longer than a call.
-                moved = self._strategy.bring(arguments)
+                moved = _bring(arguments, self._strategy)
                 if moved is None:
                     raise
                 values, results, token = self._compiled(donated, others, moved)
             flat.give(values, token)
             flat.write_back()
         return self.step.results(results)
+
+
+def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
+    """Returns the arrays of arguments, moved to a strategy; `None` if none had to."""
+    if strategy.peers is not None:
+        return None
+    layout, is_moved = strategy.layout, False
+    devices = set(layout.devices)
+
+    def move(leaf: Any) -> Any:
+        nonlocal is_moved
+        array = array_of(leaf)
+        is_concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+        if not is_concrete or array.sharding.device_set == devices:
+            return array
+        is_moved = True
+        if not is_per_replica(leaf) or leaf.is_shared:
+            return layout.replicate(array)
+        if len(array) != strategy.num_replicas_in_sync:
+            raise other_count(leaf, strategy)
+        return layout.place(array)
+
+    leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
+    arrays = [array for array in map(move, leaves) if is_array(array)]
+    return arrays if is_moved else None
 
 
 def code_of(fn: Callable[..., Any]) -> Any:

@@ -1,7 +1,7 @@
 """Synchronous training on the devices of several processes, or of a TPU slice."""
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,6 @@ from armillary._jaxpr import is_in_trace
 from armillary.cluster._join import CommunicationOptions, join_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._schedulers import resolve_cluster
-from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import InputContext, InputOptions
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
@@ -42,24 +40,17 @@ class JoinedStrategy(Strategy):
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
+        plan = self._cluster_resolver.process_plan()
+        self._trains = self.peers is not None or plan.is_training
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that described the cluster."""
         return self._cluster_resolver
 
-    def distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Returns a dataset that splits each *global* batch over replicas.
-
-        Each process reads all of it, and keeps the rows of its own devices: give the
-        same data, in the same order, to all. What `from_arrays` and its like give is
-        compared. See `Strategy.distribute_dataset` for what it takes.
-        """
+    def _check_dataset(self, dataset: Any) -> None:
         if self.peers is not None and isinstance(dataset, IndexedDataset):
             check_same_data(self.peers, dataset)
-        return super().distribute_dataset(dataset, options)
 
     def _collect(self, value: PyTree) -> PyTree:
         if self.peers is not None and not is_in_trace():
@@ -128,24 +119,6 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         return jax.devices() if is_joined else jax.local_devices()
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Returns a dataset that takes each replica's batch from its process's own.
-
-        The data sets of the processes may differ in length: training ends with the
-        shortest one, and a complete evaluation uses every example of all.
-        See `Strategy.distribute_datasets_from_function` for what it takes.
-        """
-        dataset = super().distribute_datasets_from_function(dataset_fn, options)
-        if self.peers is None:
-            # An evaluator restores what several workers saved, and trains on nothing.
-            plan = self._cluster_resolver.process_plan()
-            dataset.ignores_state = not plan.is_training
-        return dataset
 
     def __repr__(self) -> str:
         count = 1 if self.peers is None else self.peers.count

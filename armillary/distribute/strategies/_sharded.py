@@ -26,8 +26,7 @@ from jax.sharding import (
 from armillary._checks import check_instance, check_positive_int, list_lines
 from armillary.cluster._join import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._policy import check_annotations
@@ -148,25 +147,6 @@ class ShardedStrategy(JoinedStrategy):
     def layout(self) -> BatchLayout:
         """The examples of a batch split over `data` and `fsdp`."""
         return self._layout
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Returns a dataset that takes each global batch from the user's own.
-
-        Raises:
-            ValueError: If it spans several processes.
-        """
-        if self.peers is not None:
-            raise ValueError(
-                "`distribute_datasets_from_function` (a function with an "
-                "`input_context`) lets each process read data of its own, but under "
-                f"{self!r} all processes share each batch. Use "
-                "`strategy.distribute_dataset(dataset)`, with the same data in each."
-            )
-        return super().distribute_datasets_from_function(dataset_fn, options)
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:
         """Each array split by the rules."""
