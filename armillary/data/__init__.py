@@ -2,16 +2,8 @@
 
 A *source* gives batches of host arrays: `from_arrays`, `from_tfrecords`, Grain, any
 iterable or generator function (`as_source` lists them). A `DistributedDataset` shares
-each batch between the replicas of a *layout*, which a strategy provides, and keeps the
-position after the batches that were used, so that a checkpoint can hold it::
-
-    arrays = {"image": images, "label": labels}
-    data = armillary.data.from_arrays(arrays, batch_size=64, shuffle_seed=0)
-    dataset = strategy.distribute_dataset(data)
-    for batch in dataset:
-        ...
-
-Compiled loops read through a `Feed`, in chunks: the batches of many steps, stacked.
+each batch between the replicas of a strategy, and keeps the position after the batches
+that were used, so that a checkpoint can hold it. See `docs/data.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

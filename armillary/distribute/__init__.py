@@ -1,21 +1,8 @@
 """Strategies: how one step spreads over devices, without changing it.
 
-Which one to take::
-
-    strategy                    replicas             state
-    DefaultStrategy             1                    where it is
-    OneDeviceStrategy(device)   1                    on that device
-    MirroredStrategy(devices)   one per device       a copy on each device
-    MultiWorkerMirroredStrategy one per device of    a copy on each device
-                                all processes
-    TPUStrategy                 one per TPU core     a copy on each core
-    CentralStorageStrategy      one per device       in one place, and a copy on each
-                                                     device while a program runs
-    ShardedStrategy(mesh_shape) 1, over all devices  a part on each device
-    ParameterServerStrategy     1 on each worker     on parameter servers
-
-`_strategy` is the base, and `strategies` holds those above. `program` makes a device
-program of a step, and `replica` is what holds inside `run`.
+`docs/strategies.md` says which one to take. `_strategy` is the base, and `strategies`
+holds them. `program` makes a device program of a step, and `replica` is what holds
+inside `run`.
 """
 
 import importlib

@@ -23,23 +23,7 @@ After `tf.estimator`, as a thin layer over the `Controller`::
     classifier.train(input_fn=input_fn, steps=10)
     classifier.evaluate(input_fn=input_fn, steps=10)
 
-**The input function** is called once in each process. It returns what
-`armillary.data.as_source` takes, with batches `(features, labels)`, and may have the
-arguments `input_context`, `mode`, `params` and `config`. Each replica takes one batch
-for a step: with N replicas a step sees N batches, and gives the numbers of one replica
-with the N concatenated.
-
-**The model function** describes one replica's part of a step. `modules.make(name,
-make_fn)` calls `make_fn` with an `nnx.Rngs` the first time, and returns the same module
-ever after. The function is called in Python first, on zeros of the shape of a batch, to
-make the modules (whatever that call writes to them is undone), and then for each
-program that is traced. So every mode makes the same modules, and what a layer does in
-training alone it is told explicitly. `EstimatorSpec` says what the function returns.
-
-**The directory** `model_dir` holds checkpoints and summaries. Each call of `train`,
-`evaluate` and `predict` begins with the latest checkpoint there, and `train` saves one
-at its end. With `max_steps`, training that was stopped goes on where it was, also in
-the data, and ends bit for bit as if nothing had happened.
+See `docs/estimator.md` for model functions, input functions and directories.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -45,7 +45,7 @@ StrPath = str | os.PathLike[str]
 class Estimator:
     """Trains and evaluates what a model function describes (`tf.estimator.Estimator`).
 
-    See the package, `armillary.estimator`, for model functions and input functions.
+    See `docs/estimator.md` for model functions and input functions.
 
     Args:
         model_fn: The model function.

@@ -93,7 +93,15 @@ class Push(NamedTuple):
     additions: Mapping[Part, np.ndarray]
 
 
-class ParameterServer:
+class Actor:
+    """What all actors answer."""
+
+    def greet(self) -> tuple[int, str]:
+        """Returns the process number and the address of the machine."""
+        return os.getpid(), import_ray().util.get_node_ip_address()
+
+
+class ParameterServer(Actor):
     """The actor. Its methods run one after the other, in order of arrival."""
 
     def __init__(self) -> None:
@@ -104,10 +112,6 @@ class ParameterServer:
         self._applied: OrderedDict[int, int] = OrderedDict()
         self._version = 0
         self._snapshots: dict[tuple[Part, ...], tuple[int, Any]] = {}
-
-    def greet(self) -> tuple[int, str]:
-        """Returns the process number and the address of the machine."""
-        return os.getpid(), import_ray().util.get_node_ip_address()
 
     def put(self, types: dict[int, ArrayType], values: dict[Part, np.ndarray]) -> None:
         """Sets parts of variables, new ones or others."""

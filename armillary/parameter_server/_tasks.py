@@ -175,6 +175,9 @@ class PlacedTask(NamedTuple):
     updates: tuple[Any, ...]
 
 
+NOWHERE = PlacedTask({}, ())
+
+
 class Dynamic:
     """Stands for an argument that each call has of its own: an array."""
 
@@ -197,7 +200,7 @@ class Task:
         # How many batches a call takes from each data set, by kind of its arguments.
         self._counts: dict[Any, dict[int, int]] = {}
         self._programs: dict[Any, TaskProgram] = {}
-        self.placed: PlacedTask | None = None
+        self.placed = NOWHERE
 
     def trace(
         self, arrays: Sequence[Any], datasets: Datasets
@@ -232,11 +235,11 @@ class Task:
         """Returns the parts to read from each server."""
         reads: dict[int, list[Part]] = collections.defaultdict(list)
         for slot in spec.reads:
-            for place in places_to_read(self._places[slot]):
+            for place in places_to_read(self.placed.places[slot]):
                 reads[place.server].append(place.part)
         # To send anything, a call must know at which version it began.
         for slot in (*spec.updated, *spec.additions):
-            for place in self._places[slot]:
+            for place in self.placed.places[slot]:
                 reads[place.server] += ()
         return {server: tuple(parts) for server, parts in reads.items()}
 
@@ -252,7 +255,7 @@ class Task:
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
         for slot in spec.reads:
-            whole, type_ = join(self._places[slot], found), self._types[slot]
+            whole, type_ = join(self.placed.places[slot], found), self._types[slot]
             # The program uses an array where it lies; to make one of JAX would copy.
             values[slot] = whole if type_.impl is None else type_.from_host(whole)
         return values
@@ -262,25 +265,19 @@ class Task:
     ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
         """Returns what is to be sent to each server: updates and additions."""
         sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
-        assert self.placed is not None
         for update, key, leaves in zip(
             spec.updates, self.placed.updates, gradients, strict=True
         ):
             for slot, leaf in zip(update.param_slots, leaves, strict=True):
-                for place in self._places[slot]:
+                for place in self.placed.places[slot]:
                     cut = place.cut(np.asarray(leaf))
                     sent[place.server][0][key][place.part] = cut
         for slot, leaf in zip(spec.additions, additions, strict=True):
-            for place in self._places[slot]:
+            for place in self.placed.places[slot]:
                 sent[place.server][1][place.part] = place.cut(np.asarray(leaf))
         return {
             server: (dict(updates), added) for server, (updates, added) in sent.items()
         }
-
-    @property
-    def _places(self) -> dict[int, tuple[Place, ...]]:
-        assert self.placed is not None, "a function runs before it is placed"
-        return self.placed.places
 
 
 def _kinds(tree: PyTree) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from armillary._optional import import_ray
 from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
+    Actor,
     ArrayType,
     Part,
     Push,
@@ -21,6 +22,7 @@ from armillary.parameter_server._server import (
     to_host,
 )
 from armillary.parameter_server._tasks import (
+    NOWHERE,
     Datasets,
     PlacedTask,
     Task,
@@ -63,7 +65,7 @@ Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 """What was read before its call began: by server, the parts and the answer."""
 
 
-class Worker:
+class Worker(Actor):
     """The actor."""
 
     def __init__(self, index: int, num_workers: int) -> None:
@@ -72,15 +74,11 @@ class Worker:
         self._servers: list[Any] = []
         self._tasks: dict[int, Task] = {}
 
-    def greet(self) -> tuple[int, str]:
-        """Returns the process number and the address of the machine."""
-        return os.getpid(), import_ray().util.get_node_ip_address()
-
     def connect(self, servers: list[Any]) -> None:
         """Takes the parameter servers, which forgets what was placed before."""
         self._servers = servers
         for task in self._tasks.values():
-            task.placed = None
+            task.placed = NOWHERE
 
     def make_dataset(self, number: int, payload: bytes) -> None:
         """Builds this worker's data set."""
