@@ -39,7 +39,6 @@ class Dispatch:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Waits until another program may start."""
         with self._lock:
             while len(self._pending) >= self._most_in_flight:
                 jax.block_until_ready(self._pending.popleft())
@@ -51,7 +50,6 @@ class Dispatch:
         return [] if all(leaf.is_ready() for leaf in newest) else newest
 
     def started(self, token: Any) -> None:
-        """Remembers a program that was just started."""
         leaves = jax.tree.leaves(token)
         if not _is_traced(leaves):
             with self._lock:

@@ -306,7 +306,6 @@ class Estimator:
     def _bind(
         self, input_fn: Callable[..., Any], mode: ModeKeys
     ) -> Callable[[InputContext], Any]:
-        """Returns what makes the data set of this process."""
         check_call(input_fn)
         values = {"mode": mode, "params": self.params, "config": self.config}
         return functools.partial(make_input, input_fn, values)

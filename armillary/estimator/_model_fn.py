@@ -144,7 +144,6 @@ class Model:
     def call(
         self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> EstimatorSpec:
-        """Calls the function."""
         given = {"features": features, "labels": labels, "mode": mode}
         values = {**given, "modules": modules, **self._values}
         return _check_spec(call_with(self.fn, values), mode)

@@ -70,7 +70,6 @@ def _install() -> None:
 
 
 def check_compiled(model: Any) -> None:
-    """Raises if `model` is not a compiled Keras model."""
     keras = import_optional("keras", "Keras, on which `armillary.keras` runs,", "keras")
     check_backend()
     if not isinstance(model, keras.Model):

@@ -126,8 +126,6 @@ class ScheduledTask:
 
 @dataclass(eq=False)
 class Closure:
-    """One scheduled call."""
-
     number: int
     task: ScheduledTask
     inputs: list[Any]
@@ -157,7 +155,6 @@ class Closure:
             self.value.future.set_exception(error)
 
     def cancel(self, why: str = _WHY) -> None:
-        """Ends it before it has run."""
         message = f"This call of `{self.task.name}` did not run, because {why}."
         self.fail(ClosureCancelledError(message))
 
@@ -172,7 +169,6 @@ class Statistics:
     num_lost: int = 0
 
     def count(self, staleness: int) -> None:
-        """Counts a call."""
         self.num_calls += 1
         self.total_staleness += staleness
         self.max_staleness = max(self.max_staleness, staleness)

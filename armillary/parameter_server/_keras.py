@@ -65,8 +65,6 @@ def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 class _KerasUpdate:
-    """The update of a Keras optimizer."""
-
     def __init__(self, optimizer: Any) -> None:
         _check_optimizer(optimizer)
         self.optimizer = optimizer

@@ -36,7 +36,6 @@ class UpdateSpec(NamedTuple):
     param_slots: list[int]
 
     def renumbered(self, numbers: Sequence[int]) -> "UpdateSpec":
-        """Returns it with other numbers of slots."""
         state, params = ([numbers[slot] for slot in slots] for slots in self[2:])
         return self._replace(state_slots=state, param_slots=params)
 

@@ -46,7 +46,6 @@ class TaskSpec(NamedTuple):
 
     @property
     def updated(self) -> list[int]:
-        """The variables that optimizers change."""
         return [slot for update in self.updates for slot in update.param_slots]
 
 
@@ -125,8 +124,6 @@ class TaskProgram:
 
 
 class _Addition(NamedTuple):
-    """What a traced function adds to a variable."""
-
     sign: int
     output: Any
 

@@ -44,8 +44,6 @@ class _Message:
 
 @dataclass(eq=False)
 class _Worker:
-    """What is known of a worker."""
-
     index: int
     actor: Any
     label: str
@@ -102,7 +100,6 @@ class Scheduler:
     # What the threads of users call.
 
     def add(self, task: ScheduledTask, inputs: list[Any]) -> RemoteValue:
-        """Queues a call."""
         with self._changed:
             if self.is_stopped:
                 raise RuntimeError(
@@ -127,7 +124,6 @@ class Scheduler:
         self.raise_error()
 
     def is_done(self) -> bool:
-        """Returns whether every call has ended."""
         return not self._open
 
     def raise_error(self) -> None:

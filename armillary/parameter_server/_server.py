@@ -19,19 +19,15 @@ _INLINE_BYTES = 100_000
 
 
 class ArrayType(NamedTuple):
-    """Shape and dtype of an array."""
-
     shape: tuple[int, ...]
     dtype: np.dtype
     impl: str | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def zeros(self) -> jax.Array:
-        """Returns an array of the type."""
         if self.impl is None:
             return jnp.zeros(self.shape, self.dtype)
         word = jax.random.key_data(jax.random.key(0, impl=self.impl))
@@ -46,7 +42,6 @@ class ArrayType(NamedTuple):
 
 
 def type_of(array: jax.Array) -> ArrayType:
-    """Returns the type of an array."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         dtype = jax.random.key_data(array).dtype
         return ArrayType(array.shape, np.dtype(dtype), str(jax.random.key_impl(array)))
@@ -68,7 +63,6 @@ class Place(NamedTuple):
     rows: tuple[int, int] | None = None
 
     def cut(self, array: np.ndarray) -> np.ndarray:
-        """Returns this part of an array that is as large as the variable."""
         return array if self.rows is None else array[slice(*self.rows)]
 
 
@@ -97,7 +91,6 @@ class Actor:
     """What all actors answer."""
 
     def greet(self) -> tuple[int, str]:
-        """Returns the process number and the address of the machine."""
         return os.getpid(), import_ray().util.get_node_ip_address()
 
 

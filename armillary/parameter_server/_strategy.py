@@ -142,7 +142,6 @@ class ParameterServerStrategy(SingleStrategy):
 def _count_tasks(
     resolver: ClusterResolver, num_workers: int | None, num_ps: int | None
 ) -> tuple[int, int]:
-    """Returns the numbers of workers and of parameter servers of a cluster."""
     if num_workers is not None or num_ps is not None:
         raise ValueError(
             f"`num_workers` is {num_workers!r} and `num_ps` is {num_ps!r}, but "

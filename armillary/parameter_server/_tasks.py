@@ -87,7 +87,6 @@ class WorkerStrategy(SingleStrategy):
 
     @property
     def input_context(self) -> InputContext:
-        """Which worker reads the data, of how many."""
         return self._context
 
     def _run(
@@ -232,7 +231,6 @@ class Task:
             return self._fn(*args, **kwargs)
 
     def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
-        """Returns the parts to read from each server."""
         reads: dict[int, list[Part]] = collections.defaultdict(list)
         for slot in spec.reads:
             for place in places_to_read(self.placed.places[slot]):

@@ -222,7 +222,6 @@ class Variables:
                 self._put(changed, servers)
 
     def put_all(self, servers: Sequence[Any]) -> None:
-        """Fills servers that are new."""
         with self._lock:
             placed = (i for i, each in enumerate(self._variables) if each.places)
             self._put(placed, servers)

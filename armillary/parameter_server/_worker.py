@@ -31,22 +31,16 @@ from armillary.parameter_server._tasks import (
 
 
 class ShippedTask(NamedTuple):
-    """A scheduled function, as workers get it."""
-
     payload: bytes
     types: tuple[ArrayType, ...]
 
 
 class Done(NamedTuple):
-    """How a call ended well."""
-
     staleness: int
     seconds: float
 
 
 class Failed(NamedTuple):
-    """How a call ended badly."""
-
     error: BaseException
     lost_server: int | None = None
 
@@ -66,8 +60,6 @@ Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 
 
 class Worker(Actor):
-    """The actor."""
-
     def __init__(self, index: int, num_workers: int) -> None:
         self._strategy = WorkerStrategy(index, num_workers)
         self._datasets = Datasets(self._strategy)
@@ -81,7 +73,6 @@ class Worker(Actor):
             task.placed = NOWHERE
 
     def make_dataset(self, number: int, payload: bytes) -> None:
-        """Builds this worker's data set."""
         self._datasets.make(number, lambda: unship(payload, (), self._find))
 
     def prepare(
@@ -100,7 +91,6 @@ class Worker(Actor):
             return _failed(error)
 
     def place(self, number: int, placed: PlacedTask) -> None:
-        """Takes where the variables of a function live."""
         self._tasks[number].placed = placed
 
     def run(
@@ -201,8 +191,6 @@ def _to_host(leaf: Any) -> Any:
 
 
 def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
-    """Returns a task on a worker."""
-
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             kind, value = pid

@@ -13,7 +13,6 @@ from armillary.errors import PlanError
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary plan`."""
     add = parser.add_argument
     function = "a function without arguments that makes the controller or the trainer"
     add("factory", metavar="FILE:FUNCTION", help=function)

@@ -64,7 +64,6 @@ def main(folder: Path) -> None:
 def compile_exported(
     program: bytes, mesh: Any, platform: str, options: Mapping[str, Any]
 ) -> Any:
-    """Compiles an exported program whose first argument is donated."""
     import jax
     from jax import export
 

@@ -132,7 +132,6 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """How many there are."""
         return math.prod(self.shape)
 
     @property

@@ -35,8 +35,6 @@ _FREE = frozenset((*_NO_TIME, "partition-id", "tuple"))
 
 @dataclass
 class Instruction:
-    """One instruction."""
-
     name: str  # Without the percent sign.
     shape: str  # The text of its result's type.
     opcode: str
@@ -117,7 +115,6 @@ def _split_balanced(text: str) -> tuple[str, str]:
 
 
 def count_bytes(shape: str) -> int:
-    """Returns the bytes of a type, a tuple's the sum of its parts."""
     total = 0
     for dtype, dimensions in _ARRAY.findall(shape):
         digits = re.search(r"\d+", dtype)  # A token has none.
@@ -135,7 +132,6 @@ class Traffic:
     host_transfers: tuple[str, ...]
 
     def of_step(self) -> list[Collective]:
-        """Returns the collectives that run in every step."""
         return [each for each in self.collectives if each.is_of_step]
 
 

@@ -20,7 +20,6 @@ _MOST_LETTERS = 30
 
 
 def check_target(directory: Path) -> None:
-    """Raises if a project cannot be written to a directory."""
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if (directory.exists() or directory.is_symlink()) and not is_empty:
         what = "is not empty" if directory.is_dir() else "is no directory"
@@ -55,7 +54,6 @@ def _find_problem(name: str) -> str | None:
 
 
 def write_project(directory: Path) -> list[Path]:
-    """Writes the files of the template, and returns their paths."""
     name = directory.resolve().name
     written: list[Path] = []
     for file in sorted(_TEMPLATE.rglob(f"*{_SUFFIX}")):
@@ -70,7 +68,6 @@ def write_project(directory: Path) -> list[Path]:
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary new`."""
     parser.add_argument(
         "directory",
         type=Path,

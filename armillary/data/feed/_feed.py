@@ -154,7 +154,6 @@ class Feed(Generic[T]):
                 return None
 
     def read_on(self) -> None:
-        """Reads the next chunk ahead, in the background."""
         if self.queue is not None:
             self.queue.read_on()
 

@@ -98,7 +98,6 @@ class BatchReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the end of the data was seen."""
         return self._pieces.has_ended
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -117,8 +116,6 @@ def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:
 
 
 class _Offer(NamedTuple):
-    """What a process reports about one of its pieces, for JSON."""
-
     num_rows: int  # Examples for each replica.
     active: list[int]  # Its replicas that have data.
     is_last: bool  # As in `Piece`.

@@ -84,7 +84,6 @@ class IndexedDataset(abc.ABC):
 
     @property
     def full_size(self) -> int:
-        """Examples in every batch but perhaps the last."""
         size = self.batch_size
         return size if self.repeat else min(size, self.num_examples)
 
@@ -97,7 +96,6 @@ class IndexedDataset(abc.ABC):
         return full + (rest > 0 and not self.drop_remainder)
 
     def make_iterator(self, epoch: int) -> "IndexedIterator":
-        """Returns an iterator from the start of `epoch`."""
         return IndexedIterator(self, epoch)
 
     def __iter__(self) -> Iterator[Batch]:

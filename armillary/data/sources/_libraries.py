@@ -182,7 +182,6 @@ class _TorchIterator(LoaderIterator):
 
 
 def _as_arrays_of_torch(batch: Any) -> Batch:
-    """Returns a batch with arrays that share the memory of its tensors."""
     torch: Any = sys.modules["torch"]
 
     def convert(leaf: Any) -> Any:

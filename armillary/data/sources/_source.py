@@ -144,7 +144,6 @@ class LoaderIterator:
 
 
 def has_methods(value: Any, *names: str) -> bool:
-    """Returns whether a value has all of these methods."""
     return all(callable(getattr(value, name, None)) for name in names)
 
 

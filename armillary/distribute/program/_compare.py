@@ -71,7 +71,6 @@ def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
 
 
 def find_differences(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, str]:
-    """Returns what each process has for the names that differ."""
     everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
     names = dict.fromkeys(name for each in everyone for name in each)
     return {
@@ -234,7 +233,6 @@ def _checksum(array: Any) -> Any:
 
 
 def _as_words(array: Any) -> Any:
-    """Returns the bits of an array as a flat array of 32-bit words."""
     if is_key(array):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -120,7 +120,6 @@ class Function:
         self._programs: dict[Any, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function on its arguments."""
         if lifted_state() is not None:
             return self.body(*args, **kwargs)
         strategy = self._strategy or _strategy_of(self.fn)
@@ -170,7 +169,6 @@ class Functions:
         self._functions: dict[Any, tuple[Any, Function]] = {}
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
-        """Returns the compiled function for `strategy.run(fn, ...)`."""
         values = tuple(captured(fn))
         held = tuple((name, identity_of(value)) for name, value in values)
         key = code_of(fn), held

@@ -37,7 +37,6 @@ _MOST_ARRAYS = 20
 def add_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
-    """Adds a note to what a step raised, if there is something to say."""
     if isinstance(error, ArmillaryError):
         return
     if isinstance(error, _VALUE_ERRORS):

@@ -58,7 +58,6 @@ class StepIterator:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch of the step."""
         for batch in self._batches:
             self.num_taken += 1
             return batch
@@ -102,7 +101,6 @@ class TracedStep(NamedTuple):
         return self.program.out_avals[len(self.changed) :]
 
     def is_same(self, other: "TracedStep") -> bool:
-        """Returns whether two traces are the same program."""
         return self[1:4] == other[1:4] and self.fingerprint.is_same(other.fingerprint)
 
     def results(self, arrays: Sequence[Any]) -> PyTree:
@@ -161,8 +159,6 @@ def trace_step(
 
 
 class _Tracing(NamedTuple):
-    """What `trace_step` was called with."""
-
     fn: Callable[..., PyTree]
     flat: FlatState
     arguments: tuple[PyTree, ...]

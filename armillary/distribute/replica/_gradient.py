@@ -187,7 +187,6 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
 
 
 def _variables_of(variables: Any) -> tuple[list[Any], Any]:
-    """Returns a list of variables, and the structure of gradients for a module."""
     if is_node(variables):
         from flax import nnx
 

@@ -158,7 +158,6 @@ class Proof(Dataflow[Facts]):
             raise error
 
     def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
-        """Raises if named results are not equal on all replicas."""
         differing = [i for i in names if not self.is_equal[i]]
         if not differing:
             return

@@ -127,7 +127,6 @@ def run_in_replicas(
     kwargs: dict[str, Any],
     state: State,
 ) -> PyTree:
-    """Maps `fn` over the replicas of `mesh`, and updates `state`."""
     call = _MappedCall(strategy, fn, args, kwargs, state)
     mesh, is_traced = narrow_mesh(mesh, call.num_replicas), is_in_trace()
 

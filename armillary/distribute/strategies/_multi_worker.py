@@ -45,7 +45,6 @@ class JoinedStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver that described the cluster."""
         return self._cluster_resolver
 
     def _check_dataset(self, dataset: Any) -> None:

@@ -41,11 +41,9 @@ class SingleStrategy(Strategy):
 
     @property
     def layout(self) -> BatchLayout:
-        """Batches on the device."""
         return SingleLayout(self._sharding)
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Every array on the device."""
         return [self._sharding] * len(state.paths)
 
     def _run(
