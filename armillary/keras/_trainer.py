@@ -6,8 +6,8 @@ layers add; they do so under TensorFlow. Inside `scaled_for_replicas` they do it
 """
 
 import contextlib
+import contextvars
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,31 +26,26 @@ from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Batch, Output
 
-
-class _Local(threading.local):
-    num_replicas: int = 1
-
-
-_local = _Local()
+_num_replicas = contextvars.ContextVar("num_replicas", default=1)
 
 
 @contextlib.contextmanager
 def scaled_for_replicas(num_replicas: int) -> Iterator[None]:
     """Lets the sum over replicas of a model's losses be that of the whole batch."""
     _install()
-    before, _local.num_replicas = _local.num_replicas, num_replicas
+    token = _num_replicas.set(num_replicas)
     try:
         yield
     finally:
-        _local.num_replicas = before
+        _num_replicas.reset(token)
 
 
 def _scale(value: jax.Array) -> jax.Array:
-    return value / _local.num_replicas if _local.num_replicas > 1 else value
+    return value / _num_replicas.get() if _num_replicas.get() > 1 else value
 
 
 def _unscale(value: jax.Array) -> jax.Array:
-    return value * _local.num_replicas if _local.num_replicas > 1 else value
+    return value * _num_replicas.get() if _num_replicas.get() > 1 else value
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from armillary.distribute.program._function import objects_of
 from armillary.errors import ClosureCancelledError
 from armillary.parameter_server._keras import (
     as_transformation,
-    fill,
     make_blank,
     make_optimizer,
     reduce_keras,
@@ -231,7 +230,7 @@ def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
         def reducer_override(self, obj: Any) -> Any:
             if _keras.is_variable(obj):
                 held = {**vars(obj), "_value": None}
-                return make_blank, (type(obj),), held, None, None, fill
+                return make_blank, (type(obj),), held
             reduced = reduce_keras(obj)
             if reduced is not NotImplemented:
                 return reduced

@@ -8,10 +8,14 @@ from typing import Any
 import jax
 
 from armillary._checks import check_callable, check_instance
-from armillary._logging import logger
 from armillary._optional import import_ray
 from armillary.data.sources._libraries import as_source
-from armillary.distribute.program._function import code_of, identity_of, kind_of
+from armillary.distribute.program._function import (
+    code_of,
+    identity_of,
+    kind_of,
+    warn_if_compiled_often,
+)
 from armillary.parameter_server._closures import (
     RemoteValue,
     ScheduledTask,
@@ -25,8 +29,6 @@ from armillary.parameter_server._tasks import PerWorkerDataset
 from armillary.parameter_server._variables import Variables
 from armillary.state._holders import captured, is_claimed
 from armillary.typing import PyTree
-
-_MANY_TASKS = 16
 
 
 class ClusterCoordinator:
@@ -83,7 +85,6 @@ class ClusterCoordinator:
         self._variables = Variables(strategy.num_ps, strategy.variable_partitioner)
         self._scheduler = Scheduler(strategy, self._variables)
         self._tasks: dict[Any, ScheduledTask] = {}
-        self._counts: dict[Any, int] = {}
         self._left_out: list[Any] = []
         self._named = {id(strategy): "strategy", id(self): "nothing"}
 
@@ -241,15 +242,7 @@ class ClusterCoordinator:
             task = ScheduledTask(next(self._numbers), fn, leaves, tree, self._named)
             task.numbers = self._variables.adopt(task.state)
             self._tasks[key] = task
-            count = self._counts[code_of(fn)] = self._counts.get(code_of(fn), 0) + 1
-            if count == _MANY_TASKS:
-                logger.warning(
-                    "`%s` was sent to workers %d times. Each new value of an argument "
-                    "that is not an array, and each new object that it captures, is "
-                    "another function: pass arrays, and define the function once.",
-                    task.name,
-                    count,
-                )
+            warn_if_compiled_often(fn, task.name)
         return task
 
 

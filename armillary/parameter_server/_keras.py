@@ -30,7 +30,7 @@ def reduce_keras(obj: Any) -> Any:
 
     if isinstance(obj, KerasSaveable):
         held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
-        return make_blank, (type(obj),), held, None, None, fill
+        return make_blank, (type(obj),), held
     if isinstance(obj, backend_utils.DynamicBackend):
         # Without a rule, it asks itself for each attribute while it is made.
         return type(obj), (obj._backend,)
@@ -44,10 +44,6 @@ def reduce_keras(obj: Any) -> Any:
 def make_blank(kind: type) -> Any:
     base: Any = next((b for b in (list, dict, set) if issubclass(kind, b)), object)
     return base.__new__(kind)
-
-
-def fill(obj: Any, held: dict[str, Any]) -> None:
-    vars(obj).update(held)
 
 
 def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
@@ -133,26 +129,18 @@ def make_optimizer(kind: type, index: int) -> Any:
     """Returns what stands for an optimizer of Keras on a worker, without attributes."""
     transformation = make_stand_in(index)
 
-    def stateless_apply(
-        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[list[Any], list[Any]]:
-        _check_given(self, grads, self._trainable_variables)
-        state, values = list(optimizer_variables), list(trainable_variables)
-        updates: Any
-        updates, _ = transformation.update(list(grads), state, values)
-        return [a + b for a, b in zip(values, updates, strict=True)], state
-
+    # `stateless_apply` calls it in a scope, which holds what it was given.
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         variables = list(trainable_variables or self._trainable_variables)
         _check_given(self, grads, variables)
         state = [variable.value for variable in self.variables]
         values = [variable.value for variable in variables]
-        new, _ = stateless_apply(self, state, grads, values)
-        for variable, value in zip(variables, new, strict=True):
-            variable.assign(value)
+        updates: Any
+        updates, _ = transformation.update(list(grads), state, values)
+        for variable, value, update in zip(variables, values, updates, strict=True):
+            variable.assign(value + update)
 
-    methods = {"apply": apply, "stateless_apply": stateless_apply}
-    return make_blank(type(kind.__name__, (kind,), methods))
+    return make_blank(type(kind.__name__, (kind,), {"apply": apply}))
 
 
 def _check_given(optimizer: Any, gradients: Any, variables: Any) -> None:

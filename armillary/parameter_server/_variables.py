@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,17 +35,17 @@ from armillary.state._lift import State, as_array
 from armillary.state._slots import Slot
 
 
+@dataclass(eq=False)
 class _Variable:
-    def __init__(
-        self, slot: Slot, offset: int, path: str, type_: ArrayType, num_parts: int
-    ) -> None:
-        self.slot, self.offset, self.path, self.type = slot, offset, path, type_
-        # What the partitioner wants for it.
-        self.num_parts = num_parts
-        # Its parts; or, if it is whole, one place or several with a copy each.
-        self.places: tuple[Place, ...] = ()
-        # What the coordinator's object held when it was last in step with the servers.
-        self.held: Any = None
+    slot: Slot
+    offset: int
+    path: str
+    type: ArrayType
+    num_parts: int  # That the partitioner wants.
+    # Its parts; or, if it is whole, one place or several with a copy each.
+    places: tuple[Place, ...] = ()
+    # What the coordinator's object held when it was last in step with the servers.
+    held: Any = None
 
 
 class Variables:

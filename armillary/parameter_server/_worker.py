@@ -5,7 +5,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +73,7 @@ class Worker(Actor):
             task.placed = NOWHERE
 
     def make_dataset(self, number: int, payload: bytes) -> None:
-        self._datasets.make(number, lambda: unship(payload, (), self._find))
+        self._datasets.make(number, lambda: unship(payload, (), self._strategy))
 
     def prepare(
         self, pid: int, number: int, shipped: ShippedTask, *arrays: Any
@@ -84,7 +84,7 @@ class Worker(Actor):
         try:
             if number not in self._tasks:
                 held = [type_.zeros() for type_ in shipped.types]
-                call = unship(shipped.payload, held, self._find)
+                call = unship(shipped.payload, held, self._strategy)
                 self._tasks[number] = Task(call, shipped.types, self._strategy)
             return self._tasks[number].trace(arrays, self._datasets)[0].spec
         except Exception as error:
@@ -166,9 +166,6 @@ class Worker(Actor):
                 raise _ServerLostError(server, error) from error
         return answers
 
-    def _find(self, name: str) -> Any:
-        return self._strategy if name == "strategy" else None
-
 
 def _failed(error: Exception) -> Failed:
     """Returns an error that can be sent, with a note of where it was raised."""
@@ -190,10 +187,11 @@ def _to_host(leaf: Any) -> Any:
     return to_host(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
+def unship(payload: bytes, arrays: Sequence[Any], strategy: Any) -> Any:
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             kind, value = pid
-            return arrays[value] if kind == "array" else find(value)
+            named = strategy if value == "strategy" else None
+            return arrays[value] if kind == "array" else named
 
     return Unpickler(io.BytesIO(payload)).load()

@@ -135,16 +135,10 @@ class Topology:
         return math.prod(self.shape)
 
     @property
-    def devices_per_host(self) -> int | None:
-        """Devices of one host; `None` where links do not end at hosts."""
-        is_gpu = self.target is not None and self.target.platform == "cuda"
-        return self.shape[1] if is_gpu else None
-
-    @property
     def xla_name(self) -> str:
         """What JAX calls it: of GPUs slices, hosts and devices."""
         sizes = "x".join(map(str, self.shape))
-        if self.devices_per_host is not None:
+        if self.target is not None and self.target.platform == "cuda":
             return f"1x{sizes}"
         return f"{self.text.partition(':')[0].lower()}:{sizes}"
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from armillary.plan._costs import KINDS, Collective
 
@@ -124,15 +124,11 @@ def count_bytes(shape: str) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What a program sends, and what reaches the host."""
 
     collectives: tuple[Collective, ...]
     host_transfers: tuple[str, ...]
-
-    def of_step(self) -> list[Collective]:
-        return [each for each in self.collectives if each.is_of_step]
 
 
 def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:

@@ -88,7 +88,7 @@ def test_collectives_of_a_loop_have_sizes_groups_and_rounds():
         Collective("all-reduce", 256, "step", group_size=8, round=2),
         Collective("all-gather", 2048, "call", group_size=8, round=1),
     )
-    assert count_rounds(traffic.of_step(), "all-reduce") == 2
+    assert count_rounds(traffic.collectives, "all-reduce") == 2
     assert traffic.host_transfers == ()
 
 

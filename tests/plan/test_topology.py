@@ -9,18 +9,17 @@ MINE = Target(name="mine", platform="tpu", memory_bytes=1e9)
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "per_host", "xla_name"),
+    ("text", "count", "xla_name"),
     [
-        ("v5e:16x16", 256, None, "v5e:16x16"),
-        ("V5P:8x8x8", 512, None, "v5p:8x8x8"),
-        ("h100:8x8", 64, 8, "1x8x8"),
-        ("b200:1x8", 8, 8, "1x1x8"),
+        ("v5e:16x16", 256, "v5e:16x16"),
+        ("V5P:8x8x8", 512, "v5p:8x8x8"),
+        ("h100:8x8", 64, "1x8x8"),
+        ("b200:1x8", 8, "1x1x8"),
     ],
 )
-def test_topologies(text, count, per_host, xla_name):
+def test_topologies(text, count, xla_name):
     topology = parse_topology(text)
     assert topology.num_devices == count
-    assert topology.devices_per_host == per_host
     assert topology.xla_name == xla_name
 
 

@@ -142,12 +142,12 @@ class Function:
                     self._check(state, program.step.changed)
                 if last is not None:
                     program.reuse(last)
-                _warn_if_compiled_often(self.fn, self.name)
+                warn_if_compiled_often(self.fn, self.name)
         _keep(self._programs, key, program)
         return program((args, kwargs), leaves)
 
 
-def _warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
+def warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
     code = code_of(fn)
     _num_compiled[code] += 1
     if _num_compiled[code] == _MANY_PROGRAMS:

@@ -171,7 +171,7 @@ class CentralStorageStrategy(MirroredStrategy):
             all devices of this process.
         parameter_device: Where variables live, a device or a name. By default the first
             CPU, whose memory is that of the host. A name reaches platforms other than
-            JAX's default one.
+            JAX's default one. An attribute as well.
 
     Raises:
         ValueError: If a device does not exist, or the devices cannot form replicas.
@@ -184,16 +184,11 @@ class CentralStorageStrategy(MirroredStrategy):
     ) -> None:
         super().__init__(as_devices("compute_devices", compute_devices))
         home = "cpu:0" if parameter_device is None else parameter_device
-        self._parameter_device = as_device("parameter_device", home)
-        self.home = SingleDeviceSharding(self._parameter_device)
-
-    @property
-    def parameter_device(self) -> Device:
-        """Where variables live."""
-        return self._parameter_device
+        self.parameter_device: Device = as_device("parameter_device", home)
+        self.home = SingleDeviceSharding(self.parameter_device)
 
     def __repr__(self) -> str:
-        home = f"{self._parameter_device.platform}:{self._parameter_device.id}"
+        home = f"{self.parameter_device.platform}:{self.parameter_device.id}"
         return self._show(f", state on {home}")
 
 
