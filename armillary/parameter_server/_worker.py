@@ -191,7 +191,8 @@ def unship(payload: bytes, arrays: Sequence[Any], strategy: Any) -> Any:
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             kind, value = pid
-            named = strategy if value == "strategy" else None
-            return arrays[value] if kind == "array" else named
+            if kind == "array":
+                return arrays[value]
+            return strategy if value == "strategy" else None
 
     return Unpickler(io.BytesIO(payload)).load()

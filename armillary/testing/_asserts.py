@@ -275,4 +275,5 @@ def find_collectives(
     shape = np.asarray(devices[:count]).reshape(loop.mesh.axis_sizes)
     mesh = Mesh(shape, loop.mesh.axis_names, axis_types=axis_types)
     compiled = compile_exported(program, mesh, _PLATFORM, loop.compiler_options)
-    return find_traffic(compiled.as_text(), loop.depth, count).of_step()
+    traffic = find_traffic(compiled.as_text(), loop.depth, count)
+    return [each for each in traffic.collectives if each.is_of_step]

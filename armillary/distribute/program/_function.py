@@ -148,6 +148,7 @@ class Function:
 
 
 def warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
+    """Warns, once, of a function that each call seems to compile anew."""
     code = code_of(fn)
     _num_compiled[code] += 1
     if _num_compiled[code] == _MANY_PROGRAMS:
