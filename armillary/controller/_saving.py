@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 from etils import epath
 
 from armillary._logging import logger
@@ -30,8 +32,10 @@ from armillary.cluster._join import get_peers
 from armillary.controller._run import Run, StopRequest
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
+from armillary.distribute._global_arrays import is_divided, is_key
 from armillary.errors import CheckpointDamageError
 from armillary.goodput._stopwatch import Category
+from armillary.state._slots import is_equal
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Action
@@ -247,7 +251,18 @@ def _differs(before: Content, now: Content) -> bool:
     """Returns whether an evaluation has changed a value that is saved."""
     if before.states != now.states or before.leaves.keys() != now.leaves.keys():
         return True
-    return any(now.leaves[path] is not leaf for path, leaf in before.leaves.items())
+    pairs = ((leaf, now.leaves[path]) for path, leaf in before.leaves.items())
+    return not all(_is_same(*pair) for pair in pairs)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Returns whether a value is as it was; it may have moved to other devices."""
+    if before is now:
+        return True
+    if is_divided(before) or is_divided(now):
+        return False
+    before, now = (jax.random.key_data(x) if is_key(x) else x for x in (before, now))
+    return is_equal(np.asarray(before), np.asarray(now))
 
 
 def _warn_of_missing(

@@ -80,6 +80,11 @@ def test_a_malformed_address_is_an_error(address):
         ],
         ({"worker": [2222]}, TypeError, r'`cluster\["worker"\]\[0\]` is 2222 of type'),
         *[({job: ADDRESSES}, ValueError, "which is no name") for job in ("", 3)],
+        (
+            {"chief": ADDRESSES[:1], "worker": ADDRESSES[::-1]},
+            ValueError,
+            r'`cluster\["worker"\]\[2\]` is .*, as is `cluster\["chief"\]\[0\]`, but',
+        ),
     ],
 )
 def test_what_is_no_cluster_is_an_error(cluster, error, message):

@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -127,6 +128,21 @@ def test_exception_leaves_saves_on_disk(tmp_path):
     assert run.step.get_value() == 6
     events = EventAccumulator(str(tmp_path / "summaries")).Reload()
     assert [event.step for event in events.Scalars("total")] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_only_an_evaluation_that_changes_values_is_saved_again(tmp_path, change):
+    class Moving(Run):
+        def evaluate(self, num_steps):
+            total = self.total.get_value()
+            total = total + change if change else total
+            self.total.set_value(jax.device_put(total, jax.devices()[1]))
+
+    run = Moving()
+    controller = make_controller(run, tmp_path)
+    controller.train_and_evaluate(train_steps=4)
+    newest = Path(controller.checkpoint_manager.checkpoints[-1]).name
+    assert newest == ("checkpoint_4.1" if change else "checkpoint_4")
 
 
 def test_save_checkpoint_always_writes(tmp_path):

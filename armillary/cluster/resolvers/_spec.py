@@ -44,7 +44,7 @@ class ClusterSpec:
 
     Raises:
         TypeError: If `cluster` is not a mapping, or a job is not a list of strings.
-        ValueError: If a job has no name, or an address is malformed.
+        ValueError: If a job has no name, or an address is malformed or given twice.
     """
 
     def __init__(self, cluster: "Mapping[str, Sequence[str]] | ClusterSpec") -> None:
@@ -53,6 +53,7 @@ class ClusterSpec:
         fix = 'Use, for example, `{"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}`.'
         check_instance("cluster", cluster, Mapping, fix)
         self._tasks: dict[str, list[str]] = {}
+        places: dict[str, str] = {}
         for job, addresses in cluster.items():
             name = f'cluster["{job}"]'
             if not isinstance(job, str) or not job:
@@ -61,7 +62,13 @@ class ClusterSpec:
                 )
             check_instance(name, addresses, list | tuple, fix)
             for index, address in enumerate(addresses):
-                check_address(f"{name}[{index}]", address)
+                place = f"{name}[{index}]"
+                check_address(place, address)
+                if places.setdefault(address, place) != place:
+                    raise ValueError(
+                        f"`{place}` is {address!r}, as is `{places[address]}`, but "
+                        "each task has an address of its own. Use another port."
+                    )
             if addresses:
                 self._tasks[job] = list(addresses)
 
