@@ -33,9 +33,9 @@ from armillary.controller._run import (
 )
 from armillary.controller._saving import (
     Saving,
-    begin_training,
     end_training,
     restore_if_good,
+    training_in,
     warn_of_unsaved,
     watch_checkpoints,
 )
@@ -398,12 +398,12 @@ class Controller:
         run = self._run
         step = run.read_step()
         with (
+            training_in(run.directory),
             run.goodput.run(step, lambda: run.stop.reason is None),
             self._display.on("train", step, target),
         ):
             run.stop.clear()
             run.history = History()
-            begin_training(run.directory)
             self._record_start(step)
             finishes = self._end_actions, self._finish_writes
             with finishing(self._loops.report, *finishes), self._watch():

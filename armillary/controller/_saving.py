@@ -11,8 +11,11 @@ program may train several times), and goes when a program begins to train again.
 
 import atexit
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +36,7 @@ from armillary.controller._run import Run, StopRequest
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import is_divided, is_key
-from armillary.errors import CheckpointDamageError
+from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.goodput._stopwatch import Category
 from armillary.state._slots import is_equal
 from armillary.trainer._runner import flatten_datasets
@@ -43,7 +46,7 @@ from armillary.typing import Action
 if TYPE_CHECKING:
     from armillary.checkpoint._manager import CheckpointManager
 
-FILE_NAME = "DONE"
+FILE_NAME, _LOCK = "DONE", ".lock"
 _POLL_SECONDS = 1.0
 # An end that is there from the start counts after this time: until then, another
 # training may begin and take it away.
@@ -52,11 +55,47 @@ _OLD_END_SECONDS = 300.0
 _ends: dict[str, str] = {}
 
 
-def begin_training(directory: str | None) -> None:
-    """Takes the file of an earlier training away, in the chief of all processes."""
-    if directory is not None and get_process().is_chief:
+@contextlib.contextmanager
+def training_in(directory: str | None) -> Iterator[None]:
+    """Locks a directory, and takes the file of an earlier training away."""
+    if directory is None or not get_process().is_chief:
+        yield
+        return
+    with contextlib.nullcontext() if "://" in directory else _locked(directory):
         _ends.pop(directory, None)
         (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
+        yield
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    path, host = os.path.join(directory, _LOCK), platform.node()
+    os.makedirs(directory, exist_ok=True)
+    with open(path, "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {host}")
+            file.flush()
+        except OSError as error:
+            # Some file systems have no locks.
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                number, _, other = file.read().partition(" on ")
+                _refuse(directory, number, None if other == host else other)
+        yield
+
+
+def _refuse(directory: str, number: str, host: str | None) -> None:
+    text = (
+        f"`{directory}` is where process {number} on {host or 'this machine'} trains, "
+        "and two runs would delete each other's checkpoints. End that one, or use "
+        "another directory for this one."
+    )
+    if host is None:
+        raise CheckpointError(text)
+    # The lock of a machine that was lost may stay for long.
+    logger.warning("%s", text)
 
 
 def end_training(directory: str | None, step: int) -> None:

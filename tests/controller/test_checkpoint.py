@@ -2,8 +2,11 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.controller import _saving
 from armillary.controller._controller import Controller
-from armillary.errors import CheckpointDamageError
+from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 
 
@@ -143,6 +146,35 @@ def test_only_an_evaluation_that_changes_values_is_saved_again(tmp_path, change)
     controller.train_and_evaluate(train_steps=4)
     newest = Path(controller.checkpoint_manager.checkpoints[-1]).name
     assert newest == ("checkpoint_4.1" if change else "checkpoint_4")
+
+
+HOLDER = """
+import fcntl, os, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write(f"{os.getpid()} on {sys.argv[2]}")
+file.flush()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("host", [platform.node(), "elsewhere"])
+def test_two_processes_do_not_train_in_one_directory(tmp_path, caplog, host):
+    command = [sys.executable, "-c", HOLDER, tmp_path / ".lock", host]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout.readline() == b"ready\n"
+        controller = make_controller(Run(), tmp_path)
+        said = f"process {holder.pid} "
+        if host == "elsewhere":  # The lock of a machine that was lost may stay.
+            controller.train(2)
+            assert f"{said}on elsewhere trains" in caplog.text
+        else:
+            with pytest.raises(CheckpointError, match=f"{said}on this"):
+                controller.train(2)
+    controller.train(4)
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()} on {platform.node()}"
 
 
 def test_save_checkpoint_always_writes(tmp_path):

@@ -13,9 +13,9 @@ from armillary.controller import _saving
 from armillary.controller._run import StopRequest
 from armillary.controller._saving import (
     announce_ends,
-    begin_training,
     end_training,
     read_end,
+    training_in,
     watch_checkpoints,
 )
 
@@ -139,7 +139,8 @@ def test_the_chief_says_it_when_the_interpreter_ends(tmp_path, monkeypatch):
     said = read_end(str(tmp_path))
     assert json.loads(said)["step"] == 7
     monkeypatch.setattr(_process, "_current", Process(1, 2))
-    begin_training(str(tmp_path))
+    with training_in(str(tmp_path)):
+        pass
     end_training(str(tmp_path), 5)
     announce_ends()
     assert read_end(str(tmp_path)) == said
@@ -149,7 +150,8 @@ def test_each_end_of_a_training_is_another_one(tmp_path):
     folder = str(tmp_path)
     ends = []
     for step in (5, 5):
-        begin_training(folder)
+        with training_in(folder):
+            pass
         assert read_end(folder) is None
         end_training(folder, step)
         assert read_end(folder) is None
