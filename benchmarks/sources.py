@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import armillary
-from armillary.data.sources._tfrecord import example_class
+from armillary.data.sources._example import example_class
 from benchmarks.report import add_measurement, make_parser
 
 _BATCH_SIZE = 256
@@ -148,6 +148,12 @@ def _make_grain(rows: dict[str, np.ndarray], folder: Path) -> Any:
     return numbers.shuffle(seed=0).map(take).batch(_BATCH_SIZE)
 
 
+def _make_grain_unthreaded(rows: dict[str, np.ndarray], folder: Path) -> Any:
+    import grain
+
+    return _make_grain(rows, folder).to_iter_dataset(grain.ReadOptions(num_threads=0))
+
+
 def _make_tf_data(rows: dict[str, np.ndarray], folder: Path) -> Any:
     tf = importlib.import_module("tensorflow")
 
@@ -198,6 +204,7 @@ _SOURCES: dict[str, tuple[str | None, _Make]] = {
     "arrays": (None, _make_arrays),
     "TFRecord files": (None, _make_tfrecords),
     "grain.MapDataset": (None, _make_grain),
+    "the same, num_threads=0": (None, _make_grain_unthreaded),
     "tf.data.Dataset": ("tensorflow", _make_tf_data),
     "torch DataLoader": ("torch", _make_torch),
     "Hugging Face Dataset": ("datasets", _make_dataset),

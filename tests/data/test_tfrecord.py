@@ -1,5 +1,6 @@
 import base64
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import FixedLenFeature, from_tfrecords
+from armillary.data.sources import _tfrecord
 from armillary.errors import TFRecordError
 from tests.records import make_record, write_records
 
@@ -200,3 +202,179 @@ def test_files_without_records_are_errors(tmp_path, ten):
         from_tfrecords([ten[0], missing], {"x": INT}, batch_size=1)
     with pytest.raises(ValueError, match="`paths` has 0 examples, but"):
         from_tfrecords(write(tmp_path), {"x": INT}, batch_size=1)
+
+
+def encode_varint(value):
+    """Returns a number as protocol buffers store it."""
+    value, octets = value % 2**64, []
+    while value >= 0x80:
+        octets.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*octets, value])
+
+
+def encode(number, *parts):
+    """Returns a field that holds these bytes."""
+    data = b"".join(parts)
+    return bytes([number << 3 | 2]) + encode_varint(len(data)) + data
+
+
+def encode_feature(name, kind, *lists):
+    return encode(1, encode(1, name), encode(2, encode(kind, *lists)))
+
+
+INTEGER = st.one_of(st.integers(0, 127), st.integers(-(2**63), 2**63 - 1))
+SCHEMA = {
+    "i": st.builds(
+        FixedLenFeature,
+        st.sampled_from([(), (2,)]),
+        st.sampled_from([np.int64, np.int32, np.uint8, bool]),
+        st.sampled_from([None, 1]),
+    ),
+    "f": st.builds(
+        FixedLenFeature,
+        st.sampled_from([(), (1, 2)]),
+        st.sampled_from([np.float32, np.float64]),
+    ),
+    "b": st.builds(
+        FixedLenFeature,
+        st.sampled_from([(), (2,)]),
+        st.sampled_from([bytes, np.uint8, ml_dtypes.bfloat16]),
+    ),
+}
+
+
+@st.composite
+def make_messages(draw, features, *, is_odd):
+    """Returns a message that fits the features, in one of the ways to write it."""
+
+    def choose(usual, *others):
+        usuals = [usual] * 4 * len(others)
+        return draw(st.sampled_from([*usuals, *others])) if is_odd else usual
+
+    def pack(values):
+        """Packs the values, or some of them, or leaves them one by one."""
+        packed = choose(len(values), 0, 1)
+        tag = bytes([1 << 3 | (5 if isinstance(values[0], float) else 0)])
+        return [
+            *([encode(1, *map(store, values[:packed]))] if packed else []),
+            *(tag + store(value) for value in values[packed:]),
+        ]
+
+    def store(value):
+        if isinstance(value, float):
+            return np.float32(value).tobytes()
+        *octets, last = encode_varint(value)
+        more = choose(0, 1, 9, 10)
+        longer = [last | 0x80, *[0x80] * (more - 1), 0] if more else [last]
+        return bytes(octets + longer)
+
+    parts = []
+    for name, feature in features.items():
+        count, key = int(np.prod(feature.shape)), name.encode()
+        if name == "i":
+            most = INTEGER if feature.dtype == np.int64 else st.integers(0, 1)
+            values = draw(st.lists(most, min_size=count, max_size=count))
+            parts.append(encode_feature(key, 3, *pack(values)))
+        elif name == "f":
+            values = draw(st.lists(st.floats(width=32), min_size=count, max_size=count))
+            parts.append(encode_feature(key, 2, *pack(values)))
+        elif feature.dtype.kind == "O":
+            texts = draw(
+                st.lists(st.binary(max_size=3), min_size=count, max_size=count)
+            )
+            parts.append(encode_feature(key, 1, *(encode(1, text) for text in texts)))
+        else:
+            size = count * feature.dtype.itemsize
+            text = draw(st.binary(min_size=size, max_size=size))
+            parts.append(encode_feature(key, 1, encode(1, text)))
+    # It is as well a list of other values; of features that are not read, it is none.
+    other = choose(b"other", b"i", b"name", b"", b"\xff")
+    parts.append(encode_feature(other, 1, encode(1, bytes([1] * 8))))
+    parts += choose([], [parts[0]])
+    return encode(1, *draw(st.permutations(parts)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_many_records_are_read_as_each_of_them(tmp_path_factory, data):
+    features = data.draw(st.fixed_dictionaries(SCHEMA))
+    first = data.draw(make_messages(features, is_odd=False))
+    odd = st.lists(make_messages(features, is_odd=True), min_size=1, max_size=4)
+    others = data.draw(odd)
+    bit = st.integers(0, 7) | st.just(7)
+    for _ in range(
+        data.draw(st.integers(0, 8))
+    ):  # A bit is another, or a byte is gone.
+        message = bytearray(data.draw(st.sampled_from(others)))
+        place = data.draw(st.integers(0, len(message) - 1))
+        changed = bytes([message[place] ^ 1 << data.draw(bit)])
+        message[place : place + 1] = data.draw(st.sampled_from([changed, changed, b""]))
+        others.append(bytes(message))
+    path = write_records(tmp_path_factory.mktemp("records") / "a", [first, *others])
+    source = from_tfrecords(path, features, batch_size=1)
+    good, usual = {}, np.zeros(16, np.int64)
+    for row in range(1 + len(others)):
+        try:
+            good[row] = source.read_rows(np.array([row]))
+        except TFRecordError as error:
+            with pytest.raises(TFRecordError) as raised:
+                source.read_rows(np.append(usual, row))
+            assert str(raised.value) == str(error)
+    read = source.read_rows(np.array([*usual, *good]))
+    for name, array in read.items():
+        expected = np.concatenate([batch[name] for batch in good.values()])
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array[len(usual) :], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [
+        (3, encode(1, b"\1")),
+        (3, encode(1, b"\1\2\3")),
+        (3, encode(1, b"\1\x80")),
+        (3, encode(1, b"\1" + b"\x80" * 9 + b"\2")),
+        (3, encode(1, b"\1" + b"\x80" * 10 + b"\0")),
+        (1, b"\x0a\x82\x80\x80"),
+    ],
+)
+def test_an_unusual_list_among_many_is_read_as_it_is_alone(tmp_path, kind, held):
+    held = [encode(1, b"\1\2")] * 16 + [held]
+    x = (encode(1, encode(1, b"x"), encode(2, encode(kind, each))) for each in held)
+    path = write_records(tmp_path / "a", (encode(1, each) for each in x))
+    feature = FixedLenFeature((2,), np.int64 if kind == 3 else np.uint8)
+    source = from_tfrecords(path, {"x": feature}, batch_size=1)
+    try:
+        alone = source.read_rows(np.array([16]))["x"].tolist()
+    except TFRecordError as error:
+        with pytest.raises(TFRecordError, match=re.escape(str(error))):
+            source.read_rows(np.arange(17))
+    else:
+        assert source.read_rows(np.arange(17))["x"].tolist()[16:] == alone
+
+
+def test_a_damaged_record_stops_at_its_own_batch_though_many_are_read_at_once(ten):
+    source = from_tfrecords(ten, {"x": INT}, batch_size=2)
+    assert source.rows_at_once == 10
+    data = bytearray(ten[1].read_bytes())
+    data[-5] ^= 1  # In the data of record 8.
+    ten[1].write_bytes(data)
+    iterator = source.make_iterator(0)
+    for index in (2, 4, 6, 8):
+        assert next(iterator)["x"].tolist() == [index - 2, index - 1]
+        assert iterator.get_state()["index"] == index
+    with pytest.raises(TFRecordError, match=rf"Record 5 of `{ten[1]}`.* is damaged"):
+        next(iterator)
+    assert iterator.get_state()["index"] == 8
+
+
+@pytest.mark.parametrize("num_rows", [40, 5])
+def test_plain_records_need_no_parser(tmp_path, monkeypatch, num_rows):
+    values = [[row, -row, row << 40] for row in range(num_rows)]
+    path = write(tmp_path, *({"x": row, "y": 0.5} for row in values))
+    source = from_tfrecords(path, {"x": FixedLenFeature((3,), np.int64)}, batch_size=9)
+    calls = []
+    monkeypatch.setattr(_tfrecord, "read_values", lambda *_: calls.append(1) or 0)
+    read = source.read_rows(np.arange(num_rows))["x"].tolist()
+    assert (read == values, len(calls)) == ((True, 0) if num_rows > 16 else (False, 5))

@@ -5,7 +5,9 @@ numbers: the epoch, and how many of its examples were used.
 """
 
 import abc
+import contextlib
 import functools
+import operator
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,7 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary.data.sources._batch import check_batch
-from armillary.errors import BatchSizeError, DatasetStateError
+from armillary.errors import BatchSizeError, DatasetStateError, TFRecordError
 from armillary.typing import Batch, PyTree
 
 
@@ -28,6 +30,8 @@ class IndexedDataset(abc.ABC):
 
     name: str
     is_repositionable = True
+    rows_at_once = 0
+    """How many rows are worth one read, of several batches if they are small."""
 
     def __init__(
         self,
@@ -119,7 +123,12 @@ class IndexedIterator:
 
     def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
         self._dataset = dataset
-        self._begin(epoch)
+        self._go_to(epoch, 0)
+
+    def _go_to(self, epoch: int, index: int) -> None:
+        self._begin(epoch, index)
+        self._place = epoch, index  # after the last batch that was given out
+        self._ahead: Iterator[tuple[Batch, tuple[int, int]]] = iter(())
 
     def _begin(self, epoch: int, index: int = 0) -> None:
         self._epoch, self._index = epoch, index
@@ -133,24 +142,47 @@ class IndexedIterator:
         return self
 
     def __next__(self) -> Batch:
+        for ahead in (self._ahead, self._read()):
+            self._ahead = ahead
+            for batch, self._place in ahead:
+                return batch
+        raise StopIteration
+
+    def _read(self) -> Iterator[tuple[Batch, tuple[int, int]]]:
+        """Yields batches that are worth one read, each with the place after it."""
+        dataset, read, stop = self._dataset, None, 0
+        drawn: list[tuple[np.ndarray, tuple[int, int]]] = []
+        while len(drawn) * dataset.batch_size < max(1, dataset.rows_at_once):
+            if not len(rows := self._draw()):
+                break
+            drawn.append((rows, (self._epoch, self._index)))
+        if len(drawn) > 1:
+            # An error comes with its own batch.
+            with contextlib.suppress(TFRecordError):
+                read = dataset.read_rows(np.concatenate([rows for rows, _ in drawn]))
+        for rows, place in drawn:
+            start, stop = stop, stop + len(rows)
+            if read is None:
+                batch = dataset.read_rows(rows)
+            else:
+                batch = jax.tree.map(operator.itemgetter(slice(start, stop)), read)
+            yield batch, place
+
+    def _draw(self) -> np.ndarray:
+        """Returns the numbers of the next batch; none at the end."""
         dataset, size = self._dataset, self._dataset.batch_size
         rows = self._order[self._index : self._index + size]
-        if dataset.repeat:
-            self._index += len(rows)
-            while len(rows) < size:
-                self._begin(self._epoch + 1)
-                part = self._order[: size - len(rows)]
-                self._index = len(part)
-                rows = np.concatenate([rows, part])
-        elif len(rows) < (size if dataset.drop_remainder else 1):
-            raise StopIteration
-        else:
-            self._index += len(rows)
-        return dataset.read_rows(rows)
+        self._index += len(rows)
+        while dataset.repeat and len(rows) < size:
+            self._begin(self._epoch + 1)
+            part = self._order[: size - len(rows)]
+            self._index = len(part)
+            rows = np.concatenate([rows, part])
+        return rows if len(rows) == size or not dataset.drop_remainder else rows[:0]
 
     def get_state(self) -> dict[str, int]:
         count = self._dataset.num_examples
-        return {"epoch": self._epoch, "index": self._index, "num_examples": count}
+        return {"epoch": self._place[0], "index": self._place[1], "num_examples": count}
 
     def set_state(self, state: dict[str, Any]) -> None:
         count, epoch, index = self._dataset.num_examples, state["epoch"], state["index"]
@@ -161,7 +193,7 @@ class IndexedIterator:
                 "data, from their beginning, name them in its manager: "
                 '`CheckpointManager(..., may_differ="train_dataset")`.'
             )
-        self._begin(epoch, index)
+        self._go_to(epoch, index)
 
 
 _MOST_BYTES = 2**28

@@ -5,19 +5,23 @@ checksum of the data. One pass over a file finds where its records are; then any
 is one read.
 """
 
-import functools
-import math
+import itertools
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from armillary._checks import check_path, is_positive_int
+from armillary._checks import check_path
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
+from armillary.data.sources._example import (
+    FixedLenFeature,
+    check_features,
+    example_class,
+    parse_examples,
+    read_values,
+)
 from armillary.errors import TFRecordError
 from armillary.typing import Batch
 
@@ -25,75 +29,13 @@ _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 _MOST_READ = 64
 """How many records a fingerprint reads."""
-_DTYPES = {"bytes_list": "bytes", "float_list": "np.float32", "int64_list": "np.int64"}
-"""The lists that values are stored in, and a dtype that fits each."""
-# As many values are taken one by one in the time that an array of them costs at least.
-_FEW = 64
+
+_AT_ONCE = 2**20
+"""How many bytes are read at once, for several batches if they are small."""
+_MOST_GAP = 2**12
+"""Records that are so many bytes apart are one read, which costs less than two."""
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-
-
-@dataclass(frozen=True, eq=False)
-class FixedLenFeature:
-    """A feature that has the same number of values in every record.
-
-    Args:
-        shape: Shape of one example; `()` for one value.
-        dtype: What the batch has. Integers and floats may be narrower than in the file
-            (`np.int32`), and a value that does not fit is an error. A feature that was
-            written as bytes, with `array.tobytes()`, is read with the dtype of the
-            array. `bytes` keeps byte strings, in arrays of objects.
-        default_value: For records without the feature: one value, or one for each
-            element. None makes them an error.
-
-    Raises:
-        ValueError: If `shape` is no shape, or `default_value` does not fit.
-        TypeError: If `dtype` is of neither numbers nor bytes.
-    """
-
-    shape: Sequence[int]
-    dtype: Any
-    default_value: Any = None
-
-    def __post_init__(self) -> None:
-        shape = self.shape
-        if not isinstance(shape, list | tuple) or not all(map(is_positive_int, shape)):
-            raise ValueError(
-                f"`shape` is {shape!r}, but it must be a tuple of positive integers. "
-                "Use `shape=()` for one value in each example."
-            )
-        try:
-            dtype = np.dtype(self.dtype)
-        except (TypeError, ValueError, SyntaxError):
-            dtype = np.dtype("V")  # Neither numbers nor bytes.
-        if self.dtype is None or _list_for(dtype) is None:
-            raise TypeError(
-                f"`dtype` is {self.dtype!r}, but a feature holds numbers or bytes. Use "
-                "a dtype such as `np.int64`, `np.float32` or `bytes`."
-            )
-        dtype = dtype if dtype.kind != "S" else np.dtype("O")
-        default = self.default_value
-        if default is not None:
-            try:
-                default = np.asarray(default, dtype)
-                default = default.reshape(shape if default.size > 1 else ())
-                default = np.broadcast_to(default, shape)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise ValueError(
-                    f"`default_value` is {self.default_value!r:.80}, but the feature "
-                    f"has the dtype {dtype} and the shape {shape}: {error}."
-                ) from error
-        vars(self).update(shape=tuple(shape), dtype=dtype, default_value=default)
-
-
-def _list_for(dtype: np.dtype) -> str | None:
-    """Returns which list of values fits a dtype."""
-    if dtype.kind in "biu":
-        return "int64_list"
-    if dtype.kind in "SO":
-        return "bytes_list"
-    # JAX knows bfloat16 and its relatives, which NumPy does not.
-    return "float_list" if jax.dtypes.issubdtype(dtype, np.floating) else None
 
 
 def from_tfrecords(
@@ -108,8 +50,8 @@ def from_tfrecords(
     """Returns a data set of the records of TFRecord files, in batches.
 
     The files are one sequence of records, in the order of the paths, and are shuffled
-    as one. Each file is gone through once to find its records, which are then read one
-    by one, with their checksums compared. A batch is a dictionary of NumPy arrays::
+    as one. Each file is gone through once to find its records. They are then read by
+    their place, with checksums compared. A batch is a dictionary of NumPy arrays::
 
         data = armillary.data.from_tfrecords(
             sorted(glob.glob("data/train-*.tfrecord")),
@@ -147,7 +89,7 @@ def from_tfrecords(
 class TFRecordDataset(IndexedDataset):
     """Records of files in batches; made by `from_tfrecords`, which documents it.
 
-    Files are opened for each batch, so that there may be any number of them, and read
+    Files are opened for each read, so that there may be any number of them, and read
     by position, so that several threads may do it.
     """
 
@@ -164,12 +106,14 @@ class TFRecordDataset(IndexedDataset):
                 f"`paths` has `{missing[0]}`, which is no file. Patterns are not "
                 "expanded: use `sorted(glob.glob(pattern))`."
             )
-        self._features = _check_features(features)
+        self._features = check_features(features)
         places = [_find_records(path) for path in self._paths]
         # Where the data of each record are, and how many records the files before have.
         self._places = np.concatenate([np.empty((0, 2), np.int64), *places])
         self._starts = np.cumsum([0, *map(len, places)])
         super().__init__("paths", len(self._places), *options)
+        count = _AT_ONCE // (1 + int(self._places[:, 1].mean()))
+        self.rows_at_once = min(count, self.num_examples)
         # What is wrong with `features` shows here, and not in the middle of a program.
         self.read_rows(np.zeros(1, np.int64))
 
@@ -181,17 +125,15 @@ class TFRecordDataset(IndexedDataset):
         """
         from google.protobuf.message import DecodeError
 
-        message = example_class()
-        batch = {
-            name: np.empty((len(rows), *feature.shape), feature.dtype)
-            for name, feature in self._features.items()
-        }
-        for place, record in enumerate(self._read(rows)):
+        data, begins, ends = self._read(rows)
+        batch, left = parse_examples(data, begins, ends, self._features)
+        for place in left.tolist():
+            message = data[begins[place] : ends[place]]
             try:
-                stored = message.FromString(record).features.feature
+                stored = example_class().FromString(message).features.feature
                 for name, feature in self._features.items():
                     # With `...`, or an array of objects would hold an array.
-                    batch[name][place, ...] = _read_values(stored, name, feature)
+                    batch[name][place, ...] = read_values(stored, name, feature)
             except DecodeError as error:
                 raise TFRecordError(
                     f"{self._name(rows[place])} is no `tf.train.Example`: {error}. "
@@ -203,168 +145,99 @@ class TFRecordDataset(IndexedDataset):
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of the sizes of all records, and of what some hold."""
-        some = self._read(self.spaced_rows(_MOST_READ))
+        data, begins, ends = self._read(self.spaced_rows(_MOST_READ))
+        some = _cut(data, begins, ends)
         return {"records": fingerprint(self._places[:, 1], *some)}
 
-    def _read(self, rows: np.ndarray) -> list[bytes]:
-        """Returns the data of these records, in this order."""
-        data = [b""] * len(rows)
-        files = np.searchsorted(self._starts, rows, "right") - 1
-        places = self._places[rows].tolist()
-        for file in np.unique(files).tolist():
+    def _read(self, rows: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
+        """Returns bytes that hold these records, and where each begins and ends."""
+        order = np.argsort(rows)
+        files = np.searchsorted(self._starts, rows[order], "right") - 1
+        offsets, sizes = self._places[rows[order]].T
+        stops = offsets + sizes + _FOOTER.size
+        gaps = offsets[1:] - stops[:-1]
+        is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & (files[1:] == files[:-1])
+        first = np.flatnonzero(~np.append(False, is_near))
+        lengths = stops[np.append(first[1:], len(rows)) - 1] - offsets[first]
+        pieces: list[bytes] = []
+        reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
+        for file, own in itertools.groupby(reads, lambda read: read[0]):
             with open(self._paths[file], "rb", buffering=0) as opened:
-                for index in np.flatnonzero(files == file).tolist():
-                    offset, size = places[index]
-                    record = os.pread(opened.fileno(), size + _FOOTER.size, offset)
-                    data[index], footer = record[:size], record[size:]
-                    if footer != _FOOTER.pack(_checksum(data[index])):
-                        raise TFRecordError(
-                            f"{self._name(rows[index])} is damaged: its data do not "
-                            "have the checksum that was written with them. Copy the "
-                            "file anew."
-                        )
-        return data
+                number = opened.fileno()
+                pieces += [
+                    piece
+                    if len(piece := os.pread(number, length, offset)) == length
+                    else _read_on(number, piece, length, offset)
+                    for _, length, offset in own
+                ]
+        data = b"".join([*pieces, bytes(8)])  # A word can be read at every place.
+        begins, ends = np.empty((2, len(rows)), np.int64)
+        moved = np.cumsum(lengths) - lengths - offsets[first]
+        begins[order] = offsets + np.repeat(moved, np.diff(first, append=len(rows)))
+        ends[order] = begins[order] + sizes
+        written = np.ndarray(len(data) - 3, "<u4", data, strides=(1,))[ends]
+        wrong = np.flatnonzero(written != _checksums(_cut(data, begins, ends)))
+        if len(wrong):
+            raise TFRecordError(
+                f"{self._name(rows[wrong[0]])} is damaged: its data do not have the "
+                "checksum that was written with them. Copy the file anew."
+            )
+        return data, begins, ends
 
-    def _name(self, row: int) -> str:
+    def _name(self, row: Any) -> str:
         file = int(np.searchsorted(self._starts, row, "right")) - 1
         number = row - self._starts[file]
         return _name(self._paths[file], number, self._places[row, 0])
 
 
-def _check_features(features: Any) -> dict[str, FixedLenFeature]:
-    is_named = isinstance(features, Mapping) and len(features)
-    if not is_named or not all(
-        isinstance(feature, FixedLenFeature) for feature in features.values()
-    ):
-        raise TypeError(
-            f"`features` is {features!r:.200}, but it must be a dictionary of at least "
-            "one `armillary.data.FixedLenFeature`. Use `features={'label': "
-            "armillary.data.FixedLenFeature((), np.int64)}`."
-        )
-    return dict(features)
-
-
 def _find_records(path: str) -> np.ndarray:
     """Returns offset and size of the data of each record of a file."""
-    places: list[tuple[int, int]] = []
+    headers, offsets = [], []
     with open(path, "rb", buffering=0) as opened:
         end, offset = os.fstat(opened.fileno()).st_size, 0
-        while offset < end:
-            header = os.pread(opened.fileno(), _HEADER.size, offset)
-            offset += _HEADER.size
-            name, is_whole = _name(path, len(places), offset), offset <= end
-            if is_whole and _HEADER.unpack(header)[1] != _checksum(header[:8]):
-                raise TFRecordError(
-                    f"{name} is damaged, or the file is compressed or no TFRecord "
-                    "file: the length of the record does not have the checksum that "
-                    "was written with it. Copy the file anew, or unpack it."
-                )
-            size = _HEADER.unpack(header)[0] if is_whole else 0
-            places.append((offset, size))
-            offset += size + _FOOTER.size
-            if offset > end:
-                raise TFRecordError(
-                    f"{name} is cut off: the file ends {offset - end} bytes before the "
-                    "end of the record. Copy the file anew."
-                )
-    return np.array(places, np.int64).reshape(-1, 2)
+        while offset + _HEADER.size <= end:
+            headers.append(os.pread(opened.fileno(), _HEADER.size, offset))
+            offsets.append(offset + _HEADER.size)
+            offset = offsets[-1] + _HEADER.unpack(headers[-1])[0] + _FOOTER.size
+    table = np.frombuffer(b"".join(headers), [("size", "<i8"), ("checksum", "<u4")])
+    wrong = np.flatnonzero(
+        table["checksum"] != _checksums(header[:8] for header in headers)
+    )
+    if len(wrong):
+        raise TFRecordError(
+            f"{_name(path, wrong[0], offsets[wrong[0]])} is damaged, or the file is "
+            "compressed or no TFRecord file: the length of the record does not have "
+            "the checksum that was written with it. Copy the file anew, or unpack it."
+        )
+    if offset != end:
+        if offset < end:  # Not even the header is there.
+            offsets.append(offset := offset + _HEADER.size)
+        raise TFRecordError(
+            f"{_name(path, len(offsets) - 1, offsets[-1])} is cut off: the file ends "
+            f"{offset - end} bytes before the end of the record. Copy the file anew."
+        )
+    return np.stack([np.array(offsets, np.int64), table["size"]], 1)
+
+
+def _read_on(file: int, data: bytes, length: int, offset: int) -> bytes:
+    """Reads the rest of what was read in part; zeros stand behind the end of a file."""
+    while more := os.pread(file, length - len(data), offset + len(data)):
+        data += more
+    return data.ljust(length, b"\0")
+
+
+def _cut(data: bytes, begins: np.ndarray, ends: np.ndarray) -> Iterator[bytes]:
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    return (data[begin:end] for begin, end in spans)
 
 
 def _name(path: str, number: int, offset: int) -> str:
     return f"Record {number} of `{path}` (offset {offset})"
 
 
-def _checksum(data: bytes) -> int:
-    """Returns the CRC-32C of `data`, rotated and shifted as TFRecord files have it."""
+def _checksums(parts: Iterable[bytes]) -> np.ndarray:
+    """Returns the CRC-32C of each, rotated and shifted as TFRecord files have it."""
     import google_crc32c
 
-    crc = google_crc32c.value(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _read_values(
-    stored: Mapping[str, Any], name: str, feature: FixedLenFeature
-) -> np.ndarray:
-    kind = stored[name].WhichOneof("kind") if name in stored else None
-    if kind is None:
-        if feature.default_value is None:
-            held = ", ".join(map(repr, sorted(stored)))
-            raise TFRecordError(
-                f"has no feature {name!r}. It has {held or 'none'}: name one of these, "
-                "or give a `default_value`."
-            )
-        return feature.default_value
-    values, dtype = getattr(stored[name], kind).value, feature.dtype
-    count = math.prod(feature.shape)
-    if kind == "bytes_list" and dtype.kind != "O":
-        # It was written as the bytes of an array.
-        size = count * dtype.itemsize
-        if len(values) != 1 or len(values[0]) != size:
-            raise TFRecordError(
-                f"holds byte strings of {[len(value) for value in values[:3]]} bytes "
-                f"in the feature {name!r}, but {dtype} of shape {feature.shape} is one "
-                f"of {size} bytes. Use the shape and dtype of the array that was "
-                "written, or `dtype=bytes` to decode them in the program."
-            )
-        written = np.frombuffer(values[0], dtype.newbyteorder("<"))
-        return written.reshape(feature.shape)
-    if kind != _list_for(dtype):
-        raise TFRecordError(
-            f"holds the feature {name!r} as `{kind}`, but `features` says {dtype}. Use "
-            f"a dtype such as `{_DTYPES[kind]}`."
-        )
-    if len(values) != count:
-        raise TFRecordError(
-            f"holds {len(values)} values in the feature {name!r}, but its shape "
-            f"{feature.shape} takes {count}. Use `shape=({len(values)},)` if all "
-            "records hold as many; otherwise pad the values where the file is written."
-        )
-    if dtype.kind == "O":
-        # Not `asarray`, which would look into the byte strings.
-        return np.fromiter(values, object, len(values)).reshape(feature.shape)
-    if len(values) > _FEW:
-        written = np.asarray(values)
-    else:
-        wide = np.float32 if kind == "float_list" else np.int64
-        written = np.fromiter(values, wide, len(values))
-    read = written.astype(dtype)
-    if kind == "int64_list" and (wrong := written[read != written]).size:
-        raise TFRecordError(
-            f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
-            "Use a wider dtype, such as `np.int64`."
-        )
-    return read.reshape(feature.shape)
-
-
-_PROTO = """
-name: "armillary/example.proto" package: "armillary" syntax: "proto3"
-message_type { name: "BytesList"
-  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
-message_type { name: "FloatList"
-  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
-message_type { name: "Int64List"
-  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
-message_type { name: "Feature" oneof_decl { name: "kind" }
-  field { name: "bytes_list" number: 1 type_name: "BytesList" oneof_index: 0 }
-  field { name: "float_list" number: 2 type_name: "FloatList" oneof_index: 0 }
-  field { name: "int64_list" number: 3 type_name: "Int64List" oneof_index: 0 } }
-message_type { name: "Features"
-  nested_type { name: "FeatureEntry" options { map_entry: true }
-    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
-    field { name: "value" number: 2 label: LABEL_OPTIONAL type_name: "Feature" } }
-  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry" } }
-message_type { name: "Example"
-  field { name: "features" number: 1 type_name: "Features" } }
-"""
-"""The messages of `tensorflow/core/example/example.proto`."""
-
-
-@functools.cache
-def example_class() -> Any:
-    """Returns the class of messages, in a pool of its own beside TensorFlow's."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, text_format
-    from google.protobuf import message_factory as factory
-
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
-    return factory.GetMessageClass(pool.FindMessageTypeByName("armillary.Example"))
+    crc = np.fromiter(map(google_crc32c.value, parts), np.uint32)
+    return (crc >> 15 | crc << 17) + np.uint32(0xA282EAD8)

@@ -1,0 +1,349 @@
+"""What a `tf.train.Example` holds: many messages at once, or one by one.
+
+A message is a run of fields. Each has a tag, the length of what it holds, and that; so
+messages are walked through without a parser, which the unusual ones get.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary._checks import is_positive_int
+from armillary.errors import TFRecordError
+
+_DTYPES = {"bytes_list": "bytes", "float_list": "np.float32", "int64_list": "np.int64"}
+"""The lists that values are stored in, and a dtype that fits each."""
+_LISTS = ["", *_DTYPES]
+"""The lists by the number of their field."""
+_FIRST, _SECOND, _THIRD = (number << 3 | 2 for number in (1, 2, 3))
+"""Tags: the number of a field, and that a length follows."""
+_TOO_LONG = 2**62
+# As many values are taken one by one in the time that an array of them costs at least;
+# and as many rows in the time of a walk.
+_FEW, _FEW_ROWS = 64, 16
+
+
+@dataclass(frozen=True, eq=False)
+class FixedLenFeature:
+    """A feature that has the same number of values in every record.
+
+    Args:
+        shape: Shape of one example; `()` for one value.
+        dtype: What the batch has. Integers and floats may be narrower than in the file
+            (`np.int32`), and a value that does not fit is an error. A feature that was
+            written as bytes, with `array.tobytes()`, is read with the dtype of the
+            array. `bytes` keeps byte strings, in arrays of objects.
+        default_value: For records without the feature: one value, or one for each
+            element. None makes them an error.
+
+    Raises:
+        ValueError: If `shape` is no shape, or `default_value` does not fit.
+        TypeError: If `dtype` is of neither numbers nor bytes.
+    """
+
+    shape: Sequence[int]
+    dtype: Any
+    default_value: Any = None
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if not isinstance(shape, list | tuple) or not all(map(is_positive_int, shape)):
+            raise ValueError(
+                f"`shape` is {shape!r}, but it must be a tuple of positive integers. "
+                "Use `shape=()` for one value in each example."
+            )
+        try:
+            dtype = np.dtype(self.dtype)
+        except (TypeError, ValueError, SyntaxError):
+            dtype = np.dtype("V")  # Neither numbers nor bytes.
+        if self.dtype is None or _list_for(dtype) is None:
+            raise TypeError(
+                f"`dtype` is {self.dtype!r}, but a feature holds numbers or bytes. Use "
+                "a dtype such as `np.int64`, `np.float32` or `bytes`."
+            )
+        dtype = dtype if dtype.kind != "S" else np.dtype("O")
+        default = self.default_value
+        if default is not None:
+            try:
+                default = np.asarray(default, dtype)
+                default = default.reshape(shape if default.size > 1 else ())
+                default = np.broadcast_to(default, shape)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(
+                    f"`default_value` is {self.default_value!r:.80}, but the feature "
+                    f"has the dtype {dtype} and the shape {shape}: {error}."
+                ) from error
+        vars(self).update(shape=tuple(shape), dtype=dtype, default_value=default)
+
+
+def _list_for(dtype: np.dtype) -> str | None:
+    """Returns which list of values fits a dtype."""
+    if dtype.kind in "biu":
+        return "int64_list"
+    if dtype.kind in "SO":
+        return "bytes_list"
+    # JAX knows bfloat16 and its relatives, which NumPy does not.
+    return "float_list" if jax.dtypes.issubdtype(dtype, np.floating) else None
+
+
+def check_features(features: Any) -> dict[str, FixedLenFeature]:
+    is_named = isinstance(features, Mapping) and len(features)
+    if not is_named or not all(
+        isinstance(feature, FixedLenFeature) for feature in features.values()
+    ):
+        raise TypeError(
+            f"`features` is {features!r:.200}, but it must be a dictionary of at least "
+            "one `armillary.data.FixedLenFeature`. Use `features={'label': "
+            "armillary.data.FixedLenFeature((), np.int64)}`."
+        )
+    return dict(features)
+
+
+def parse_examples(
+    data: bytes,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    features: Mapping[str, FixedLenFeature],
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns a batch of the messages, and which of its rows are left to `read_values`.
+
+    These are messages that are not plain (values packed, one kind of list), what does
+    not fit `features`, and small batches. Of other features, no value is looked at.
+
+    Args:
+        data: Holds the messages, and at least 8 bytes more.
+        begins: Where each message begins.
+        ends: Where each message ends.
+        features: What to read, by name.
+    """
+    count = len(begins)
+    batch = {
+        name: np.empty((count, *feature.shape), feature.dtype)
+        for name, feature in features.items()
+    }
+    if count < _FEW_ROWS:
+        return batch, np.arange(count)
+    is_read, lists = _find_lists(data, begins, ends, [*features])
+    for (name, feature), (kinds, *spans) in zip(features.items(), lists, strict=True):
+        is_known = (kinds == 0) & (feature.default_value is not None)
+        if is_known.any():
+            batch[name][is_known, ...] = feature.default_value
+        for kind in {1, _LISTS.index(_list_for(feature.dtype) or "")}:
+            rows = np.flatnonzero(is_read & (kinds == kind))
+            if len(rows):
+                begin, end = (span[rows] for span in spans)
+                fits, values = _take_values(data, kind, begin, end, feature)
+                batch[name][rows[fits]] = values.reshape(-1, *feature.shape)
+                is_known[rows[fits]] = True
+        is_read &= is_known
+    return batch, np.flatnonzero(~is_read)
+
+
+def _find_lists(
+    data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which messages are plain, and of each list its kind, begin and end.
+
+    Walks through all messages at once, a field at a time. Where a message ends, the one
+    that holds it must end too.
+    """
+    words = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
+    places = {name.encode(): place for place, name in enumerate(names)}
+    lists = np.zeros((len(names), 3, len(begins)), np.int64)
+
+    def read(at: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Returns the tags of fields, and where what they hold begins and ends."""
+        word: Any = words[np.minimum(at, len(words) - 1)]
+        first = int(word[0])
+        if not ((word ^ word[0]) & _split(first)[0]).any():
+            word = first  # Most often, all are equal.
+        mask, size, length = _split(word)
+        end = at + size + np.int64(length) + np.int64(mask == 0) * _TOO_LONG
+        return word & 0xFF, at + size, end
+
+    tag, at, end = read(begins)
+    is_plain = (tag == _FIRST) & (end == ends)
+    while len(rows := np.flatnonzero(is_plain & (at < ends))):
+        tag, inner, stop = read(at[rows])
+        fine = (tag == _FIRST) & (stop <= ends[rows])
+        tag, key, key_end = read(inner)
+        fine &= (tag == _FIRST) & (key < key_end) & (key_end <= stop)
+        tag, inner, end = read(key_end)
+        fine &= (tag == _SECOND) & (end == stop)
+        kind, inner, end = read(inner)
+        fine &= (kind & 7 == 2) & (kind >= _FIRST) & (kind <= _THIRD) & (end == stop)
+        tag, inner, end = read(inner)
+        is_plain[rows], at[rows] = fine & (tag == _FIRST) & (end == stop), stop
+        kind = np.broadcast_to(kind >> 3, rows.shape)
+        left = np.flatnonzero(is_plain[rows])
+        while len(left):  # Once for each name that comes at this place.
+            name = data[key[left[0]] : key_end[left[0]]]
+            is_same = key_end[left] - key[left] == len(name)
+            shape = len(data) - len(name) + 1
+            texts = np.ndarray(shape, f"S{len(name)}", data, strides=(1,))
+            is_same[is_same] = texts[key[left[is_same]]] == name
+            same, left = left[is_same], left[~is_same]
+            if (place := places.get(name)) is not None:
+                # Of several, the last counts.
+                lists[place][:, rows[same]] = kind[same], inner[same], stop[same]
+            elif name.decode(errors="ignore").encode() != name:
+                is_plain[rows[same]] = False
+    return is_plain, lists
+
+
+def _split(word: Any) -> tuple[Any, Any, Any]:
+    """Returns a mask of the tag and the length that words begin with, and both sizes.
+
+    Takes a number or an array. The mask is 0 if the length has more than four bytes.
+    """
+    bits = word >> 8 & 0xFFFFFFFF
+    top = ~bits & 0x80808080
+    top &= ~top + 1  # The top bit of the last byte.
+    bits &= top - 1
+    length = bits & 0x7F | bits >> 1 & 0x3F80 | bits >> 2 & 0x1FC000
+    size = 2 + (top > 0x80) + (top > 0x8000) + (top > 0x800000)
+    return (top << 9) - (top > 0), size, length | bits >> 3 & 0xFE00000
+
+
+def _take_values(
+    data: bytes, kind: int, begin: np.ndarray, end: np.ndarray, feature: FixedLenFeature
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which lists hold what fits the feature, and the values of these."""
+    dtype, count = feature.dtype, math.prod(feature.shape)
+    if kind == 1 and dtype.kind == "O":
+        fits = np.full(len(begin), count == 1)
+        spans = zip(begin[fits].tolist(), end[fits].tolist(), strict=True)
+        texts = [data[begin:end] for begin, end in spans]
+        return fits, np.fromiter(texts, object, len(texts))
+    # A varint of one byte is its value.
+    stored = np.dtype({1: dtype.newbyteorder("<"), 2: "<f4", 3: "u1"}[kind])
+    size = count * stored.itemsize
+    fits = end - begin == size
+    runs = np.ndarray(max(0, len(data) - size), f"V{size}", data, strides=(1,))
+    written = runs[begin[fits]].view(stored).reshape(-1, count)
+    if kind == 3 and not (fits.all() and (written < 0x80).all()):
+        fits, written = _take_integers(data, begin, end, count)
+    read = written.astype(dtype, copy=False)
+    if kind == 3 and not (is_same := (read == written).all(1)).all():
+        fits[np.flatnonzero(fits)[~is_same]] = False
+        read = read[is_same]
+    return fits, read
+
+
+def _take_integers(
+    data: bytes, begin: np.ndarray, end: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which lists hold so many varints, and their values."""
+    fits = (end - begin >= count) & (end - begin <= 10 * count)
+    begin, sizes = begin[fits], (end - begin)[fits]
+    stops = np.cumsum(sizes)
+    at = np.arange(sizes.sum()) + np.repeat(begin - stops + sizes, sizes)
+    octets = np.frombuffer(data, np.uint8)[at]
+    is_fine = octets[stops - 1] < 0x80
+    octets[stops - 1] &= 0x7F  # No value runs on into the next list.
+    last = np.flatnonzero(octets < 0x80)
+    lengths = np.diff(last, prepend=-1)
+    owner = np.repeat(np.arange(len(begin)), sizes)[last]
+    is_fine[owner[lengths > 10]] = False
+    is_fine &= np.bincount(owner, minlength=len(begin)) == count
+    last, lengths = last[is_fine[owner]], lengths[is_fine[owner]]
+    values = np.zeros(len(last), np.uint64)
+    for place in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > place)
+        bits = octets[last[longer] - lengths[longer] + 1 + place] & np.uint64(0x7F)
+        values[longer] |= bits << np.uint64(7 * place)
+    fits[fits] = is_fine
+    return fits, values.view(np.int64).reshape(-1, count)
+
+
+def read_values(
+    stored: Mapping[str, Any], name: str, feature: FixedLenFeature
+) -> np.ndarray:
+    kind = stored[name].WhichOneof("kind") if name in stored else None
+    if kind is None:
+        if feature.default_value is None:
+            held = ", ".join(map(repr, sorted(stored)))
+            raise TFRecordError(
+                f"has no feature {name!r}. It has {held or 'none'}: name one of these, "
+                "or give a `default_value`."
+            )
+        return feature.default_value
+    values, dtype = getattr(stored[name], kind).value, feature.dtype
+    count = math.prod(feature.shape)
+    if kind == "bytes_list" and dtype.kind != "O":
+        # It was written as the bytes of an array.
+        size = count * dtype.itemsize
+        if len(values) != 1 or len(values[0]) != size:
+            raise TFRecordError(
+                f"holds byte strings of {[len(value) for value in values[:3]]} bytes "
+                f"in the feature {name!r}, but {dtype} of shape {feature.shape} is one "
+                f"of {size} bytes. Use the shape and dtype of the array that was "
+                "written, or `dtype=bytes` to decode them in the program."
+            )
+        written = np.frombuffer(values[0], dtype.newbyteorder("<"))
+        return written.reshape(feature.shape)
+    if kind != _list_for(dtype):
+        raise TFRecordError(
+            f"holds the feature {name!r} as `{kind}`, but `features` says {dtype}. Use "
+            f"a dtype such as `{_DTYPES[kind]}`."
+        )
+    if len(values) != count:
+        raise TFRecordError(
+            f"holds {len(values)} values in the feature {name!r}, but its shape "
+            f"{feature.shape} takes {count}. Use `shape=({len(values)},)` if all "
+            "records hold as many; otherwise pad the values where the file is written."
+        )
+    if dtype.kind == "O":
+        # Not `asarray`, which would look into the byte strings.
+        return np.fromiter(values, object, len(values)).reshape(feature.shape)
+    if len(values) > _FEW:
+        written = np.asarray(values)
+    else:
+        wide = np.float32 if kind == "float_list" else np.int64
+        written = np.fromiter(values, wide, len(values))
+    read = written.astype(dtype)
+    if kind == "int64_list" and (wrong := written[read != written]).size:
+        raise TFRecordError(
+            f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
+            "Use a wider dtype, such as `np.int64`."
+        )
+    return read.reshape(feature.shape)
+
+
+_PROTO = """
+name: "armillary/example.proto" package: "armillary" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type_name: "Int64List" oneof_index: 0 } }
+message_type { name: "Features"
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type_name: "Feature" } }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry" } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type_name: "Features" } }
+"""
+"""The messages of `tensorflow/core/example/example.proto`."""
+
+
+@functools.cache
+def example_class() -> Any:
+    """Returns the class of messages, in a pool of its own beside TensorFlow's."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+    from google.protobuf import message_factory as factory
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+    return factory.GetMessageClass(pool.FindMessageTypeByName("armillary.Example"))
