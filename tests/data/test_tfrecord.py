@@ -239,7 +239,7 @@ SCHEMA = {
     "b": st.builds(
         FixedLenFeature,
         st.sampled_from([(), (2,)]),
-        st.sampled_from([bytes, np.uint8, ml_dtypes.bfloat16]),
+        st.sampled_from([bytes, np.uint8, np.int16]),
     ),
 }
 
@@ -325,7 +325,8 @@ def test_many_records_are_read_as_each_of_them(tmp_path_factory, data):
     for name, array in read.items():
         expected = np.concatenate([batch[name] for batch in good.values()])
         assert array.dtype == expected.dtype
-        np.testing.assert_array_equal(array[len(usual) :], expected)
+        with np.errstate(invalid="ignore"):  # Some are signaling NaNs.
+            np.testing.assert_array_equal(array[len(usual) :], expected)
 
 
 @pytest.mark.parametrize(

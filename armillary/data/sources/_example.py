@@ -189,7 +189,9 @@ def _find_lists(
             is_same[is_same] = texts[key[left[is_same]]] == name
             same, left = left[is_same], left[~is_same]
             if (place := places.get(name)) is not None:
-                # Of several, the last counts.
+                is_plain[rows[same]] &= (
+                    lists[place, 0, rows[same]] == 0
+                )  # Or it is twice.
                 lists[place][:, rows[same]] = kind[same], inner[same], stop[same]
             elif name.decode(errors="ignore").encode() != name:
                 is_plain[rows[same]] = False
@@ -228,7 +230,8 @@ def _take_values(
     written = runs[begin[fits]].view(stored).reshape(-1, count)
     if kind == 3 and not (fits.all() and (written < 0x80).all()):
         fits, written = _take_integers(data, begin, end, count)
-    read = written.astype(dtype, copy=False)
+    with np.errstate(invalid="ignore"):  # A signaling NaN is one as well.
+        read = written.astype(dtype, copy=False)
     if kind == 3 and not (is_same := (read == written).all(1)).all():
         fits[np.flatnonzero(fits)[~is_same]] = False
         read = read[is_same]
