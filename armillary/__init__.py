@@ -83,6 +83,8 @@ if TYPE_CHECKING:
         StandardEvaluatorOptions,
         StandardTrainer,
         StandardTrainerOptions,
+        StepEvaluator,
+        StepTrainer,
         predict,
     )
     from armillary.typing import Action, Output
@@ -112,6 +114,8 @@ __all__ = [
     "StandardEvaluatorOptions",
     "StandardTrainer",
     "StandardTrainerOptions",
+    "StepEvaluator",
+    "StepTrainer",
     "TPUStrategy",
     "VariableAggregation",
     "actions",

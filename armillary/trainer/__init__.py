@@ -19,6 +19,8 @@ from armillary.trainer._runner import (
 from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
 from armillary.trainer._standard_evaluator import predict as predict
 from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
+from armillary.trainer._step_trainer import StepEvaluator as StepEvaluator
+from armillary.trainer._step_trainer import StepTrainer as StepTrainer
 
 __all__ = [
     "AbstractEvaluator",
@@ -28,6 +30,8 @@ __all__ = [
     "StandardEvaluatorOptions",
     "StandardTrainer",
     "StandardTrainerOptions",
+    "StepEvaluator",
+    "StepTrainer",
     "predict",
 ]
 

@@ -16,6 +16,7 @@ import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -250,6 +251,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "run_dir": lambda: "nowhere",
     "shape": lambda: (),
     "source": lambda: [ROWS],
+    "state": lambda: jnp.ones(2),
     "step": lambda: 1,
     "steps": lambda: 2,
     "steps_per_loop": lambda: 2,
@@ -286,6 +288,9 @@ def make_keras_model():
 OTHER_SAMPLES = {
     ("armillary.keras.KerasEvaluator", "model"): make_keras_model,
     ("armillary.keras.KerasTrainer", "model"): make_keras_model,
+    ("armillary.StepEvaluator", "step"): lambda: function_of_one,
+    ("armillary.StepEvaluator", "trainer"): lambda: SimpleNamespace(state=jnp.ones(2)),
+    ("armillary.StepTrainer", "step"): lambda: function_of_one,
     ("armillary.keras.KerasEvaluator", "eval_dataset"): lambda: [PAIR],
     ("armillary.keras.KerasTrainer", "train_dataset"): lambda: [PAIR],
 }

@@ -1,0 +1,357 @@
+"""Trainer and evaluator around pure functions of any pytree and a batch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from armillary._checks import check_callable, check_instance, check_methods
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.replica._context import get_strategy
+from armillary.distribute.replica._policy import create_global_step
+from armillary.errors import StateStructureError
+from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.state._slots import describe, is_array, is_equal, join_keys
+from armillary.trainer._contract import PendingLoops
+from armillary.trainer._runner import (
+    StandardEvaluatorOptions,
+    StandardTrainerOptions,
+    distribute,
+    flatten_datasets,
+)
+from armillary.trainer._standard_evaluator import StandardEvaluator
+from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.typing import Batch, Output, PyTree
+
+_MOST_METRICS = 64
+_METRICS_FIX = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
+
+
+class StepTrainer(StandardTrainer):
+    """Trains with a pure step: `step(state, batch) -> (state, metrics)`.
+
+    The state is any pytree: parameters and Optax state in a tuple or a dictionary, an
+    Equinox module, a `TrainState` of Flax Linen. It is compiled, fused, donated,
+    distributed, saved and resumed as that of every `StandardTrainer`::
+
+        def step(state, batch):
+            params, opt_state = state
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+            grads = armillary.all_reduce("mean", grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+        trainer = armillary.StepTrainer(step, (params, opt_state), dataset)
+        checkpoint = armillary.Checkpoint(trainer=trainer)
+        armillary.Controller(
+            trainer=trainer, global_step=trainer.global_step, steps_per_loop=100, ...
+        )
+
+    The step runs once per replica, as what `strategy.run` is given, on the replica's
+    share of the batch. A loop's output is the mean of each metric over its steps and
+    replicas: over all values of an array, while a number counts as the mean over its
+    batch. With `metrics`, these take what the step returns, by name, and are computed.
+
+    Args:
+        step: Takes the state and a batch; returns the state after the step, of the same
+            structure, shapes and dtypes, and a dictionary of metrics, perhaps nested,
+            or `None`.
+        state: The state to begin with. Its arrays are copied, NumPy's as well, and
+            integers become arrays. Other leaves, such as functions, are constants.
+        train_dataset: As for `StandardTrainer`.
+        strategy: Whose replicas run the step; by default the one in effect.
+        metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
+        options: As for any `StandardTrainer`.
+
+    `Checkpoint(trainer=trainer)` saves the state, the number of steps and the position
+    in the data, if that has one.
+
+    Attributes:
+        state: The state after the last step. The next loop reuses its memory: copy an
+            array that you keep (`array.copy()`).
+        global_step: How many steps were run, a variable of shape `()`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type, or `step` returns no such pair.
+        StateStructureError: If `step` returns another kind of state than it took.
+        ValueError: If `state` has no array, or there are more than 64 means.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any, Batch], tuple[Any, Mapping[str, Any] | None]],
+        state: Any,
+        train_dataset: PyTree,
+        *,
+        strategy: Strategy | None = None,
+        metrics: Any = None,
+        options: StandardTrainerOptions | None = None,
+    ) -> None:
+        fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+        check_instance("strategy", strategy, Strategy | None, fix)
+        self.strategy = get_strategy() if strategy is None else strategy
+        super().__init__(train_dataset, options)
+        datasets, structure = flatten_datasets(train_dataset)
+        parts = [distribute(each, self.strategy) for each in datasets]
+        self.train_dataset = jax.tree.unflatten(structure, parts)
+        check_callable("step", step)
+        if not any(map(_is_data, jax.tree.leaves(state))):
+            raise ValueError(
+                f"`state` is {state!r:.80}, which has no array, so that no step could "
+                "change it. Give parameters and optimizer state, as a pytree."
+            )
+        self._step, self._means = step, make_means(metrics)
+        self.state = jax.tree.map(_own, state)
+        self.global_step = create_global_step()
+
+    def train_loop_begin(self) -> None:
+        self._means.reset()
+
+    def train_step(self, iterator: Any) -> None:
+        self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+        self.global_step[...] += 1
+
+    def train_loop_end(self) -> Output:
+        return self._means.compute()
+
+    @property
+    def dataset(self) -> PyTree:
+        """The data set, whose position is saved with the trainer."""
+        return self.train_dataset
+
+    def get_state(self) -> list[Any]:
+        """Returns the position in each data set, `None` where there is none."""
+        return [
+            each.get_state() if each.is_repositionable else None
+            for each in jax.tree.leaves(self.train_dataset)
+        ]
+
+    def set_state(self, state: list[Any]) -> None:
+        """Goes on in the data where a state was taken."""
+        datasets = jax.tree.leaves(self.train_dataset)
+        for dataset, position in zip(datasets, state, strict=True):
+            if position is not None:
+                dataset.set_state(position)
+
+    def _run(self, batch: Batch) -> None:
+        result = self._step(self.state, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"`step` returned {describe(result)}, but it must return a pair: the "
+                "state after the step, and its metrics. Write `return state, metrics`, "
+                "with `{}` if there are none."
+            )
+        check_state(self.state, result[0])
+        self.state = result[0]
+        self._means.add(result[1], batch)
+
+    def _start(self, num_steps: int, num_loops: int) -> Any:
+        if isinstance(self.strategy, ParameterServerStrategy):
+            raise ValueError(
+                "`StepTrainer` replaces its whole state in each step, but under a "
+                "`ParameterServerStrategy` workers change single variables. Use a "
+                "`StandardTrainer` with Flax NNX, or another strategy."
+            )
+        return _NamedLoops(super()._start(num_steps, num_loops), self._means.name)
+
+
+class StepEvaluator(StandardEvaluator):
+    """Evaluates a trainer's state with a pure step: `step(state, batch) -> metrics`.
+
+    The output is the mean of each metric over all examples: those of an array, while a
+    number counts as the mean over its batch. Each example counts once, whatever the
+    batch size and the number of replicas::
+
+        def evaluate(state, batch):
+            logits = apply(state[0], batch["image"])
+            return {"accuracy": logits.argmax(-1) == batch["label"]}
+
+        evaluator = armillary.StepEvaluator(evaluate, trainer, test_dataset)
+
+    Args:
+        step: Takes the state and a batch; returns a dictionary of metrics.
+        trainer: A `StepTrainer`, or anything whose attribute `state` is the state.
+        eval_dataset: As for `StandardEvaluator`.
+        metrics: As in `StepTrainer`.
+        options: As for any `StandardEvaluator`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type, or `step` returns no dictionary.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any, Batch], Mapping[str, Any]],
+        trainer: Any,
+        eval_dataset: PyTree,
+        *,
+        metrics: Any = None,
+        options: StandardEvaluatorOptions | None = None,
+    ) -> None:
+        super().__init__(eval_dataset, options)
+        check_callable("step", step)
+        check_methods("trainer", trainer, ["state"], "Give the `StepTrainer`.")
+        self.strategy = getattr(trainer, "strategy", None) or get_strategy()
+        self._step, self._trainer = step, trainer
+        self._means = make_means(metrics)
+
+    def eval_begin(self) -> None:
+        self._means.reset()
+
+    def eval_step(self, iterator: Any) -> None:
+        self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+
+    def eval_end(self, *state: Any) -> Output:
+        del state
+        return self._means.name(self._means.compute())
+
+    def _run(self, batch: Batch) -> None:
+        self._means.add(self._step(self._trainer.state, batch), batch)
+
+
+class _NamedLoops(PendingLoops):
+    """Loops whose outputs get the names that the step gave them while it was traced."""
+
+    may_overlap = True
+
+    def __init__(self, started: Any, name: Callable[[Any], Output]) -> None:
+        self._started, self._name = started, name
+        self.num_steps = started.num_steps
+
+    def outputs(self) -> list[Output]:
+        return [self._name(output) for output in self._started.outputs()]
+
+    def fetch(self) -> list[Output]:
+        return [self._name(output) for output in self._started.fetch()]
+
+    def check(self, step: int | None = None) -> None:
+        self._started.check(step)
+
+
+class Means:
+    """Means by number: which ones there are is known only when the step is traced."""
+
+    def __init__(self) -> None:
+        from flax import nnx
+
+        zeros = np.zeros(_MOST_METRICS, np.float32)
+        self.total = nnx.metrics.MetricState(jnp.array(zeros))
+        self.weight = nnx.metrics.MetricState(jnp.array(zeros))
+        self.structure: Any = None
+
+    def reset(self) -> None:
+        for each in (self.total, self.weight):
+            each[...] = jnp.zeros_like(each[...])
+
+    def add(self, metrics: Any, batch: Batch) -> None:
+        leaves, self.structure = jax.tree.flatten(_check_metrics(metrics))
+        if len(leaves) > _MOST_METRICS:
+            raise ValueError(
+                f"`step` returned {len(leaves)} metrics, but at most {_MOST_METRICS} "
+                "can be means. Return fewer, or one array: its values are averaged."
+            )
+        if not leaves:
+            return
+        sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+        values = [jnp.asarray(leaf) for leaf in leaves]
+        weights = [each.size if each.ndim else (sizes or [1])[0] for each in values]
+        means = [jnp.mean(each, dtype=jnp.float32) for each in values]
+        weight, rest = jnp.asarray(weights, jnp.float32), _MOST_METRICS - len(values)
+        total = jnp.where(weight > 0, jnp.stack(means) * weight, 0)
+        self.total[...] = self.total[...] + jnp.pad(total, (0, rest))
+        self.weight[...] = self.weight[...] + jnp.pad(weight, (0, rest))
+
+    def compute(self) -> Any:
+        return {"total": self.total[...], "weight": self.weight[...]}
+
+    def name(self, output: Any) -> Output:
+        """Returns the means by name, from what `compute` returned."""
+        if output is None or self.structure is None:
+            return None
+        count = self.structure.num_leaves
+        with np.errstate(invalid="ignore"):  # Of no values, the mean is NaN.
+            means = np.asarray(output["total"]) / np.asarray(output["weight"])
+        return jax.tree.unflatten(self.structure, means[:count])
+
+
+class Computed:
+    """The user's metrics, which take what a step returns by name."""
+
+    def __init__(self, metrics: Any) -> None:
+        check_methods("metrics", metrics, ["reset", "update", "compute"], _METRICS_FIX)
+        self.metrics = metrics
+
+    def reset(self) -> None:
+        self.metrics.reset()
+
+    def add(self, metrics: Any, batch: Batch) -> None:
+        del batch
+        self.metrics.update(**_check_metrics(metrics))
+
+    def compute(self) -> Any:
+        return self.metrics.compute()
+
+    def name(self, output: Any) -> Output:
+        return output
+
+
+def make_means(metrics: Any) -> Any:
+    return Means() if metrics is None else Computed(metrics)
+
+
+def _check_metrics(metrics: Any) -> Mapping[str, Any]:
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(
+            f"`step` returned {describe(metrics)} as its metrics, but they must be a "
+            'dictionary. Write, for example, `{"loss": loss}`.'
+        )
+    return metrics or {}
+
+
+def _is_data(leaf: Any) -> bool:
+    # As in `jax.jit`, an integer is an array; a flag or a rate of Equinox is none.
+    is_host = isinstance(leaf, np.ndarray | np.generic) or type(leaf) is int
+    return is_host or is_array(leaf)
+
+
+def _own(leaf: Any) -> Any:
+    try:
+        return jnp.array(leaf) if _is_data(leaf) else leaf
+    except (OverflowError, TypeError) as error:
+        raise TypeError(
+            f"`state` has the leaf {leaf!r:.80}, of which JAX makes no array: {error}"
+        ) from error
+
+
+def check_state(before: PyTree, after: PyTree) -> None:
+    """Raises, with the place, if a step returns another kind of state than it took."""
+    for problem in _find_changes(before, after):
+        raise StateStructureError(
+            f"`step` must return a state like the one that it takes, but {problem}. "
+            "Return all of it, in the same order, with the same shapes and dtypes."
+        )
+
+
+def _find_changes(before: PyTree, after: PyTree) -> Iterator[str]:
+    flatten = jax.tree_util.tree_flatten_with_path
+    old, new = (
+        {join_keys("state", keys): leaf for keys, leaf in flatten(tree)[0]}
+        for tree in (before, after)
+    )
+    for place in dict.fromkeys([*old, *new]):
+        if place not in new:
+            yield f"`{place}` is gone"
+        elif place not in old:
+            yield f"`{place}` is new"
+        elif not is_array(old[place]):
+            if not is_equal(old[place], new[place]):
+                yield (
+                    f"`{place}`, which is no array but {old[place]!r:.40}, became "
+                    f"{describe(new[place])}: begin with `jnp.asarray(...)`"
+                )
+        elif (now := describe(new[place])) != (was := describe(old[place])):
+            yield f"`{place}` was {was} and became {now}"
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        yield "its structure changed: a node has another type, or other static fields"

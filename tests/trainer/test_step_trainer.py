@@ -1,0 +1,268 @@
+"""`StepTrainer` and `StepEvaluator`: pure functions of any pytree and a batch."""
+
+import functools
+import re
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import armillary
+from armillary.data import from_arrays
+from armillary.errors import ReplicaMismatchError, StateStructureError
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
+ADAM = optax.adam(0.05)
+
+
+class Net(equinox.Module):
+    """A module with leaves of all kinds: arrays, a function, a rate and a flag."""
+
+    layer: equinox.nn.Linear
+    dropout: equinox.nn.Dropout
+    activation: object
+
+    def __init__(self, key):
+        self.layer = equinox.nn.Linear(3, 1, key=key)
+        self.dropout, self.activation = equinox.nn.Dropout(0.0), jax.nn.tanh
+
+    def __call__(self, x):
+        return self.dropout(self.activation(self.layer(x)), key=jax.random.key(0))[0]
+
+
+def loss_of(predictions, batch):
+    return jnp.mean((predictions - batch["y"]) ** 2)
+
+
+def plain_step(state, batch, reduce):
+    def loss_fn(params):
+        return loss_of(batch["x"] @ params["w"], batch)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt_state = ADAM.update(reduce(gradients), state["opt_state"])
+    key, _ = jax.random.split(state["key"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
+
+
+def equinox_step(state, batch, reduce):
+    net, opt_state = state
+
+    def loss_fn(net):
+        return loss_of(jax.vmap(net)(batch["x"]), batch)
+
+    loss, gradients = equinox.filter_value_and_grad(loss_fn)(net)
+    updates, opt_state = ADAM.update(reduce(gradients), opt_state)
+    return (equinox.apply_updates(net, updates), opt_state), {"loss": loss}
+
+
+def linen_step(state, batch, reduce):
+    def loss_fn(params):
+        return loss_of(state.apply_fn({"params": params}, batch["x"])[:, 0], batch)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=reduce(gradients)), {"loss": loss}
+
+
+def make_plain():
+    params = {"w": jnp.zeros(3)}
+    key = jax.random.key(0)
+    return {"params": params, "opt_state": ADAM.init(params), "key": key}
+
+
+def make_equinox():
+    net = Net(jax.random.key(1))
+    return net, ADAM.init(equinox.filter(net, equinox.is_array))
+
+
+def make_linen():
+    model = linen.Dense(1)
+    params = model.init(jax.random.key(1), X[:1])["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=ADAM)
+
+
+KINDS = {
+    "plain": (plain_step, make_plain),
+    "equinox": (equinox_step, make_equinox),
+    "linen": (linen_step, make_linen),
+}
+MEAN = functools.partial(armillary.all_reduce, "mean")
+
+
+def make_trainer(kind, num_replicas=1, **options):
+    step, make_state = KINDS[kind]
+    return armillary.StepTrainer(
+        functools.partial(step, reduce=MEAN),
+        make_state(),
+        from_arrays(DATA, batch_size=8, shuffle_seed=3, repeat=True),
+        strategy=armillary.MirroredStrategy(jax.devices()[:num_replicas]),
+        **options,
+    )
+
+
+def leaves_of(state):
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in arrays]
+    return [
+        np.asarray(jax.random.key_data(leaf) if key else leaf)
+        for leaf, key in zip(arrays, is_key, strict=True)
+    ]
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_equals_a_loop_by_hand_bit_for_bit(kind):
+    step, make_state = KINDS[kind]
+    trainer = make_trainer(kind)
+    outputs = [trainer.train(num_steps) for num_steps in (5, 1, 7)]
+
+    state, losses = make_state(), []
+    if kind == "linen":  # Its number of steps is none of the constants of Equinox.
+        state = state.replace(step=jnp.asarray(0))
+    by_hand = equinox.filter_jit(functools.partial(step, reduce=lambda tree: tree))
+    batches = from_arrays(DATA, batch_size=8, shuffle_seed=3, repeat=True)
+    for _, batch in zip(range(13), batches, strict=False):
+        state, metrics = by_hand(state, batch)
+        losses.append(metrics["loss"])
+
+    assert int(trainer.global_step[...]) == 13
+    pairs = zip(leaves_of(trainer.state), leaves_of(state), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    means = [np.mean(losses[:5]), losses[5], np.mean(losses[6:])]
+    np.testing.assert_allclose([each["loss"] for each in outputs], means, rtol=1e-6)
+    replicated = make_trainer(kind, 4)
+    again = [replicated.train(num_steps) for num_steps in (5, 1, 7)]
+    np.testing.assert_allclose([each["loss"] for each in again], means, rtol=1e-5)
+    for a, b in zip(leaves_of(replicated.state), leaves_of(state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(kind, tmp_path):
+    def run(directory, *stops):
+        for stop in stops:
+            trainer = make_trainer(kind, 2)
+            checkpoint = armillary.Checkpoint(trainer=trainer)
+            controller = armillary.Controller(
+                trainer=trainer,
+                global_step=trainer.global_step,
+                steps_per_loop=4,
+                checkpoint_manager=armillary.CheckpointManager(checkpoint, directory),
+            )
+            controller.train(stop)
+        return leaves_of(trainer.state)
+
+    pairs = zip(run(tmp_path / "a", 11), run(tmp_path / "b", 3, 6, 11), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_arrays_that_were_given_stay():
+    state = make_plain()
+    trainer = armillary.StepTrainer(
+        functools.partial(plain_step, reduce=MEAN),
+        {**state, "params": {"w": np.zeros(3, "float32")}},
+        from_arrays(DATA, batch_size=8),
+    )
+    trainer.train(2)
+    assert not state["opt_state"][0].mu["w"].is_deleted()
+    assert trainer.data_exhausted is False
+    assert int(trainer.state["opt_state"][0].count) == 2
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_each_example_counts_once_in_an_evaluation(num_replicas):
+    trainer = make_trainer("plain", num_replicas)
+
+    def evaluate(state, batch):
+        errors = batch["x"] @ state["params"]["w"] - batch["y"]
+        return {"error": {"of each": errors**2, "of batch": jnp.mean(errors**2)}}
+
+    data = from_arrays(DATA, batch_size=7)
+    evaluator = armillary.StepEvaluator(evaluate, trainer, data)
+    for _ in range(2):
+        w = np.asarray(trainer.state["params"]["w"])
+        expected = np.mean((DATA["x"] @ w - DATA["y"]) ** 2)
+        error = evaluator.evaluate(-1)["error"]
+        np.testing.assert_allclose([*error.values()], [expected] * 2, rtol=1e-5)
+        trainer.train(10)
+
+
+def test_metrics_of_flax_take_what_a_step_returns():
+    def evaluate(state, batch):
+        logits = jnp.stack([batch["x"] @ state["params"]["w"], batch["y"]], axis=-1)
+        return {"logits": logits, "labels": (batch["y"] > 0).astype(jnp.int32)}
+
+    evaluator = armillary.StepEvaluator(
+        evaluate,
+        make_trainer("plain"),
+        from_arrays(DATA, batch_size=7),
+        metrics=nnx.MultiMetric(accuracy=nnx.metrics.Accuracy()),
+    )
+    # With weights of zero, the second logit wins where it is above zero.
+    assert evaluator.evaluate(-1) == {"accuracy": 1.0}
+
+
+def test_an_update_without_a_reduction_is_refused():
+    trainer = armillary.StepTrainer(
+        functools.partial(plain_step, reduce=lambda tree: tree),
+        make_plain(),
+        from_arrays(DATA, batch_size=8),
+        strategy=armillary.MirroredStrategy(jax.devices()[:2]),
+    )
+    with pytest.raises(ReplicaMismatchError, match="all_reduce"):
+        trainer.train(1)
+
+
+def drop(state, batch):
+    return {"w": state["w"]}, {}
+
+
+def widen(state, batch):
+    return {**state, "w": jnp.zeros(4)}, {}
+
+
+def count(state, batch):
+    return {**state, "rate": state["rate"] * 0.9}, {}
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (drop, StateStructureError, "`state/rate` is gone"),
+        (widen, StateStructureError, "`state/w` was float32 (3,) and became"),
+        (count, StateStructureError, "`state/rate`, which is no array but 0.5, became"),
+        (lambda state, batch: state, TypeError, "it must return a pair"),
+        (lambda state, batch: (state, 3.0), TypeError, "must be a dictionary"),
+        (
+            lambda state, batch: (state, {str(i): 0.0 for i in range(65)}),
+            ValueError,
+            "returned 65 metrics, but at most 64",
+        ),
+    ],
+)
+def test_what_a_step_must_not_return(step, error, message):
+    state = {"w": jnp.zeros(3), "rate": 0.5}
+    trainer = armillary.StepTrainer(step, state, from_arrays(DATA, batch_size=8))
+    with pytest.raises(error, match=re.escape(message)):
+        trainer.train(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"step": 3}, TypeError, "`step` is 3"),
+        ({"state": {"rate": 0.1}}, ValueError, "which has no array"),
+        ({"metrics": {"loss": 0}}, TypeError, "`metrics` is .* it must have `reset`"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    data = from_arrays(DATA, batch_size=8)
+    given = {"step": drop, "state": make_plain(), "train_dataset": data, **arguments}
+    with pytest.raises(error, match=message):
+        armillary.StepTrainer(**given)
