@@ -34,10 +34,7 @@ Metric: TypeAlias = str | Callable[[Output], Any]
 
 
 def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
-    """Calls a method of all parts of actions that have it, and raises the first error.
-
-    Parts are actions, those inside them, conditions, and the objects of methods.
-    """
+    """Calls a method of all parts of actions; raises the first error."""
     errors = []
     for part in find_parts(actions):
         try:

@@ -74,10 +74,7 @@ def _find_callbacks(program: core.ClosedJaxpr) -> list[Any]:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Returns whether two constants are equal, or two functions down to what they hold.
-
-    What functions look up in an object is looked up when they run.
-    """
+    """Returns whether constants are equal, or functions down to what they hold."""
     if is_equal(a, b):
         return True
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):

@@ -70,10 +70,7 @@ class _Task(NamedTuple):
 
 
 class Walk:
-    """One walk over objects, which collects slots and holders in a fixed order.
-
-    `roots` are pairs of an object (or function) to search, and its path.
-    """
+    """One walk over pairs of an object and its path; slots come in a fixed order."""
 
     def __init__(self, roots: Iterable[tuple[Any, str]]) -> None:
         self.roots = tuple(roots)
@@ -344,10 +341,7 @@ def find_differences(
     new: Mapping[tuple[str, Any], Any],
     fixed: Collection[int] = (),
 ) -> dict[str, str]:
-    """Returns what differs between the facts of two walks, by path.
-
-    Objects in `fixed`, by `id`, have none to stand in for them.
-    """
+    """Returns what differs between two walks; `fixed` ids have no stand-ins."""
     found = {}
     for key in {**old, **new}:
         before, now = old.get(key, ABSENT), new.get(key, ABSENT)

@@ -160,10 +160,7 @@ def _add_taps(
 def _multiply_positions(
     images: jax.Array, kernel: jax.Array, parameters: Mapping[str, Any]
 ) -> jax.Array:
-    """Convolves with a window almost as large as the image: a weight's gradient.
-
-    The window fits in a few places only. Each is a matrix product for every group.
-    """
+    """Convolves with a window almost as large as the image."""
     groups = parameters["batch_group_count"]
     if groups > 1:
         images = images.reshape(groups, -1, *images.shape[1:])
