@@ -15,7 +15,7 @@ OLDEST_PIP = $(OLDEST)/python -m pip --disable-pip-version-check -qq install \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short oldest test test-all docs libraries plan-wheels plans differential soak check lint format types layers spelling budgets clean
+.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short oldest test test-all docs libraries plan-wheels plans dist differential soak check lint format types layers spelling budgets clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
 	@echo "make bench-ps  measure parameter servers; about 7 minutes"
+	@echo "make dist      build a wheel and an sdist in dist/, and use them; under a minute"
 	@echo "make docs      build the documentation site in docs/_build; about a minute"
 	@echo "make format    rewrite the code in the house style"
 	@echo "make setup     install everything for development"
@@ -170,6 +171,17 @@ differential: .venv/dev-installed
 soak: .venv/dev-installed
 	ARMILLARY_TESTS=all ARMILLARY_SOAK_KILLS=$(KILLS) ARMILLARY_SOAK_SEED=$(SEED) \
 	  $(BIN)/python -m pytest -n 0 tests/checkpoint/test_soak.py
+
+# What a maintainer would upload. The wheel is built from the sdist, and both are checked.
+.venv/release-installed: .venv/made constraints.txt
+	@echo "Installing what builds packages ..."
+	@$(PIP) install -c constraints.txt --group release
+	@touch $@
+
+dist: .venv/release-installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m tests.versions.package dist
 
 .venv/docs-installed: .venv/dev-installed
 	@echo "Installing Sphinx ..."

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     )
     from armillary.typing import Action, Output
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AbstractEvaluator",

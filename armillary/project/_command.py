@@ -88,7 +88,7 @@ def _run(directory: Path) -> ExitCode:
     place = shlex.quote(str(directory))
     sys.stdout.write(
         f"Wrote {num_files} files to {directory}. Go on with:\n"
-        f"  cd {place}\n"
+        f"  cd {place}\n  pip install -e . pytest\n"
         f"  python -m {directory.resolve().name}.main\n"
         "  python -m pytest\n"
         "  grep -rn TODO .\n"

@@ -49,6 +49,7 @@ def test_the_command_writes_a_project_and_says_how_to_go_on(tmp_path, capsys):
     folder = tmp_path / "new" / NAME
     assert _cli.main(["new", str(folder)]) == 0
     output = capsys.readouterr().out
+    assert f"  cd {folder}\n  pip install -e . pytest\n" in output
     assert f"python -m {NAME}.main" in output
     paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     names = ("dataset", "losses", "main", "metrics", "model", "steps")
