@@ -1,10 +1,10 @@
 """Checks what `make dist` built: what is inside, and that it works on its own.
 
-The wheel holds the files of the library and no others, and so does the sdist, from which
-the wheel was built. An empty environment gets the wheel with what it asks for, and no
-checkout; there `armillary new` writes a project, whose commands run as they are printed
-(but its tests), and the program of `make demo` runs. Nothing of the library is imported
-here::
+The wheel holds the files of the library and no others, and so does the sdist, from
+which the wheel was built. An empty environment gets the wheel with what it asks for,
+and no checkout; there `armillary new` writes a project, whose commands run as they are
+printed (but its tests), and the program of `make demo` runs. Nothing of the library is
+imported here::
 
     python -m tests.versions.package dist
 """
