@@ -140,6 +140,7 @@ def test_only_an_evaluation_that_changes_values_is_saved_again(tmp_path, change)
             total = self.total.get_value()
             total = total + change if change else total
             self.total.set_value(jax.device_put(total, jax.devices()[1]))
+            return {}
 
     run = Moving()
     controller = make_controller(run, tmp_path)

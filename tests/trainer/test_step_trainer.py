@@ -146,6 +146,7 @@ def test_it_equals_a_loop_by_hand_bit_for_bit(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(kind, tmp_path):
     def run(directory, *stops):
+        leaves = []
         for stop in stops:
             trainer = make_trainer(kind, 2)
             checkpoint = armillary.Checkpoint(trainer=trainer)
@@ -156,7 +157,8 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(kind, tmp_path):
                 checkpoint_manager=armillary.CheckpointManager(checkpoint, directory),
             )
             controller.train(stop)
-        return leaves_of(trainer.state)
+            leaves = leaves_of(trainer.state)
+        return leaves
 
     pairs = zip(run(tmp_path / "a", 11), run(tmp_path / "b", 3, 6, 11), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
