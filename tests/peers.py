@@ -1,75 +1,70 @@
-"""Processes that are threads: the same code agrees, with a store in memory."""
+"""Processes that are threads: the same code agrees, over connections in memory."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from armillary.cluster._peers import Peers
+from armillary.lifeline._lifeline import Lifeline
 
 
-class Store:
-    """A key-value store like that of the coordination service."""
+class Wired(Lifeline):
+    """A lifeline without a thread: what it says arrives at once."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.is_down = False
-        self._changed = threading.Condition()
+    lock = threading.RLock()
 
-    def key_value_set(self, key: str, value: str) -> None:
-        if self.is_down:
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE: no answer")
-        with self._changed:
-            if key in self.values:
-                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key}")
-            if self.is_down:
-                raise jax.errors.JaxRuntimeError("UNAVAILABLE: no answer")
-            self.values[key] = value
-            self._changed.notify_all()
+    def connect(self, others: list["Wired"]) -> None:
+        tree = self._tree
+        for index in (tree.parent, *tree.children):
+            if index is not None:
+                tree.links[index] = Wire(self._index, others[index])
 
-    def key_value_delete(self, key: str) -> None:
-        with self._changed:
-            for name in list(self.values):
-                if name == key or name.startswith(f"{key}/"):
-                    del self.values[name]
+    def wait_for_verdict(self, timeout_seconds: float) -> str | None:
+        return self.verdict
 
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        with self._changed:
-            return [
-                (name, value)
-                for name, value in self.values.items()
-                if name.startswith(f"{key}/")
-            ]
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        with self.lock:
+            function(*arguments)
 
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        if self.is_down:
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE: no answer")
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: key in self.values, timeout_in_ms / 1000
-            ):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: too late")
-            return self.values[key]
+
+class Wire:
+    """The way from one process to another one."""
+
+    def __init__(self, source: int, target: Wired) -> None:
+        self._source, self._target = source, target
+
+    def write(self, data: bytes) -> None:
+        for line in data.splitlines():
+            self._target._tree.take(self._source, line)
+
+
+def make_peers(count: int = 2, timeout_seconds: float = 10.0) -> list[Peers]:
+    """Returns what each of so many processes has of the others."""
+    lifelines = [Wired(index, count) for index in range(count)]
+    for lifeline in lifelines:
+        lifeline.connect(lifelines)
+    return [
+        Peers(index, count, timeout_seconds, lifeline)
+        for index, lifeline in enumerate(lifelines)
+    ]
 
 
 def run_together(
-    fn: Callable[[Peers], Any],
-    count: int = 2,
-    timeout_seconds: float = 10.0,
-    store: Store | None = None,
+    fn: Callable[[Peers], Any], count: int = 2, timeout_seconds: float = 10.0
 ) -> list[Any]:
     """Returns what `fn` returned, or raised, in each of so many processes."""
-    store = store or Store()
     outcomes: list[Any] = [None] * count
 
-    def run(index: int) -> None:
+    def run(peers: Peers) -> None:
         try:
-            outcomes[index] = fn(Peers(store, index, count, timeout_seconds))
+            outcomes[peers.index] = fn(peers)
         except Exception as error:
-            outcomes[index] = error
+            outcomes[peers.index] = error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    threads = [
+        threading.Thread(target=run, args=(peers,))
+        for peers in make_peers(count, timeout_seconds)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,6 @@
 """Joins this process to the others of its job, once, and says how they communicate.
 
-Three connections are made: JAX's coordination service, the lifeline, at the address
+Three connections are made: JAX's coordination service, the lifeline, a tree that begins
 where the processes met, and Gloo's, through which processes on CPUs exchange values.
 """
 
@@ -30,12 +30,16 @@ from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError
 from armillary.lifeline._ending import put_off_aborts
 from armillary.lifeline._lifeline import Lifeline, set_lifeline
-from armillary.lifeline._tree import connect, listen
+from armillary.lifeline._tree import Ends, connect, find_place, listen
 
 GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
 _LIFELINE_KEY = "armillary/lifeline"
-_LIFELINE_TIMEOUT_SECONDS = 60
+_PARENT_SECONDS, _CHILDREN_SECONDS = 60, 75.0
+_REACH = (
+    "Processes must reach each other on all ports: open them between these machines "
+    "(firewall, network policy), look at its output, and start all processes again."
+)
 _TIMEOUT_SECONDS = 1800.0
 """How long XLA waits on CPUs, where nothing else is said."""
 
@@ -189,7 +193,7 @@ def join_cluster(
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
-    peers = Peers(service.client, index, count, timeout_seconds, lifeline)
+    peers = Peers(index, count, timeout_seconds, lifeline)
     _connect_gloo(peers)
     _joined = _Joined(arguments, options, peers)
     return peers
@@ -282,32 +286,37 @@ def _connect_gloo(peers: Peers) -> None:
     jax.block_until_ready(connect(row))
 
 
-def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline | None:
-    """Connects what tells of the end of the other processes, at process 0."""
-    host, _ = split_address(address)
+def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline:
+    """Connects this process to its parent in the tree, and waits for its children."""
+    parent, _, children = find_place(index, count)
+    host, port = split_address(address)
+    # As JAX's service does, it listens on loopback if its address is there.
+    at = host if index or is_loopback(address) else None
+    connection = listener = None
+    token = secrets.token_hex(16)
     try:
-        if index == 0:
-            # As JAX's service does, it listens on loopback if its address is there.
-            token = secrets.token_hex(16)
-            endpoint = listen(host if is_loopback(address) else None)
-            port = endpoint.getsockname()[1]
-            store.key_value_set(_LIFELINE_KEY, json.dumps([port, token]))
-        else:
-            timeout = 1000 * _LIFELINE_TIMEOUT_SECONDS
-            text = store.blocking_key_value_get(_LIFELINE_KEY, timeout)
-            port, token = json.loads(text)
-            endpoint = connect(host, port, token, index)
-    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-        logger.warning(
-            "no connection that tells of dead and stuck processes (%s: %s): JAX's own "
-            "heartbeat takes longer. Let the processes reach %s on all ports.",
-            type(error).__name__,
-            error,
-            host,
-        )
-        return None
+        if parent is not None:
+            key, timeout = f"{_LIFELINE_KEY}/{parent}", 1000 * _PARENT_SECONDS
+            host, port, key = json.loads(store.blocking_key_value_get(key, timeout))
+            connection = connect(host, port, key, index)
+            at = host = connection.getsockname()[0]
+        if children:
+            listener = listen(at)
+            port = listener.getsockname()[1]
+            told = json.dumps([host, port, token])
+            store.key_value_set(f"{_LIFELINE_KEY}/{index}", told)
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        raise ClusterError(
+            f"Process {index} of {count} cannot reach process {parent or 0} at "
+            f"{host}:{port} ({type(error).__name__}: {error}). {_REACH}"
+        ) from error
     put_off_aborts()
-    lifeline = Lifeline(index, count, endpoint, token)
+    lifeline = Lifeline(index, count, Ends(connection, listener, token))
     set_lifeline(lifeline)
     lifeline.start()
+    for child in lifeline.wait_for_children(_CHILDREN_SECONDS):
+        raise ClusterError(
+            f"Process {child} of {count} has not reached process {index} at "
+            f"{host}:{port} for {_CHILDREN_SECONDS:g} seconds. {_REACH}"
+        )
     return lifeline

@@ -61,6 +61,11 @@ class Sighting(NamedTuple):
 
     report: Report
     time: float
+    by: int | None = None  # A process, silent too, by way of which it is heard of.
+
+    def is_silent(self, now: float) -> bool:
+        """Returns whether it has not been heard of for some seconds."""
+        return now - self.time > _SILENT_SECONDS
 
     def quiet_seconds(self, now: float) -> float:
         """Returns how long the process has not gone on, as far as is known."""
@@ -72,9 +77,9 @@ class Sighting(NamedTuple):
             return "has reached the end of its program"
         phase = "compiling" if self.report.is_compiling else self.report.phase
         text = f"{phase} for {self.quiet_seconds(now):.0f} s, at {self.report.line}"
-        silent = now - self.time
-        if silent > _SILENT_SECONDS:
-            text += f"; it has not answered for {silent:.0f} s (stopped?)"
+        if self.is_silent(now):
+            why = "stopped?" if self.by is None else f"as process {self.by} has not"
+            text += f"; it has not answered for {now - self.time:.0f} s ({why})"
         return text
 
 

@@ -1,6 +1,7 @@
 """One thread in each process, which listens to the others and may end the process.
 
-Process 0 and the others tell each other what they do.
+Each tells process 0 every second what it does, by way of its parent in a tree, and
+hears of process 0 and of its parent. Between two loops it carries what all agree on.
 """
 
 import asyncio
@@ -8,7 +9,6 @@ import atexit
 import contextlib
 import math
 import os
-import socket
 import sys
 import threading
 import time
@@ -26,12 +26,14 @@ from armillary.lifeline._ending import (
     is_in,
     leave,
 )
-from armillary.lifeline._tree import Tree
+from armillary.lifeline._tree import Ends, Tree, find_place
 
 _BEAT_SECONDS = 1.0
 _START_SECONDS = _SEND_SECONDS = 1.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""
+_PAUSE_SECONDS = 0.01
+_MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
 
 
@@ -49,22 +51,19 @@ class Lifeline:
     """Watches over the processes of a job, or over one process that is alone."""
 
     def __init__(
-        self,
-        index: int = 0,
-        count: int = 1,
-        endpoint: socket.socket | None = None,
-        token: str = "",
+        self, index: int = 0, count: int = 1, ends: Ends | None = None
     ) -> None:
         self.verdict: str | None = None
         self._index, self._count = index, count
-        self._tree = None
-        if endpoint is not None:
-            self._tree = Tree(index, endpoint, token, self._note)
-        # Process 0 hears of all, the others of process 0. All have joined, or this
-        # process would not be here.
-        known = range(count) if index == _CHIEF else (_CHIEF, index)
+        self._tree = Tree(index, count, ends)
+        self._tree.note = self._note
+        self.answers = self._tree.answers
+        # All have joined, or this process would not be here.
+        known = {_CHIEF, self._tree.parent or _CHIEF, *self._tree.members}
         start = Report("start", "a line that it has not told", 0.0)
-        self._sightings = dict.fromkeys(known, Sighting(start, time.monotonic()))
+        seen = Sighting(start, time.monotonic())
+        self._sightings = dict.fromkeys(sorted(known), seen)
+        self._fresh: set[int] = set()  # Of whom it has heard since it has told.
         self._failures: dict[int, tuple[str, float]] = {}
         self._limit: float | None = None
         self._find_place: Callable[[], Place] = lambda: _OUTSIDE
@@ -85,7 +84,7 @@ class Lifeline:
             )
             self._thread.start()
             self._is_open.wait(_START_SECONDS)
-            if self._tree is not None:
+            if self._count > 1:
                 # JAX's own end of the program, where it waits for the others, was
                 # registered before, and so comes later.
                 atexit.register(self._tell_how_it_ends)
@@ -102,7 +101,7 @@ class Lifeline:
         if limit_seconds is not None:
             self.start()
             # At once: if it is stopped now, the others know where.
-            self._tell({"report": self._report(time.monotonic())})
+            self._tell()
         try:
             yield
         finally:
@@ -112,20 +111,43 @@ class Lifeline:
         """Tells the others why this process is about to end."""
         if not self._has_failed:
             self._has_failed = True
-            self._tell({"failure": f"{type(error).__name__}: {error}"})
+            text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+            self._call(self._note_failure, self._index, text)
 
     def tell_end(self) -> None:
         """Tells the others that this process has come to the end of its program."""
         self._has_ended = True
-        self._tell({"report": self._report(time.monotonic())})
+        self._tell()
 
     def has_ended(self, index: int) -> bool:
         """Returns whether a process has reported the end of its program."""
         return self._sightings[index].report.has_ended
 
+    def say(self, entry: list[str]) -> None:
+        """Says to all where this process is; `answers` has what all have said."""
+        self._call(self._tree.say, entry)
+
+    def refuse(self, index: int, failure: str) -> None:
+        """Answers all, in process 0, that one has failed."""
+        self._call(self._tree.answer, [(index, index + 1, ["error", "", failure])])
+
+    def find_missing(self) -> list[int]:
+        """Returns whom this process waits for: in process 0 each, else process 0."""
+        return self._tree.find_missing() if self._index == _CHIEF else [_CHIEF]
+
+    def wait_for_children(self, timeout_seconds: float) -> list[int]:
+        """Returns the children that have not connected in time."""
+        end = time.monotonic() + timeout_seconds
+        while True:
+            links = self._tree.links
+            missing = [index for index in self._tree.children if index not in links]
+            if not missing or self.verdict is not None or time.monotonic() > end:
+                return missing
+            time.sleep(_PAUSE_SECONDS)
+
     def wait_for_verdict(self, timeout_seconds: float) -> str | None:
         """Returns why the job ends, if that is known in time."""
-        if self._tree is not None:
+        if self._count > 1:
             self._has_verdict.wait(timeout_seconds)
         return self.verdict
 
@@ -135,8 +157,9 @@ class Lifeline:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._call(self._send, message)
+    def _tell(self) -> None:
+        now = time.monotonic()
+        self._call(self._pass_reports, self._report(now), now)
 
     def _tell_how_it_ends(self) -> None:
         error = getattr(sys, "last_value", None)
@@ -148,35 +171,27 @@ class Lifeline:
         self._call(is_sent.set)
         is_sent.wait(_SEND_SECONDS)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._tree is not None:
-            self._tree.send(message)
-
     async def _watch(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._tree is not None:
-            await self._tree.open()
+        await self._tree.open()
         self._is_open.set()
         while not self._is_done.is_set():
             self._beat(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
         if self.verdict is not None:
-            if self._index == _CHIEF:
-                self._send({"verdict": self.verdict})
+            self._tree.send(list(self._tree.links), "verdict", self.verdict)
             self._has_verdict.set()
             if self._has_failed:
                 # The others ended because of this process, which has said why.
                 leave(ExitCode.FAILED)
             end_process(self.verdict)
-        if self._tree is not None:
-            self._tree.close()
+        self._tree.close()
 
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
-        own = self._report(now)
-        self._sightings[self._index] = Sighting(own, now)
-        self._send({"report": own})
+        self._pass_reports(self._report(now), now)
+        self._tree.pass_on()
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
                 self._conclude(
@@ -186,7 +201,7 @@ class Lifeline:
         silent = now - self._sightings[_CHIEF].time
         limit = math.inf if self._limit is None else self._limit
         if self._index == _CHIEF or silent >= limit + 3 * _BEAT_SECONDS:
-            text = find_hang(self._sightings, self._count, now)
+            text = find_hang(self._trace_silence(now), self._count, now)
             if text is not None:
                 self._conclude(text)
 
@@ -203,24 +218,64 @@ class Lifeline:
             has_ended=self._has_ended,
         )
 
-    def _note(self, index: int, message: dict[str, Any] | None) -> None:
-        """Takes in the report of a process; `None` is the end of its connection."""
+    def _pass_reports(self, own: Report, now: float) -> None:
+        """Tells the parent of all behind, and the children of itself and process 0."""
+        self._sightings[self._index] = Sighting(own, now)
+        rows = {}
+        for index in sorted({*self._fresh, self._index}):
+            seen = self._sightings[index]
+            quiet = seen.quiet_seconds(now)
+            rows[index] = [index, seen.report._replace(quiet_seconds=quiet)]
+        self._fresh = set()
+        tree = self._tree
+        up = [rows[index] for index in rows if index in tree.members]
+        down = [rows[index] for index in rows if index in (_CHIEF, self._index)]
+        tree.send([tree.parent], "reports", up)
+        tree.send(tree.children, "reports", down)
+
+    def _trace_silence(self, now: float) -> dict[int, Sighting]:
+        """Returns what is known of each, and of the silent by whom they are heard."""
+        traced = dict(self._sightings)
+        for index, seen in traced.items():
+            is_behind = index in self._tree.members
+            place = index if is_behind else self._index
+            by = find_place(place, self._count)[0] if index != self._index else None
+            if by not in (None, index, self._index) and self._sightings[by].is_silent(
+                now
+            ):
+                traced[index] = seen._replace(by=by)
+        return traced
+
+    def _note(self, index: int, kind: str, value: Any) -> None:
+        """Takes in what a neighbor says, or the end of its connection."""
         now = time.monotonic()
-        if message is None:
-            if index in self._failures or self.has_ended(index):
-                return
+        if kind == "reports":
+            for who, report in value:
+                self._sightings[who] = Sighting(Report(*report), now)
+                self._fresh.add(who)
+        elif kind == "failure":
+            self._note_failure(*value)
+        elif kind == "verdict":
+            self._conclude(value)
+        elif index not in self._failures and not self.has_ended(index):
             report = self._sightings[index].report
             self._conclude(
                 f"Process {index} of {self._count} is gone ({report.phase}, "
                 f"{report.line}). It was killed, has crashed, or its machine or "
                 "network is down: its own output may tell more."
             )
-        elif "report" in message:
-            self._sightings[index] = Sighting(Report(*message["report"]), now)
-        elif "failure" in message:
-            self._failures[index] = str(message["failure"]), now
-        elif "verdict" in message:
-            self._conclude(str(message["verdict"]))
+
+    def _note_failure(self, index: int, text: str) -> None:
+        """Tells process 0, which tells all, and those who would think it is gone."""
+        tree, message = self._tree, ("failure", [index, text])
+        if index == self._index:
+            tree.send(tree.children, *message)
+        else:
+            self._failures.setdefault(index, (text, time.monotonic()))
+        if self._index == _CHIEF:
+            self.refuse(index, text)
+        elif index in tree.members:
+            tree.send([tree.parent], *message)
 
     def _conclude(self, text: str) -> None:
         if self.verdict is None:
@@ -243,8 +298,7 @@ def set_lifeline(lifeline: Lifeline) -> None:
 
 
 def _let_go_in_child() -> None:
-    if _current._tree is not None:
-        _current._tree.let_go()
+    _current._tree.let_go()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,105 +1,204 @@
-"""The connections of the processes of a job, over which they send each other messages.
+"""The connections of the processes of a job: a tree, so that few have many.
 
-A message is one JSON text a line. The kernel closes the connection of a process that
-ends, and of a machine that no longer answers.
+Each process is connected to a parent and to at most eight children. What all say goes
+up, and the answer comes down, through few processes. A message is one JSON text a line.
+The kernel closes the connection of a process that ends, and of a machine that no longer
+answers.
 """
 
 import asyncio
-import contextlib
 import hmac
 import json
 import os
+import queue
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+_ARITY = 8
 _SILENCE_SECONDS = 12
 """How long a machine may not answer before it counts as gone."""
 _CONNECT_SECONDS = 10.0
 _GREETING_SECONDS = 30.0
-_MOST_BYTES = 1 << 24  # Of one message.
 _INDEX_DIGITS = 8
-_CHIEF = 0
+
+# What processes from one index up to another one, which is left out, have said.
+Run = tuple[int, int, list[str]]
+
+
+class Ends(NamedTuple):
+    """The sockets by which a process begins, and what its children must say first."""
+
+    connection: socket.socket | None = None
+    listener: socket.socket | None = None
+    token: str = ""
 
 
 class Tree:
-    """The connections of one process, all used in one thread."""
+    """The place of one process among all, used in one thread but for `answers`."""
 
-    def __init__(
-        self,
-        index: int,
-        endpoint: socket.socket,
-        token: str,
-        note: Callable[[int, dict[str, Any] | None], None],
-    ) -> None:
-        # In process 0 the others connect there, and say the token first.
-        self.endpoint = endpoint
-        self._index, self._token = index, token
-        self._note = note  # Takes in a message; `None` is the end of a connection.
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._work: asyncio.Server | asyncio.Task[None] | None = None
+    def __init__(self, index: int, count: int, ends: Ends | None = None) -> None:
+        self.ends = ends or Ends()
+        self.parent, self.members, self.children = find_place(index, count)
+        self.links: dict[int, Any] = {}  # Whatever can `write` to a neighbor.
+        self.answers: queue.SimpleQueue[list[Run]] = queue.SimpleQueue()
+        self.note: Callable[[int, str, Any], None] = lambda *_: None
+        self._index = index
+        self._said: list[Run] = []  # What is not yet passed on, of one round.
+        self._num_said = 0
+        self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Begins to listen to the others."""
-        options: dict[str, Any] = {"sock": self.endpoint, "limit": _MOST_BYTES}
-        if self._index == _CHIEF:
-            self._work = await asyncio.start_server(self._welcome, **options)
-        else:
-            reader, writer = await asyncio.open_connection(**options)
-            work = self._read(_CHIEF, reader, writer)
-            self._work = asyncio.create_task(work)
+        """Begins to listen to parent and children."""
+        loop = asyncio.get_running_loop()
+        connection, listener, _ = self.ends
+        if connection is not None:
+            make = lambda: _Connection(self, self.parent)  # noqa: E731
+            await loop.create_connection(make, sock=connection)
+        if listener is not None:
+            make = lambda: _Connection(self)  # noqa: E731
+            self._server = await loop.create_server(make, sock=listener)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends to all who are connected; what cannot go now goes later."""
-        data = json.dumps(message).encode() + b"\n"
-        for writer in self._writers.values():
-            writer.write(data)
+    def send(self, indices: Iterable[int | None], kind: str, value: Any) -> None:
+        """Sends to neighbors, if connected; what cannot go now goes later."""
+        self._write(indices, json.dumps([kind, value]).encode())
+
+    def say(self, entry: list[str]) -> None:
+        """Says something in a round, which ends once all have: see `answers`."""
+        self._add([(self._index, self._index + 1, entry)])
+
+    def pass_on(self) -> None:
+        """Sends up what has been said, though not by all."""
+        if self._said and self.parent is not None:
+            self.send([self.parent], "said", self._said)
+            self._said = []
+
+    def answer(self, runs: list[Run]) -> None:
+        """Ends the round everywhere below, with what was said in it."""
+        self._hand_down(runs, json.dumps(["all", runs]).encode())
+
+    def find_missing(self) -> list[int]:
+        """Returns who has not said anything in this round."""
+        said = {i for start, stop, _ in self._said for i in range(start, stop)}
+        return [index for index in self.members if index not in said]
+
+    def take(self, index: int, line: bytes) -> None:
+        """Takes in the message of a neighbor."""
+        kind, value = json.loads(line)
+        if kind == "said":
+            self._add(value)
+        elif kind == "all":
+            self._hand_down(value, line)
+        else:
+            self.note(index, kind, value)
 
     def close(self) -> None:
-        """Listens to no more processes."""
-        if isinstance(self._work, asyncio.Server):
-            self._work.close()
+        """Ends the connections, and hears no more of it."""
+        self.note = lambda *_: None
+        for each in (self._server, *self.links.values()):
+            if each is not None:
+                each.close()
 
     def let_go(self) -> None:
         """Ends the connections of a forked child, which would outlive a dead parent."""
-        writers = self._writers.values()
-        sockets = [writer.get_extra_info("socket") for writer in writers]
+        links = self.links.values()
+        sockets = [link.get_extra_info("socket") for link in links]
         nothing = os.open(os.devnull, os.O_RDWR)
-        for each in (self.endpoint, *sockets):
-            if each.fileno() >= 0:
+        for each in (self.ends.connection, self.ends.listener, *sockets):
+            if each is not None and each.fileno() >= 0:
                 os.dup2(nothing, each.fileno())
         os.close(nothing)
 
-    async def _welcome(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        token = self._token.encode()
-        with contextlib.closing(writer):
-            work = reader.readexactly(_INDEX_DIGITS + len(token))
-            try:
-                greeting = await asyncio.wait_for(work, _GREETING_SECONDS)
-                index = int(greeting[:_INDEX_DIGITS])
-            except (OSError, EOFError, ValueError, TimeoutError):
-                return  # A stranger.
-            if hmac.compare_digest(greeting[_INDEX_DIGITS:], token):
-                await self._read(index, reader, writer)
+    def _add(self, runs: list[Run]) -> None:
+        self._said = _join([*self._said, *runs])
+        self._num_said += sum(stop - start for start, stop, _ in runs)
+        if self._num_said >= len(self.members):
+            if self.parent is None:
+                self.answer(self._said)
+            else:
+                self.pass_on()
 
-    async def _read(
-        self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Notes what a process says, until its connection ends."""
+    def _hand_down(self, runs: list[Run], line: bytes) -> None:
+        # ORDER: the next round begins here before it begins in a child.
+        self._said, self._num_said = [], 0
+        self._write(self.children, line)
+        self.answers.put(runs)
+
+    def _write(self, indices: Iterable[int | None], line: bytes) -> None:
+        for index in indices:
+            if index in self.links:
+                self.links[index].write(line + b"\n")
+
+
+class _Connection(asyncio.Protocol):
+    """A neighbor, or a stranger, who is shown out unless it says the token soon."""
+
+    def __init__(self, tree: Tree, index: int | None = None) -> None:
+        self._tree, self._index, self._data = tree, index, b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # There is always something that it has to confirm.
             option = socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS
-            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *option)
-        self._writers[index] = writer
-        try:
-            with contextlib.suppress(OSError, ValueError):
-                while line := await reader.readline():
-                    self._note(index, json.loads(line))
-        finally:
-            self._writers.pop(index).close()
-        self._note(index, None)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *option)
+        if self._index is not None:
+            self._tree.links[self._index] = transport
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_GREETING_SECONDS, self._show_out)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        if self._index is None:
+            self._welcome()
+        if self._index is not None and b"\n" in self._data:
+            *lines, self._data = self._data.split(b"\n")
+            for line in lines:
+                self._tree.take(self._index, line)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._index is not None:
+            del self._tree.links[self._index]
+            self._tree.note(self._index, "gone", None)
+
+    def _welcome(self) -> None:
+        token = self._tree.ends.token.encode()
+        size = _INDEX_DIGITS + len(token)
+        if len(self._data) >= size:
+            name, said = self._data[:_INDEX_DIGITS], self._data[_INDEX_DIGITS:size]
+            index = int(name) if name.isdigit() else -1
+            is_missed = index in self._tree.children and index not in self._tree.links
+            if not hmac.compare_digest(said, token) or not is_missed:
+                self._show_out()
+                return
+            self._index, self._data = index, self._data[size:]
+            self._tree.links[index] = self._transport
+
+    def _show_out(self) -> None:
+        if self._index is None:
+            self._transport.close()
+
+
+def find_place(index: int, count: int) -> tuple[int | None, range, list[int]]:
+    """Returns the parent of a process, it and all behind it, and its children."""
+    # Those behind a process follow it, so that what is alike is told in few words.
+    parent, members = None, range(count)
+    while True:
+        size = -(-(len(members) - 1) // _ARITY) or 1
+        parts = [members[i : i + size] for i in range(1, len(members), size)]
+        if members.start == index:
+            return parent, members, [part.start for part in parts]
+        parent, members = members.start, next(p for p in parts if index in p)
+
+
+def _join(runs: list[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for start, stop, entry in sorted(runs, key=lambda run: run[0]):
+        if joined and joined[-1][1:] == (start, entry):
+            start = joined.pop()[0]
+        joined.append((start, stop, entry))
+    return joined
 
 
 def listen(host: str | None) -> socket.socket:
@@ -112,7 +211,7 @@ def listen(host: str | None) -> socket.socket:
 
 
 def connect(host: str, port: int, token: str, index: int) -> socket.socket:
-    """Returns the connection of process `index` to process 0, which has greeted it."""
+    """Returns the connection of process `index` to its parent, which it has greeted."""
     connection = socket.create_connection((host, port), _CONNECT_SECONDS)
     connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
     connection.setblocking(False)

@@ -15,9 +15,8 @@ from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import read_checksums, write_checksums
 from armillary.checkpoint._reader import verify
 from armillary.checkpoint._writer import Writer, decide
-from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError, PeerError
-from tests.peers import Store, run_together
+from tests.peers import make_peers, run_together
 
 
 def test_an_error_of_a_save_is_that_of_all_and_another_ends_the_others():
@@ -63,14 +62,13 @@ class Lost:
 def test_a_state_that_one_process_cannot_read_is_told_to_the_others(
     tmp_path, monkeypatch
 ):
-    store = Store()
-    peers = Peers(store, 1, 2, 10.0)
+    chief, peers = make_peers()
     monkeypatch.setattr(_writer, "get_peers", lambda: peers)
     manager = CheckpointManager(Checkpoint(lost=Lost()), tmp_path / "run")
     with pytest.raises(OSError, match="the disk is gone"):
         manager.save(1)
     with pytest.raises(PeerError, match="process 1 of 2: OSError: the disk is gone"):
-        Peers(store, 0, 2, 10.0).gather("a save", "")
+        chief.gather("a save", "")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from armillary.cluster._peers import Boundary, Peers
 from armillary.data import from_arrays
 from armillary.data.feed._stream import Prefetcher
 from armillary.distribute.strategies import _multi_worker
-from tests.peers import Store, run_together
+from tests.peers import make_peers, run_together
 
 
 class Part:
@@ -118,7 +118,7 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Peers, "gather", note)
     monkeypatch.setattr(Prefetcher, "ahead", property(wait_and_look))
-    peers = Peers(Store(), 0, 1, 10.0)
+    (peers,) = make_peers(1)
     monkeypatch.setattr(_join, "_joined", SimpleNamespace(peers=peers))
     monkeypatch.setattr(_multi_worker, "join_cluster", lambda *args: peers)
     return topics

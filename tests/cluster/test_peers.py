@@ -1,42 +1,61 @@
-"""Processes agree through a key-value store, or say who does not."""
+"""Processes agree over a tree of connections, or say who does not."""
 
+import math
 import time
 
 import pytest
 
 from armillary.cluster._peers import Peers
 from armillary.errors import PeerError
-from tests.peers import Store, run_together
+from armillary.lifeline._tree import find_place
+from tests import peers
+from tests.peers import make_peers, run_together
 
 
-class Counting(Store):
-    """A store that counts the requests of the chief, which comes last."""
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 16, 100, 1024])
+def test_a_text_passes_few_processes_and_few_connections(count):
+    places = [find_place(index, count) for index in range(count)]
+    behind = [index for _, _, children in places for index in children]
+    assert sorted(behind) == list(range(1, count))  # Each is behind one other.
+    for index, (parent, members, children) in enumerate(places):
+        assert len(children) <= 8
+        assert members[0] == index
+        if parent is not None:
+            assert index in places[parent][2]
+            assert set(members) < set(places[parent][1])
+    depths = [0]
+    for parent, *_ in places[1:]:
+        depths.append(depths[parent] + 1)
+    assert max(depths) <= math.ceil(math.log(7 * count + 1, 8)) <= 5
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_requests = 0
 
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        self.num_requests += 1
-        return super().key_value_dir_get(key)
+def test_what_all_say_is_told_in_as_many_words_as_one_says():
+    written: list[bytes] = []
 
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        self.num_requests += not key.endswith("/all")
-        return super().blocking_key_value_get(key, timeout_in_ms)
+    class Wire(peers.Wire):
+        def write(self, data: bytes) -> None:
+            written.append(data)
+            super().write(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "Wire", Wire)
+        everyone = make_peers(200)
+    for each in reversed(everyone):
+        each._lifeline.say(["value", "number", "x" * 1000])
+    assert len(written) == 2 * 199  # Once up and once down each connection.
+    assert max(map(len, written)) < 1100
+    assert everyone[150].gather("number", "y") == ["x" * 1000] * 200
 
 
-@pytest.mark.parametrize("count", [3, 16])
-def test_the_chief_collects_with_two_requests_once_all_have_answered(count):
-    store = Counting()
-
-    def talk(peers: Peers) -> list[str]:
-        while not peers.index and len(store.values) < count - 1:
-            time.sleep(0.01)
-        return peers.gather("number", str(peers.index))
-
-    outcomes = run_together(talk, count, store=store)
-    assert outcomes == [[str(index) for index in range(count)]] * count
-    assert store.num_requests == 2
+def test_who_has_said_nothing_is_known_through_others_before_all_have_spoken():
+    everyone = make_peers(30)
+    for each in everyone:
+        if each.index not in (1, 3, 20):
+            each._lifeline.say(["value", "number", ""])
+    for each in reversed(everyone):
+        each._lifeline._beat(0.0)
+    assert everyone[0]._lifeline.find_missing() == [1, 3, 20]
+    assert everyone[7]._lifeline.find_missing() == [0]
 
 
 def test_processes_answer_in_any_order_and_get_all_values_in_theirs():
@@ -49,19 +68,6 @@ def test_processes_answer_in_any_order_and_get_all_values_in_theirs():
     )
 
 
-def test_old_rounds_leave_nothing_behind():
-    stores = []
-
-    def talk(peers: Peers) -> None:
-        stores.append(peers._store)
-        for _ in range(130):
-            peers.gather("number", "x")
-
-    run_together(talk)
-    rounds = {int(key.split("/")[2]) for key in stores[0].values}
-    assert rounds == {128, 129}
-
-
 def test_processes_at_different_points_are_named():
     for outcome in run_together(lambda peers: peers.gather("ab"[peers.index], "")):
         with pytest.raises(PeerError, match="at different points") as caught:
@@ -70,15 +76,15 @@ def test_processes_at_different_points_are_named():
         assert "process 1 of 2: b" in str(caught.value)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_reaches_the_others_at_their_next_round(failing):
+@pytest.mark.parametrize(("failing", "count"), [(0, 3), (1, 3), (19, 20)])
+def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
     def talk(peers: Peers) -> object:
         peers.gather("start", "")
         if peers.index == failing:
             peers.fail(ValueError("no disk"))
         return peers.gather("end", "")
 
-    outcomes = run_together(talk, count=3)
+    outcomes = run_together(talk, count)
     for index, outcome in enumerate(outcomes):
         with pytest.raises(PeerError) as caught:
             raise outcome
@@ -86,7 +92,9 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing):
             assert "the job has failed before" in str(caught.value)
         else:
             assert "Another process has failed" in str(caught.value)
-            assert f"process {failing} of 3: ValueError: no disk" in str(caught.value)
+            assert f"process {failing} of {count}: ValueError: no disk" in str(
+                caught.value
+            )
 
 
 def test_a_silent_process_is_named_in_time():
@@ -109,39 +117,33 @@ def test_the_others_are_told_who_is_silent():
         raise third
 
 
-class Interrupted(Store):
-    """A store in which one process is interrupted while it waits."""
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        if key == "armillary/0/1/1":
-            raise KeyboardInterrupt
-        return super().blocking_key_value_get(key, timeout_in_ms)
-
-
-def test_the_others_are_told_of_an_interrupt_of_a_waiting_chief():
+def test_the_others_are_told_of_an_interrupt_of_a_process_that_waits():
     def talk(peers: Peers) -> object:
         peers.gather("start", "")
-        try:
-            return peers.gather("end", "")
-        except KeyboardInterrupt as error:
-            peers.fail(error)
+        if peers.index == victim:
+            # It has said its part.
+            peers._lifeline.say(["value", "end", ""])
+            return peers.fail(KeyboardInterrupt())
+        return peers.gather("end", "")
 
-    first, second = run_together(talk, store=Interrupted())
-    assert first is None
-    with pytest.raises(PeerError, match="process 0 of 2: KeyboardInterrupt"):
-        raise second
-
-
-def test_a_store_that_is_down_is_reported():
-    store = Store()
-    store.is_down = True
-    with pytest.raises(PeerError, match="Process 1 of 2 cannot be reached"):
-        Peers(store, 0, 2, 10.0).gather("end", "")
+    for victim in (0, 2):
+        first, second, third = run_together(talk, 3)
+        assert (first, second, third)[victim] is None
+        with pytest.raises(PeerError, match=f"process {victim} of 3: KeyboardInterr"):
+            raise second
 
 
-def test_a_store_that_is_down_hides_no_other_error():
-    store = Store()
-    store.is_down = True
-    peers = Peers(store, 0, 2, 10.0)
-    with pytest.raises(OSError, match="no disk"), peers.announcing_errors():
+def test_a_text_that_is_too_long_is_an_error_before_anything_is_sent():
+    first, second = make_peers()
+    with pytest.raises(ValueError, match=r"`end` takes 4,194,305 char.* at most 4,194,"):
+        first.gather("end", "x" * ((1 << 22) + 1))
+    second._lifeline.say(["value", "end", "2"])
+    assert first.gather("end", "1") == ["1", "2"]
+
+
+def test_an_error_is_announced_and_stays_itself():
+    first, second = make_peers()
+    with pytest.raises(OSError, match="no disk"), first.announcing_errors():
         raise OSError("no disk")
+    with pytest.raises(PeerError, match="process 0 of 2: OSError: no disk"):
+        second.gather("end", "")

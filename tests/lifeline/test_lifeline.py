@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
 from armillary.lifeline._lifeline import Lifeline, Place
-from armillary.lifeline._tree import connect, listen
+from armillary.lifeline._tree import Ends, connect, find_place, listen
 
 TOKEN = "secret"
 
@@ -32,14 +33,16 @@ class Job:
     """Lifelines of some processes, and why each of them ended."""
 
     def __init__(self, count: int) -> None:
-        listener = listen("127.0.0.1")
-        self.port = port = listener.getsockname()[1]
-        endpoints = [listener]
-        endpoints += [connect("127.0.0.1", port, TOKEN, i) for i in range(1, count)]
-        self.lifelines = [
-            Lifeline(index, count, endpoint, TOKEN)
-            for index, endpoint in enumerate(endpoints)
-        ]
+        listeners = [listen("127.0.0.1") for _ in range(count)]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        self.port, self.lifelines = ports[0], []
+        for index, listener in enumerate(listeners):
+            parent, *_ = find_place(index, count)
+            connection = None
+            if parent is not None:
+                connection = connect("127.0.0.1", ports[parent], TOKEN, index)
+            ends = Ends(connection, listener, TOKEN)
+            self.lifelines.append(Lifeline(index, count, ends))
 
     @property
     def reasons(self) -> list[str | None]:
@@ -84,16 +87,16 @@ def knows_all(lifeline: Lifeline) -> bool:
     return all(each.report.phase != "start" for each in seen)
 
 
-@pytest.mark.parametrize("dead", [0, 2])
-def test_a_process_that_is_gone_is_named_by_all_others(start, dead):
-    job = start(3)
+@pytest.mark.parametrize(("dead", "count"), [(0, 3), (2, 3), (3, 12), (4, 12)])
+def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
+    job = start(count)
     # Its thread ends first: alive, it would see that *its* others are gone.
     close(job.lifelines[dead])
-    alive = [index for index in range(3) if index != dead]
+    alive = [index for index in range(count) if index != dead]
     job.wait(*alive)
     for index in alive:
         reason = job.reasons[index] or ""
-        assert f"Process {dead} of 3 is gone (outside of loops, " in reason
+        assert f"Process {dead} of {count} is gone (outside of loops, " in reason
         assert "test_lifeline.py:" in reason
         assert job.lifelines[index].wait_for_verdict(0.0) == reason
 
@@ -144,6 +147,24 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
     with job.lifelines[1].watching(0.3, lambda: Place("step", 1)):
         job.wait(1)
     assert "process 0 of 2: step for" in (job.reasons[1] or "")
+
+
+def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
+    start, monkeypatch
+):
+    job = start(12)
+    monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", 0.3)
+    # Process 3 says nothing of itself and of process 4, whose connection it is.
+    monkeypatch.setattr(job.lifelines[3], "_beat", lambda now: None)
+    with contextlib.ExitStack() as stack:
+        for lifeline in job.lifelines:
+            stack.enter_context(lifeline.watching(1.0, lambda: Place("step", 1)))
+        job.wait(*range(12))
+    for reason in (job.reasons[0] or "", job.reasons[4] or ""):
+        assert re.search(
+            r"process 3 of 12: .* has not answered for 1 s \(stopp", reason
+        )
+    assert re.search(r"process 4 of 12: .*\(as process 3 has not", job.reasons[0] or "")
 
 
 def test_process_0_decides_while_it_answers(start):
@@ -202,7 +223,7 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start, monkeypatch):
     os.close(reader)
     try:
         # The connection ends if no other process holds its descriptor.
-        os.close(dead._tree.endpoint.detach())
+        os.close(dead._tree.ends.connection.detach())
         dead._call(dead._is_done.set)
         job.wait(0)
         assert "Process 1 of 2 is gone" in (job.reasons[0] or "")
@@ -214,7 +235,7 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start, monkeypatch):
 FORKS = """
     import os
     from armillary.lifeline._lifeline import Lifeline, set_lifeline
-    from armillary.lifeline._tree import listen
+    from armillary.lifeline._tree import Ends, listen
 
     def fork(in_child=lambda: None):
         child = os.fork()
@@ -224,7 +245,7 @@ FORKS = """
         os.waitpid(child, 0)
 
     endpoint = listen("127.0.0.1")
-    set_lifeline(Lifeline(0, 2, endpoint, "token"))
+    set_lifeline(Lifeline(0, 2, Ends(None, endpoint, "token")))
     fork(fork)
     endpoint.close()
     fork()
@@ -247,10 +268,10 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
 ENDS = """
     import sys
     from armillary.lifeline._lifeline import Lifeline
-    from armillary.lifeline._tree import connect
+    from armillary.lifeline._tree import Ends, connect
 
-    endpoint = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)
-    Lifeline(1, 2, endpoint).start()
+    connection = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)
+    Lifeline(1, 2, Ends(connection)).start()
 """
 
 
@@ -259,7 +280,7 @@ ENDS = """
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no such file')"])
 def test_a_program_says_how_it_ends(end):
     listener = listen("127.0.0.1")
-    chief = Lifeline(0, 2, listener, TOKEN)
+    chief = Lifeline(0, 2, Ends(None, listener, TOKEN))
     chief.start()
     program = [sys.executable, "-c", textwrap.dedent(ENDS) + end]
     port = str(listener.getsockname()[1])
