@@ -124,7 +124,8 @@ def test_the_others_are_told_of_an_interrupt_of_a_process_that_waits():
             # It has said its part.
             peers._lifeline.say(["value", "end", ""])
             return peers.fail(KeyboardInterrupt())
-        return peers.gather("end", "")
+        peers.gather("end", "")  # It may end before the failure is known.
+        return peers.gather("after the end", "")
 
     for victim in (0, 2):
         first, second, third = run_together(talk, 3)
