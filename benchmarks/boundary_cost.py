@@ -2,8 +2,8 @@
 
     python -m benchmarks.boundary_cost --json bench.json
 
-Between two loops, all processes of a job exchange one value each, as text, through the
-service that process 0 runs; no device takes part. Here they do nothing else, so that
+Between two loops, all processes of a job exchange one value each, as text, over a tree of
+connections; no device takes part. Here they do nothing else, so that
 what is measured is that exchange, with all processes on this machine.
 """
 
