@@ -2,9 +2,9 @@
 
     python -m benchmarks.boundary_cost --json bench.json
 
-Between two loops, all processes of a job exchange one value each, as text, over a tree of
-connections; no device takes part. Here they do nothing else, so that
-what is measured is that exchange, with all processes on this machine.
+Between two loops, all processes of a job exchange one value each, as text, over a tree
+of connections; no device takes part. Here they do nothing else, so that what is
+measured is that exchange, with all processes on this machine.
 """
 
 import argparse

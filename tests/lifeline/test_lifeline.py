@@ -162,7 +162,7 @@ def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
         job.wait(*range(12))
     for reason in (job.reasons[0] or "", job.reasons[4] or ""):
         assert re.search(
-            r"process 3 of 12: .* has not answered for 1 s \(stopp", reason
+            r"process 3 of 12: .* has not answered for 1 s \(stopped", reason
         )
     assert re.search(r"process 4 of 12: .*\(as process 3 has not", job.reasons[0] or "")
 
