@@ -13,11 +13,13 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
+from armillary._launcher import SKIPPED, tell
 from armillary._logging import logger
 from armillary.checkpoint._folder import (
     CHECKSUM_FILE,
@@ -60,6 +62,7 @@ def restore(
         folder = _find_latest(directory, peers)
         if folder is None:
             return None
+        tell("restored", str(folder))
         try:
             return _restore_intact(checkpoint, folder, selection)
         except CheckpointError:
@@ -126,6 +129,15 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
             "Bring the files back, or move these folders away to start afresh. Nothing "
             "was restored."
         )
+    skipped = os.environ.get(SKIPPED)
+    if len(names) > 1 and skipped == str(directory / names[-1]):
+        logger.warning(
+            "`%s` is stepped over, and stays: the first steps after it failed. Taking "
+            "`%s`, unless that is damaged; the steps after it are trained again.",
+            skipped,
+            directory / names[-2],
+        )
+        names.pop()
     return names[-1] if names else None
 
 

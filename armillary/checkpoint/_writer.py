@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
+from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
@@ -175,6 +176,8 @@ class Writer:
             self._store.wait()
             # ORDER: before an older checkpoint goes.
             sync_name(path)
+            if is_first():
+                tell("saved", saved[-1].number, str(path))
         except Exception as error:
             self._failure = self._fail(path, error)
             return

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary._checks import check_not_negative_int, check_one_of, check_seconds
 from armillary._jax_compat import XLA_LIMITS_PROGRAMS
+from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._process import Process, set_process
 from armillary.cluster._peers import Peers
@@ -173,6 +174,7 @@ def join_cluster(
         return _joined.peers
     if not jax.distributed.is_initialized():
         _apply(options)
+        tell("joining")
         _initialize(arguments)
     elif options != CommunicationOptions():
         raise ClusterError(
@@ -192,6 +194,7 @@ def join_cluster(
     service = distributed.global_state
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
+    tell("joined")
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     peers = Peers(index, count, timeout_seconds, lifeline)
     _connect_gloo(peers)

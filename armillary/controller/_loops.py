@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from armillary._checks import check_positive_int
+from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._records import find_numbers
 from armillary.cluster._join import expire_boundary, get_peers
@@ -183,6 +184,7 @@ class Loops:
     ) -> None:
         """Reports a loop from one step to another, which ran so many steps a second."""
         run, scalars = self._run, find_numbers(output)
+        tell("trained")
         self._display.note(reached, speed, scalars)
         add_record(run.history, reached, scalars)
         self._steps += reached - step

@@ -36,10 +36,11 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         return int(fewest), int(most or fewest)
 
     for option, kind, default, text in (
-        ("workers N", workers, (1, 1), "processes; with `--ray`, also MIN:MAX"),
+        ("workers N", workers, (1, 1), "processes, or MIN:MAX: as many as there are"),
         ("ray HOST:PORT", str, None, "start them in the Ray cluster with this head"),
         ("devices-per-worker K", int, None, "GPUs, or virtual CPU devices, of each"),
-        ("max-restarts N", int, 0, "of the job, and of the evaluator alone"),
+        ("wait-for-workers SECONDS", float, 5.0, "for MAX, before fewer go on"),
+        ("max-restarts N", int, 10, "failures without a newer checkpoint between"),
         ("restart-pause SECONDS", float, 1.0, "doubled each time up to a minute"),
         ("grace-period SECONDS", float, 30.0, "to end after a failure or a signal"),
         ("log-dir DIR", Path, None, "also write what each process says to DIR/*.log"),
@@ -70,16 +71,17 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         )
     fewest, most = namespace.workers
     check_positive_int("--workers", fewest)
-    if fewest > most or (fewest < most and namespace.ray is None):
+    if fewest > most:
         raise ValueError(
-            f"`--workers` is '{fewest}:{most}', but MIN must not be larger than MAX, "
-            f"and smaller with `--ray` alone. Use `--workers={most}`."
+            f"`--workers` is '{fewest}:{most}', but MIN must not be larger than MAX. "
+            f"Use `--workers={most}:{fewest}`."
         )
     share, evaluator = namespace.devices_per_worker, namespace.evaluator
     if share is not None:
         check_positive_int("--devices-per-worker", share)
     restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
     pause_seconds = check_not_negative("--restart-pause", namespace.restart_pause)
+    wait_seconds = check_not_negative("--wait-for-workers", namespace.wait_for_workers)
     grace_seconds = check_not_negative("--grace-period", namespace.grace_period)
     if namespace.module:
         arguments = ["-m", *namespace.module]
@@ -92,7 +94,7 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         )
     if namespace.ray is None:
         devices = plan_devices(find_gpus(os.environ), most + evaluator, share)
-        machines = Machines(most, devices)
+        machines = Machines(most, devices, fewest, wait_seconds)
     elif evaluator:
         raise ValueError(
             "`--evaluator` is given with `--ray`, which places workers alone. Start "
@@ -104,7 +106,8 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         # Only Ray's part needs more than Python.
         from armillary.launch._ray import RayMachines, connect
 
-        machines = RayMachines(connect(namespace.ray), fewest, most, share)
+        ray = connect(namespace.ray)
+        machines = RayMachines(ray, fewest, most, share, wait_seconds)
     labels = [f"worker {index}" for index in range(most)]
     job = Job(
         arguments=arguments,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -12,14 +13,15 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from io import BufferedReader
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from armillary._checks import counted
+from armillary._launcher import SKIPPED, VARIABLE
 from armillary._process import ExitCode
 
 Say = Callable[[str], None]
@@ -39,7 +41,9 @@ import ctypes, os, signal, sys
 has_failed = ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 if has_failed or os.getppid() != int(sys.argv[1]):
     sys.exit("the launcher of this worker is gone, or cannot be tied to it")
-os.execv(sys.argv[2], sys.argv[2:])
+pipe = f"{os.getpid()} {sys.argv[3]} {os.fstat(int(sys.argv[3])).st_ino}"
+os.environ[sys.argv[2]] = pipe
+os.execv(sys.argv[4], sys.argv[4:])
 """
 
 
@@ -115,6 +119,7 @@ def make_environment(
     index: int | None,
     devices: DevicePlan,
     num_restarts: int,
+    skipped: str = "",
 ) -> dict[str, str]:
     """Returns the environment of one worker, or of the evaluator (index `None`)."""
     is_worker = index is not None
@@ -122,6 +127,7 @@ def make_environment(
     changes = {
         "TF_CONFIG": json.dumps({"cluster": {"worker": [*addresses]}, "task": task}),
         "ARMILLARY_RESTART_COUNT": str(num_restarts),
+        SKIPPED: skipped,
         # JAX would listen on all interfaces of the machine.
         "JAX_COORDINATOR_BIND_ADDRESS": addresses[0],
         # Output goes to a pipe, where Python would hold back whole pages of it.
@@ -147,6 +153,7 @@ class Ending:
     returncode: int
     seconds: float
     loss: str = ""  # Where and why, if nobody saw how it ended.
+    is_asked: bool = False  # Whether the launcher ended it, because of another.
 
     @property
     def cause(self) -> ExitCode:
@@ -176,20 +183,36 @@ def name_signal(number: int) -> str:
 
 def start_tied(
     command: Sequence[str], environment: Mapping[str, str], folder: str
-) -> "subprocess.Popen[bytes]":
-    """Starts a process that ends with the calling thread, in a group of its own."""
-    # The group keeps the terminal's Ctrl-C away, which the launcher passes on instead,
-    # and lets what the process itself started end with it.
-    return subprocess.Popen(
-        # For the first moment without `site` and the folder of the script.
-        [sys.executable, "-S", "-P", "-c", _TIE, str(os.getpid()), *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env=dict(environment),
-        start_new_session=True,
-    )
+) -> "tuple[subprocess.Popen[bytes], BufferedReader]":
+    """Starts a process that ends with the calling thread, in a group of its own.
+
+    Returns it, and what it tells the launcher.
+    """
+    reader, writer = os.pipe()
+    # It rather says less than wait for a launcher that is stopped.
+    os.set_blocking(writer, False)
+    told = os.fdopen(reader, "rb")
+    tie = [_TIE, str(os.getpid()), VARIABLE, str(writer)]
+    try:
+        # The group keeps the terminal's Ctrl-C away, which the launcher passes on
+        # instead, and lets what the process itself started end with it.
+        process = subprocess.Popen(
+            # For the first moment without `site` and the folder of the script.
+            [sys.executable, "-S", "-P", "-c", *tie, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=dict(environment),
+            start_new_session=True,
+            pass_fds=(writer,),
+        )
+    except OSError:
+        told.close()
+        raise
+    finally:
+        os.close(writer)
+    return process, told
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> int:
@@ -206,11 +229,37 @@ class Process(ABC):
 
     stdout: BufferedReader
     stderr: BufferedReader
+    line: BufferedReader  # What it tells the launcher.
 
     def __init__(self, label: str) -> None:
         self.label = label
+        self.is_asked = False  # Whether the launcher ends it.
+        self.told: dict[str, Any] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.silent: asyncio.Future[None] = self.ended.get_loop().create_future()
         self._since = time.monotonic()
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether it waits until all other workers have joined it."""
+        return "joining" in self.told and "joined" not in self.told
+
+    def listen(self, hear: Callable[..., None]) -> None:
+        """Notes what the process tells, and calls `hear` with it, until its end."""
+        loop = self.ended.get_loop()
+
+        def note(word: str, *values: Any) -> None:
+            self.told[word] = values[0] if values else True
+            hear(word, *values)
+
+        def read() -> None:
+            # The launcher may have ended meanwhile.
+            with contextlib.suppress(RuntimeError), self.line:
+                for line in self.line:
+                    loop.call_soon_threadsafe(note, *json.loads(line))
+                loop.call_soon_threadsafe(self.silent.set_result, None)
+
+        threading.Thread(target=read, daemon=True).start()
 
     @abstractmethod
     def kill(self) -> None:
@@ -223,7 +272,10 @@ class Process(ABC):
     def _end(self, code: int, loss: str = "", seconds: float | None = None) -> None:
         if not self.ended.done():
             seconds = time.monotonic() - self._since if seconds is None else seconds
-            self.ended.set_result(Ending(returncode=code, seconds=seconds, loss=loss))
+            ending = Ending(
+                returncode=code, seconds=seconds, loss=loss, is_asked=self.is_asked
+            )
+            self.ended.set_result(ending)
 
 
 class Child(Process):
@@ -234,7 +286,7 @@ class Child(Process):
     ) -> None:
         super().__init__(label)
         command = [sys.executable, *arguments]
-        self._process = start_tied(command, environment, os.getcwd())
+        self._process, self.line = start_tied(command, environment, os.getcwd())
         self.stdout = cast("BufferedReader", self._process.stdout)
         self.stderr = cast("BufferedReader", self._process.stderr)
         loop = asyncio.get_running_loop()
@@ -258,15 +310,56 @@ class Child(Process):
 class Machines:
     """The machine of the launcher, which has a place for every worker."""
 
-    def __init__(self, num_workers: int, devices: DevicePlan) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        devices: DevicePlan,
+        fewest: int | None = None,
+        wait_seconds: float = 0.0,
+    ) -> None:
         self._num_workers, self.devices = num_workers, devices
+        self._fewest, self._wait_seconds = fewest or num_workers, wait_seconds
+        self._all_gpus = devices.gpus
+        # Places whose worker did not come, since when, and the places of this attempt.
+        self._away: dict[int, float] = {}
+        self._places: list[int] = []
+        self._is_tired = False
 
     async def reserve(self, say: Say) -> tuple[list[str], str]:
         """Finds a place for each worker of an attempt.
 
         Returns their addresses, and where they are, if that is to be said.
         """
-        return find_addresses(self._num_workers), ""
+        # The attempt after one that does without some tries all again.
+        away = self._away if self._is_tired else {}
+        self._is_tired = False
+        self._places = [i for i in range(self._num_workers) if i not in away]
+        if gpus := self._all_gpus:
+            # What is behind those of the workers is the evaluator's.
+            chosen = [gpus[place] for place in self._places]
+            chosen += gpus[self._num_workers :]
+            self.devices = dataclasses.replace(self.devices, gpus=tuple(chosen))
+        return find_addresses(len(self._places)), ""
+
+    def miss(self, indices: Collection[int]) -> str:
+        """Notes that workers did not come; returns what is done about it, if it is."""
+        now = time.monotonic()
+        for index in indices:
+            self._away.setdefault(self._places[index], now)
+        left = self._num_workers - len(self._away)
+        if left < self._fewest:
+            self._away.clear()
+            return ""
+        who = f"{self._num_workers - left} of {self._num_workers} workers did not come"
+        seconds = self._wait_seconds - (now - min(self._away.values(), default=now))
+        self._is_tired = seconds <= 0
+        if self._is_tired:
+            return f"{who}, so it goes on with {left}"
+        return f"{who}, and may for {seconds:.0f} s more"
+
+    def meet(self, index: int) -> None:
+        """Notes that a worker has come."""
+        self._away.pop(self._places[index], None)
 
     def start(
         self,

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from armillary._checks import counted
@@ -27,7 +28,6 @@ from armillary.launch._process import (
 
 _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 20.0
-_PLACE_SECONDS = 5
 _START_SECONDS = 120.0
 _OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
 
@@ -86,12 +86,12 @@ class _Actor:
         own = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
         self._socket.close()
         self._since = time.monotonic()
-        self._process = start_tied(command, {**kept, **own}, folder)
+        self._process, self._line = start_tied(command, {**kept, **own}, folder)
 
     async def read(self, name: str, size: int) -> bytes:
-        """Returns what comes next on `stdout` or `stderr`; nothing at the end."""
-        descriptor = getattr(self._process, name).fileno()
-        return await asyncio.to_thread(os.read, descriptor, size)
+        """Returns what comes next on a stream; nothing at its end."""
+        stream = self._line if name == "line" else getattr(self._process, name)
+        return await asyncio.to_thread(os.read, stream.fileno(), size)
 
     async def wait(self) -> tuple[int, float]:
         """Returns the exit code of the worker, as Python has it, and its seconds."""
@@ -131,6 +131,7 @@ class _Worker(Process):
         started = actor.start.remote(command, environment, os.getcwd())
         self.stdout = io.BufferedReader(_Stream(ray, actor, started, "stdout"))
         self.stderr = io.BufferedReader(_Stream(ray, actor, started, "stderr"))
+        self.line = io.BufferedReader(_Stream(ray, actor, started, "line"))
         self._watching = asyncio.create_task(self._watch(started))
 
     def kill(self) -> None:
@@ -175,14 +176,16 @@ class _Stream(io.RawIOBase):
 class RayMachines(Machines):
     """The machines of a Ray cluster, of which every attempt takes what there is."""
 
-    def __init__(self, ray: Any, fewest: int, most: int, share: int | None) -> None:
-        super().__init__(most, DevicePlan(virtual_cpus=share))
-        self._ray, self._fewest = ray, fewest
+    def __init__(
+        self, ray: Any, fewest: int, most: int, share: int | None, wait_seconds: float
+    ) -> None:
+        super().__init__(most, DevicePlan(virtual_cpus=share), fewest, wait_seconds)
+        self._ray = ray
         # Or the machines would have to import this library to find the class.
         for module in (_process, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
         self._group: Any = None
-        self._places: list[_Place] = []
+        self._found: list[_Place] = []
         self._needs = {"CPU": 1}
         has_gpus = any(machine.get("GPU") for machine in self._find_machines())
         if has_gpus and can_use_gpus(os.environ):
@@ -195,10 +198,10 @@ class RayMachines(Machines):
             await self._reserve_group(say)
             try:
                 work = self._start_actors()
-                self._places = await asyncio.wait_for(work, _START_SECONDS)
-                counts = Counter(place.machine for place in self._places)
+                self._found = await asyncio.wait_for(work, _START_SECONDS)
+                counts = Counter(place.machine for place in self._found)
                 where = ", ".join(f"{name} ({n})" for name, n in counts.items())
-                addresses = [f"{each.address}:{each.port}" for each in self._places]
+                addresses = [f"{each.address}:{each.port}" for each in self._found]
                 return addresses, f" on {where}"
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 self.release()
@@ -213,13 +216,20 @@ class RayMachines(Machines):
     ) -> Process:
         """Starts a worker at its place."""
         assert index is not None
-        return _Worker(self._ray, label, self._places[index], arguments, environment)
+        return _Worker(self._ray, label, self._found[index], arguments, environment)
+
+    def miss(self, indices: Collection[int]) -> str:
+        """Leaves it to Ray, which tells of a machine that is away."""
+        return ""
+
+    def meet(self, index: int) -> None:
+        """Leaves it to Ray."""
 
     def release(self) -> None:
         """Gives the places back; Ray kills what runs there."""
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
-        self._group, self._places = None, []
+        self._group, self._found = None, []
 
     def close(self) -> None:
         """Leaves the cluster."""
@@ -237,7 +247,7 @@ class RayMachines(Machines):
                 self.release()
                 count, bundles = wanted, [self._needs] * wanted
                 self._group = self._ray.util.placement_group(bundles, strategy=strategy)
-            for _ in range(_PLACE_SECONDS):
+            for _ in range(max(1, math.ceil(self._wait_seconds))):
                 # Ray takes whole seconds only.
                 if await asyncio.to_thread(self._group.wait, 1):
                     return

@@ -2,25 +2,42 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from typing import Any
 
 from armillary._checks import counted
 from armillary._process import ExitCode
 from armillary.launch._output import Output
-from armillary.launch._process import Machines, Process, make_environment, name_signal
+from armillary.launch._process import (
+    Ending,
+    Machines,
+    Process,
+    make_environment,
+    name_signal,
+)
+from armillary.launch._restarts import (
+    Attempt,
+    Restarts,
+    find_first,
+    find_named,
+    find_stop_code,
+)
 
 EVALUATOR = "evaluator"
 """The label of the evaluator."""
-MAX_PAUSE_SECONDS = 60.0
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
+_CORE_SIGNALS = (signal.SIGQUIT, signal.SIGABRT)
 _TERMINATE_SECONDS = 5.0
+_JOIN_SECONDS = _JOIN_TERMINATE_SECONDS = 0.5
+_HEAR_SECONDS = 1.0
 _REPEAT_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 
@@ -50,32 +67,6 @@ def run_job(job: Job) -> ExitCode:
         return asyncio.run(_Supervisor(job, output).run())
 
 
-def find_final_code(
-    cause: ExitCode, num_restarts: int, max_restarts: int
-) -> ExitCode | None:
-    """Returns the exit code for the end of an attempt, or `None` for a restart."""
-    # The same command line will be as wrong the next time.
-    if cause in {ExitCode.OK, ExitCode.USAGE}:
-        return cause
-    if num_restarts < max_restarts:
-        return None
-    return ExitCode.TOO_MANY_RESTARTS if max_restarts else cause
-
-
-def find_pause(num_restarts: int, first_seconds: float) -> float:
-    """Returns the seconds before the next restart: they double, up to a bound."""
-    # The bound of the exponent keeps the power a number that a float can hold.
-    seconds = first_seconds * 2 ** min(num_restarts, 30)
-    return min(seconds, max(MAX_PAUSE_SECONDS, first_seconds))
-
-
-def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
-    """Returns the exit code of a job that a signal stopped."""
-    if causes and set(causes) <= {ExitCode.OK, ExitCode.PREEMPTED}:
-        return max(causes)
-    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
-
-
 class _Supervisor:
     """What the groups of a job share, and the signals that the launcher gets."""
 
@@ -95,7 +86,8 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         # What the launcher was started to ignore, as `nohup` does, stays ignored. Not
         # so SIGCHLD, or the kernel would forget how a child ended.
-        heard = [n for n in _PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
+        heard = [*_PASSED_ON, *_CORE_SIGNALS]
+        heard = [n for n in heard if signal.getsignal(n) != signal.SIG_IGN]
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in heard:
             loop.add_signal_handler(number, self._receive, number)
@@ -103,7 +95,7 @@ class _Supervisor:
             code = await self.workers.run()
             if self.evaluation is not None:
                 code = await self._end_evaluation(self.evaluation, code)
-            count = self.workers.num_restarts
+            count = self.workers.restarts.count
             if code is not ExitCode.OK or count:
                 after = f" after {counted(count, 'restart')}" if count else ""
                 self.say(f"ends with exit code {code.value} ({code.name}){after}.")
@@ -136,7 +128,13 @@ class _Supervisor:
         """Passes a signal on; asks all processes to end if it is one of those."""
         workers, evaluator = self.workers, self.evaluator
         grace_seconds, now = self.job.grace_seconds, asyncio.get_running_loop().time()
-        if number not in _STOP_SIGNALS:
+        if number in _CORE_SIGNALS:
+            # The kernel would end the workers, but not what they started.
+            workers.kill()
+            evaluator.kill()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif number not in _STOP_SIGNALS:
             evaluator.pass_on(number)
             workers.pass_on(number)
         elif self._asked_at is None:
@@ -162,28 +160,31 @@ class _Group:
         self._supervisor, self._job = supervisor, supervisor.job
         self._say, self._output = supervisor.say, supervisor.output
         self._is_evaluator = is_evaluator
-        self.num_restarts = 0
+        most, pause = self._job.max_restarts, self._job.pause_seconds
+        self.restarts = Restarts(most, pause, is_evaluator=is_evaluator)
         self.children: list[Process] = []
         self._tails: dict[str, deque[str]] = {}
+        # Whether those that run wait to join one that will never come.
+        self._is_in_vain = False
         self._ender: asyncio.Task[None] | None = None
 
     async def run(self) -> ExitCode:
         """Runs the processes, and again if they fail; returns what comes of it."""
-        job, is_ending = self._job, self._supervisor.is_ending
+        is_ending = self._supervisor.is_ending
+        alone = " of the evaluator alone" if self._is_evaluator else ""
         while True:
-            cause = await self._run_attempt()
+            attempt = await self._run_attempt()
             if is_ending.is_set():
-                return cause
-            code = find_final_code(cause, self.num_restarts, job.max_restarts)
-            alone = " of the evaluator alone" if self._is_evaluator else ""
+                return attempt.cause
+            code, what, why = self.restarts.judge(attempt)
             if code is not None:
+                if why:
+                    self._say(f"{why}.")
                 if alone and code is not ExitCode.OK:
                     self._say(f"no restart{alone}: the workers go on.")
                 return code
-            seconds = find_pause(self.num_restarts, job.pause_seconds)
-            self.num_restarts += 1
-            count = f"{self.num_restarts} of {job.max_restarts}"
-            self._say(f"restart {count}{alone} in {seconds:g} s.")
+            seconds = self.restarts.pause_seconds
+            self._say(f"{what}{alone} in {seconds:g} s{why and ': '}{why}.")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_ending.wait(), seconds)
             if is_ending.is_set():
@@ -214,6 +215,8 @@ class _Group:
                 await asyncio.sleep(seconds)
                 if self.running:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
+                    for child in self.running:
+                        child.is_asked = True
                     self.send(number)
 
         if self._ender is not None:
@@ -229,28 +232,50 @@ class _Group:
         numbers = [child.label.rpartition(" ")[2] for child in self.running]
         return "the evaluator" if self._is_evaluator else f"worker {', '.join(numbers)}"
 
-    async def _run_attempt(self) -> ExitCode:
-        """Runs all processes once; returns what their end means for the job."""
-        self.children, failure = [], None
+    async def _run_attempt(self) -> Attempt:
+        """Runs all processes once; returns what came of it."""
+        self.children, self._is_in_vain = [], False
+        supervisor, machines = self._supervisor, self._job.machines
         try:
             await self._start()
-            failure = await self._find_failure()
+            order = await self._wait()
         except OSError as error:
             self._say(f"cannot start a process: {error}.")
-            return ExitCode.FAILED
+            failed = Ending(returncode=1, seconds=0.0)
+            is_worker = not self._is_evaluator
+            absence = machines.miss([len(self.children)]) if is_worker else ""
+            return Attempt(ExitCode.FAILED, failed, str(error), absence)
         finally:
             self.kill()
             self.end_after()
             await self._output.drain([child.label for child in self.children])
+            if silent := [child.silent for child in self.children]:
+                await asyncio.wait(silent, timeout=_HEAR_SECONDS)
             if not self._is_evaluator:
-                self._job.machines.release()
-        supervisor = self._supervisor
-        if failure and not (self._is_evaluator and supervisor.is_ending.is_set()):
-            self._show_failure(failure)
+                machines.release()
+        endings = {index: self.children[index].ended.result() for index in order}
+        words = [self._find_words(child) for child in self.children]
+        first = find_first(endings, find_named(words))
+        is_over = self._is_evaluator and supervisor.is_ending.is_set()
+        if first is not None and not is_over:
+            self._show_failure(first)
         if supervisor.stop is not None:
-            causes = [child.ended.result().cause for child in self.children]
-            return find_stop_code(supervisor.stop, causes)
-        return ExitCode.OK if failure is None else failure.ended.result().cause
+            causes = [ending.cause for ending in endings.values()]
+            return Attempt(find_stop_code(supervisor.stop, causes))
+        if first is None:
+            return Attempt(ExitCode.OK)
+        ending, absence = endings[first], ""
+        if self._is_in_vain:
+            # Those that failed while the others waited for them.
+            absence = machines.miss([i for i in endings if not endings[i].is_asked])
+        is_lost = ending.is_asked or ending.cause is ExitCode.OK
+        cause = ExitCode.RESTART_REQUESTED if is_lost else ending.cause
+        return Attempt(cause, ending, words[first].partition("\n")[0], absence)
+
+    def _find_words(self, child: Process) -> str:
+        """Returns what a process said of its failure, or wrote last."""
+        last = (line.strip() for line in reversed(self._tails[child.label]))
+        return str(child.told.get("failed") or next(filter(None, last), ""))
 
     async def _start(self) -> None:
         supervisor, machines = self._supervisor, self._job.machines
@@ -286,47 +311,80 @@ class _Group:
             addresses=self._supervisor.addresses,
             index=index,
             devices=machines.devices,
-            num_restarts=self.num_restarts,
+            num_restarts=self.restarts.count,
+            skipped=self.restarts.skipped,
         )
         child = machines.start(label, index, arguments, environment)
         self.children.append(child)
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
+        child.listen(functools.partial(self._hear, child))
 
-    async def _find_failure(self) -> Process | None:
-        """Waits until every process has ended; returns the one that failed first."""
-        failure = None
+    def _hear(self, child: Process, word: str, *values: Any) -> None:
+        # What is told late is of an earlier attempt.
+        if child in self.children:
+            self.restarts.hear(word, *values)
+            if word == "joined":
+                self._job.machines.meet(self.children.index(child))
+            self._give_up_join()
+
+    def _give_up_join(self) -> None:
+        """Ends those that wait for one that will never join them."""
+        is_waiting = self.running and all(child.is_joining for child in self.running)
+        is_short = len(self.running) < len(self.children)
+        is_known = self._is_in_vain or self._supervisor.stop is not None
+        if is_waiting and is_short and not is_known:
+            self._is_in_vain = True
+            # Others may fail by themselves, in the same way.
+            self.end_after(
+                (_JOIN_SECONDS, signal.SIGTERM),
+                (_JOIN_TERMINATE_SECONDS, signal.SIGKILL),
+            )
+
+    async def _wait(self) -> list[int]:
+        """Waits until every process has ended; returns them in this order."""
+        order: list[int] = []
+        has_failed = False
         pending = {child.ended for child in self.children}
         while pending:
             done, pending = await asyncio.wait(
                 pending, return_when=asyncio.FIRST_COMPLETED
             )
-            failed = [
-                child
-                for child in self.children
-                if child.ended in done and child.ended.result().returncode != 0
-            ]
-            if not failed or failure is not None or self._supervisor.stop is not None:
-                continue
+            ended = [i for i, child in enumerate(self.children) if child.ended in done]
             # Several may have ended at once: one that only reacted is not the first.
-            failure = min(failed, key=lambda child: child.ended.result().is_reaction)
-            if pending:
-                grace_seconds = self._job.grace_seconds
+            ended.sort(key=lambda i: self.children[i].ended.result().is_reaction)
+            order += ended
+            failed = [i for i in ended if self.children[i].ended.result().returncode]
+            if self._supervisor.stop is not None or not pending:
+                continue
+            self._give_up_join()
+            if not failed or has_failed:
+                continue
+            has_failed = True
+            child, grace_seconds = self.children[failed[0]], self._job.grace_seconds
+            how = "wait in vain to join it"
+            if not self._is_in_vain:
+                how = f"have {grace_seconds:g} s to end by themselves"
                 self.end_after(
                     (grace_seconds, signal.SIGTERM),
                     (_TERMINATE_SECONDS, signal.SIGKILL),
                 )
-                # What a worker said before it ended comes first.
-                await self._output.drain([failure.label], _LAST_WORDS_SECONDS)
-                self._say(
-                    f"{failure.label}: {failure.ended.result()}. "
-                    f"{len(pending)} of {len(self.children)} still run, and have "
-                    f"{grace_seconds:g} s to end by themselves."
-                )
-        return failure
+            # What a worker said before it ended comes first.
+            await self._output.drain([child.label], _LAST_WORDS_SECONDS)
+            self._say(
+                f"{child.label}: {child.ended.result()}. "
+                f"{len(pending)} of {len(self.children)} still run, and {how}."
+            )
+        return order
 
-    def _show_failure(self, child: Process) -> None:
+    def _show_failure(self, index: int) -> None:
         """Says which process failed, and how its stderr ended."""
-        ending, count = child.ended.result(), len(self.children)
+        child, count = self.children[index], len(self.children)
+        ending = child.ended.result()
+        how = str(ending)
+        if ending.is_asked:
+            how = f"did not go on, and was ended: {ending}"
+        elif ending.cause is ExitCode.OK:
+            how = f"{ending}, while others needed it"
         who = child.label if self._is_evaluator else f"{child.label} of {count}"
         tail = list(self._tails[child.label])
         if ending.cause is ExitCode.PREEMPTED:
@@ -334,5 +392,5 @@ class _Group:
         elif count > 1:
             who += " failed first"
         lines = [f"  | {line}" for line in tail if line.strip()]
-        before = [f"{who}: {ending}.{' Its stderr ended with:' if lines else ''}"]
+        before = [f"{who}: {how}.{' Its stderr ended with:' if lines else ''}"]
         self._say("\n".join(before + lines))

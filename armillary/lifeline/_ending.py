@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
+from armillary._launcher import tell
 from armillary._process import READER_THREADS, ExitCode, get_process
 from armillary._traceback import is_library_file
 
@@ -161,6 +162,7 @@ def finish_first(is_busy: Callable[[], bool]) -> None:
 def end_process(reason: str) -> None:
     """Prints why, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
+    tell("failed", reason[:1000])
     code = ExitCode.RESTART_REQUESTED
     who, ends = get_process(), f"ends with exit code {code.value} ({code.name})."
     text = f"ERROR: {who}: {reason}\n{who}: {ends}\n"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from armillary._launcher import tell
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
     COMPILER,
@@ -112,6 +113,7 @@ class Lifeline:
         if not self._has_failed:
             self._has_failed = True
             text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+            tell("failed", text[:1000])
             self._call(self._note_failure, self._index, text)
 
     def tell_end(self) -> None:

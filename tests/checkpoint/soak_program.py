@@ -28,10 +28,20 @@ STEPS_PER_LOOP = 4
 SAVE_INTERVAL = 8
 
 
+class Plain(nnx.Module):
+    """A classifier whose losses are the same on any number of replicas."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(64, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x.reshape(x.shape[0], -1))
+
+
 class Trainer(armillary.StandardTrainer):
     """Trains a model with dropout and statistics, and notes each example it sees."""
 
-    def __init__(self, strategy: Any, num_steps: int) -> None:
+    def __init__(self, strategy: Any, num_steps: int, model: Any = None) -> None:
         examples = {**make_digits(NUM_EXAMPLES), "id": jnp.arange(NUM_EXAMPLES)}
         source = from_arrays(
             examples, batch_size=BATCH_SIZE, shuffle_seed=3, repeat=True
@@ -41,7 +51,7 @@ class Trainer(armillary.StandardTrainer):
             armillary.StandardTrainerOptions(steps_per_chunk=3),
         )
         self.strategy = strategy
-        self.model = MLP(nnx.Rngs(0))
+        self.model = model or MLP(nnx.Rngs(0))
         self.optimizer = nnx.Optimizer(self.model, optax.adam(3e-3), wrt=nnx.Param)
         self.accuracy = nnx.metrics.Accuracy()
         self.seen = jnp.full((num_steps, BATCH_SIZE), -1)
@@ -70,10 +80,14 @@ class Trainer(armillary.StandardTrainer):
 
 
 def train(
-    strategy: Any, directory: Path, num_steps: int, report: Callable[[int], None]
+    strategy: Any,
+    directory: Path,
+    num_steps: int,
+    report: Callable[[int], None],
+    model: Any = None,
 ) -> dict[str, Any]:
     """Trains, from the latest checkpoint on; returns digests of the final state."""
-    trainer = Trainer(strategy, num_steps)
+    trainer = Trainer(strategy, num_steps, model)
     controller = armillary.Controller(
         trainer=trainer,
         global_step=trainer.optimizer.step,
@@ -95,6 +109,7 @@ def train(
     }
     final["data"] = trainer.train_dataset.get_state()
     final["seen"] = trainer.seen.tolist()
+    final["trace"] = trainer.losses.tolist()
     return final
 
 

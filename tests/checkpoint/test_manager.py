@@ -144,3 +144,23 @@ def test_one_tracker_knows_which_step_the_latest_checkpoint_holds(make_manager):
     without_counter = make_manager(checkpoint)
     without_counter.save(3)
     assert not without_counter.has_saved_step()
+
+
+def test_the_newest_is_stepped_over_if_the_launcher_says_so(
+    make_manager, monkeypatch, caplog
+):
+    counter = Counter()
+    manager = make_manager(Checkpoint(counter=counter))
+    save_steps(manager, counter, 3)
+    only = manager.latest_checkpoint
+    monkeypatch.setenv("ARMILLARY_SKIPPED_CHECKPOINT", only)
+    # There is no other one, and a run never starts from scratch beside it.
+    assert manager.restore_or_initialize() == only
+    save_steps(manager, counter, 7)
+    newest = manager.latest_checkpoint
+    assert manager.restore_or_initialize() == newest
+    monkeypatch.setenv("ARMILLARY_SKIPPED_CHECKPOINT", newest)
+    assert manager.restore_or_initialize() == only
+    assert f"`{newest}` is stepped over, and stays" in caplog.text
+    assert manager.checkpoints == [only, newest]
+    assert manager.restore(newest) == newest

@@ -71,6 +71,8 @@ class Launcher:
         """
         path = self.folder / "script.py"
         path.write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
+        if "--max-restarts" not in options:
+            options += " --max-restarts 0"
         words = [*options.split(), path.name, *args]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "armillary", "launch", *words],
@@ -124,8 +126,15 @@ class Launcher:
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     if sys.platform != "linux":
         pytest.skip("`armillary launch` works on Linux.")
+    # A shell in the background and `nohup` ignore them, and a launcher would too.
+    signals = (signal.SIGINT, signal.SIGHUP)
+    ignored = [n for n in signals if signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
     launcher = Launcher(tmp_path)
     yield launcher
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     left = launcher.find_running()
     for pid in left:
         os.kill(pid, signal.SIGKILL)

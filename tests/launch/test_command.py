@@ -34,7 +34,7 @@ def count_workers(job):
 def test_defaults(jobs):
     assert _cli.main(["launch", "train.py"]) == 0
     (job,) = jobs
-    assert (count_workers(job), job.max_restarts, job.logs) == (1, 0, {})
+    assert (count_workers(job), job.max_restarts, job.logs) == (1, 10, {})
     assert not job.has_evaluator
     assert (job.pause_seconds, job.grace_seconds) == (1.0, 30.0)
     assert job.machines.devices.virtual_cpus is None
@@ -81,8 +81,16 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
         ("--workers 0 train.py", "`--workers` is 0, but it must be a positive integer"),
         ("--workers two train.py", "--workers: invalid workers value: 'two'"),
         ("--workers 1:2:3 train.py", "--workers: invalid workers value: '1:2:3'"),
-        ("--workers 3:2 train.py", "'3:2', but MIN must not be larger than MAX"),
-        ("--workers 2:3 train.py", "'2:3', but .* smaller with `--ray` alone. Use `--"),
+        (
+            "--workers 4:2 train.py",
+            "'4:2', but MIN must not be larger than MAX.",
+        ),
+        (
+            "--workers 0:2 train.py",
+            "`--workers` is 0, but it must be a positive integer",
+        ),
+        ("--workers -1 train.py", "`--workers` is -1, but it must be a positive integ"),
+        ("--wait-for-workers -1 train.py", "`--wait-for-workers` is -1.0, but it must"),
         (
             "--ray x:1 --evaluator train.py",
             "`--evaluator` is given with `--ray`, w",

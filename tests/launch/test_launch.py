@@ -15,8 +15,9 @@ import time
 import pytest
 
 from armillary.launch import ExitCode, _process
-from armillary.launch._process import Child, DevicePlan, Ending, Machines
+from armillary.launch._process import Child, DevicePlan, Machines, Process
 from armillary.launch._supervisor import Job, run_job
+from tests.conftest import REPOSITORY
 from tests.launch.conftest import is_running, wait_for
 
 # Each starts a launcher, which imports the library.
@@ -250,6 +251,57 @@ def test_killing_the_launcher_kills_all_processes(launcher):
     launcher.finish()
 
 
+@pytest.mark.each_case
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGABRT])
+def test_a_launcher_that_a_signal_ends_with_a_core_leaves_no_grandchild(
+    launcher, number
+):
+    launcher.start(
+        """
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        mark("child", child.pid)
+        time.sleep(300)
+        """
+    )
+    pid = int(launcher.wait_for_mark("child"))
+    launcher.process.send_signal(number)
+    assert launcher.finish()[0] == -number
+    wait_for(lambda: not is_running(pid), "the grandchild's end", 10)
+
+
+def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
+    code, _, stderr = launcher.run(
+        "raise RuntimeError('boom')\n", "--max-restarts 10 --restart-pause 0"
+    )
+    assert code == ExitCode.TOO_MANY_RESTARTS
+    words = "the same failure 3 times without a newer checkpoint: RuntimeError: boom."
+    assert f"[launcher] {words}\n" in stderr
+    assert stderr.count("[launcher] starts 1 worker") == 3
+
+
+def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
+    start = time.monotonic()
+    code, _, stderr = launcher.run(
+        """
+        from armillary import _launcher
+        if index == 1:
+            wait_for_mark("joining_0")
+            wait_for_mark("joining_2")
+            os._exit(0)
+        _launcher.tell("joining")
+        mark(f"joining_{index}")
+        time.sleep(300)
+        """,
+        "--workers 3 --grace-period 300",
+        PYTHONPATH=str(REPOSITORY),
+    )
+    assert code == ExitCode.RESTART_REQUESTED
+    assert time.monotonic() - start < 100
+    assert "worker 1 of 3 failed first: exit code 0 after" in stderr
+    assert "s, while others needed it." in stderr
+
+
 def test_children_of_a_worker_end_with_it(launcher):
     code, stdout, _ = launcher.run(
         """
@@ -288,8 +340,9 @@ def test_a_signal_ignored_from_the_start_stays_ignored(launcher):
 def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('started')")
+    command = [sys.executable, str(script)]
     ended = subprocess.run(
-        [sys.executable, "-c", _process._TIE, "999999999", sys.executable, str(script)],
+        [sys.executable, "-c", _process._TIE, "999999999", "X", "2", *command],
         capture_output=True,
         text=True,
         timeout=60,
@@ -372,25 +425,27 @@ def test_a_process_that_cannot_start_is_a_failure(
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
     """Where workers end at moments that real ones seldom hit."""
 
-    class Scripted:
+    class Scripted(Process):
         def __init__(self, label, arguments, environment):
-            del arguments, environment
-            self.label, is_first = label, label == "worker 0"
-            self.ended = asyncio.get_running_loop().create_future()
-            self.stdout, self.stderr = io.BytesIO(), io.BytesIO()
-            code = (77 if stop else 0) if is_first else 3
-            self._ending = Ending(returncode=code, seconds=1.0)
-            self._end(2 if is_first else num_looks)
+            super().__init__(label)
+            is_first = label == "worker 0"
+            self.stdout, self.stderr, self.line = (io.BytesIO() for _ in range(3))
+            self._code = (77 if stop else 0) if is_first else 3
+            self._wait(2 if is_first else num_looks)
             if stop and is_first:
                 os.kill(os.getpid(), stop)
 
-        def _end(self, num_looks):
+        def _wait(self, num_looks):
             if num_looks == 0:
-                self.ended.set_result(self._ending)
+                self._end(self._code)
             else:
-                asyncio.get_running_loop().call_soon(self._end, num_looks - 1)
+                asyncio.get_running_loop().call_soon(self._wait, num_looks - 1)
 
-        kill = send_signal = lambda self, *_: None
+        def kill(self):
+            pass
+
+        def send_signal(self, number):
+            pass
 
     monkeypatch.setattr(_process, "Child", Scripted)
     code = run_job(make_job([]))

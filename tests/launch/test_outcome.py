@@ -1,5 +1,7 @@
 """What a worker finds, what its end means, and what comes of it: pure functions."""
 
+import asyncio
+import dataclasses
 import json
 import re
 import signal
@@ -13,12 +15,19 @@ from armillary.launch import ExitCode, _process
 from armillary.launch._process import (
     DevicePlan,
     Ending,
+    Machines,
     find_addresses,
     find_gpus,
     make_environment,
     plan_devices,
 )
-from armillary.launch._supervisor import find_final_code, find_pause, find_stop_code
+from armillary.launch._restarts import (
+    Attempt,
+    Restarts,
+    find_first,
+    find_named,
+    find_stop_code,
+)
 from tests.conftest import REPOSITORY
 
 DOCUMENT = REPOSITORY / "docs" / "launch.md"
@@ -91,6 +100,38 @@ def test_addresses_are_different_and_on_loopback():
     assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
 
 
+def test_a_job_does_without_a_worker_that_stays_away_and_tries_it_again(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(_process.time, "monotonic", lambda: now)
+    plan = plan_devices(list("01234"), 5, 1)
+    machines = Machines(4, plan, fewest=2, wait_seconds=9.0)
+
+    def reserve():
+        addresses, _ = asyncio.run(machines.reserve(print))
+        gpus = "".join(gpu for (gpu,) in machines.devices.gpus)
+        assert len(addresses) + 1 == len(gpus)
+        return gpus
+
+    assert reserve() == "01234"
+    assert machines.miss([1]) == "1 of 4 workers did not come, and may for 9 s more"
+    assert reserve() == "01234"
+    now += 10
+    assert machines.miss([1]) == "1 of 4 workers did not come, so it goes on with 3"
+    # The evaluator keeps its own.
+    assert reserve() == "0234"
+    # Whatever ends that attempt, all are tried again, and waited for no longer.
+    assert reserve() == "01234"
+    assert machines.miss([1]).endswith("so it goes on with 3")
+    assert reserve() == "0234"
+    assert reserve() == "01234"
+    for index in range(4):
+        machines.meet(index)
+    assert machines.miss([1, 3]).endswith("and may for 9 s more")
+    # Fewer than allowed: it is a failure as any other.
+    assert machines.miss([0, 1, 3]) == ""
+    assert reserve() == "01234"
+
+
 @pytest.mark.parametrize(
     ("gpus", "count", "share", "plan", "text"),
     [
@@ -144,22 +185,154 @@ def test_the_documentation_lists_every_exit_code():
     assert armillary.cluster.ExitCode is ExitCode
 
 
-@pytest.mark.parametrize("cause", [FAILED, ExitCode.RESTART_REQUESTED, SAVED])
-def test_restarts_end_when_they_are_used_up(cause):
-    assert find_final_code(cause, 0, 0) is cause
-    codes = [find_final_code(cause, count, 2) for count in range(3)]
-    assert codes == [None, None, ExitCode.TOO_MANY_RESTARTS]
+def judge(restarts, code=1, words="boom", loss="", **others):
+    ending = Ending(returncode=code, seconds=1.0, loss=loss)
+    return restarts.judge(Attempt(ending.cause, ending, words, **others))
 
 
-@pytest.mark.parametrize("cause", [OK, ExitCode.USAGE])
-def test_what_a_restart_cannot_change_is_final(cause):
-    assert find_final_code(cause, 0, 5) is cause
+@pytest.mark.parametrize("code", [1, 75, 77, -9])
+def test_restarts_end_when_they_are_used_up(code):
+    assert judge(Restarts(0, 1.0), code)[0] is Ending(returncode=code, seconds=1).cause
+    restarts = Restarts(2, 1.0)
+    found = [judge(restarts, code, words=words)[:2] for words in "ab"]
+    is_free = code == 77
+    count = [(None, "restart")] * 2
+    assert found == (
+        count if is_free else [(None, f"restart {i} of 2") for i in (1, 2)]
+    )
+    last = None if is_free else ExitCode.TOO_MANY_RESTARTS
+    assert judge(restarts, code, words="c")[0] is last
+    assert restarts.count == (3 if is_free else 2)
 
 
-def test_pauses_double_up_to_a_bound_and_a_long_one_stays_as_it_is():
-    assert [find_pause(count, 10.0) for count in range(5)] == [10, 20, 40, 60, 60]
-    assert find_pause(1500, 10.0) == 60
-    assert [find_pause(count, 300.0) for count in range(2)] == [300, 300]
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_a_restart_cannot_change_is_final(code):
+    assert judge(Restarts(5, 1.0), code)[0] is ExitCode(code)
+
+
+def test_progress_renews_the_budget_and_a_lost_machine_costs_none():
+    restarts = Restarts(1, 1.0)
+    for number in range(4):
+        restarts.hear("saved", number, f"/run/checkpoint_{number}")
+        assert judge(restarts, -9)[:2] == (None, "restart 1 of 1")
+        assert restarts.pause_seconds == 1.0
+        assert judge(restarts, -9, loss="on vm: gone")[:2] == (None, "restart")
+        assert judge(restarts, -9, absence="it waits")[:2] == (None, "restart")
+        assert restarts.pause_seconds == 4.0
+    assert restarts.count == 12
+    # An older one, saved again, is no progress.
+    restarts.hear("saved", 2, "/run/checkpoint_2.1")
+    assert judge(restarts, -9)[0] is ExitCode.TOO_MANY_RESTARTS
+
+
+def test_the_same_failure_three_times_ends_the_job_with_its_words():
+    restarts = Restarts(10, 1.0)
+    assert judge(restarts, words="boom at 0x7f1a, step 12")[0] is None
+    assert judge(restarts, words="boom at 0x7f2b, step 13")[0] is None
+    code, _, why = judge(restarts, words="boom at 0x7f3c, step 14")
+    assert code is ExitCode.TOO_MANY_RESTARTS
+    assert why == (
+        "the same failure 3 times without a newer checkpoint: boom at 0x7f3c, step 14"
+    )
+    # Another one between them, another exit code, and kills by others are not.
+    for codes, words in (
+        ((1, 1, 1, 1), "abab"),
+        ((1, 3, 1), "aaa"),
+        ((-9,) * 4, "aaaa"),
+    ):
+        restarts = Restarts(10, 1.0)
+        for code, word in zip(codes, words, strict=True):
+            assert judge(restarts, code, words=word)[0] is None
+
+
+def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
+    restarts = Restarts(10, 1.0)
+    restarts.hear("saved", 8, "/run/checkpoint_8")
+    assert judge(restarts)[0] is None
+    # It trained well at first: not the checkpoint's doing.
+    restarts.hear("restored", "/run/checkpoint_8")
+    restarts.hear("trained")
+    assert judge(restarts, words="other")[0] is None
+    for num_crashes in (1, 2):
+        restarts.hear("restored", "/run/checkpoint_8")
+        code, _, why = judge(restarts)
+        assert (code, restarts.skipped) == (
+            None,
+            ["", "/run/checkpoint_8"][num_crashes - 1],
+        )
+    assert why == "the first steps after `/run/checkpoint_8` failed twice: without it"
+    # The one before fails in the same way: it is not the checkpoint.
+    restarts.hear("restored", "/run/checkpoint_4")
+    assert judge(restarts)[0] is ExitCode.TOO_MANY_RESTARTS
+    restarts.hear("saved", 9, "/run/checkpoint_9")
+    assert restarts.skipped == ""
+
+
+def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
+    restarts = Restarts(1, 1.0, is_evaluator=True)
+    for number in range(3):
+        restarts.hear("restored", f"/run/checkpoint_{number}")
+        assert judge(restarts)[:2] == (None, "restart 1 of 1")
+    restarts.hear("restored", "/run/checkpoint_2")
+    assert judge(restarts)[0] is ExitCode.TOO_MANY_RESTARTS
+    assert restarts.skipped == ""
+
+
+GONE = "Process 1 of 3 is gone (step, a line). It was killed."
+STOPPED = (
+    "No process has gone on for 9 seconds (`hang_timeout_seconds`):\n"
+    "  process 0 of 3: step for 9 s, at a line\n"
+    "  process 1 of 3: step for 9 s, at a line; it has not answered for 9 s (stopped?)"
+)
+
+
+@pytest.mark.parametrize(
+    ("endings", "words", "first"),
+    [
+        # Workers in the order of their ends, their codes, and what worker 0 says.
+        ("0:0 1:0 2:0", "", None),
+        ("1:-9 0:75 2:75", GONE, 1),
+        # A reaction may end before what it reacts to.
+        ("0:75 2:75 1:1", "Process 1 of 3 has failed: RuntimeError: boom", 1),
+        ("0:75 2:75 1:1", "", 1),
+        # It ended with 0, and others aborted before they could say so.
+        ("1:0 0:75 2:75", GONE, 1),
+        ("1:0 2:-6 0:75", GONE, 1),
+        ("1:0 0:75 2:75", "", 1),
+        # The job was done for it, and another one failed then.
+        ("1:0 2:3 0:75", "", 2),
+        # It was stopped, so that the launcher had to end it.
+        ("0:75 2:75 1:-9!", "", 1),
+        ("0:75 1:-9! 2:-9!", STOPPED, 1),
+        # One that never joined the others.
+        ("2:0 0:-15! 1:-15!", "", 2),
+        ("2:1 0:-15! 1:-15!", "", 2),
+        # Preempted, and one did not manage to save in time.
+        ("1:77 0:77 2:-9!", "", 1),
+        # A connection between two that live: each names the other.
+        ("0:75 1:75 2:75", GONE, 0),
+    ],
+)
+def test_what_failed_first_is_blamed(endings, words, first):
+    found = {}
+    for text in endings.split():
+        index, _, code = text.partition(":")
+        ending = Ending(returncode=int(code.rstrip("!")), seconds=1.0)
+        found[int(index)] = dataclasses.replace(ending, is_asked="!" in code)
+    assert find_first(found, find_named([words, "", ""])) == first
+
+
+@pytest.mark.parametrize(
+    ("first", "pauses"), [(10.0, [10, 20, 40, 60, 60]), (300.0, [300, 300])]
+)
+def test_pauses_double_up_to_a_bound_and_a_long_one_stays_as_it_is(first, pauses):
+    restarts = Restarts(2000, first)
+    for seconds in pauses:
+        judge(restarts, -9)
+        assert restarts.pause_seconds == seconds
+    for _ in range(1500):
+        judge(restarts, -9)
+    assert restarts.pause_seconds == pauses[-1]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_gpus_are_taken_where_jax_can_use_them(
     monkeypatch.setattr(_ray, "can_use_gpus", lambda environment: is_usable)
     ray = FakeRay(0)
     ray.nodes = lambda: [{"Alive": True, "Resources": each} for each in machines]
-    found = RayMachines(ray, 1, 99, share)
+    found = RayMachines(ray, 1, 99, share, 5.0)
     assert (found._needs, found._count_room(machines)) == (needs, room)
     assert str(found.devices) == said
 
@@ -64,10 +64,9 @@ class FakeRay:
         self.open -= 1
 
 
-def reserve(monkeypatch, ray, min_workers, max_workers, happen=lambda text: None):
+def reserve(ray, min_workers, max_workers, happen=lambda text: None):
     """Reserves places, unless `happen` cancels that; returns what was said."""
-    monkeypatch.setattr(_ray, "_PLACE_SECONDS", 1)
-    machines = RayMachines(ray, min_workers, max_workers, None)
+    machines = RayMachines(ray, min_workers, max_workers, None, 1.0)
 
     async def run():
         said = []
@@ -86,27 +85,27 @@ def reserve(monkeypatch, ray, min_workers, max_workers, happen=lambda text: None
     return machines, said
 
 
-def test_as_many_workers_start_as_there_is_room_for(monkeypatch):
+def test_as_many_workers_start_as_there_is_room_for():
     ray = FakeRay(5)
-    assert reserve(monkeypatch, ray, 2, 8)[1] == []
-    assert reserve(monkeypatch, ray, 2, 3)[1] == []
+    assert reserve(ray, 2, 8)[1] == []
+    assert reserve(ray, 2, 3)[1] == []
     assert ray.asked == [5, 3]
 
 
-def test_room_that_others_use_is_done_without(monkeypatch):
+def test_room_that_others_use_is_done_without():
     ray = FakeRay(6, in_use=3)
-    assert reserve(monkeypatch, ray, 2, 8)[1] == []
+    assert reserve(ray, 2, 8)[1] == []
     assert ray.asked == [6, 3]
     assert ray.open == 1
 
 
-def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
+def test_machines_that_come_are_waited_for_and_taken():
     ray = FakeRay(1)
 
     def come(text):
         ray.num_machines = 4
 
-    _, said = reserve(monkeypatch, ray, 2, 3, happen=come)
+    _, said = reserve(ray, 2, 3, happen=come)
     assert said == [
         "waits for room for 2 workers with 1 CPU each: the whole cluster has "
         "room for 1."
@@ -115,9 +114,9 @@ def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
     assert ray.open == 1
 
 
-def test_a_wait_ends_with_the_job(monkeypatch):
+def test_a_wait_ends_with_the_job():
     ray = FakeRay(4, in_use=2)
-    machines, said = reserve(monkeypatch, ray, 3, 3, happen=lambda text: True)
+    machines, said = reserve(ray, 3, 3, happen=lambda text: True)
     assert said[0].endswith("the whole cluster has room for 4.")
     machines.release()
     assert ray.open == 0

@@ -1,0 +1,145 @@
+"""Why an attempt ended, and whether the job starts again: pure functions and counts.
+
+Progress is a newer checkpoint on the disk, or, for the evaluator, one that it took up.
+"""
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from armillary._process import ExitCode
+from armillary.launch._process import Ending
+
+MAX_PAUSE_SECONDS = 60.0
+MOST_ALIKE = 3
+"""The same failure so often, without progress, would come again."""
+_MOST_CRASHES = 2
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# How the lifeline names a process that ends the others.
+_NAMED = re.compile(
+    r"Process (\d+) of \d+ (?:is gone|has failed)|process (\d+) of .*\(stopped\?\)"
+)
+
+
+class Attempt(NamedTuple):
+    """What came of an attempt."""
+
+    cause: ExitCode  # What its end means for the job.
+    ending: Ending = Ending(returncode=0, seconds=0.0)  # Of what failed first.
+    words: str = ""  # What that one said last, in a line.
+    absence: str = ""  # What is done about workers that did not come: no failure.
+
+
+def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | None:
+    """Returns which worker failed first, of those that ended in this order."""
+    asked = [i for i, ending in endings.items() if ending.is_asked]
+    alone = [i for i in endings if i not in asked]
+    failed = [i for i in alone if endings[i].returncode != 0]
+    own = [i for i in failed if not endings[i].is_reaction]
+    if not failed and not asked:
+        return None
+    blamed = [i for i in endings if i in named and (i in own or i not in failed)]
+    saved = [i for i in failed[:1] if endings[i].cause is ExitCode.PREEMPTED]
+    # One that ended with 0 while others needed it; and one that did not notice what
+    # the others did.
+    early = [i for i in alone[:1] if endings[i].returncode == 0]
+    return [*blamed, *own, *saved, *early, *asked, *failed][0]
+
+
+def find_named(words: Sequence[str]) -> set[int]:
+    """Returns the processes of which others say that they ended the attempt."""
+    return {
+        int(match[1] or match[2])
+        for index, said in enumerate(words)
+        for match in _NAMED.finditer(said)
+        if int(match[1] or match[2]) != index
+    }
+
+
+def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
+    """Returns the exit code of a job that a signal stopped."""
+    if causes and set(causes) <= {ExitCode.OK, ExitCode.PREEMPTED}:
+        return max(causes)
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+
+
+class Restarts:
+    """The restarts of the workers, or of the evaluator alone."""
+
+    def __init__(
+        self, most: int, first_seconds: float, *, is_evaluator: bool = False
+    ) -> None:
+        self.count = 0
+        self.skipped = ""  # The checkpoint that the next attempt steps over.
+        self._most, self._first_seconds = most, first_seconds
+        self._is_evaluator = is_evaluator
+        self._highest, self._evaluated = -1, set[str]()
+        # What the attempt restored, until its first loop has ended.
+        self._restored = ""
+        self._go_on()
+
+    def _go_on(self) -> None:
+        # Since the last progress.
+        self._attempts = self._failures = self._alike = 0
+        self._last: tuple[int, str] | None = None
+        self._crashes: Counter[str] = Counter()
+        self._has_skipped = False
+
+    @property
+    def pause_seconds(self) -> float:
+        """The seconds before the next restart: they double, up to a bound."""
+        # The bound of the exponent keeps the power a number that a float can hold.
+        seconds = self._first_seconds * 2 ** min(max(0, self._attempts - 1), 30)
+        return min(seconds, max(MAX_PAUSE_SECONDS, self._first_seconds))
+
+    def hear(self, word: str, *values: Any) -> None:
+        """Takes in what a process tells."""
+        if word == "saved":
+            number, self.skipped = values[0], ""
+            if number > self._highest:
+                self._highest = number
+                self._go_on()
+        elif word == "restored":
+            self._restored = values[0]
+            if self._is_evaluator and self._restored not in self._evaluated:
+                self._evaluated.add(self._restored)
+                self._go_on()
+        elif word == "trained":
+            self._restored = ""
+
+    def judge(self, attempt: Attempt) -> tuple[ExitCode | None, str, str]:
+        """Returns the exit code, or `None` for a restart; what is done, and why."""
+        cause, ending, words, absence = attempt
+        restored, self._restored = self._restored, ""
+        # The same command line will be as wrong the next time.
+        if cause in {ExitCode.OK, ExitCode.USAGE} or not self._most:
+            return cause, "", ""
+        self._attempts += 1
+        if absence or ending.loss or cause is ExitCode.PREEMPTED:
+            self.count += 1
+            return None, "restart", absence or "a machine was taken away"
+        self._failures += 1
+        # A kill by others may be the last, however often it came.
+        is_own = -ending.returncode not in _FROM_OUTSIDE
+        last = (ending.returncode, _NUMBERS.sub("#", words))
+        self._alike = self._alike + 1 if is_own and last == self._last else 1
+        self._last = last
+        if is_own and restored and not self._is_evaluator:
+            self._crashes[restored] += 1
+        if self._failures <= self._most:
+            if self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped:
+                self.count += 1
+                self._has_skipped, self.skipped = True, restored
+                why = f"the first steps after `{restored}` failed twice: without it"
+                return None, f"restart {self._failures} of {self._most}", why
+            if self._alike < MOST_ALIKE:
+                self.count += 1
+                return None, f"restart {self._failures} of {self._most}", ""
+        why = f"the last of {self._failures} failures"
+        if self._alike >= MOST_ALIKE:
+            why = f"the same failure {self._alike} times"
+        said = f": {words.rstrip('.')}" if words else ""
+        return ExitCode.TOO_MANY_RESTARTS, "", f"{why} without a newer checkpoint{said}"
