@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from armillary._format import make_table, print_out
 from armillary._process import ExitCode
+from armillary.checkpoint._best import read_best
 from armillary.checkpoint._folder import (
     Saved,
     as_absolute,
@@ -45,8 +46,10 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         )
     rows = [(each.path.name, str(each.number), _when(each)) for each in found]
     table = make_table(["checkpoint", "step", "saved"], rows, numbers=["step"])
+    best = read_best(path)
+    marks = [] if best is None else [str(best)]
     problems = [f"{folder}: {reason}" for folder, reason in broken.items()]
-    return lambda: print_out(str(path), table, *problems)
+    return lambda: print_out(str(path), table, *marks, *problems)
 
 
 def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
@@ -57,11 +60,13 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
             f"`path` is {str(saved.path)!r}, a checkpoint that cannot be read: "
             f"{type(error).__name__}: {error}. Show another one."
         ) from error
+    best = read_best(saved.path.parent)
+    mark = f"; {best}" if best is not None and best.saved == saved else ""
     rows = [
         (name, leaves[name].dtype, str(leaves[name].shape)) for name in sorted(leaves)
     ]
     return lambda: print_out(
-        f"{saved.path}: step {saved.number}, {_when(saved)}",
+        f"{saved.path}: step {saved.number}, {_when(saved)}{mark}",
         make_table(["path", "dtype", "shape"], rows),
         *(f"{name}: {json.dumps(states[name])}" for name in sorted(states)),
     )

@@ -4,8 +4,9 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -19,12 +20,14 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._logging import logger
+from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, Selection, as_paths
 from armillary.checkpoint._store import Content
-from armillary.checkpoint._writer import Writer, announcing_errors
+from armillary.checkpoint._writer import Writer, announcing_errors, decide
+from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
 from armillary.state._summarize import as_step_counter
 
@@ -47,6 +50,12 @@ class CheckpointManager:
         keep_checkpoint_every_n_hours: A checkpoint that `max_to_keep` would remove
             stays for good if it was saved at least this many hours after the last one
             that did, or after the directory was first used. `None` keeps none.
+        keep_best: A metric, such as `"accuracy"`, or `"validation/accuracy"` of several
+            evaluators. The checkpoint whose evaluation gave the best value stays, too,
+            until there is a better one; ties keep the earlier, and NaN is never best. A
+            `Controller` saves a new best that is not saved yet. `None` keeps none.
+        higher_is_better: Whether a larger value of `keep_best` is better: true for an
+            accuracy, false for a loss.
         step_counter: A variable such as `optimizer.step`, or a function without
             arguments, that gives the current step. A `Controller` binds its global step
             if this is `None`.
@@ -62,7 +71,8 @@ class CheckpointManager:
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, or a path of `may_differ` is empty.
+        ValueError: If a number is out of range, a path of `may_differ` is empty, or
+            `keep_best` is without `higher_is_better`, or not as in the directory.
     """
 
     def __init__(
@@ -72,6 +82,8 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float | None = None,
+        keep_best: str | None = None,
+        higher_is_better: bool | None = None,
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
@@ -103,6 +115,11 @@ class CheckpointManager:
         # Of the last save or restore. There is no number if an older one was restored.
         self._last_step: int | None = None
         self._last_number: int | None = None
+        # By step: the folder with its values, and its evaluation, if that was the best.
+        self._holder: tuple[int | None, str] | None = None
+        self._mark: tuple[int | None, Mark] | None = None
+        self._is_marking = False  # A save that is running is the best.
+        self._best_by = check_best(keep_best, higher_is_better, self._directory)
         self._evaluation: Any = None
         self._writer = Writer(self._directory, max_to_keep, hours)
 
@@ -119,6 +136,12 @@ class CheckpointManager:
     def latest_checkpoint(self) -> str | None:
         """Path of the complete checkpoint that was saved last, or `None`."""
         return next(reversed(self.checkpoints), None)
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """Path of the checkpoint whose evaluation was the best, or `None`."""
+        best = read_best(self._directory)
+        return None if best is None else str(best.saved.path)
 
     @property
     def step_counter(self) -> Any:
@@ -176,9 +199,53 @@ class CheckpointManager:
             saved = find_checkpoints(self._directory)
             number = max((entry.number for entry in saved), default=0) + 1
         number = check_not_negative_int("checkpoint_number", number)
-        path = self._writer.start(number, self.read_content())
-        self._last_step, self._last_number = self._step(), number
+        step = self._step()
+        mark = self._mark[1] if self._mark and self._mark[0] == step else None
+        path = self._writer.start(number, self.read_content(), mark)
+        self._last_step, self._last_number = step, number
+        self._is_marking, self._holder = mark is not None, (step, path)
         return path
+
+    def note_evaluation(
+        self, output: Mapping[str, Any], path: str | None = None
+    ) -> bool:
+        """Says what an evaluation of the current values gave; a `Controller` does so.
+
+        If it is the best so far by `keep_best`, the checkpoint that holds these values
+        is marked. If there is none, the next save of this step is::
+
+            if manager.note_evaluation({"accuracy": accuracy}):
+                manager.save()
+
+        Args:
+            output: Numbers by name, nested if you like.
+            path: The checkpoint that was evaluated, if another job saves them.
+
+        Returns:
+            Whether these values are the best and not saved yet.
+
+        Raises:
+            ValueError: If `output` lacks the metric.
+            CheckpointError: As in `sync`.
+        """
+        if self._best_by is None:
+            return False
+        with announcing_errors():
+            mark = make_mark(self._best_by, output)
+        if self._is_marking:
+            self.sync()
+        step, peers, topic = self._step(), get_peers(), "whether an evaluation is best"
+        if not decide(topic, lambda: is_best(mark, self._directory, step), peers):
+            return False
+        self._mark, is_own, held = (step, mark), path is None, self._holder
+        if is_own and held is not None and step is not None and held[0] == step:
+            path = held[1]
+        if path is None:
+            return True
+        self.sync()
+        write = functools.partial(self._writer.mark, path, mark, removes=is_own)
+        decide("the best checkpoint", write, peers)
+        return False
 
     def read_content(self) -> Content:
         """Returns what a save would write now; a `Controller` keeps it for later."""
@@ -235,6 +302,23 @@ class CheckpointManager:
             logger.info("`init_fn` ran, as there is no checkpoint to restore.")
         return None
 
+    def restore_best(self) -> str:
+        """Restores the checkpoint whose evaluation was the best, and returns its path.
+
+        Raises:
+            CheckpointError: If there is none, or as in `restore`.
+            CheckpointMismatchError: As in `restore`.
+        """
+        self.sync()
+        path = decide("the best checkpoint", lambda: self.best_checkpoint, get_peers())
+        if path is None:
+            raise CheckpointError(
+                f"`directory` is {self.directory!r}, in which no checkpoint is known "
+                "as the best. Train and evaluate with `CheckpointManager(..., "
+                'keep_best="accuracy", higher_is_better=True)`.'
+            )
+        return self.restore(path)
+
     def restore(self, path: str | os.PathLike[str]) -> str:
         """Puts the values of one checkpoint into the objects, with nothing left in it.
 
@@ -268,7 +352,10 @@ class CheckpointManager:
             return None
         report, evaluation = restored
         # What was restored in part is on no disk, so that a save is due.
-        self._last_number = None
+        self._last_number = self._holder = self._mark = None
+        is_here = os.path.dirname(report.path) == self.directory
+        if self._read_step is not None and is_here and not report.kept:
+            self._holder = self._read_step(), report.path
         if self._read_step is not None and not (report.kept or report.unused):
             self._last_step = self._read_step()
             if report.path == self.latest_checkpoint:
@@ -283,10 +370,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: If that save failed. It is raised once.
         """
+        self._is_marking = False
         try:
             self._writer.sync()
         except CheckpointError:
-            self._last_number = None
+            self._last_number = self._holder = None
             raise
 
     def close(self) -> None:

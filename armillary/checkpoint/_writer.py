@@ -26,6 +26,7 @@ from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
+from armillary.checkpoint._best import Mark, read_best, write_best
 from armillary.checkpoint._folder import Saved, sync_name
 from armillary.checkpoint._store import Content, Store, as_stored
 from armillary.cluster._join import get_peers
@@ -83,12 +84,12 @@ class Writer:
         self.thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
-    def start(self, number: int, content: Content) -> str:
-        """Starts a save. The last one must be over: call `sync` first."""
+    def start(self, number: int, content: Content, mark: Mark | None = None) -> str:
+        """Starts a save, of what is best if there is a mark; call `sync` before."""
         # On all processes: computations on shared arrays must be made by all.
         arrays = None if self._peers is None else self._as_arrays(content)
         path = decide(
-            "a save", lambda: self._start(number, content, arrays), self._peers
+            "a save", lambda: self._start(number, content, arrays, mark), self._peers
         )
         self._is_saving = True
         return path
@@ -116,7 +117,11 @@ class Writer:
         }
 
     def _start(
-        self, number: int, content: Content, arrays: dict[str, Any] | None
+        self,
+        number: int,
+        content: Content,
+        arrays: dict[str, Any] | None,
+        mark: Mark | None,
     ) -> str:
         path = self._directory / f"checkpoint_{number}"
         try:
@@ -132,6 +137,8 @@ class Writer:
             saved = _folder.list_directory(self._directory)[0]
             path = _folder.choose_path(self._directory, number, saved)
             saved.append(self._describe(path, number, saved, bool(arrays)))
+            if mark is not None:
+                write_best(self._directory, saved[-1], mark)
             self._store.write(
                 path,
                 arrays=arrays,
@@ -180,7 +187,24 @@ class Writer:
                 tell("saved", saved[-1].number, str(path))
         except Exception as error:
             self._failure = self._fail(path, error)
-            return
+        else:
+            self._remove_expired(saved)
+
+    def mark(self, path: str, mark: Mark, *, removes: bool) -> None:
+        """Calls a complete checkpoint the best one, in the first process."""
+        saved = _folder.read_header(epath.Path(path))
+        if isinstance(saved, Saved):
+            write_best(self._directory, saved, mark)
+        else:
+            logger.warning(
+                "`%s` is the best, but another program removed it while it was "
+                "evaluated. Let that one keep more of them (`max_to_keep`).",
+                path,
+            )
+        if removes:
+            self._remove_expired(_folder.list_directory(self._directory)[0])
+
+    def _remove_expired(self, saved: list[Saved]) -> None:
         expired, self._preserved_at = _folder.find_expired(
             saved,
             max_to_keep=self._max_to_keep,
@@ -189,12 +213,15 @@ class Writer:
         )
         for entry in expired if is_first() else ():
             try:
-                _folder.remove(entry.path)
+                # Read each time: another job may evaluate.
+                best = read_best(self._directory)
+                if best is None or best.saved != entry:
+                    _folder.remove(entry.path)
             except Exception as error:
                 logger.warning(
                     "`%s` is complete, but `%s` cannot be removed: %s. Look at its "
                     "rights, or keep all (`max_to_keep=None`).",
-                    path,
+                    saved[-1].path,
                     entry.path,
                     error,
                 )

@@ -37,7 +37,6 @@ from armillary.controller._saving import (
     restore_if_good,
     training_in,
     warn_of_unsaved,
-    watch_checkpoints,
 )
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.summary._summary_manager import SummaryManager
@@ -239,8 +238,9 @@ class Controller:
         interrupted, and at the ends of `epochs`. The end is evaluated exactly once: at
         `train_steps`, or where the data ended or a stop was requested.
 
-        A step is saved before it is evaluated, and a run that resumes there evaluates
-        it first. The last step is saved again if its evaluation, or an action, has
+        A step is saved before it is evaluated, if that is due, and a run that resumes
+        there evaluates it first. A new best (`keep_best` of the manager) is saved after
+        it. The last step is saved again if its evaluation, or an action, has
         changed what is saved.
 
         Args:
@@ -298,7 +298,8 @@ class Controller:
 
         Starts with those that are there, oldest first, and evaluates each once. One
         that is damaged, or deleted before it is restored, is skipped with a warning.
-        Nothing is written to the directory.
+        Nothing is written to the directory, but for which checkpoint is the best if the
+        manager has `keep_best`. The job that trains keeps that one.
 
         It also returns when the program that trains has ended well, and its last
         checkpoint is evaluated: there is a file `DONE` in the directory then. One that
@@ -317,7 +318,6 @@ class Controller:
             The output of the last evaluation, or `None` if there was none.
         """
         require(self, "evaluator", for_method="evaluate_continuously")
-        manager: Any = self.checkpoint_manager
         require(self, "checkpoint_manager", for_method="evaluate_continuously")
         check_num_steps("steps", steps)
         if timeout is not None:
@@ -328,8 +328,7 @@ class Controller:
             check_positive_int("until_step", until_step)
         self._run.stop.clear()
         output: Output = None
-        stop = self._run.stop
-        for path in watch_checkpoints(manager, stop, timeout, timeout_fn):
+        for path in self._saving.watch(timeout, timeout_fn):
             if not restore_if_good(self.restore_checkpoint, path):
                 continue
             output = self.evaluate(steps)
@@ -384,8 +383,9 @@ class Controller:
         return manager
 
     def _evaluate(self, steps: int, actions: Iterable[Action]) -> dict[str, Any]:
-        with self._display.on("eval", self._run.read_step()), self._watch():
-            return run_evaluations(self._run, self.evaluator, steps, actions)
+        run, saving, evaluator = self._run, self._saving, self.evaluator
+        with self._display.on("eval", run.read_step()), self._watch():
+            return run_evaluations(run, saving, evaluator, steps, actions)
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Ends the process, from another thread, if it is stuck."""

@@ -27,6 +27,7 @@ from armillary.typing import Action, Output
 
 if TYPE_CHECKING:
     from armillary.controller._run import Run
+    from armillary.controller._saving import Saving
 
 _NUM_DIGITS = 5
 _WIDTH = 80
@@ -200,7 +201,11 @@ def call_actions(actions: Iterable[Action], output: dict[str, Any]) -> None:
 
 
 def run_evaluations(
-    run: "Run", evaluator: Any, num_steps: int, actions: Iterable[Action]
+    run: "Run",
+    saving: "Saving",
+    evaluator: Any,
+    num_steps: int,
+    actions: Iterable[Action],
 ) -> dict[str, Any]:
     """Runs and reports one evaluation, or those that have names, which are nested."""
     step = run.read_step()
@@ -230,7 +235,9 @@ def run_evaluations(
         output = {name: evaluate(each, name) for name, each in evaluator.items()}
     else:
         output = evaluate(evaluator, "")
+    saving.note(output)
     with run.scope():
         call_actions(actions, output)
+    saving.save_best()
     add_record(run.history.eval, step, find_numbers(output))
     return output

@@ -122,7 +122,7 @@ def read_end(directory: str) -> str | None:
 
 
 def watch_checkpoints(
-    manager: "CheckpointManager",
+    manager: Any,
     stop: StopRequest,
     timeout: float | None,
     timeout_fn: Callable[[], bool] | None,
@@ -179,6 +179,9 @@ class Saving:
         self._num_actions = 0
         # Whether an evaluation has changed what was saved at its step.
         self._is_outdated = False
+        # The path of what was restored last; and whether the values are the best ones.
+        self._restored: str | None = None
+        self._is_best = self._is_watching = False
 
     def expect_evaluation(self, step: int | None) -> None:
         """Says where the next evaluation is to be, or where the data ends before."""
@@ -242,6 +245,31 @@ class Saving:
         topic = "whether an evaluation has changed what is saved"
         self._is_outdated = decide(topic, lambda: _differs(before, now), get_peers())
 
+    def watch(
+        self, timeout: float | None, timeout_fn: Callable[[], bool] | None
+    ) -> Iterator[str]:
+        """Yields the checkpoints of another job, one at a time, to be evaluated."""
+        self._is_watching = True
+        try:
+            stop, manager = self._run.stop, self.manager
+            yield from watch_checkpoints(manager, stop, timeout, timeout_fn)
+        finally:
+            self._is_watching = False
+
+    def note(self, output: Mapping[str, Any]) -> None:
+        """Tells the manager what an evaluation gave, before actions see it."""
+        is_own = self._run.trainer is not None and not self._is_watching
+        path = None if is_own else self._restored
+        if self.manager is not None and (is_own or path is not None):
+            self._is_best = self.manager.note_evaluation(output, path)
+
+    def save_best(self) -> None:
+        """Saves what the evaluation has found to be the best, unless that is done."""
+        if self._is_best and self.manager is not None:
+            self._is_best = False
+            if not self.manager.has_saved_step(self._run.read_step()):
+                self.save()
+
     def save(self) -> str | None:
         """Saves; returns the path, or `None` if nothing is written."""
         if self.manager is None:
@@ -278,6 +306,8 @@ class Saving:
                 restored = manager.restore(path)
             else:
                 restored = manager.restore_or_initialize()
+        here = self._run.directory
+        self._restored = restored if os.path.dirname(restored or "") == here else None
         if restored is not None:
             logger.info("restored from checkpoint: %s", restored)
             step = run.read_step()

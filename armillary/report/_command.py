@@ -67,7 +67,8 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     room = max(_LINE - sum(taken) - 3 * len(head) - 1, _FEWEST)
     for row, run in zip(rows, runs, strict=True):
         values = _last_values(run)
-        while len(values) > 1 and len(", ".join(values)) > room:
+        fewest = 1 if run.best is None else 2
+        while len(values) > fewest and len(", ".join(values)) > room:
             values[-2:] = ["..."]
         row.append(", ".join(values))
     table = make_table(head, rows, numbers=["step", "time", "goodput"])
@@ -85,6 +86,11 @@ def _describe(run: Run) -> dict[str, Any]:
         "attempts": None if goodput is None else goodput.num_attempts,
         "seconds": None if goodput is None else goodput.total_seconds,
         "goodput": None if goodput is None else goodput.goodput,
+        "best": run.best
+        and {
+            "checkpoint": str(run.best.saved.path),
+            **run.best.mark._asdict(),
+        },
         "values": {
             f"{source}/{metric}": points[-1][1]
             for (source, metric), points in run.curves.items()
@@ -98,10 +104,11 @@ def _as_row(run: Run) -> list[str]:
 
 
 def _last_values(run: Run) -> list[str]:
-    """Returns the last values of all metrics, of evaluations first."""
+    """Returns the best that is kept, and the last values, of evaluations first."""
     curves = [each for each in run.curves.items() if each[0][1] != SPEED]
     curves.sort(key=lambda each: each[0][0] == "train")
-    return [
+    best = [] if run.best is None else [str(run.best)]
+    return best + [
         printable(f"{source} {metric} {points[-1][1]:.4g}")
         for (source, metric), points in curves
     ]

@@ -252,7 +252,7 @@ def _overview(runs: Sequence[Run]) -> str:
 
 
 def _checkpoints(run: Run) -> str:
-    """Returns a row for each checkpoint, with the evaluations of its step."""
+    """Returns a row for each checkpoint, with evaluations of its step, and the best."""
     keys = sorted(key for key in run.curves if key[0] != "train")
     curves = [dict(run.curves[key]) for key in keys]
     rows = []
@@ -261,7 +261,8 @@ def _checkpoints(run: Run) -> str:
         measured = [show_number(curve.get(each.number)) for curve in curves]
         rows.append([*known, *measured, _text(each.path.relative_to(run.path))])
     head = ["step", "saved", *(f"{source} {metric}" for source, metric in keys)]
-    return _table([*head, "folder"], rows)
+    best = "" if run.best is None else f"<p>{_text(run.best)}</p>"
+    return _table([*head, "folder"], rows) + best
 
 
 def _model(run: Run) -> str:

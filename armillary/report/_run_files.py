@@ -9,6 +9,7 @@ from typing import Any
 
 from etils import epath
 
+from armillary.checkpoint._best import Best, read_best
 from armillary.checkpoint._folder import Saved, find_checkpoints
 from armillary.goodput._journal import FILE_NAME as GOODPUT_NAME
 from armillary.goodput._journal import (
@@ -33,6 +34,7 @@ class Run:
     records: tuple[Mapping[str, Any], ...]
     entries: tuple[Entry, ...]
     checkpoints: tuple[Saved, ...]
+    best: Best | None
 
     @property
     def step(self) -> int:
@@ -89,13 +91,15 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     path = Path(path)
     journals = find_journals(path)
     folders = [path, *(child for child in path.iterdir() if child.is_dir())]
-    saved = [each for f in folders for each in find_checkpoints(epath.Path(f))]
+    folders = [epath.Path(folder) for folder in folders]
+    saved = [each for folder in folders for each in find_checkpoints(folder)]
     return Run(
         name=name or path.resolve().name,
         path=path,
         records=tuple(read_metrics(path)),
         entries=tuple(read_entries(journals[0]) if len(journals) == 1 else ()),
         checkpoints=tuple(sorted(saved, key=lambda each: each.number)),
+        best=next(filter(None, map(read_best, folders)), None),
     )
 
 

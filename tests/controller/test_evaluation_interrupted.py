@@ -90,6 +90,8 @@ class Program(armillary.StandardTrainer, armillary.AbstractEvaluator):
             ),
             folder / "run",
             max_to_keep=2,
+            keep_best="loss",
+            higher_is_better=False,
             checkpoint_interval=checkpoint_interval,
         )
         actions: dict[str, list[Any]] = {
@@ -177,6 +179,7 @@ class Program(armillary.StandardTrainer, armillary.AbstractEvaluator):
             "best": self.best.get_state(),
             "stopping": self.stopping.get_state(),
             "best model": (number(best_path), total[...].item()),
+            "best checkpoint": number(str(self.manager.best_checkpoint)),
             "evaluations": evaluations,
         }
 

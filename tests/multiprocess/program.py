@@ -422,6 +422,16 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
     damage("bad/checkpoint_1", False)
     found["another folder"] = catch(lambda: good.restore(mine))
 
+    best = make("best", max_to_keep=1, keep_best="a", higher_is_better=False)
+    best.step_counter = lambda: number
+    found["best"] = []
+    for number, value in enumerate((3.0, 1.0, 2.0, 1.0, 0.5)):
+        # The first process decides, and all of them take its word.
+        if number != 3:
+            save(best, number)
+        found["best"].append(best.note_evaluation({"a": value + index}))
+    found["best"] += [Path(best.restore_best()).name, len(best.checkpoints)]
+
     manager = make("run")
     block(directory / "run", True)
     found["start"] = catch(lambda: manager.save(3))

@@ -63,6 +63,8 @@ def make_controller(
             armillary.Checkpoint(trainer=trainer, data=dataset),
             run_dir / "checkpoints",
             max_to_keep=None,
+            keep_best="accuracy",
+            higher_is_better=True,
             checkpoint_interval=3,
         ),
         **options,

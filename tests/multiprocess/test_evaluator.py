@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from etils import epath
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from armillary.actions import NewBestMetric
+from armillary.checkpoint._best import read_best
 from tests.conftest import REPOSITORY
 from tests.multiprocess import roles
 from tests.problems import make_strategy
@@ -41,6 +43,11 @@ def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     assert read_accuracies(tmp_path / "run" / "eval") == expected
     best = NewBestMetric("accuracy", higher_is_better=True, directory=tmp_path / "run")
     assert best.best_value == pytest.approx(max(expected.values()))
+    # Of equal ones the first: `max` takes that one.
+    step = max(expected, key=lambda step: expected[step])
+    for folder in ("run", "alone"):
+        found = read_best(epath.Path(tmp_path / folder / "checkpoints"))
+        assert found is not None and found.saved.number == step
     # The evaluator alone writes what belongs to evaluations, the chief all else.
     assert len(list((tmp_path / "run" / "eval").glob("events*"))) == 1
     tags = EventAccumulator(str(tmp_path / "run" / "train")).Reload().Tags()["scalars"]

@@ -45,6 +45,8 @@ def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path
     assert f", in {run_dir}/bad" in first["another folder"]
     assert f", in {run_dir}/good" in first["another folder"]
 
+    assert first["best"] == [False] * 5 + ["checkpoint_4", 1]
+
     # Process 0 alone could not write, and what follows is as if nothing had been.
     assert "checkpoint_3` failed: FileExistsError" in first["start"]
     assert first["after start"] == [str(run_dir / "run" / "checkpoint_3"), 1]

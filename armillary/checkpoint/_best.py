@@ -1,0 +1,119 @@
+"""Which checkpoint of a directory an evaluation found best: a file beside them says so.
+
+The file is written before a checkpoint has its name, and holds the best one before as
+well: what a crash left without a name does not count. A checkpoint is known by when it
+was saved, because names come again.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from armillary._checks import printable
+from armillary._records import find_numbers, write_whole
+from armillary.checkpoint._folder import Saved, read_header, sync_name
+
+_FILE_NAME = "BEST"
+
+
+class Mark(NamedTuple):
+    """What an evaluation gave, by the metric that decides which checkpoint is best."""
+
+    metric: str
+    higher_is_better: bool
+    value: float
+
+
+class Best(NamedTuple):
+    """The checkpoint that an evaluation found best."""
+
+    saved: Saved
+    mark: Mark
+
+    def __str__(self) -> str:
+        name, value = self.mark.metric, self.mark.value
+        return printable(f"best {name} {value:.5g} ({self.saved.path.name})")
+
+
+def read_best(directory: epath.Path) -> Best | None:
+    """Returns the best checkpoint, if an evaluation has found one and it is there."""
+    file = directory / _FILE_NAME
+    try:
+        for found in json.loads(file.read_bytes()):
+            saved = read_header(directory / found.pop("checkpoint"))
+            saved_at = found.pop("saved_at")
+            if isinstance(saved, Saved) and saved.saved_at == saved_at:
+                return Best(saved, Mark(**found))
+    except FileNotFoundError:
+        pass
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{file}` is not what was written ({type(error).__name__}: {error}), but "
+            "it says which checkpoint is the best. Delete it to begin anew."
+        ) from error
+    return None
+
+
+def write_best(directory: epath.Path, saved: Saved, mark: Mark) -> None:
+    """Says on the disk that a checkpoint, complete or not yet, is the best one."""
+    found, before = [Best(saved, mark)], read_best(directory)
+    if before is not None and before.saved != saved:
+        found.append(before)
+    text = json.dumps(
+        [
+            {"checkpoint": s.path.name, "saved_at": s.saved_at, **m._asdict()}
+            for s, m in found
+        ]
+    )
+    file = directory / _FILE_NAME
+    write_whole(file, text.encode(), f".{_FILE_NAME}.{os.getpid()}")
+    sync_name(directory)
+
+
+def check_best(
+    metric: Any, higher_is_better: Any, directory: epath.Path
+) -> tuple[str, bool] | None:
+    """Returns by what a checkpoint is the best, checked against the directory."""
+    if metric is None and higher_is_better is None:
+        return None
+    given = f"`keep_best` is {metric!r} and `higher_is_better` is {higher_is_better!r}"
+    if not (isinstance(metric, str) and metric and isinstance(higher_is_better, bool)):
+        raise ValueError(
+            f"{given}, but they must be the name of a metric and True or False. Use "
+            '`keep_best="accuracy", higher_is_better=True`.'
+        )
+    best = read_best(directory)
+    if best is not None and best.mark[:2] != (metric, higher_is_better):
+        raise ValueError(
+            f"{given}, but in {str(directory)!r} they were {best.mark[0]!r} and "
+            f"{best.mark[1]}. Use these, or delete its file `{_FILE_NAME}` to begin "
+            "anew."
+        )
+    return metric, higher_is_better
+
+
+def make_mark(best_by: tuple[str, bool], output: Mapping[str, Any]) -> Mark:
+    """Returns what an output says of the metric."""
+    numbers = find_numbers(output)
+    if best_by[0] not in numbers:
+        names = ", ".join(f"`{name}`" for name in numbers)
+        raise ValueError(
+            f"`keep_best` is {best_by[0]!r}, which the output of the evaluation does "
+            f"not have. Use one of its numbers ({names or 'there are none'})."
+        )
+    return Mark(*best_by, float(numbers[best_by[0]]))
+
+
+def is_best(mark: Mark, directory: epath.Path, step: int | None) -> bool:
+    """Returns whether the values at a step are the best so far."""
+    best = read_best(directory)
+    if best is None or math.isnan(mark.value):
+        return not math.isnan(mark.value)
+    if mark.value == best.mark.value:
+        # Ties keep the earlier; what is saved again takes the place of what was.
+        return best.saved.number == step
+    return (mark.value > best.mark.value) == mark.higher_is_better
