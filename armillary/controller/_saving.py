@@ -122,7 +122,7 @@ def read_end(directory: str) -> str | None:
 
 
 def watch_checkpoints(
-    manager: Any,
+    manager: "CheckpointManager",
     stop: StopRequest,
     timeout: float | None,
     timeout_fn: Callable[[], bool] | None,
@@ -249,10 +249,11 @@ class Saving:
         self, timeout: float | None, timeout_fn: Callable[[], bool] | None
     ) -> Iterator[str]:
         """Yields the checkpoints of another job, one at a time, to be evaluated."""
+        assert self.manager is not None  # The controller has looked.
         self._is_watching = True
         try:
-            stop, manager = self._run.stop, self.manager
-            yield from watch_checkpoints(manager, stop, timeout, timeout_fn)
+            stop = self._run.stop
+            yield from watch_checkpoints(self.manager, stop, timeout, timeout_fn)
         finally:
             self._is_watching = False
 
@@ -346,6 +347,8 @@ def _warn_of_missing(
             "not in it. Save it: `Checkpoint(model=model, optimizer=optimizer)`.",
             restored,
         )
+    if has_position(trainer) and any(value is trainer for value in objects.values()):
+        return
     # What saves the position for it, as an estimator does, has it as `dataset`.
     saved = [getattr(value, "dataset", value) for value in objects.values()]
     for dataset in flatten_datasets(trainer.train_dataset)[0]:

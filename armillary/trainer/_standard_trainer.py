@@ -170,7 +170,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         method = self._get_method(run, strategy, "train_step")
         return find_loop(run, method)
 
-    def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
+    def _start(self, num_steps: int, num_loops: int) -> "StartedLoops":
         check_positive_int("num_steps", num_steps)
         run = self._get_train()
         with self._in_strategy() as strategy:
@@ -180,10 +180,10 @@ class StandardTrainer(Runner, AbstractTrainer):
             loop.set_chunk_size(run.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return _StartedLoops(0, (), lambda _: [None])
+                return StartedLoops(0, (), lambda _: [None])
             if count := loop.count_loops(num_steps, num_loops):
                 arrays, make = loop.run_loops(num_steps, count)
-                return _StartedLoops(num_steps * count, arrays, make)
+                return StartedLoops(num_steps * count, arrays, make)
             self.train_loop_begin()
             num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps
@@ -193,11 +193,11 @@ class StandardTrainer(Runner, AbstractTrainer):
             except BaseException as error:
                 loop.fail(error)
                 raise
-            return _StartedLoops(num_run, (), lambda _: [output], check)
+            return StartedLoops(num_run, (), lambda _: [output], check)
 
     def _start_asynchronously(
         self, run: Run, strategy: ParameterServerStrategy, num_steps: int
-    ) -> "_StartedLoops":
+    ) -> "StartedLoops":
         loop = run.loop
         if not isinstance(loop, AsynchronousLoop) or not loop.serves(run, strategy):
             loop = run.loop = AsynchronousLoop(self, strategy, run)
@@ -206,10 +206,10 @@ class StandardTrainer(Runner, AbstractTrainer):
         self.data_exhausted = num_run < num_steps
         output = self.train_loop_end() if num_run else None
         output = loop.add_staleness(output)
-        return _StartedLoops(num_run, (), lambda _: [output])
+        return StartedLoops(num_run, (), lambda _: [output])
 
 
-class _StartedLoops(PendingLoops):
+class StartedLoops(PendingLoops):
     """Loops whose outputs are `make(arrays)`, with arrays that are on the device."""
 
     may_overlap = True
@@ -223,6 +223,11 @@ class _StartedLoops(PendingLoops):
     ) -> None:
         self.num_steps, self._check = num_steps, loop_check
         self._arrays, self._make = arrays, make
+
+    def change(self, change: Callable[[Output], Output]) -> None:
+        """Has each output changed on its way to whoever asks for it."""
+        make = self._make
+        self._make = lambda arrays: list(map(change, make(arrays)))
 
     def outputs(self) -> list[Output]:
         """Returns the output of each loop, without waiting."""

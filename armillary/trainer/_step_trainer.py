@@ -14,7 +14,6 @@ from armillary.distribute.replica._policy import create_global_step
 from armillary.errors import StateStructureError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import describe, is_array, is_equal, join_keys
-from armillary.trainer._contract import PendingLoops
 from armillary.trainer._runner import (
     StandardEvaluatorOptions,
     StandardTrainerOptions,
@@ -22,11 +21,10 @@ from armillary.trainer._runner import (
     flatten_datasets,
 )
 from armillary.trainer._standard_evaluator import StandardEvaluator
-from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
 from armillary.typing import Batch, Output, PyTree
 
 _MOST_METRICS = 64
-_METRICS_FIX = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
 
 
 class StepTrainer(StandardTrainer):
@@ -116,11 +114,6 @@ class StepTrainer(StandardTrainer):
     def train_loop_end(self) -> Output:
         return self._means.compute()
 
-    @property
-    def dataset(self) -> PyTree:
-        """The data set, whose position is saved with the trainer."""
-        return self.train_dataset
-
     def get_state(self) -> list[Any]:
         """Returns the position in each data set, `None` where there is none."""
         return [
@@ -147,14 +140,16 @@ class StepTrainer(StandardTrainer):
         self.state = result[0]
         self._means.add(result[1], batch)
 
-    def _start(self, num_steps: int, num_loops: int) -> Any:
+    def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 "`StepTrainer` replaces its whole state in each step, but under a "
                 "`ParameterServerStrategy` workers change single variables. Use a "
                 "`StandardTrainer` with Flax NNX, or another strategy."
             )
-        return _NamedLoops(super()._start(num_steps, num_loops), self._means.name)
+        started = super()._start(num_steps, num_loops)
+        started.change(self._means.name)
+        return started
 
 
 class StepEvaluator(StandardEvaluator):
@@ -211,25 +206,6 @@ class StepEvaluator(StandardEvaluator):
         self._means.add(self._step(self._trainer.state, batch), batch)
 
 
-class _NamedLoops(PendingLoops):
-    """Loops whose outputs get the names that the step gave them while it was traced."""
-
-    may_overlap = True
-
-    def __init__(self, started: Any, name: Callable[[Any], Output]) -> None:
-        self._started, self._name = started, name
-        self.num_steps = started.num_steps
-
-    def outputs(self) -> list[Output]:
-        return [self._name(output) for output in self._started.outputs()]
-
-    def fetch(self) -> list[Output]:
-        return [self._name(output) for output in self._started.fetch()]
-
-    def check(self, step: int | None = None) -> None:
-        self._started.check(step)
-
-
 class Means:
     """Means by number: which ones there are is known only when the step is traced."""
 
@@ -280,7 +256,8 @@ class Computed:
     """The user's metrics, which take what a step returns by name."""
 
     def __init__(self, metrics: Any) -> None:
-        check_methods("metrics", metrics, ["reset", "update", "compute"], _METRICS_FIX)
+        fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
+        check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
         self.metrics = metrics
 
     def reset(self) -> None:

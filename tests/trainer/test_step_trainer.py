@@ -268,3 +268,25 @@ def test_bad_arguments(arguments, error, message):
     given = {"step": drop, "state": make_plain(), "train_dataset": data, **arguments}
     with pytest.raises(error, match=message):
         armillary.StepTrainer(**given)
+
+
+def test_several_data_sets_are_saved_with_the_trainer(tmp_path, caplog):
+    def step(state, batches):
+        return {"sum": state["sum"] + batches[0]["x"].sum() + batches[1]["x"].sum()}, {}
+
+    def run(stop):
+        data = [from_arrays(DATA, batch_size=size, repeat=True) for size in (8, 4)]
+        trainer = armillary.StepTrainer(step, {"sum": jnp.zeros(())}, data)
+        checkpoint = armillary.Checkpoint(trainer=trainer)
+        armillary.Controller(
+            trainer=trainer,
+            global_step=trainer.global_step,
+            steps_per_loop=1,
+            checkpoint_manager=armillary.CheckpointManager(checkpoint, tmp_path),
+        ).train(stop)
+        return float(trainer.state["sum"])
+
+    run(2)
+    rows = [np.resize(X, (96, 3))[: 5 * size] for size in (8, 4)]
+    assert run(5) == pytest.approx(sum(each.sum() for each in rows), rel=1e-4)
+    assert "position of the training data" not in caplog.text
