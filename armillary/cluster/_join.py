@@ -300,8 +300,9 @@ def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline
     try:
         if parent is not None:
             key, timeout = f"{_LIFELINE_KEY}/{parent}", 1000 * _PARENT_SECONDS
-            host, port, key = json.loads(store.blocking_key_value_get(key, timeout))
-            connection = connect(host, port, key, index)
+            told = json.loads(store.blocking_key_value_get(key, timeout))
+            host, port, parents_token = told
+            connection = connect(host, port, parents_token, index)
             at = host = connection.getsockname()[0]
         if children:
             listener = listen(at)

@@ -129,15 +129,14 @@ class Restarts:
         self._last = last
         if is_own and restored and not self._is_evaluator:
             self._crashes[restored] += 1
-        if self._failures <= self._most:
-            if self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped:
-                self.count += 1
+        is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
+        if self._failures <= self._most and (is_bad or self._alike < MOST_ALIKE):
+            self.count += 1
+            why = ""
+            if is_bad:
                 self._has_skipped, self.skipped = True, restored
                 why = f"the first steps after `{restored}` failed twice: without it"
-                return None, f"restart {self._failures} of {self._most}", why
-            if self._alike < MOST_ALIKE:
-                self.count += 1
-                return None, f"restart {self._failures} of {self._most}", ""
+            return None, f"restart {self._failures} of {self._most}", why
         why = f"the last of {self._failures} failures"
         if self._alike >= MOST_ALIKE:
             why = f"the same failure {self._alike} times"

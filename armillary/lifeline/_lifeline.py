@@ -239,12 +239,11 @@ class Lifeline:
         """Returns what is known of each, and of the silent by whom they are heard."""
         traced = dict(self._sightings)
         for index, seen in traced.items():
-            is_behind = index in self._tree.members
-            place = index if is_behind else self._index
-            by = find_place(place, self._count)[0] if index != self._index else None
-            if by not in (None, index, self._index) and self._sightings[by].is_silent(
-                now
-            ):
+            place = index if index in self._tree.members else self._index
+            by = find_place(place, self._count)[0]
+            if index == self._index or by is None or by in (index, self._index):
+                continue
+            if self._sightings[by].is_silent(now):
                 traced[index] = seen._replace(by=by)
         return traced
 

@@ -7,6 +7,7 @@ answers.
 """
 
 import asyncio
+import functools
 import hmac
 import json
 import os
@@ -53,10 +54,10 @@ class Tree:
         loop = asyncio.get_running_loop()
         connection, listener, _ = self.ends
         if connection is not None:
-            make = lambda: _Connection(self, self.parent)  # noqa: E731
+            make = functools.partial(_Connection, self, self.parent)
             await loop.create_connection(make, sock=connection)
         if listener is not None:
-            make = lambda: _Connection(self)  # noqa: E731
+            make = functools.partial(_Connection, self)
             self._server = await loop.create_server(make, sock=listener)
 
     def send(self, indices: Iterable[int | None], kind: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary.data.sources._batch import check_batch
-from armillary.errors import BatchSizeError, DatasetStateError, TFRecordError
+from armillary.errors import ArmillaryError, BatchSizeError, DatasetStateError
 from armillary.typing import Batch, PyTree
 
 
@@ -158,7 +158,7 @@ class IndexedIterator:
             drawn.append((rows, (self._epoch, self._index)))
         if len(drawn) > 1:
             # An error comes with its own batch.
-            with contextlib.suppress(TFRecordError):
+            with contextlib.suppress(ArmillaryError):
                 read = dataset.read_rows(np.concatenate([rows for rows, _ in drawn]))
         for rows, place in drawn:
             start, stop = stop, stop + len(rows)

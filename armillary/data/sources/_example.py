@@ -189,10 +189,9 @@ def _find_lists(
             is_same[is_same] = texts[key[left[is_same]]] == name
             same, left = left[is_same], left[~is_same]
             if (place := places.get(name)) is not None:
-                is_plain[rows[same]] &= (
-                    lists[place, 0, rows[same]] == 0
-                )  # Or it is twice.
-                lists[place][:, rows[same]] = kind[same], inner[same], stop[same]
+                found = rows[same]
+                is_plain[found] &= lists[place, 0, found] == 0  # Or it is there twice.
+                lists[place][:, found] = kind[same], inner[same], stop[same]
             elif name.decode(errors="ignore").encode() != name:
                 is_plain[rows[same]] = False
     return is_plain, lists
