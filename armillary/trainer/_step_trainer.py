@@ -130,11 +130,13 @@ class StepTrainer(StandardTrainer):
 
     def _run(self, batch: Batch) -> None:
         result = self._step(self.state, batch)
-        if not isinstance(result, tuple) or len(result) != 2:
+        is_tuple = isinstance(result, tuple)
+        if not is_tuple or len(result) != 2:
+            shown = f"{len(result)} values" if is_tuple else describe(result)
             raise TypeError(
-                f"`step` returned {describe(result)}, but it must return a pair: the "
-                "state after the step, and its metrics. Write `return state, metrics`, "
-                "with `{}` if there are none."
+                f"`step` returned {shown}, but it must return a pair: the state after "
+                "the step, and its metrics. Write `return state, metrics`, with `{}` "
+                "if there are none."
             )
         check_state(self.state, result[0])
         self.state = result[0]
