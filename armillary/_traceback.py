@@ -93,8 +93,10 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def mark_public(namespace: dict[str, Any]) -> None:
-    """Marks the functions and constructors of a package's `__all__`, where they are."""
-    for name in namespace["__all__"]:
+    """Marks what is in a package's `__all__`, by default all names that it has."""
+    kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
+    own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
+    for name in namespace.setdefault("__all__", own):
         value = home = namespace.get(name)
         if isinstance(value, type):
             name = "__init__"

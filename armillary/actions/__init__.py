@@ -25,15 +25,4 @@ from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,
 )
 
-__all__ = [
-    "ConditionalAction",
-    "EarlyStopping",
-    "ExportFileManager",
-    "ExportModel",
-    "NewBestMetric",
-    "PeriodicAction",
-    "Profile",
-    "SaveCheckpointIfPreempted",
-]
-
 _mark_public(globals())

@@ -30,6 +30,4 @@ from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
 from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
 from armillary.checkpoint._selection import RestoreReport as RestoreReport
 
-__all__ = ["Checkpoint", "CheckpointManager", "RestoreReport"]
-
 _mark_public(globals())

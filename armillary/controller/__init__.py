@@ -9,6 +9,4 @@ from armillary.controller._controller import Controller as Controller
 from armillary.controller._outputs import History as History
 from armillary.controller._outputs import RunOutput as RunOutput
 
-__all__ = ["Controller", "History", "RunOutput"]
-
 _mark_public(globals())

@@ -22,21 +22,4 @@ from armillary.data.sources._source import SourceIterator as SourceIterator
 from armillary.data.sources._tfrecord import TFRecordDataset as TFRecordDataset
 from armillary.data.sources._tfrecord import from_tfrecords as from_tfrecords
 
-__all__ = [
-    "ArrayDataset",
-    "DistributedDataset",
-    "DistributedIterator",
-    "FixedLenFeature",
-    "HuggingFaceDataset",
-    "InputContext",
-    "InputOptions",
-    "Source",
-    "SourceIterator",
-    "TFRecordDataset",
-    "as_source",
-    "from_arrays",
-    "from_huggingface",
-    "from_tfrecords",
-]
-
 _mark_public(globals())

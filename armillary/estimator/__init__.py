@@ -36,15 +36,4 @@ from armillary.estimator._run_config import EvalSpec as EvalSpec
 from armillary.estimator._run_config import RunConfig as RunConfig
 from armillary.estimator._run_config import TrainSpec as TrainSpec
 
-__all__ = [
-    "Estimator",
-    "EstimatorSpec",
-    "EvalSpec",
-    "ModeKeys",
-    "Modules",
-    "RunConfig",
-    "TrainSpec",
-    "train_and_evaluate",
-]
-
 _mark_public(globals())

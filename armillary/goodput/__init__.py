@@ -12,6 +12,4 @@ from armillary.goodput._journal import Goodput as Goodput
 from armillary.goodput._journal import read_goodput as read_goodput
 from armillary.goodput._stopwatch import Category as Category
 
-__all__ = ["Category", "Goodput", "read_goodput"]
-
 _mark_public(globals())

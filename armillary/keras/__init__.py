@@ -19,6 +19,4 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.keras._trainer import KerasEvaluator as KerasEvaluator
 from armillary.keras._trainer import KerasTrainer as KerasTrainer
 
-__all__ = ["KerasEvaluator", "KerasTrainer"]
-
 _mark_public(globals())

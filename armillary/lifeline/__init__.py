@@ -8,5 +8,3 @@ the main thread and a save end, and ends with `ExitCode.RESTART_REQUESTED`.
 JAX's coordination service takes 8 s for that, counts a stopped process as dead, and
 aborts in C++ without a name or an exit code of ours (measured with JAX 0.10.2).
 """
-
-__all__: list[str] = []

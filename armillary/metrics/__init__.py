@@ -24,16 +24,4 @@ from armillary.metrics._labeled import Precision as Precision
 from armillary.metrics._labeled import Recall as Recall
 from armillary.metrics._labeled import TopKAccuracy as TopKAccuracy
 
-__all__ = [
-    "AUC",
-    "ConfusionMatrix",
-    "Distribution",
-    "F1Score",
-    "MeanAbsoluteError",
-    "MeanSquaredError",
-    "Precision",
-    "Recall",
-    "TopKAccuracy",
-]
-
 _mark_public(globals())

@@ -8,6 +8,4 @@ from armillary.parameter_server._strategy import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 
-__all__ = ["ParameterServerStrategy"]
-
 _mark_public(globals())

@@ -4,5 +4,3 @@
 Both read what a `Controller` has written: `metrics.jsonl`, `goodput.jsonl` and its
 checkpoints.
 """
-
-__all__: list[str] = []

@@ -6,5 +6,3 @@ new values, and puts the old arrays back. One walk (`_walk`) finds the slots, an
 that a step could read as a constant; `_holders`, `_nnx` and `_keras` know what can hold
 what. The difference of two walks tells whether a trace is still good.
 """
-
-__all__: list[str] = []

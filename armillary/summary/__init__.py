@@ -31,16 +31,4 @@ from armillary.summary._summary_manager import SummaryManager as SummaryManager
 from armillary.summary._summary_manager import SummaryWriter as SummaryWriter
 from armillary.summary._summary_manager import TensorBoardWriter as TensorBoardWriter
 
-__all__ = [
-    "Histogram",
-    "Image",
-    "MlflowWriter",
-    "SummaryManager",
-    "SummaryWriter",
-    "TensorBoardWriter",
-    "Text",
-    "WandbWriter",
-    "read_metrics",
-]
-
 _mark_public(globals())

@@ -12,6 +12,4 @@ from armillary.testing._asserts import (
 )
 from armillary.testing._asserts import find_collectives as find_collectives
 
-__all__ = ["assert_collectives", "assert_strategies_agree", "find_collectives"]
-
 _mark_public(globals())

@@ -22,17 +22,4 @@ from armillary.trainer._standard_trainer import StandardTrainer as StandardTrain
 from armillary.trainer._step_trainer import StepEvaluator as StepEvaluator
 from armillary.trainer._step_trainer import StepTrainer as StepTrainer
 
-__all__ = [
-    "AbstractEvaluator",
-    "AbstractTrainer",
-    "PendingLoops",
-    "StandardEvaluator",
-    "StandardEvaluatorOptions",
-    "StandardTrainer",
-    "StandardTrainerOptions",
-    "StepEvaluator",
-    "StepTrainer",
-    "predict",
-]
-
 _mark_public(globals())

@@ -7,6 +7,4 @@ Armillary's own programs are compiled is not among them: `_compile.py` chooses t
 from armillary._traceback import mark_public as _mark_public
 from armillary.xla._compile import use_compilation_cache as use_compilation_cache
 
-__all__ = ["use_compilation_cache"]
-
 _mark_public(globals())

@@ -92,7 +92,7 @@ def find_callables() -> dict[str, Callable[..., Any]]:
     found: dict[str, Any] = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
-        for name in module.__all__:
+        for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
             is_kind = isinstance(value, type)
             if is_kind and issubclass(value, enum.Enum | BaseException | tuple):

@@ -1,3 +1,1 @@
 """What each scheduler tells a process: which one it is, of how many, and who leads."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """How batches reach a loop: split over replicas, read ahead, stacked into chunks."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """How a step becomes a device program, with its state in the places it belongs."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """What holds inside `strategy.run`: values, reductions, policies and proofs."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """The strategies: one device, several devices, several processes."""
-
-__all__: list[str] = []
