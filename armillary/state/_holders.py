@@ -30,7 +30,6 @@ _TRANSPARENT = {
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",
     "armillary.estimator._runners.EstimatorTrainer",
-    "armillary.trainer._step_trainer.Computed",
     "armillary.trainer._step_trainer.Means",
     "armillary.trainer._step_trainer.StepEvaluator",
     "armillary.trainer._step_trainer.StepTrainer",
@@ -203,6 +202,14 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
 def _is_leaf(kind: type) -> bool:
     leaves = jax.Array | Tracer | np.ndarray | np.generic | set | frozenset | type
     return kind in PLAIN or issubclass(kind, leaves)
+
+
+def is_unchanging(part: Part) -> bool:
+    """Returns whether what a part holds stays: a tuple, or a frozen class's slots."""
+    if part.kind is _TUPLE:
+        return True
+    parameters = getattr(type(part.source), "__dataclass_params__", None)
+    return part.kind is _MEMBERS and parameters is not None and parameters.frozen
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:

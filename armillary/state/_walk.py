@@ -33,6 +33,7 @@ from armillary.state._holders import (
     global_names,
     is_claimed,
     is_mutable_leaf,
+    is_unchanging,
     part_of,
     parts_of,
 )
@@ -268,6 +269,8 @@ class Watch:
                     leads = {n for n, child in walk.edges[root] if child in leading}
                     only = sorted({*leads, *(names or ())}.difference(left_out))
                     self._looks.append((part, (), only))
+                elif is_unchanging(part):
+                    continue  # and what it holds is watched by itself
                 elif part.kind is METADATA:
                     self._metadata.append((part.source, part.held))
                 elif left_out or part.kind not in (ITEMS, ATTRIBUTES, SEQUENCE):

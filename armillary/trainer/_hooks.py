@@ -71,7 +71,7 @@ def map_output(fn: Callable[[Any], Any], output: Any) -> Any:
 
 
 def without_python(hook: _Hook) -> _Hook:
-    """Marks a hook of the library's own that may be traced, whatever its code calls."""
+    """Marks a hook or metric of our own that may be traced, whatever its code calls."""
     setattr(hook, _MARK, True)
     return hook
 
@@ -214,7 +214,9 @@ def _is_nnx(value: Any, kind: str) -> bool:
 
 
 def _is_metric(value: Any) -> bool:
-    """Returns whether a value is a metric of Flax, and made of such alone."""
+    """Returns whether a value is a metric of Flax made of such alone, or our own."""
+    if getattr(type(value), _MARK, False):
+        return True
     is_of_flax = type(value).__module__.startswith("flax.")
     if not (is_of_flax and _is_nnx(value, "Metric")):
         return False

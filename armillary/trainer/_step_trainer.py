@@ -14,6 +14,7 @@ from armillary.distribute.replica._policy import create_global_step
 from armillary.errors import StateStructureError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import describe, is_array, is_equal, join_keys
+from armillary.trainer._hooks import without_python
 from armillary.trainer._runner import (
     StandardEvaluatorOptions,
     StandardTrainerOptions,
@@ -100,19 +101,19 @@ class StepTrainer(StandardTrainer):
                 f"`state` is {state!r:.80}, which has no array, so that no step could "
                 "change it. Give parameters and optimizer state, as a pytree."
             )
-        self._step, self._means = step, make_means(metrics)
+        self._step, self._metrics = step, make_metrics(metrics)
         self.state = jax.tree.map(_own, state)
         self.global_step = create_global_step()
 
     def train_loop_begin(self) -> None:
-        self._means.reset()
+        self._metrics.reset()
 
     def train_step(self, iterator: Any) -> None:
         self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
         self.global_step[...] += 1
 
     def train_loop_end(self) -> Output:
-        return self._means.compute()
+        return self._metrics.compute()
 
     def get_state(self) -> list[Any]:
         """Returns the position in each data set, `None` where there is none."""
@@ -140,7 +141,7 @@ class StepTrainer(StandardTrainer):
             )
         check_state(self.state, result[0])
         self.state = result[0]
-        self._means.add(result[1], batch)
+        add_metrics(self._metrics, result[1], batch)
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):
@@ -150,7 +151,8 @@ class StepTrainer(StandardTrainer):
                 "`StandardTrainer` with Flax NNX, or another strategy."
             )
         started = super()._start(num_steps, num_loops)
-        started.change(self._means.name)
+        if isinstance(self._metrics, Means):
+            started.change(self._metrics.name)
         return started
 
 
@@ -192,22 +194,26 @@ class StepEvaluator(StandardEvaluator):
         check_methods("trainer", trainer, ["state"], "Give the `StepTrainer`.")
         self.strategy = getattr(trainer, "strategy", None) or get_strategy()
         self._step, self._trainer = step, trainer
-        self._means = make_means(metrics)
+        self._metrics = make_metrics(metrics)
 
     def eval_begin(self) -> None:
-        self._means.reset()
+        self._metrics.reset()
 
     def eval_step(self, iterator: Any) -> None:
         self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
 
     def eval_end(self, *state: Any) -> Output:
         del state
-        return self._means.name(self._means.compute())
+        output = self._metrics.compute()
+        is_mean = isinstance(self._metrics, Means)
+        return self._metrics.name(output) if is_mean else output
 
     def _run(self, batch: Batch) -> None:
-        self._means.add(self._step(self._trainer.state, batch), batch)
+        result = self._step(self._trainer.state, batch)
+        add_metrics(self._metrics, result, batch)
 
 
+@without_python
 class Means:
     """Means by number: which ones there are is known only when the step is traced."""
 
@@ -223,8 +229,8 @@ class Means:
         for each in (self.total, self.weight):
             each[...] = jnp.zeros_like(each[...])
 
-    def add(self, metrics: Any, batch: Batch) -> None:
-        leaves, self.structure = jax.tree.flatten(_check_metrics(metrics))
+    def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
+        leaves, self.structure = jax.tree.flatten(metrics)
         if len(leaves) > _MOST_METRICS:
             raise ValueError(
                 f"`step` returned {len(leaves)} metrics, but at most {_MOST_METRICS} "
@@ -254,39 +260,23 @@ class Means:
         return jax.tree.unflatten(self.structure, means[:count])
 
 
-class Computed:
-    """The user's metrics, which take what a step returns by name."""
-
-    def __init__(self, metrics: Any) -> None:
+def make_metrics(metrics: Any) -> Any:
+    if metrics is not None:
         fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
         check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
-        self.metrics = metrics
-
-    def reset(self) -> None:
-        self.metrics.reset()
-
-    def add(self, metrics: Any, batch: Batch) -> None:
-        del batch
-        self.metrics.update(**_check_metrics(metrics))
-
-    def compute(self) -> Any:
-        return self.metrics.compute()
-
-    def name(self, output: Any) -> Output:
-        return output
+    return Means() if metrics is None else metrics
 
 
-def make_means(metrics: Any) -> Any:
-    return Means() if metrics is None else Computed(metrics)
-
-
-def _check_metrics(metrics: Any) -> Mapping[str, Any]:
+def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
     if not isinstance(metrics, Mapping | None):
         raise TypeError(
             f"`step` returned {describe(metrics)} as its metrics, but they must be a "
             'dictionary. Write, for example, `{"loss": loss}`.'
         )
-    return metrics or {}
+    if isinstance(to, Means):
+        to.add(metrics or {}, batch)
+    else:
+        to.update(**(metrics or {}))
 
 
 def _is_data(leaf: Any) -> bool:

@@ -15,6 +15,7 @@ CONTESTANTS = {
     "reference-scan": "benchmarks.contestants.reference:ReferenceScan",
     "armillary": "benchmarks.contestants.controller:ControllerContestant",
     "armillary-saving": "benchmarks.contestants.controller:SavingContestant",
+    "armillary-step": "benchmarks.contestants.controller:StepContestant",
     "armillary-keras": (
         "benchmarks.contestants.keras_controller:KerasControllerContestant"
     ),

@@ -13,10 +13,15 @@ from flax import nnx
 import armillary
 from benchmarks.contestants import SAVE_INTERVAL
 from benchmarks.contestants.environment import prepare
-from benchmarks.contestants.functional import DTYPES, SEED, make_optimizer
+from benchmarks.contestants.functional import (
+    DTYPES,
+    SEED,
+    make_functional,
+    make_optimizer,
+)
 from benchmarks.contestants.rows import SHUFFLE_SEED, make_grain_dataset
 from benchmarks.models import make_model
-from benchmarks.protocol import Options
+from benchmarks.protocol import Options, UnsupportedError
 from benchmarks.tasks import Task
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -117,6 +122,51 @@ class SavingContestant(ControllerContestant):
             max_to_keep=2,
             checkpoint_interval=SAVE_INTERVAL,
         )
+
+
+class StepContestant(ControllerContestant):
+    """Armillary's `StepTrainer` around the step of the references."""
+
+    def setup(self, task: Task, options: Options) -> None:
+        """Builds state, data and controller.
+
+        Raises:
+            UnsupportedError: On several devices: the step of the references has no
+                reduction.
+        """
+        prepare(options)
+        if options.devices > 1:
+            raise UnsupportedError("The step of the references has no reduction.")
+        self.facts: dict[str, Any] = {}
+        self._log = capture_log()
+        strategy = make_strategy(1)
+        functional = make_functional(task, options.dtype)
+
+        def step(state: Any, batch: Any) -> Any:
+            state, loss = functional.step(state, batch)
+            return state, {"loss": loss}
+
+        self.trainer = armillary.StepTrainer(
+            step,
+            functional.state,
+            make_dataset(task, options, strategy),
+            strategy=strategy,
+        )
+        self.controller = armillary.Controller(
+            trainer=self.trainer,
+            global_step=self.trainer.global_step,
+            strategy=strategy,
+            steps_per_loop=options.steps_per_loop,
+        )
+        self.num_parameters = len(functional.state[0])
+        self._num_steps = 0
+
+    def run(self, num_steps: int) -> float:
+        """Runs steps; returns the mean loss of the last loop."""
+        self._log.lines.clear()
+        self._num_steps += num_steps
+        history = self.controller.train(self._num_steps)
+        return float(history["loss"][-1])
 
 
 def make_strategy(devices: int) -> armillary.distribute.Strategy:

@@ -1,5 +1,6 @@
 """`StepTrainer` and `StepEvaluator`: pure functions of any pytree and a batch."""
 
+import dataclasses
 import functools
 import re
 
@@ -34,6 +35,11 @@ class Net(equinox.Module):
 
     def __call__(self, x):
         return self.dropout(self.activation(self.layer(x)), key=jax.random.key(0))[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenNumbers:
+    values: list[float]
 
 
 def loss_of(predictions, batch):
@@ -208,6 +214,33 @@ def test_metrics_of_flax_take_what_a_step_returns():
     )
     # With weights of zero, the second logit wins where it is above zero.
     assert evaluator.evaluate(-1) == {"accuracy": 1.0}
+
+
+def test_several_loops_are_one_program():
+    fused, single = make_trainer("plain"), make_trainer("plain")
+    single.train(5)  # the first start comes before there is a program to fuse
+    fused.train(5)
+    started = fused.start(5, 3)
+    assert started.num_steps == 15
+    assert started.fetch() == [single.train(5) for _ in range(3)]
+
+
+def test_a_value_in_a_tuple_of_a_step_may_change():
+    settings = ({"rate": 1.0}, FrozenNumbers([2.0]))
+
+    def step(state, batch):
+        rate = settings[0]["rate"] * settings[1].values[0]
+        return state + rate + 0 * jnp.mean(batch["y"]), {}
+
+    trainer = armillary.StepTrainer(
+        step, jnp.zeros(()), from_arrays(DATA, batch_size=8)
+    )
+    trainer.train(2)
+    settings[0]["rate"] = 10.0
+    trainer.train(1)
+    settings[1].values[0] = 100.0
+    trainer.train(1)
+    assert trainer.state == 2 * 2 + 20 + 1000
 
 
 def test_an_update_without_a_reduction_is_refused():
