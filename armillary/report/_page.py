@@ -31,6 +31,7 @@ _LAYOUT = {
     "font": {"family": "system-ui, sans-serif", "size": 13},
     "legend": {"orientation": "h", "y": -0.28},
     "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#9198a1"},
+    "xaxis": {"title": {"standoff": 6}},
     "template": "none",
 }
 # After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;
@@ -160,7 +161,7 @@ def _draw_curve(
     if num_hidden:
         title += f" ({num_hidden} values that are not finite are left out)"
     figure.update_layout(title=title, hovermode="x unified")
-    figure.update_xaxes(title="step")
+    figure.update_xaxes(title_text="step")
     return figure
 
 
@@ -215,7 +216,7 @@ def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
             )
     if known:
         figure.update_layout(barmode="stack")
-        figure.update_xaxes(title=unit)
+        figure.update_xaxes(title_text=unit)
         yield figure
 
 
