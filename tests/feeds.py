@@ -12,15 +12,15 @@ from armillary.data.feed._reader import BatchReader
 
 
 def open_feed(
-    *datasets: DistributedDataset, exact: bool = False, name: str | None = None
+    *datasets: DistributedDataset, in_pieces: bool = False, name: str | None = None
 ) -> Feed[Any]:
     """Returns a feed that was not started."""
-    return Feed(datasets, exact=exact, begins_anew=exact, name=name)
+    return Feed(datasets, in_pieces=in_pieces, begins_anew=in_pieces, name=name)
 
 
-def open_reader(dataset: DistributedDataset, *, exact: bool = False) -> BatchReader:
+def open_reader(dataset: DistributedDataset, *, in_pieces: bool = False) -> BatchReader:
     """Returns what reads the next pass over a dataset."""
-    feed = open_feed(dataset, exact=exact)
+    feed = open_feed(dataset, in_pieces=in_pieces)
     (reader,) = feed.readers
     vars(reader)["its_feed"] = feed  # With the feed, its readers are closed.
     return reader
@@ -29,12 +29,12 @@ def open_reader(dataset: DistributedDataset, *, exact: bool = False) -> BatchRea
 def open_chunks(
     *datasets: DistributedDataset,
     batches_per_step: tuple[int, ...] = (1,),
-    exact: bool = False,
+    in_pieces: bool = False,
     prefetch: int = 1,
     **options: int,
 ) -> Feed[Chunk]:
     """Returns a feed of chunks; `options` are those of `ChunkBuilder`."""
-    feed = open_feed(*datasets, exact=exact)
+    feed = open_feed(*datasets, in_pieces=in_pieces)
     feed.start(ChunkBuilder(batches_per_step, **options).build, prefetch)  # pyright: ignore[reportArgumentType]
     return feed
 

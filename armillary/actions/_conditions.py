@@ -1,9 +1,8 @@
 """Actions and what they are made of: conditions, periods, and what all are told.
 
-A controller tells each action, and each one inside another, which step counter is its
-own (`bind_step_counter`), that a call that trains begins (`begin_training`), and that
-it has ended, in whatever way (`end_training`). An action has the methods of these
-names, or does not care.
+A controller tells each action, and each one inside another, its step counter
+(`bind_step_counter`), and that a call that trains begins or has ended, in whatever way
+(`begin_training`, `end_training`), if the action has a method of this name.
 """
 
 import json

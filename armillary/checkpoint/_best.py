@@ -1,8 +1,7 @@
 """Which checkpoint of a directory an evaluation found best: a file beside them says so.
 
-The file is written before a checkpoint has its name, and holds the best one before as
-well: what a crash left without a name does not count. A checkpoint is known by when it
-was saved, because names come again.
+It is written before a checkpoint has its name, so it holds the best one before as well.
+A checkpoint is known by when it was saved, because names come again.
 """
 
 import json

@@ -1,8 +1,7 @@
 """What a checkpoint holds: the slots of objects, and the states of others.
 
-An object takes part with the arrays in its slots, with what its `get_state` returns, or
-with both. Slots are looked up again at every save and restore, because objects may be
-built lazily, and each place counts once, under the name it is reached by first.
+Slots are looked up again at every save and restore, because objects may be built
+lazily; each place counts once, under the name that it is reached by first.
 """
 
 import inspect
@@ -131,11 +130,7 @@ class Checkpoint:
         return restored[0]
 
     def read_content(self) -> Content:
-        """Returns the values of all objects now, without copying arrays.
-
-        Raises:
-            CheckpointError: If the memory of an array was given to a program.
-        """
+        """Returns the values of all objects now, without copying arrays."""
         leaves = self.read_leaves()
         donated = [
             path
@@ -153,11 +148,7 @@ class Checkpoint:
         return Content(leaves, describe_leaves(leaves), states)
 
     def read_leaves(self) -> dict[str, Any]:
-        """Returns what the slots hold now, by path.
-
-        Raises:
-            ValueError: If two places have the same path.
-        """
+        """Returns what the slots hold now, by path."""
         leaves: dict[str, Any] = {}
         twice: list[str] = []
         for slot in self._find_slots():
@@ -179,17 +170,13 @@ class Checkpoint:
         states: Mapping[str, Any],
         may_refuse: Collection[str] = (),
     ) -> dict[str, str]:
-        """Puts values into all objects; if one refuses, all get their old values back.
-
-        Arrays come first, so that an object whose state depends on arrays sees the new
-        ones in `set_state`. Objects that `may_refuse` keep their state if one process
-        refuses the new one; returns what they said.
-        """
+        """Puts values into all objects, or none; returns what `may_refuse` said."""
         slots = self._find_slots()
         before = [slot.read() for slot in slots]
         undo: dict[str, Any] = {}
         refused: dict[str, str] = {}
         try:
+            # First, so that `set_state` sees the new ones.
             for slot in slots:
                 slot.write([leaves[path] for path in slot.paths])
             for name, state in states.items():

@@ -1,31 +1,24 @@
 """The folders of a directory, on a disk: which are checkpoints, and which of them go.
 
 A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise (a
-run may go back to an older checkpoint), so the order is that of saving, by the serial
-number in the header. Saving a number again makes `checkpoint_<number>.<revision>`, and
-the older one goes only then: there is a complete one at every moment, no folder is ever
-overwritten, and a path never gets another content while it exists. Everything else in
-the directory belongs to others and is not touched.
+run may go back), so the order is that of saving, by the serial number in the header.
+Saving a number again makes `checkpoint_<number>.<revision>`, and the older one goes
+only then: a complete one is there at every moment, and no folder is overwritten.
 
-A file outlasts a power cut once its content is on the disk, its name in the folder
-above is, and so on up to the root. Writing, closing and renaming promise none of that,
-only `fsync` does. An object store has on its disks what it has taken.
+A file outlasts a power cut once `fsync` has been called for it, and for each folder up
+to the root. An object store has on its disks what it has taken.
 
-The arrays that TensorStore stores have no checksums, so that a flipped bit would be
-loaded as another weight. So the last file of a checkpoint lists the sizes and CRC-32
-sums of the others, has a sum of its own, and is compared before anything is decoded. It
-finds what disks and copies do to a file, and is no protection from someone who means
-it.
+TensorStore's arrays have no checksums, so that a flipped bit would be another weight.
+So the last file of a checkpoint lists sizes and CRC-32 sums of the others, and has one
+itself: against disks and copies, and not against someone who means it.
 """
 
 import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,12 +82,10 @@ def read_header(path: epath.Path) -> Saved | str:
             damage = _compare(path, _HEADER, read_checksums(path)[_HEADER])
             if damage is not None:
                 return damage
-        value = json.loads(_regular(path / _HEADER).read_bytes())
+        value = json.loads((path / _HEADER).read_bytes())
         if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
             return f"`{_HEADER}` is of another version of Armillary, or another library"
         saved = Saved(path, **value)
-        if not math.isfinite(saved.number + saved.serial):
-            return f"`{_HEADER}` is not what was written"
     except FileNotFoundError:
         return f"`{_HEADER}` is missing"
     except OSError as error:
@@ -247,7 +238,7 @@ def write_checksums(folder: epath.Path) -> None:
 def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
     """Returns the size and CRC-32 of each file; a `ValueError` says what is wrong."""
     try:
-        sums = json.loads(_regular(folder / CHECKSUM_FILE).read_bytes())
+        sums = json.loads((folder / CHECKSUM_FILE).read_bytes())
         if sums.keys() == {"crc", "files"}:
             crc, sums = sums["crc"], sums["files"]
             if crc != _sum_up(sums):
@@ -294,16 +285,9 @@ def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | Non
     return None
 
 
-def _regular(file: epath.Path) -> epath.Path:
-    """Returns a file; a pipe or a device, which never ends, is an error."""
-    if "://" not in str(file) and not stat.S_ISREG(os.stat(file).st_mode):
-        raise OSError("not a regular file")
-    return file
-
-
 def _measure(file: epath.Path) -> tuple[int, int]:
     size = crc = 0
-    with _regular(file).open("rb") as stream:
+    with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
             size += len(block)
             crc = zlib.crc32(block, crc)

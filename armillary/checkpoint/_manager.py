@@ -1,7 +1,4 @@
-"""The manager of a directory of checkpoints: what to save, when, and what to restore.
-
-How a save runs in the background is in `_writer`, how one is read in `_reader`.
-"""
+"""The manager of a directory of checkpoints: what to save, when, what to restore."""
 
 import dataclasses
 import functools

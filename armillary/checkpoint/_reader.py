@@ -1,12 +1,8 @@
 """Restores one checkpoint: verify, compare, read everything, and only then write.
 
 Damage is found by checksums alone, before anything is decoded. What fails after that is
-not the disk's doing, so an older checkpoint would not help: it is an error of the
-program or of the machine, and `restore_latest` lets it through.
-
-Of several processes, each judges whether a checkpoint is good, because each reads it: a
-cache or a disk may show one of them something else. What one refuses, nobody restores:
-processes that restored different ones would train a mixture.
+no damage, so an older checkpoint would not help. Of several processes each judges, for
+a cache or a disk may show it something else; what one refuses, nobody restores.
 """
 
 import contextlib

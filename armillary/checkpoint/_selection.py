@@ -1,9 +1,8 @@
 """Which values of a checkpoint go where in a program, and which may be left out.
 
-A part is named by a path, and is everything at that path or below it: `model/backbone`
-has `model/backbone/kernel`. What is selected must be the same in a checkpoint and a
-program, except in parts that may differ: each of those is restored whole, or stays
-whole as the program made it.
+A part is named by a path, and is everything at that path or below it. What is selected
+must be the same on both sides, except in parts that may differ: each of those is
+restored whole, or stays whole as the program made it.
 """
 
 import itertools
@@ -126,10 +125,7 @@ def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
 
 
 def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
-    """Returns the largest parts that have some of `differing` and none of `matching`.
-
-    Of many, these are the first few, and one alone is as it is.
-    """
+    """Returns the largest parts, the first few, with some of `differing` alone."""
     above = {part for name in matching for part in _parts_with(name)}
     parts = {
         next((part for part in _parts_with(name) if part not in above), name)

@@ -1,14 +1,11 @@
 """Reads and writes one checkpoint folder. Only this file knows Orbax.
 
 Three items make a folder: `arrays` (a flat dictionary from path to array), `manifest`
-and `header` (JSON). Orbax writes them under a temporary name, we add their checksums,
-and Orbax renames the folder when all of it is on the disk. Before `write` returns,
-Orbax has copied device memory, or, for CPU devices, holds a reference that keeps XLA
-from reusing the buffer of a donated array; tests pin that.
-
-Orbax stores plain arrays. A typed random key is stored as its data, and unsigned
-integers of less than a byte as bytes. An array goes back to where the program's own
-array is: its sharding and memory kind, and whether it is bound to its devices at all.
+and `header` (JSON). Orbax writes them under a temporary name, and renames the folder
+when all is on the disk. Before `write` returns, it has copied device memory, or, for
+CPU devices, holds a reference that keeps XLA from reusing a donated buffer (tested).
+A typed random key is stored as its data, small unsigned integers as bytes. An array
+goes back to where the program's own is: sharding, memory kind, and whether it is bound.
 """
 
 import dataclasses
@@ -158,11 +155,7 @@ class Store:
         header: Mapping[str, Any],
         earlier: Sequence[threading.Thread] = (),
     ) -> None:
-        """Starts writing a new folder; returns once the arrays may change again.
-
-        It gets its name only when `earlier` threads have ended: saves of other
-        directories, of which this one may speak, such as that of the best model.
-        """
+        """Starts writing a new folder; returns once the arrays may change again."""
         import orbax.checkpoint as ocp
 
         if self._writer is None:
@@ -174,6 +167,7 @@ class Store:
         }
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
+        # It gets its name after saves of other directories, of which it may speak.
         self._earlier = earlier
         self._writer.save(path, args=ocp.args.Composite(**items))
 
@@ -275,10 +269,7 @@ def _alone() -> Any:
 
 @functools.cache
 def _quiet_failures() -> None:
-    """Drops a hundred lines that Orbax's threads print of a save that failed.
-
-    They would hide the error that `Store.wait` raises.
-    """
+    """Drops lines of Orbax on a failed save, which hide the error of `Store.wait`."""
 
     def is_news(record: logging.LogRecord) -> bool:
         frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()

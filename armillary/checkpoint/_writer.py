@@ -1,14 +1,11 @@
 """Saves in the background, and removes old checkpoints afterwards.
 
-Saving is in two parts. `start` blocks until the arrays may change again, which is at
-most a copy from device to host. A thread then waits until all of it is on the disk
-and, only after that, removes what is superseded or expired: neither a failed save nor a
-power cut costs an older checkpoint.
+`start` blocks until the arrays may change again. A thread then waits until all of it is
+on the disk and, only after that, removes what is superseded or expired.
 
 Of several processes, process 0 alone writes, and chooses paths. Arrays that are divided
-between processes travel to it, one after the other. The others learn what it did. Where
-it fails with a `CheckpointError`, all raise that error: nobody is left waiting, and a
-program that handles it can go on.
+travel to it, one after the other. Where it fails with a `CheckpointError`, all raise
+that error: nobody is left waiting, and a program that handles it can go on.
 """
 
 import contextlib
@@ -17,7 +14,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
-from time import sleep, time
+from time import time
 from typing import Any, TypeVar
 
 from etils import epath
@@ -35,7 +32,6 @@ from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
 T = TypeVar("T")
-_REMOVAL_DELAYS = (0.0, 0.05, 0.2, 0.5)
 _writers: "weakref.WeakSet[Writer]" = weakref.WeakSet()
 
 
@@ -237,14 +233,11 @@ class Writer:
     def _fail(self, path: epath.Path, error: Exception) -> CheckpointError:
         """Gives back the space of a save that failed, and returns what to say."""
         self._store = Store()  # The threads of one that failed end by themselves.
-        # Orbax reports the first of its threads that fails. What another one still
-        # writes is removed by the next try, or before the next save.
+        # What another thread of Orbax still writes is removed before the next save.
         self._has_cleaned = False
-        for delay in _REMOVAL_DELAYS if is_first() else ():
-            sleep(delay)
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if is_first():
                 _folder.remove_leftovers(self._directory, f"{path.name}.")
-                break
         failure = CheckpointError(
             f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
             "complete, and earlier checkpoints are as they were. Make room, and start "
@@ -264,11 +257,9 @@ def find_running() -> list[threading.Thread]:
 def _finish_before_exit() -> None:
     """Has saves that are running completed when the program ends, however it does.
 
-    `atexit` runs too late: by then no executor takes work any more, and the save would
-    be lost (python/cpython#148280). Executors are closed by a hook of this same kind,
-    which is older and runs later, since a save has imported them. In Python 3.12.0 to
-    3.12.2 no hook can wait for a save, because no thread starts once the main one has
-    ended (python/cpython#113964), so `pyproject.toml` excludes them.
+    `atexit` runs too late: no executor takes work any more (python/cpython#148280). A
+    hook of this kind is newer than theirs, and runs before. In Python 3.12.0 to 3.12.2
+    none can wait for a save (python/cpython#113964): `pyproject.toml` excludes them.
     """
 
     def finish() -> None:

@@ -1,8 +1,7 @@
 """The outer loop: trains, evaluates, saves, restores, logs and stops.
 
-Read `Controller.train_and_evaluate` first: everything else is what it calls. A *loop*
-is one call of `trainer.train`; whatever happens between steps happens at the boundary
-of two loops, in the order of `Loops.train_until`.
+A *loop* is one call of `trainer.train`; whatever happens between steps happens at the
+boundary of two loops, in the order of `Loops.train_until`.
 """
 
 import contextlib

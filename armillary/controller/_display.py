@@ -1,12 +1,10 @@
 """What a run tells of itself: what it trains, at its start, and then signs of life.
 
-A thread looks at the phase that the goodput recorder is in. In a terminal it keeps one
-line up to date. Elsewhere it logs one line when a phase takes long. It reads attributes
-that the training thread sets, and never touches a device.
-
+A thread looks at the phase that the goodput recorder is in, never at a device. In a
+terminal it keeps one line up to date; elsewhere it logs one when a phase takes long.
 The line is no `Live` of Rich: that hides the cursor, and log handlers that were made
-before it write past it. Here whatever Python writes passes through `write` of the
-stream, which wipes the line first; the next `show` draws it again.
+before it write past it. Here all that Python writes passes through `write` of the
+stream, which wipes the line first.
 """
 
 import contextlib

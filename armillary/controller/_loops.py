@@ -1,12 +1,8 @@
 """Trains from loop to loop, past saves and epochs, up to a step or the data's end.
 
-A trainer starts its programs and returns before the device has run them. To look at the
-loss of a loop is to wait for it, so the next loops are started first, where that can
-be: the device always has work. A thread waits from the start, and so knows when loops
-have ended: that gives the steps per second.
-
-Where nothing has to happen between loops, the trainer is asked for several at once, so
-many that they take a moment. How many, no result depends on.
+To look at the loss of a loop is to wait for it. So the next loops are started before,
+where that can be, and a thread that waits knows when they have ended. Where nothing has
+to happen between loops, the trainer is asked for so many that they take a moment.
 """
 
 import math
@@ -172,7 +168,7 @@ class Loops:
     def _report_outputs(self) -> None:
         while self._outputs:
             # What begins while the device runs steps hides behind them.
-            is_hidden = self._pending and self._pending[-1].is_running
+            is_hidden = self._pending and not self._pending[-1].outcome.done()
             category = Category.STEPPING if is_hidden else Category.OTHER
             with self._run.goodput.phase(category):
                 self._report_loop(*self._outputs.popleft())
@@ -281,22 +277,17 @@ class StartedLoops:
             fetched = [fetch_output(each, "trainer.train") for each in started.fetch()]
             return fetched, read_step(), time.perf_counter()
 
-        self._outcome = executor.submit(wait)
+        self.outcome = executor.submit(wait)
         if started.num_steps is not None:
             self.reached = step + started.num_steps
         else:
             self.reached = read_step() if self._data_ended else step + num_steps
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the device still runs them."""
-        return not self._outcome.done()
-
     def fetch(
         self, last_end: float
     ) -> tuple[list[tuple[int, int, dict[str, Any]]], float, float]:
         """Waits for the loops; returns steps and outputs, seconds, and their end."""
-        outputs, reached, end = self._outcome.result()
+        outputs, reached, end = self.outcome.result()
         self._started.check(self.step)
         self._check_step(reached, self._num_steps * len(outputs))
         steps = [self.step + n * self._num_steps for n in range(len(outputs))]

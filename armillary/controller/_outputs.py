@@ -34,10 +34,9 @@ _WIDTH = 80
 
 
 class Records(Mapping[str, list[float]]):
-    """Scalars by name: for each name a list, with one number for each step.
+    """Scalars by name: a list for each, with one number for each step, NaN for none.
 
-    A number is NaN where its name was missing. Nested outputs have names such as
-    `"train/loss"`; what is no scalar is left out.
+    Nested outputs have names such as `"train/loss"`; what is no scalar is left out.
     """
 
     def __init__(self) -> None:

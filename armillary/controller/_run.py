@@ -149,13 +149,11 @@ class StopRequest:
             self.reason = reason
 
     def is_agreed(self) -> bool:
-        """Returns whether any process requested a stop; all of them must ask.
-
-        Between two loops, the answer stays what it was when it was asked for first.
-        """
+        """Returns whether any process requested a stop; all of them must ask."""
         peers = get_peers()
         if peers is None:
             return self.reason is not None
+        # Between two loops, it stays what it was when it was asked for first.
         boundary = peers.boundary
         if not self._is_agreed and self._asked_at != boundary.num_expired:
             self._asked_at = boundary.num_expired

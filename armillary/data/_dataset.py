@@ -1,8 +1,4 @@
-"""Datasets that yield batches spread over replicas, from a position that can be saved.
-
-A `BatchReader` reads the source and shares batches between replicas, a `Gather` makes
-of them what a step receives, and a `Feed` says what was used of them.
-"""
+"""Datasets that yield batches spread over replicas, from a position to be saved."""
 
 import contextlib
 import json
@@ -100,12 +96,12 @@ class DistributedDataset:
         """How far to place batches ahead; processes that must agree only read ahead."""
         return 0 if self.is_agreed else self.options.prefetch
 
-    def open_reader(self, *, exact: bool, begins_anew: bool) -> BatchReader:
+    def open_reader(self, *, in_pieces: bool, begins_anew: bool) -> BatchReader:
         """Returns what a feed reads; its arguments are the feed's."""
         waiting = self._waiting
         if waiting is None or (waiting[0].is_exhausted and begins_anew):
             waiting = self._open_next()
-        self._reader = BatchReader(self, *waiting, exact=exact)
+        self._reader = BatchReader(self, *waiting, in_pieces=in_pieces)
         self._waiting = None
         self._next_epoch = waiting[0].epoch + 1
         return self._reader
@@ -160,7 +156,7 @@ class DistributedDataset:
                 "`element_spec`. Pass a data set with at least one example."
             )
         types, position = self._first
-        splitter = Splitter(self, exact=False)
+        splitter = Splitter(self, in_pieces=False)
         return self.gather.rows(splitter.describe(types, position.full_size or 0))
 
     @property
@@ -260,7 +256,7 @@ class DistributedIterator:
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._layout = dataset.layout
-        self._feed: Feed[Piece] = Feed([dataset], exact=False, begins_anew=True)
+        self._feed: Feed[Piece] = Feed([dataset], in_pieces=False, begins_anew=True)
         self._feed.start(place_pieces, dataset.prefetch)
 
     def __iter__(self) -> "DistributedIterator":

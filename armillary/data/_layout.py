@@ -136,11 +136,9 @@ class BatchLayout(Protocol):
     """Puts host arrays where the replicas of this process expect them.
 
     If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, of
-    which a process has the rows of its `local_replicas`. Otherwise they have shape
-    `(batch, ...)`, any batch size fits, and each process has all of it. `num_replicas`
-    are those of all processes, which are the `peers`, None if there are no others;
-    `devices` are those of this one. A batch has at most `num_shares` parts, each with
-    its own devices.
+    which a process has the rows of its `local_replicas`; else `(batch, ...)`, all on
+    each. `num_replicas` are those of all processes, the `peers`, None if there are no
+    others; `devices` are this one's. A batch has at most `num_shares` parts.
     """
 
     @property

@@ -53,9 +53,7 @@ def distribute(
     make_data: Callable[[InputContext], Any], strategy: Strategy, *, is_training: bool
 ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
     """Returns data, and what features and labels of one replica's batch look like."""
-    # A step of training needs a batch for each replica; an evaluation counts every
-    # example once in any case. Rows that some replicas lack cannot travel between
-    # processes.
+    # A step of training needs a batch for each replica, and no rows of other processes.
     remainder = "exact" if strategy.peers is None else "drop"
     options = InputOptions(remainder=remainder if is_training else None)
     dataset = strategy.distribute_datasets_from_function(make_data, options)

@@ -1,15 +1,12 @@
 """`model.fit` of Keras on the devices of a strategy.
 
-A model that was made or compiled under `strategy.scope()` trains, evaluates and
-predicts on the devices of the strategy: variables are copied to all of them, or divided
-where the strategy divides state, and so is each global batch, by XLA. The program is
-that of a single device, so the numbers are those of one replica for any model. A batch
-that the devices cannot share equally runs whole on each of them.
+A model that was made or compiled under `strategy.scope()` runs on the devices of the
+strategy: XLA copies or divides variables and each global batch. The program is that of
+a single device, so the numbers are those of one replica. A batch that the devices
+cannot share equally runs whole on each.
 
-Keras decides by a global setting where a model runs, and once for all batches how they
-are divided. So the methods of `keras.Model` that run a model are wrapped, when a
-strategy is made or its scope is entered with Keras loaded; for other models they do
-what they did.
+Keras decides where a model runs by a global setting. So the methods of `keras.Model`
+that run one are wrapped, once Keras is loaded; for other models they do what they did.
 """
 
 import functools

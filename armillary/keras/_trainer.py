@@ -64,7 +64,8 @@ def _install() -> None:
     Trainer._aggregate_additional_loss = aggregate_and_scale
 
 
-def check_compiled(model: Any) -> None:
+def prepare(model: Any, dataset: Any) -> DistributedDataset:
+    """Returns a dataset, once all variables of a model are there, to be restored."""
     keras = import_optional("keras", "Keras, on which `armillary.keras` runs,", "keras")
     check_backend()
     if not isinstance(model, keras.Model):
@@ -86,13 +87,6 @@ def check_compiled(model: Any) -> None:
                 "`armillary.StandardTrainer` (or `eval_step` of a "
                 "`StandardEvaluator`)."
             )
-
-
-def prepare(model: Any, dataset: Any) -> DistributedDataset:
-    """Returns a dataset, once all variables of a model are there, to be restored."""
-    check_compiled(model)
-    import keras
-
     if not isinstance(dataset, DistributedDataset):
         dataset = get_strategy().distribute_dataset(dataset)
     spec = jax.tree.map(

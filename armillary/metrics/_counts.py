@@ -1,9 +1,8 @@
 """What metrics are made of, and metrics of numbers.
 
-JAX has integers of 32 bits only, unless told otherwise, and floats of 32 bits stop
-counting at 16,777,216. An epoch of images has more pixels than either can count. So an
-integer is held in three parts, of 16 bits each but the last. Parts are sums, so the
-copies of replicas add up part by part, whatever was carried from one to the next.
+JAX has integers of 32 bits only, unless told otherwise, too few for an epoch of pixels.
+So an integer is held in three parts, of 16 bits each but the last. Parts are sums, so
+the copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
 from collections.abc import Callable

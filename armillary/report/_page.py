@@ -1,8 +1,4 @@
-"""The page: tables and charts of one run or of several, in one file.
-
-Plotly draws the charts. Colors of text and grids belong to the page, which has a light
-and a dark one.
-"""
+"""The page: tables and charts (by Plotly) of one run or of several, in one file."""
 
 import base64
 import gzip

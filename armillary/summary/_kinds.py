@@ -1,7 +1,4 @@
-"""What a summary holds besides a number: a distribution, images, text.
-
-Each is a pytree, so that arrays in it are kept and fetched as all others are.
-"""
+"""What a summary holds besides a number, as pytrees: a distribution, images, text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -18,17 +18,12 @@ from armillary._checks import check_path
 from armillary._records import LinesFile, as_json, from_json, read_lines
 
 FILE_NAME = "metrics.jsonl"
-_KINDS = (dict, int, int), (dict, int, float)
 _FIELDS = {"record", "time", "step"}
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
-    """Appends the records of one controller, in the first process of a job.
-
-    Without a directory that is local, nothing is written; if it `is_of_training`,
-    nothing before a record `"start"`.
-    """
+    """Appends the records of a controller; `is_of_training`, from a `"start"` on."""
 
     def __init__(
         self,
@@ -88,8 +83,6 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if not (isinstance(record, dict) and record.keys() >= _FIELDS):
                 continue
             values = record.get("values") or {}
-            if (type(values), type(record["step"]), type(record["time"])) not in _KINDS:
-                continue
             values.update({name: from_json(value) for name, value in values.items()})
             # Of one file, the order of lines counts: a clock may go back.
             latest = max(latest, record["time"])

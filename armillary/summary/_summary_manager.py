@@ -1,9 +1,7 @@
 """Writes nested outputs: one directory, and one event file, for each level of nesting.
 
-tensorboardX provides the record format and the protocol buffers. Its own writer class
-is not used: it hands events to a thread whose queue `flush` does not drain, and it
-names files by the second, so a quick restart would overwrite the file of the run that
-it resumes.
+tensorboardX provides the format, but not the writer: `flush` of its own does not drain
+a queue, and names by the second let a quick restart overwrite the file it goes on from.
 """
 
 import importlib

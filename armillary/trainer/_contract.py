@@ -1,6 +1,5 @@
 """The inner loops: what a controller asks of a trainer and of an evaluator.
 
-A `Controller` runs the outer loop and calls these two for many steps at a time.
 `StandardTrainer` and `StandardEvaluator` implement them around one compiled step;
 derive from the classes here to write an inner loop by hand.
 """

@@ -1,7 +1,4 @@
-"""The program of a training loop for devices that are not there.
-
-The code that makes the one that runs (`StepPrograms`) makes it of types.
-"""
+"""The program of a training loop for devices that are not there, made of types."""
 
 import math
 from collections.abc import Iterator
@@ -53,11 +50,7 @@ def described(
     steps_per_loop: int | None = None,
     per_replica_batch: int | None = None,
 ) -> Iterator[DescribedLoop]:
-    """Traces the loop of a trainer for devices that are not there, to be lowered.
-
-    One batch of each dataset is looked at, and not used. Each share of it keeps its
-    number of examples, unless `per_replica_batch` is another one.
-    """
+    """Traces the loop of a trainer for devices that are not there, to be lowered."""
     if trainer._has_own_train():
         raise ValueError(
             f"{type(trainer).__name__} has a `train` of its own, so there is no loop "
@@ -73,9 +66,8 @@ def described(
         options = method.options
         num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
-            gathers = [
-                replace(each.gather, layout=strategy.layout) for each in datasets
-            ]
+            layout = strategy.layout  # of those devices
+            gathers = [replace(each.gather, layout=layout) for each in datasets]
             programs = StepPrograms(method, gathers, structure)
             programs.find_hooks()
             flat = programs.find_state()
@@ -93,7 +85,7 @@ def described(
                 step=program.step.program,
                 depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
                 capacity=chunk.capacity,
-                num_shares=strategy.layout.num_shares,  # of those devices
+                num_shares=layout.num_shares,
                 share_size=jax.tree.leaves(shares[0])[0].shape[0],
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),

@@ -1,16 +1,12 @@
 """Guards the loops of a trainer: values that are not finite, copies that differ.
 
-After each step the new values are looked at in one pass. Only if one of them is bad,
-infinite or not a number, the second look counts, for each array, whether there are more
-of them than before the step: a log that is padded with NaN, or a best value that starts
-at infinity, is no failure. What was found (`Health`) travels from program to program,
-and whether a step has ended training is an input of each: after such a step no other
-has an effect. So nobody waits for it, and the next loop may start before the
-`LoopCheck` of the last one is resolved, which must be before its state counts as good.
+After each step the new values are looked at in one pass. Only if one is infinite or not
+a number, it counts whether there are more of them in an array than before the step.
+What was found (`Health`) travels from program to program: after a step that ended
+training no other has an effect, so nobody waits before the `LoopCheck` is resolved.
 
-Both looks are on the far side of a branch. XLA does not merge operations across one,
-so the step is compiled to the same instructions as without them, and gives the same
-bits.
+Both looks are on the far side of a branch, across which XLA merges no operations: so
+the step gives the same bits as without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,10 +57,7 @@ class Health(NamedTuple):
 
 
 class StepGuard:
-    """Decides, on all replicas alike, whether a step counts.
-
-    `types` are those of the arrays of the state, of which the step changes `changed`.
-    """
+    """Decides, on all replicas alike, whether a step counts that changes `changed`."""
 
     def __init__(
         self,
@@ -90,10 +83,7 @@ class StepGuard:
     def check(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
-        """Returns the arrays that the step may leave, and what is known after it.
-
-        `old` and `new` are the arrays of `changed` before and after it.
-        """
+        """Returns the arrays that the step may leave, and what is known after it."""
 
         def are_finite(arrays: Sequence[Any]) -> Any:
             if not arrays:
@@ -121,9 +111,9 @@ class StepGuard:
     ) -> tuple[list[Any], Health]:
         before, after = (
             largest_on_replicas(
-                self._mesh, _count_bad, [all_[i] for i in self._checked]
+                self._mesh, _count_bad, [each[i] for i in self._checked]
             )
-            for all_ in (old, new)
+            for each in (old, new)
         )
         is_bad = jnp.any(after > before) & ~health.is_halted
         undo = is_bad | health.is_halted
@@ -217,15 +207,13 @@ class LoopGuard:
 class LoopCheck:
     """Tells whether the steps of one loop are good.
 
-    If one has ended training, `halt` is called with the positions of the data before
-    it, and the indices of the arrays that it left bad; it says where they come from.
-    `positions` are those at the start of the loop and after each of its steps.
+    `halt` gets the positions of data before a bad step, and which arrays it left bad.
     """
 
     name: str
     paths: Sequence[str]
     num_steps: int
-    positions: list[tuple[Position, ...]]
+    positions: list[tuple[Position, ...]]  # at its start, and after each of its steps
     health: Health | None = None
     checksums: Any = None
     halt: Halt = lambda position, bad: None

@@ -1,10 +1,8 @@
 """What a trainer does where a loop begins and ends, as part of the compiled program.
 
-`train_loop_begin` and `train_loop_end` are Python. Where they are part of the program,
-many loops are one program, and Python's time between two loops is gone. They may be if
-Python need not run: if all they do is to reset metrics, set arrays, and compute numbers
-from them. Either the user says so (`compile_hooks=True`), or their code shows it. What
-is not known to compute only has Python, so the list of what is known is short.
+With `train_loop_begin` and `train_loop_end` in it, many loops are one program. They may
+be if they need no Python, and only reset metrics, set arrays, and compute numbers from
+them: the user says so (`compile_hooks=True`), or their code shows it.
 """
 
 import ast

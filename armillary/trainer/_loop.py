@@ -1,8 +1,6 @@
-"""Runs a user's step many times, over chunks of batches.
+"""Runs a user's step many times, over chunks of batches, by a program for each kind.
 
-`Loop` moves through the data: take a chunk, run those of its steps that are asked for
-with the program for it (`StepPrograms`), mark them as used. The first batches are only
-looked at: what a step takes of them shows when it is traced.
+The first batches are only looked at: what a step takes of them shows when it is traced.
 """
 
 import functools
@@ -44,19 +42,14 @@ def choose_chunk_size(num_steps: int) -> int:
 
 
 class Loop:
-    """Runs one step of the user's over one nest of datasets.
-
-    Attributes:
-        datasets: The datasets, without the structure of their nest.
-        feed: Reads them; a new one for each pass that begins anew.
-    """
+    """Runs one step of the user's over one nest of datasets."""
 
     def __init__(self, method: StepMethod, nest: PyTree) -> None:
         self._method, self._strategy, self._nest = method, method.strategy, nest
         datasets, self._structure = flatten_datasets(nest)
         self.datasets = [distribute(data, self._strategy) for data in datasets]
         self._steps_per_chunk = method.options.steps_per_chunk
-        self.feed = self._open_feed(begins_anew=method.exact)
+        self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
         gathers = [data.gather for data in self.datasets]
         self._programs = StepPrograms(method, gathers, self._structure)
@@ -64,15 +57,17 @@ class Loop:
     def serves(self, method: StepMethod, nest: PyTree) -> bool:
         """Returns whether this loop was made for these arguments."""
         own = self._method
-        is_open = method.exact or not self.feed.is_closed  # `exact` opens it anew
+        # An evaluation opens it anew.
+        is_open = method.is_evaluation or not self.feed.is_closed
         is_alike = method.keep_results == own.keep_results
         parts = (nest, method.strategy, method.options)
         own_parts = (self._nest, own.strategy, own.options)
         return is_open and is_alike and all(map(operator.is_, parts, own_parts))
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
-        exact, name = self._method.exact, self._method.name
-        return Feed(self.datasets, exact=exact, begins_anew=begins_anew, name=name)
+        in_pieces, name = self._method.is_evaluation, self._method.name
+        data = self.datasets
+        return Feed(data, in_pieces=in_pieces, begins_anew=begins_anew, name=name)
 
     def reopen(self) -> None:
         """Begins a new pass over the datasets."""
@@ -82,11 +77,9 @@ class Loop:
     def begin_epoch(self, epochs: int) -> int:
         """Begins the next pass, if the last one has ended; see `AbstractTrainer`."""
         if len(self.datasets) > 1 or self.datasets[0].is_endless:
-            reason = (
-                "repeats its data for ever"
-                if len(self.datasets) == 1
-                else f"has {len(self.datasets)} datasets, which end at different steps"
-            )
+            reason = f"has {len(self.datasets)} datasets, which end at different steps"
+            if len(self.datasets) == 1:
+                reason = "repeats its data for ever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
                 "step, or make one data set without `repeat=True`."
@@ -146,12 +139,10 @@ class Loop:
     # Loops with the hooks of the trainer
 
     def count_loops(self, num_steps: int, num_loops: int) -> int:
-        """Finds the state; returns how many loops `run_loops` can run, with hooks.
-
-        Those that fit into what is left of a chunk. Others have their hooks in Python.
-        """
+        """Finds the state; returns how many loops `run_loops` can run, with hooks."""
         if self._programs.find_hooks() is None or (chunk := self._next_chunk()) is None:
             return 0
+        # Others have their hooks in Python.
         room = (chunk.num_steps - self.feed.offset) // num_steps
         return min(num_loops, room, self._programs.get(chunk).most_loops)
 
@@ -195,10 +186,7 @@ class Loop:
         return self._guard.check(self._halt)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
-        """Yields what each step returned; -1 runs until the data ends.
-
-        The first pieces of a batch that runs as several smaller steps do not count.
-        """
+        """Yields what each step returned; -1 runs until the data ends."""
         self.set_chunk_size(FEW_STEPS if num_steps == -1 else num_steps)
         for _, results in self._run(num_steps):
             yield from results
@@ -250,10 +238,7 @@ class Loop:
         *,
         is_last: bool = True,
     ) -> list[jax.Array]:
-        """Starts a program that runs steps of a chunk; returns the arrays it puts out.
-
-        `is_last` says that the slots are to hold what it makes of them.
-        """
+        """Starts steps of a chunk, the `is_last` or not; returns the arrays put out."""
         program, feed, guard = self._programs.get(chunk), self.feed, self._guard
         start = feed.offset
         with flat.lent(program.changed) as (donated, others):

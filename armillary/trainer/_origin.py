@@ -35,10 +35,7 @@ def find_origin(
     batch_paths: Sequence[str],
     bad: Sequence[int],
 ) -> str | None:
-    """Returns a sentence on what left the arrays `bad` of a state bad, if it is known.
-
-    The step gets the arrays of the state and of its batches, which have these paths.
-    """
+    """Returns a sentence on what left the arrays `bad` of a state bad, if known."""
     # Paths of the batch, then equations, after those that they are within.
     causes: list[Any] = list(batch_paths)
 

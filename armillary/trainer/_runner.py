@@ -25,13 +25,7 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """What trainers and evaluators have in common: see `StandardTrainerOptions`.
-
-    What a trainer alone can be told is off here.
-
-    Raises:
-        ValueError: If a number is below 1.
-    """
+    """What trainers and evaluators have in common: see `StandardTrainerOptions`."""
 
     compile_loop: bool = True
     compile_step: bool = True
@@ -39,6 +33,7 @@ class LoopOptions:
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
     max_shapes: int = 1
+    # What a trainer alone can be told is off here.
     on_non_finite: str | None = field(default=None, init=False, repr=False)
     check_replicas_every: int | None = field(default=None, init=False, repr=False)
     compile_hooks: bool | None = field(default=False, init=False, repr=False)
@@ -187,7 +182,6 @@ class StepMethod(NamedTuple):
     name: str  # for messages
     strategy: Strategy
     options: LoopOptions
-    exact: bool = False  # whether every example is used, in smaller steps if it must
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
@@ -197,7 +191,7 @@ class StepMethod(NamedTuple):
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it is to leave the model as it is."""
+        """Whether it leaves the model as it is, and uses every example, in pieces."""
         return self.name.startswith("eval")
 
     @property
@@ -251,7 +245,7 @@ class Runner:
         return vars(self)[attribute]
 
     def _get_method(
-        self, run: Run, strategy: Strategy, name: str, *modes: bool
+        self, run: Run, strategy: Strategy, name: str, *, keep_results: bool = False
     ) -> StepMethod:
         """Returns a step of this object, as its options have it run."""
         if hasattr(inspect.getattr_static(self, name), "lower"):
@@ -260,7 +254,7 @@ class Runner:
                 "trainer. Remove the decorator: the loop compiles its steps."
             )
         step = getattr(self, name)
-        return StepMethod(self, step, name, strategy, run.options, *modes)
+        return StepMethod(self, step, name, strategy, run.options, keep_results)
 
 
 def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:

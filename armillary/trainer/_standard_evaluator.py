@@ -1,8 +1,4 @@
-"""Steps over all of the data, each example once: an evaluation, or predictions.
-
-The evaluation is after Orbit's `StandardEvaluator`: the user writes one step, and what
-to make of its results.
-"""
+"""Steps over all data, each example once: after Orbit's evaluator, or predictions."""
 
 import abc
 import dataclasses
@@ -147,8 +143,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         run = self._get_eval()
         with self._in_strategy() as strategy:
             state = self.eval_begin()
-            modes, last = (True, state is not None), run.loop
-            method = self._get_method(run, strategy, "eval_step", *modes)
+            last, keeps = run.loop, state is not None
+            method = self._get_method(run, strategy, "eval_step", keep_results=keeps)
             loop = find_loop(run, method)
             if num_steps == -1 and all(data.is_endless for data in loop.datasets):
                 raise ValueError(
@@ -235,7 +231,7 @@ def _predict(
     fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
 ) -> Iterator[PyTree]:
     step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
-    feed: Feed[Piece] = Feed([dataset], exact=True)
+    feed: Feed[Piece] = Feed([dataset], in_pieces=True)
     feed.start(place_pieces, dataset.prefetch)
 
     def start() -> Iterator[tuple[Piece, PyTree]]:

@@ -1,8 +1,4 @@
-"""The training loop most programs need: begin, many compiled steps, end.
-
-After Orbit's `StandardTrainer`: the user writes one step, the library runs it many
-times in one device program.
-"""
+"""The training loop most programs need, after Orbit's `StandardTrainer`."""
 
 import abc
 import itertools
@@ -311,29 +307,26 @@ def _from_function(dataset_fn: Any, options: InputOptions) -> DistributedDataset
 def _from_source(
     source: Any, options: InputOptions, context: InputContext
 ) -> DistributedDataset:
+    """Returns a worker's share of batches that are the same on all workers."""
     strategy = get_strategy()
-    share = Share(strategy.distribute_dataset(source), context)
-    return strategy.distribute_dataset(share, options)
+    dataset = strategy.distribute_dataset(source)
+    start, step = context.input_pipeline_id, context.num_input_pipelines
 
+    def read_share() -> Iterator[PyTree]:
+        return itertools.islice(dataset.global_batches(0), start, None, step)
 
-class Share:
-    """A worker's share of batches that are the same on all workers: each n-th."""
-
-    def __init__(self, dataset: DistributedDataset, context: InputContext) -> None:
-        self._dataset, self._context = dataset, context
-
-    def __iter__(self) -> Iterator[PyTree]:
-        """Returns the batches of one pass."""
-        start, step = self._context.input_pipeline_id, self._context.num_input_pipelines
-        return itertools.islice(self._dataset.global_batches(0), start, None, step)
+    return strategy.distribute_dataset(read_share, options)
 
 
 def _check_options(options: LoopOptions) -> None:
-    default = StandardTrainerOptions()
-    watching = ("on_non_finite", "check_replicas_every")
-    for name in (*watching, "accumulate_steps", "compile_hooks"):
+    for name in (
+        "on_non_finite",
+        "check_replicas_every",
+        "accumulate_steps",
+        "compile_hooks",
+    ):
         value = getattr(options, name)
-        if value != getattr(default, name):
+        if value != getattr(StandardTrainerOptions, name):
             raise ValueError(
                 f"`{name}` of `StandardTrainerOptions` is {value!r}, which has no "
                 "meaning under `ParameterServerStrategy`: workers run single steps, "

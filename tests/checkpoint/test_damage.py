@@ -263,16 +263,9 @@ def test_every_file_that_is_read_has_a_checksum_and_others_do_not_matter(directo
     assert run.read() == Run(2).read()
 
 
-@pytest.mark.parametrize("kind", ["header", "checksums", "deep", "infinite"])
-def test_pipes_and_absurd_json_are_damage(directory, kind):
-    newest = directory / "checkpoint_2"
-    path = newest / ("header/header.json" if kind == "header" else CHECKSUM_FILE)
-    path.unlink()
-    if kind in ("header", "checksums"):
-        os.mkfifo(path)
-    else:
-        absurd = {"deep": "[" * 100_000, "infinite": '{"a": [Infinity, 1]}'}
-        path.write_text(absurd[kind])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": [Infinity, 1]}'])
+def test_absurd_json_is_damage(directory, text):
+    (directory / "checkpoint_2" / CHECKSUM_FILE).write_text(text)
     run = Run(0)
     restored = make_manager(run, directory).restore_or_initialize()
     assert restored == str(directory / "checkpoint_1")

@@ -62,8 +62,8 @@ def examples() -> Callable[[Any, int], list[int]]:
 def read_all() -> Callable[[DistributedDataset, bool], list[Piece]]:
     """Returns a function that reads a pass over a data set, as rows."""
 
-    def read(dataset: DistributedDataset, exact: bool) -> list[Piece]:
-        reader = open_reader(dataset, exact=exact)
+    def read(dataset: DistributedDataset, in_pieces: bool) -> list[Piece]:
+        reader = open_reader(dataset, in_pieces=in_pieces)
         return [
             dataclasses.replace(batch, arrays=reader.gather.on_host(batch.arrays))
             for batch in reader

@@ -88,7 +88,7 @@ def _check_passes(make: Callable[[], Any]) -> None:
 
 def _check_exact_evaluation(make: Callable[[], Any], layout: BatchLayout) -> None:
     """Replicas that cannot share a batch see each example once all the same."""
-    reader = open_reader(DistributedDataset(make(), layout), exact=True)
+    reader = open_reader(DistributedDataset(make(), layout), in_pieces=True)
     seen = []
     for batch in reader:
         (array,) = jax.tree.leaves(reader.gather.on_host(batch.arrays))

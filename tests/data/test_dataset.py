@@ -192,7 +192,7 @@ def test_after_a_finished_pass_training_has_no_data_and_others_begin_the_next(
 
     assert read(iter(resume())) == read(iter(dataset))
     assert list(open_reader(resume())) == []
-    assert len(list(open_reader(resume(), exact=True))) == NUM_BATCHES
+    assert len(list(open_reader(resume(), in_pieces=True))) == NUM_BATCHES
 
 
 @pytest.mark.parametrize(("remainder", "num_left"), [("drop", 0), ("pad", 1)])

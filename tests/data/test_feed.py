@@ -53,7 +53,7 @@ def test_chunks_hold_the_same_sequence_however_they_are_cut(
     ]
     chunks = read_chunks(
         open_chunks(
-            other, exact=True, steps_per_chunk=steps_per_chunk, prefetch=prefetch
+            other, in_pieces=True, steps_per_chunk=steps_per_chunk, prefetch=prefetch
         )
     )
     seen = [

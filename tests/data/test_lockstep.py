@@ -31,7 +31,7 @@ class ProcessLayout:
 def read(
     make_batches: Callable[[int], list[Any]],
     *,
-    exact: bool,
+    in_pieces: bool,
     num_own: int = 1,
     count: int = 2,
     **options: Any,
@@ -47,7 +47,7 @@ def read(
         )
         return [
             (batch.arrays.shape[1], batch.num_active, batch.arrays.tolist())
-            for batch in open_reader(dataset, exact=exact)
+            for batch in open_reader(dataset, in_pieces=in_pieces)
         ]
 
     return run_together(read_one, count)
@@ -62,7 +62,7 @@ def batches_of(*sizes: int, start: int = 0) -> list[np.ndarray]:
 def test_evaluation_uses_every_batch_of_every_process(lengths, prefetch):
     outcomes = read(
         lambda i: batches_of(*[4] * (lengths[i] - 1), 3, start=100 * i),
-        exact=True,
+        in_pieces=True,
         prefetch=prefetch,
     )
     plans = [[batch[:2] for batch in outcome] for outcome in outcomes]
@@ -78,8 +78,8 @@ def test_evaluation_uses_every_batch_of_every_process(lengths, prefetch):
         assert used == np.concatenate(expected).tolist()
 
 
-# By what they show: the sizes of the batches of each process, whether the pass is
-# exact, how many replicas a process has, and the steps: their size and who has data.
+# By what they show: the sizes of the batches of each process, whether a pass is
+# `in_pieces`, replicas of a process, and the steps: their size and who has data.
 PLANS = {
     "the shortest ends training": ([(4,) * 3, (4,) * 2], False, 1, [(4, 2)] * 2),
     "large ones first": ([(4, 4), (4, 2)], True, 1, [(4, 2), (4, 1), (2, (1,))]),
@@ -94,8 +94,10 @@ for count in (19, 20, 21, 40):
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_processes_come_to_one_sequence_of_steps(kind):
-    sizes, exact, num_own, expected = PLANS[kind]
-    outcomes = read(lambda i: batches_of(*sizes[i]), exact=exact, num_own=num_own)
+    sizes, in_pieces, num_own, expected = PLANS[kind]
+    outcomes = read(
+        lambda i: batches_of(*sizes[i]), in_pieces=in_pieces, num_own=num_own
+    )
     for outcome in outcomes:
         assert [batch[:2] for batch in outcome] == expected
 
@@ -103,20 +105,24 @@ def test_processes_come_to_one_sequence_of_steps(kind):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda i: batches_of(4 - i), {"exact": False}, "batches of the processes dif"),
+        (
+            lambda i: batches_of(4 - i),
+            {"in_pieces": False},
+            "batches of the processes dif",
+        ),
         (
             lambda i: batches_of(4, 3),
-            {"exact": False, "num_own": 2},
+            {"in_pieces": False, "num_own": 2},
             "2 replicas take one batch each",
         ),
         (
             lambda i: [np.zeros((4, 3 - i))],
-            {"exact": True},
+            {"in_pieces": True},
             r"process 0: .*float.* \(1, 4, 3\)",
         ),
         (
             lambda i: [] if i else batches_of(4),
-            {"exact": True},
+            {"in_pieces": True},
             "Process 1 of 2 has no example",
         ),
     ],
@@ -130,10 +136,10 @@ def test_batches_that_do_not_go_together_are_shown_by_all(make, options, message
 
 def test_uneven_batches_of_data_of_its_own_are_for_evaluation_alone():
     message = '`remainder` is "exact", but each process reads data of its own'
-    for outcome in read(lambda i: batches_of(4, 3), exact=False, remainder="exact"):
+    for outcome in read(lambda i: batches_of(4, 3), in_pieces=False, remainder="exact"):
         with pytest.raises(ValueError, match=message):
             raise outcome
-    evaluation = read(lambda i: batches_of(4, 3), exact=True, remainder="exact")
+    evaluation = read(lambda i: batches_of(4, 3), in_pieces=True, remainder="exact")
     assert [batch[:2] for batch in evaluation[0]] == [(4, 2), (3, 2)]
 
 

@@ -54,7 +54,7 @@ def get_index(dataset):
 
 
 def test_the_first_piece_of_a_batch_does_not_lose_the_second(dataset):
-    feed = open_feed(dataset, exact=True)
+    feed = open_feed(dataset, in_pieces=True)
     positions = []
     for _ in feed.readers[0]:
         feed.commit_taken()
@@ -75,9 +75,9 @@ def test_reading_on_does_not_change_a_restored_position(make_layout):
 
 
 def test_a_feed_that_was_replaced_does_not_move_the_position(dataset):
-    old = open_feed(dataset, exact=True)
+    old = open_feed(dataset, in_pieces=True)
     next(old.readers[0])
-    following = open_feed(dataset, exact=True)
+    following = open_feed(dataset, in_pieces=True)
     old.commit_taken()
     state = dataset.get_state()
     assert (state["epoch"], state["source"]) == (1, None)

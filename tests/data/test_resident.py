@@ -99,7 +99,9 @@ def test_remainders_are_those_of_the_host(strategy, remainder):
 
 def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
     source = from_arrays(make_arrays(31), batch_size=7)
-    host, resident = (open_reader(d, exact=True) for d in make_pair(strategy, source))
+    host, resident = (
+        open_reader(d, in_pieces=True) for d in make_pair(strategy, source)
+    )
     num_pieces = 0
     for expected, actual in zip(host, resident, strict=True):
         num_pieces += 1

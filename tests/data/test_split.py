@@ -18,14 +18,16 @@ from armillary.errors import BatchSizeError
 def split(make_layout, read_all):
     """Returns all pieces of `source` on `num_replicas` replicas."""
 
-    def split(source, num_replicas, *, exact=False, remainder=None, stacked=True, **kw):
+    def split(
+        source, num_replicas, *, in_pieces=False, remainder=None, stacked=True, **kw
+    ):
         dataset = DistributedDataset(
             source,
             make_layout(num_replicas, stacked),
             options=InputOptions(remainder=remainder),
             **kw,
         )
-        return read_all(dataset, exact)
+        return read_all(dataset, in_pieces)
 
     return split
 
@@ -54,7 +56,7 @@ def test_exact_and_pad_use_every_example_once(
         source = from_arrays(arrays, batch_size=batch_size, shuffle_seed=seed)
     else:
         source, count = sized(*sizes), sum(sizes)
-    remainder, exact = how
+    remainder, in_pieces = how
     dataset = DistributedDataset(
         source,
         make_layout(num_replicas),
@@ -62,7 +64,7 @@ def test_exact_and_pad_use_every_example_once(
         options=InputOptions(remainder=remainder),
     )
     seen = []
-    for piece in read_all(dataset, exact):
+    for piece in read_all(dataset, in_pieces):
         assert piece.arrays["x"].shape[0] == num_replicas
         assert 1 <= piece.num_active <= num_replicas
         rows = examples(piece.arrays["x"], piece.num_active)
@@ -86,13 +88,13 @@ PIECES = {
     "two pieces in an evaluation": (
         (10,),
         4,
-        {"exact": True},
+        {"in_pieces": True},
         [([[0, 1], [2, 3], [4, 5], [6, 7]], 4), ([[8], [9], [8], [8]], 2)],
     ),
     "replica batches by size in an evaluation": (
         (2, 2, 1),
         3,
-        {"exact": True} | OF_REPLICAS,
+        {"in_pieces": True} | OF_REPLICAS,
         [([[0, 1], [2, 3], [0, 1]], 2), ([[4], [4], [4]], 1)],
     ),
     "any size without a replica axis": (
@@ -141,7 +143,7 @@ def test_pieces_are_these(split, kind):
     sizes, num_replicas, options, expected = PIECES[kind]
     pieces = split(sized(*sizes), num_replicas, **options)
     assert [(p.arrays["x"].tolist(), p.num_active) for p in pieces] == expected
-    if options.get("remainder") == "exact" and not options.get("exact"):
+    if options.get("remainder") == "exact" and not options.get("in_pieces"):
         assert all(p.num_replicas == p.num_active and p.is_last for p in pieces)
     else:
         assert {p.num_replicas for p in pieces} == {num_replicas}

@@ -1,8 +1,4 @@
-"""Chunks: the batches of many steps, stacked for one device call.
-
-A step takes `batches_per_step[i]` batches of reader i. A chunk holds steps whose
-batches have one structure and one shape, so that one program can run them.
-"""
+"""Chunks: the batches of many steps, stacked for one device call."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
@@ -91,8 +87,7 @@ class ChunkBuilder:
     def _read_step(self, readers: Sequence[BatchReader]) -> Step | None:
         """Returns the batches of one step, or None if the data ends before."""
         step: Step = []
-        pairs = zip(readers, self._batches_per_step, strict=True)
-        for reader, count in pairs:
+        for reader, count in zip(readers, self._batches_per_step, strict=True):
             batches = list(itertools.islice(reader, count))
             if len(batches) < count:
                 return None

@@ -1,8 +1,7 @@
 """Feeds a loop: reads datasets ahead, and knows which part of them was used.
 
-`next_chunk` reads, in a thread of its own if it is told to, and only `commit` moves the
-positions that the datasets report. So whatever is lost on the way (by Ctrl-C, or when a
-position is set) is dropped and read again from there.
+Only `commit` moves the positions that datasets report: what is lost on the way (by
+Ctrl-C, or when a position is set) is read again from there.
 """
 
 import contextlib
@@ -30,18 +29,16 @@ T = TypeVar("T", bound="Chunk | Piece")
 
 
 class Feed(Generic[T]):
-    """Reads the batches of a loop, from sources to devices.
+    """Reads the batches of a loop; with a `name` of the step, processes compare chunks.
 
-    A chunk stays the current one until all of its steps are committed, so that none is
-    lost between two lines, whatever interrupts them. With a `name`, which messages call
-    the step, processes make sure that each chunk is like those of the others.
+    A chunk stays the current one until all of its steps are committed: nothing is lost.
     """
 
     def __init__(
         self,
         datasets: "Sequence[DistributedDataset]",
         *,
-        exact: bool,
+        in_pieces: bool,
         begins_anew: bool = False,
         name: str | None = None,
     ) -> None:
@@ -53,7 +50,7 @@ class Feed(Generic[T]):
         self._is_alike = False
         # Not for use while a thread reads.
         self.readers = [
-            dataset.open_reader(exact=exact, begins_anew=begins_anew)
+            dataset.open_reader(in_pieces=in_pieces, begins_anew=begins_anew)
             for dataset in datasets
         ]
         for reader in self.readers:

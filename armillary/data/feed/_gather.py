@@ -1,13 +1,10 @@
 """Row numbers in place of rows, on the way from arrays in memory to a step.
 
-The rows of a batch are wanted at the very end of its way. Until then (positions, shares
-of replicas, chunks) their numbers do, and they are taken once, where they are going::
+Rows are wanted at the very end of the way of a batch. Until then (positions, shares of
+replicas, chunks) their numbers do, and they are taken once, where they are going::
 
     on the host    {"rows": [7, 2]} -> {"image": images[[7, 2]]} -> the device
     on the device  {"rows": [7, 2]} -> the device -> {"image": images[[7, 2]]}
-
-The host draws the order and shares out batches in both cases. So the examples of every
-batch and the saved positions are the same.
 """
 
 import copy

@@ -1,21 +1,16 @@
 """Reads one dataset on from a position, in step with other processes.
 
-Each process must have the same to run at the same time: one without data, or with
-batches of another shape, would leave the others waiting in the middle of a program.
-Where a function made one data set for each process, they may differ in length. So the
-processes tell each other what they are going to have next, and all come to the same
-sequence::
+All must have the same to run at the same time. Where a function made one data set for
+each process, they may differ in length. So they tell each other what they are going to
+have next, and come to the same sequence::
 
                 process 0    process 1    what runs
     training    8 8 8        8 8          8 on both, twice; then training ends
     evaluation  8 8 8        8 3          8 on both; 8 and 8 on process 0 alone; then
                                           3 on process 1 alone
 
-A process without data in a step takes part with copies of what it had before, which
-have no effect.
-
-Only the main thread may agree on something. So a background thread reads the pieces of
-this process ahead, and they are agreed on between two loops, or just before their use.
+A process without data takes part with copies, which have no effect. Only the main
+thread may agree: what a thread has read ahead, between two loops or before its use.
 """
 
 import hashlib
@@ -54,15 +49,15 @@ class BatchReader:
         position: Position,
         batches: Prefetcher[SourceBatch],
         *,
-        exact: bool,
+        in_pieces: bool,
     ) -> None:
-        if dataset.is_agreed and dataset.options.remainder == "exact" and not exact:
+        if dataset.is_agreed and dataset.options.remainder == "exact" and not in_pieces:
             raise ValueError(
                 '`remainder` is "exact", but each process reads data of its own, whose '
                 "rows would have to travel. Distribute one data set over all of them "
                 '(`strategy.distribute_dataset`), or use `remainder="pad"`.'
             )
-        self.dataset, self.gather, self._exact = dataset, dataset.gather, exact
+        self.dataset, self.gather, self._in_pieces = dataset, dataset.gather, in_pieces
         self.feed: Callable[[], Feed[Any] | None] = lambda: None  # that it belongs to
         self.used = position  # after the last batch that the program has used
         self.open(position, batches)
@@ -72,13 +67,13 @@ class BatchReader:
         dataset = self.dataset
         self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
         self.position = position  # after the last batch that was taken
-        pieces = Splitter(dataset, exact=self._exact).split(batches, position)
+        pieces = Splitter(dataset, in_pieces=self._in_pieces).split(batches, position)
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead what the processes are to agree on.
             num_ahead = _MOST_OFFERS if dataset.options.prefetch else 0
             ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
-            pieces = _Lockstep(ahead, dataset.layout, self._exact).align(position)
+            pieces = _Lockstep(ahead, dataset.layout, self._in_pieces).align(position)
         self._pieces = Prefetcher(pieces, 0, self)
 
     def __iter__(self) -> "BatchReader":
@@ -127,10 +122,10 @@ class _Lockstep:
     """Makes one sequence of batches out of what each process reads for itself."""
 
     def __init__(
-        self, pieces: Prefetcher[Piece], layout: BatchLayout, exact: bool
+        self, pieces: Prefetcher[Piece], layout: BatchLayout, in_pieces: bool
     ) -> None:
         assert layout.peers is not None
-        self._pieces, self._layout, self._exact = pieces, layout, exact
+        self._pieces, self._layout, self._in_pieces = pieces, layout, in_pieces
         self._peers = layout.peers
         # Offered to all and not used yet; and how many steps are agreed on, but ahead.
         self._waiting: deque[Piece] = deque()
@@ -141,14 +136,14 @@ class _Lockstep:
         last: Piece | None = None
         offers = self._ask()
         without = [index for index, own in enumerate(offers) if not own]
-        if self._exact and without and len(without) < len(offers):
+        if self._in_pieces and without and len(without) < len(offers):
             # It does not know what an example looks like.
             raise BatchSizeError(
                 f"Process {without[0]} of {len(offers)} has no example at all, so that "
                 "it cannot take part in a step. Give every process at least one batch, "
                 "or distribute one data set over all of them."
             )
-        while turns := list(_find_turns(offers, self._exact)):
+        while turns := list(_find_turns(offers, self._in_pieces)):
             self._num_turns = len(turns)
             for num_rows, processes, active, is_last in turns:
                 self._num_turns -= 1
@@ -194,7 +189,7 @@ class _Lockstep:
 
 
 def _find_turns(
-    offers: list[list[_Offer]], exact: bool
+    offers: list[list[_Offer]], in_pieces: bool
 ) -> Iterator[tuple[int, list[int], Active, bool]]:
     """Yields the steps that follow from the offers: size, processes, replicas, end."""
     has_more = [len(own) == _MOST_OFFERS for own in offers]
@@ -202,9 +197,9 @@ def _find_turns(
     while any(queues):
         heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
         empty = [index for index in range(len(queues)) if index not in heads]
-        if empty and (not exact or any(has_more[index] for index in empty)):
+        if empty and (not in_pieces or any(has_more[index] for index in empty)):
             return
-        kinds = {(head.kind, exact or head.num_rows) for head in heads.values()}
+        kinds = {(head.kind, in_pieces or head.num_rows) for head in heads.values()}
         if len(kinds) > 1:
             shown = list_lines(
                 f"process {index}: {head.shapes}" for index, head in heads.items()

@@ -39,10 +39,7 @@ _FIXES = (
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A distributed batch, or a part of one that runs as a step of its own.
-
-    It has the rows of the replicas of this process; those without data have copies.
-    """
+    """A distributed batch, or a part of one that is a step: rows of this process."""
 
     arrays: PyTree
     num_active: Active  # replicas that have data
@@ -62,11 +59,11 @@ class Piece:
 
 
 class Splitter:
-    """Splits batches between this process's replicas; `exact` is for evaluations."""
+    """Splits batches between this process's replicas; an evaluation's `in_pieces`."""
 
-    def __init__(self, dataset: "DistributedDataset", *, exact: bool) -> None:
+    def __init__(self, dataset: "DistributedDataset", *, in_pieces: bool) -> None:
         layout, self._remainder = dataset.layout, dataset.options.remainder
-        self._stacked, self._exact = layout.stacked, exact
+        self._stacked, self._in_pieces = layout.stacked, in_pieces
         self._of_replicas = dataset.per_replica_batches
         self._num_all = self._num_replicas = layout.num_replicas
         self._local: range | None = None
@@ -78,16 +75,13 @@ class Splitter:
         self._num_shares = self._num_replicas if layout.stacked else 1
         self._group_size = self._num_shares if self._of_replicas else 1
         # Whether a group that does not fit is one piece for fewer replicas.
-        is_exact = self._remainder == "exact"
-        self._narrows = layout.stacked and is_exact and not exact
+        narrows = self._remainder == "exact" and not in_pieces
+        self._narrows = narrows and layout.stacked
 
     def split(
         self, batches: Iterator[SourceBatch], before: Position
     ) -> Iterator[Piece]:
-        """Yields all pieces of batches that begin at the position `before`.
-
-        Within a group it stays: a program that stops there runs the group again.
-        """
+        """Yields all pieces of batches that begin at the position `before`."""
         for group, after in self._read_groups(batches):
             pieces = self._split_group(group, after.full_size or 0)
             for index, (arrays, num_active) in enumerate(pieces, start=1):
@@ -96,6 +90,7 @@ class Splitter:
                 if self._local is not None:
                     own = hosted_replicas(self._local, self._num_replicas, count)
                     arrays = _take_rows(arrays, own.start, own.stop)
+                # A program that stops within a group runs it again.
                 position = after if is_last else before
                 yield Piece(arrays, num_active, count, position, is_last)
             before = after
@@ -175,7 +170,7 @@ class Splitter:
     def _split_global_batch(self, arrays: PyTree) -> list[tuple[PyTree, int]]:
         count, num_rows = self._num_replicas, count_rows(arrays)
         num_left = num_rows % count
-        if num_left and not self._exact:
+        if num_left and not self._in_pieces:
             raise BatchSizeError(
                 f"A batch has {num_rows} examples, which {count} replicas cannot share "
                 f"equally ({num_rows} % {count} = {num_left}). Use a batch size that "
@@ -183,13 +178,11 @@ class Splitter:
                 f"last batch, or {_FIXES}."
             )
         pieces: list[tuple[PyTree, int]] = []
-        whole = num_rows - num_left
-        if whole:
+        if whole := num_rows - num_left:
             rows = _take_rows(arrays, 0, whole)
             pieces.append((_add_replica_axis(rows, count), count))
         if num_left:
-            rows = range(whole, num_rows)
-            shares = [_take_rows(arrays, row, row + 1) for row in rows]
+            shares = [_take_rows(arrays, r, r + 1) for r in range(whole, num_rows)]
             pieces.append((_stack(shares, count), num_left))
         return pieces
 
@@ -198,7 +191,7 @@ class Splitter:
         by_size: dict[int, list[PyTree]] = {}
         for batch in group:
             by_size.setdefault(count_rows(batch), []).append(batch)
-        if not self._exact and (len(by_size) > 1 or len(group) < count):
+        if not self._in_pieces and (len(by_size) > 1 or len(group) < count):
             sizes = ", ".join(str(count_rows(batch)) for batch in group)
             raise BatchSizeError(
                 f"{count} replicas take one batch each, of one size, but the batches "

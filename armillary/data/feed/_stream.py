@@ -176,8 +176,7 @@ def read_batches(
 class Prefetcher(Generic[T]):
     """Iterates over `items`, reading up to `size` of them ahead in a thread, or none.
 
-    The thread has the JAX settings of the first `next`, and ends when nobody holds
-    `owner`, which the items may not hold. An error is raised again by later calls.
+    The thread ends when nobody holds `owner`, which the items may not hold.
     """
 
     def __init__(
@@ -207,11 +206,8 @@ class Prefetcher(Generic[T]):
         return item
 
     def head(self) -> T:
-        """Returns the next item, the same one until `pop`; leaves the thread asleep.
-
-        A thread that wakes up takes the interpreter from the one that has just got its
-        item. So the next item is read when `read_on` is called, or one is missing.
-        """
+        """Returns the next item, the same one until `pop`; leaves the thread asleep."""
+        # A thread that wakes up takes the interpreter from who has just got its item.
         if not self._ready and not self._size:
             self._read()
         elif not self._ready:

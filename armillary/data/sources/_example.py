@@ -110,17 +110,9 @@ def parse_examples(
     ends: np.ndarray,
     features: Mapping[str, FixedLenFeature],
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns a batch of the messages, and which of its rows are left to `read_values`.
-
-    These are messages that are not plain (values packed, one kind of list), what does
-    not fit `features`, and small batches. Of other features, no value is looked at.
-
-    Args:
-        data: Holds the messages, and at least 8 bytes more.
-        begins: Where each message begins.
-        ends: Where each message ends.
-        features: What to read, by name.
-    """
+    """Returns a batch of messages, and which rows are left to `read_values`."""
+    # Left are those that are not plain (values packed, one kind of list), what does not
+    # fit `features`, and small batches. Behind the last message are 8 bytes more.
     count = len(begins)
     batch = {
         name: np.empty((count, *feature.shape), feature.dtype)
@@ -147,11 +139,8 @@ def parse_examples(
 def _find_lists(
     data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which messages are plain, and of each list its kind, begin and end.
-
-    Walks through all messages at once, a field at a time. Where a message ends, the one
-    that holds it must end too.
-    """
+    """Returns which messages are plain, and of each list its kind, begin and end."""
+    # All messages at once, a field at a time; what holds a message must end with it.
     words = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
     places = {name.encode(): place for place, name in enumerate(names)}
     lists = np.zeros((len(names), 3, len(begins)), np.int64)
@@ -198,10 +187,7 @@ def _find_lists(
 
 
 def _split(word: Any) -> tuple[Any, Any, Any]:
-    """Returns a mask of the tag and the length that words begin with, and both sizes.
-
-    Takes a number or an array. The mask is 0 if the length has more than four bytes.
-    """
+    """Returns a mask of tag and length of words, 0 if too long, and both sizes."""
     bits = word >> 8 & 0xFFFFFFFF
     top = ~bits & 0x80808080
     top &= ~top + 1  # The top bit of the last byte.

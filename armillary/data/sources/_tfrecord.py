@@ -1,8 +1,7 @@
 """TFRecord files of `tf.train.Example` as a source, without TensorFlow.
 
 A record is the length of its data in 8 bytes, a checksum of these, the data, and a
-checksum of the data. One pass over a file finds where its records are; then any of them
-is one read.
+checksum of the data. One pass over a file finds where its records are.
 """
 
 import itertools
@@ -87,11 +86,7 @@ def from_tfrecords(
 
 
 class TFRecordDataset(IndexedDataset):
-    """Records of files in batches; made by `from_tfrecords`, which documents it.
-
-    Files are opened for each read, so that there may be any number of them, and read
-    by position, so that several threads may do it.
-    """
+    """Records of files in batches; made by `from_tfrecords`, which documents it."""
 
     name = "TFRecord files"
 
@@ -162,14 +157,10 @@ class TFRecordDataset(IndexedDataset):
         pieces: list[bytes] = []
         reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
         for file, own in itertools.groupby(reads, lambda read: read[0]):
+            # For each read anew: there may be any number of files, and of threads.
             with open(self._paths[file], "rb", buffering=0) as opened:
                 number = opened.fileno()
-                pieces += [
-                    piece
-                    if len(piece := os.pread(number, length, offset)) == length
-                    else _read_on(number, piece, length, offset)
-                    for _, length, offset in own
-                ]
+                pieces += [_read(number, *where) for _, *where in own]
         data = b"".join([*pieces, bytes(8)])  # A word can be read at every place.
         begins, ends = np.empty((2, len(rows)), np.int64)
         moved = np.cumsum(lengths) - lengths - offsets[first]
@@ -219,11 +210,12 @@ def _find_records(path: str) -> np.ndarray:
     return np.stack([np.array(offsets, np.int64), table["size"]], 1)
 
 
-def _read_on(file: int, data: bytes, length: int, offset: int) -> bytes:
-    """Reads the rest of what was read in part; zeros stand behind the end of a file."""
-    while more := os.pread(file, length - len(data), offset + len(data)):
+def _read(file: int, length: int, offset: int) -> bytes:
+    """Reads so many bytes; zeros stand behind the end of a file."""
+    data = os.pread(file, length, offset)
+    while len(data) < length and (more := os.pread(file, length, offset + len(data))):
         data += more
-    return data.ljust(length, b"\0")
+    return data[:length].ljust(length, b"\0")
 
 
 def _cut(data: bytes, begins: np.ndarray, ends: np.ndarray) -> Iterator[bytes]:
