@@ -102,10 +102,8 @@ class SaveCheckpointIfPreempted:
         notice = self._notice
         is_over = self._has_acted or notice.is_closed or notice.is_kept
         if notice.source is not None and not is_over:
-            logger.warning(
-                "%s came after the last loop, so nothing was saved because of it.",
-                notice.source,
-            )
+            text = "%s came after the last loop, so nothing was saved because of it."
+            logger.warning(text, notice.source)
         notice.close()
 
     def _say(self) -> str | None:

@@ -14,15 +14,9 @@ below one directory::
     manager.save()                      # returns once the device memory is copied
     manager.sync()                      # waits until it is on the disk
 
-    armillary.Checkpoint(model=model).read("runs/digits/checkpoint_100")    # a part
-
-    runs/digits/checkpoint_100/header     when it was saved, and in which order
-    runs/digits/checkpoint_100/manifest   every leaf's dtype and shape; data positions
-    runs/digits/checkpoint_100/arrays     the arrays, in Orbax's format
-
-The one idea to keep in mind: a folder named `checkpoint_<number>` with a header is
-complete, because Orbax gives a folder its name last, and is never changed afterwards.
-So a crash at any moment, also during a save, costs at most the save in progress.
+A folder named `checkpoint_<number>` with a header is complete, because Orbax gives a
+folder its name last, and is never changed afterwards: a crash at any moment costs at
+most the save in progress. `docs/checkpoints.md` says what is in it.
 """
 
 from armillary._traceback import mark_public as _mark_public

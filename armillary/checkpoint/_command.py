@@ -19,7 +19,6 @@ from armillary.checkpoint._store import read_description
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary checkpoint`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser(
         "show",
@@ -32,7 +31,6 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the checkpoint and returns what prints it."""
     path = as_absolute("path", namespace.path)
     saved = read_header(path)
     if isinstance(saved, Saved):

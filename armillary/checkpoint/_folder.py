@@ -58,7 +58,6 @@ class Saved:
     has_arrays: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what the header says."""
         fields = {name: value for name, value in vars(self).items() if name != "path"}
         return {"format": FORMAT, "version": VERSION, **fields}
 
@@ -149,29 +148,6 @@ def choose_path(
         if not path.exists():
             return path
         revision += 1  # Something that is no complete checkpoint has this name.
-
-
-def find_expired(
-    saved: Sequence[Saved],
-    *,
-    max_to_keep: int | None,
-    keep_every_hours: float | None,
-    preserved_at: float,
-) -> tuple[list[Saved], float]:
-    """Returns the checkpoints to remove, and the new `preserved_at`."""
-    newest = {entry.number: entry for entry in saved}
-    # Those whose number was saved again.
-    expired = [entry for entry in saved if newest[entry.number] is not entry]
-    active = [entry for entry in saved if entry not in expired]
-    active = [entry for entry in active if entry.saved_at > preserved_at]
-    excess = 0 if max_to_keep is None else max(0, len(active) - max_to_keep)
-    for entry in active[:excess]:
-        age = entry.saved_at - preserved_at
-        if keep_every_hours is not None and age >= 3600 * keep_every_hours:
-            preserved_at = entry.saved_at
-        else:
-            expired.append(entry)
-    return expired, preserved_at
 
 
 def remove(path: epath.Path) -> None:

@@ -100,11 +100,8 @@ def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | Non
         damaged[folder] = damage
     for path, problem in damaged.items() if peers is None or not peers.index else ():
         logger.warning(
-            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
-            "it are trained again.",
-            path,
-            problem,
-            folder,
+            f"`{path}` is damaged and was skipped: {problem}. Taking `{folder}` "
+            "instead; the steps after it are trained again."
         )
     return folder
 
@@ -128,10 +125,9 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
     skipped = os.environ.get(SKIPPED)
     if len(names) > 1 and skipped == str(directory / names[-1]):
         logger.warning(
-            "`%s` is stepped over, and stays: the first steps after it failed. Taking "
-            "`%s`, unless that is damaged; the steps after it are trained again.",
-            skipped,
-            directory / names[-2],
+            f"`{skipped}` is stepped over, and stays: the first steps after it failed. "
+            f"Taking `{directory / names[-2]}`, unless that is damaged; the steps "
+            "after it are trained again."
         )
         names.pop()
     return names[-1] if names else None

@@ -59,7 +59,6 @@ class Selection(NamedTuple):
     may_differ: tuple[str, ...] = ()
 
     def has(self, path: str) -> bool:
-        """Returns whether a path is to be restored."""
         is_named = self.only is None or is_inside(path, self.only)
         return is_named and not is_inside(path, self.skip)
 

@@ -102,7 +102,6 @@ class Writer:
             self._wait()
 
     def close(self) -> None:
-        """Ends the threads of Orbax. `start` makes new ones."""
         self._store.close()
 
     def _as_arrays(self, content: Content) -> dict[str, Any]:
@@ -193,21 +192,30 @@ class Writer:
             write_best(self._directory, saved, mark)
         else:
             logger.warning(
-                "`%s` is the best, but another program removed it while it was "
-                "evaluated. Let that one keep more of them (`max_to_keep`).",
-                path,
+                f"`{path}` is the best, but another program removed it while it was "
+                "evaluated. Let that one keep more of them (`max_to_keep`)."
             )
         if removes:
             self._remove_expired(_folder.list_directory(self._directory)[0])
 
+    def find_expired(self, saved: list[Saved]) -> list[Saved]:
+        """Returns the checkpoints to remove, and notes which stays for good."""
+        newest, hours = {entry.number: entry for entry in saved}, self._keep_every_hours
+        # Those whose number was saved again.
+        expired = [entry for entry in saved if newest[entry.number] is not entry]
+        active = [entry for entry in saved if entry not in expired]
+        active = [entry for entry in active if entry.saved_at > self._preserved_at]
+        most = len(active) if self._max_to_keep is None else self._max_to_keep
+        for entry in active[: max(0, len(active) - most)]:
+            age = entry.saved_at - self._preserved_at
+            if hours is not None and age >= 3600 * hours:
+                self._preserved_at = entry.saved_at
+            else:
+                expired.append(entry)
+        return expired
+
     def _remove_expired(self, saved: list[Saved]) -> None:
-        expired, self._preserved_at = _folder.find_expired(
-            saved,
-            max_to_keep=self._max_to_keep,
-            keep_every_hours=self._keep_every_hours,
-            preserved_at=self._preserved_at,
-        )
-        for entry in expired if is_first() else ():
+        for entry in self.find_expired(saved) if is_first() else ():
             try:
                 # Read each time: another job may evaluate.
                 best = read_best(self._directory)
@@ -215,11 +223,9 @@ class Writer:
                     _folder.remove(entry.path)
             except Exception as error:
                 logger.warning(
-                    "`%s` is complete, but `%s` cannot be removed: %s. Look at its "
-                    "rights, or keep all (`max_to_keep=None`).",
-                    saved[-1].path,
-                    entry.path,
-                    error,
+                    f"`{saved[-1].path}` is complete, but `{entry.path}` cannot be "
+                    f"removed: {error}. Look at its rights, or keep all "
+                    "(`max_to_keep=None`)."
                 )
 
     def _wait(self) -> None:

@@ -298,12 +298,10 @@ def _warn_if_alone() -> None:
         return  # Who wants to join the others is told. This program may do without.
     if plan.is_distributed and "ps" not in resolver.cluster_spec().jobs:
         logger.warning(
-            "`TF_CONFIG` says that this is process %s of %s, but the program has not "
-            "joined the others: each trains alone, and writes to the same directories. "
-            "To train together, make an `armillary.MultiWorkerMirroredStrategy()` at "
-            "the top of the program.",
-            plan.process_id,
-            plan.num_processes,
+            f"`TF_CONFIG` says that this is process {plan.process_id} of "
+            f"{plan.num_processes}, but the program has not joined the others: each "
+            "trains alone, and writes to the same directories. To train together, make "
+            "an `armillary.MultiWorkerMirroredStrategy()` at the top of the program."
         )
 
 

@@ -142,14 +142,9 @@ class Loops:
                 started = self._run.trainer.start(num_steps, num_loops)
             # The device waited for its program.
             start += goodput.compile_seconds - compiled
-            loops = StartedLoops(
-                self._run,
-                started,
-                step,
-                num_steps,
-                start=min(start, time.perf_counter()),
-                executor=self._executor,
-            )
+            start = min(start, time.perf_counter())
+            run, executor = self._run, self._executor
+            loops = StartedLoops(run, started, step, num_steps, start, executor)
             self._pending.append(loops)
             expire_boundary()
             # The first loop is looked at before a second one runs, and so is every
@@ -220,12 +215,10 @@ class Loops:
         self._is_warned = True
         shown = ", ".join(f"`{name}` is {each}" for name, each in bad.items())
         logger.warning(
-            "At step %d, %s. To find the first such step, and the operation that made "
-            "the value, start again with `StandardTrainerOptions(on_non_finite="
-            '"raise")`. If no step made it, `train_loop_end` did, as from a metric '
-            "that no step has updated.",
-            step,
-            shown,
+            f"At step {step}, {shown}. To find the first such step, and the operation "
+            "that made the value, start again with `StandardTrainerOptions("
+            'on_non_finite="raise")`. If no step made it, `train_loop_end` did, as '
+            "from a metric that no step has updated."
         )
 
     def _fetch_first(self) -> None:
@@ -264,7 +257,6 @@ class StartedLoops:
         started: PendingLoops,
         step: int,
         num_steps: int,
-        *,
         start: float,
         executor: ThreadPoolExecutor,
     ) -> None:

@@ -80,7 +80,6 @@ class History(Records):
 
 
 def add_record(records: Records, step: int, scalars: Mapping[str, float]) -> None:
-    """Adds the scalars of a step."""
     for name in scalars:
         if name not in records._columns:
             records._columns[name] = array("d", [math.nan] * len(records._steps))
@@ -117,7 +116,6 @@ class Curves:
         self.file.write(record, step, **fields)
 
     def flush(self) -> None:
-        """Leaves nothing unwritten."""
         self.summary_manager.flush()
         self.file.flush()
 
@@ -193,7 +191,6 @@ class ShortFloat(float):
 
 
 def call_actions(actions: Iterable[Action], output: dict[str, Any]) -> None:
-    """Calls actions with an output."""
     for action in actions:
         expire_boundary()
         action(output)

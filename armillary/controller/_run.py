@@ -42,7 +42,6 @@ _EVALUATOR = (
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Checks the arguments of `Controller`, by name."""
     trainer, evaluator = arguments["trainer"], arguments["evaluator"]
     if trainer is None and evaluator is None:
         raise ValueError(
@@ -106,7 +105,6 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
 
 
 def require(controller: Any, attribute: str, *, for_method: str) -> None:
-    """Raises if a controller lacks what a method needs."""
     if getattr(controller, attribute) is None:
         raise ValueError(
             f"`{attribute}` is None, but `{for_method}` needs it. Pass "
@@ -197,7 +195,6 @@ class Run:
         return history
 
     def log_stop(self) -> None:
-        """Logs why the call was stopped, if it was."""
         if self.stop.reason is not None:
             logger.info("stopped at step %d: %s", self.read_step(), self.stop.reason)
 

@@ -107,7 +107,6 @@ class DistributedDataset:
         return self._reader
 
     def read(self, position: Position) -> Prefetcher[SourceBatch]:
-        """Returns the batches of the source, on from a position."""
         return read_batches(self._source, position, self._note_first)
 
     def _open_next(self) -> tuple[Position, Prefetcher[SourceBatch]]:

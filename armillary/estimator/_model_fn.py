@@ -30,7 +30,7 @@ class ModeKeys(enum.StrEnum):
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """What a model function returns; see the package for an example.
+    """What a model function returns; `docs/estimator.md` has an example.
 
     Args:
         mode: The mode that the function was called with.

@@ -36,7 +36,6 @@ _BATCHES = (
 def make_input(
     input_fn: Callable[..., Any], values: dict[str, Any], input_context: InputContext
 ) -> Any:
-    """Returns the data set of this process, from a user's function."""
     values = {**values, "input_context": input_context}
     made = call_with(input_fn, values)
     if made is None or isinstance(made, tuple | dict):
@@ -210,7 +209,6 @@ class EstimatorEvaluator(StandardEvaluator):
 
 
 def _make_metric(name: str, op: Any) -> Any:
-    """Returns the metric of an entry of `eval_metric_ops`."""
     if name == "loss":
         raise EstimatorError(
             '`eval_metric_ops` has the entry "loss", which an evaluation reports in '

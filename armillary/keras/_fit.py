@@ -44,16 +44,9 @@ from armillary.xla._compile import partition
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
-_RUNNING = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
 # The methods that take data sets, and what bounds the batches of `x` there.
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
+_RUNNING = (*_STEPS, "train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
 # What Keras takes beside arrays, and a data set holds in its batches.
 _BESIDE = ("y", "sample_weight", "class_weight")

@@ -26,7 +26,6 @@ class Counts(nnx.metrics.MetricState):
 
     @classmethod
     def zeros(cls, *shape: int) -> Self:
-        """Returns counts of a shape."""
         return cls(jnp.zeros((3, *shape), jnp.int32))
 
     def add(self, numbers: jax.Array) -> None:
@@ -59,7 +58,6 @@ class FloatSum(Counts):
     """
 
     def add_float(self, value: jax.Array) -> None:
-        """Adds a float of 32 bits."""
         bits = jax.lax.bitcast_convert_type(value, jnp.int32) & 0x7FFFFFFF
         power, integer = bits >> 23, bits & 0x7FFFFF
         integer = integer + ((power > 0).astype(jnp.int32) << 23)

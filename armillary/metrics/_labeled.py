@@ -161,12 +161,10 @@ class AUC(_LabeledMetric):
         tied = negative @ positive / num_pairs
         if tied > _MOST_TIED:
             logger.warning(
-                "AUC: %.1f %% of the pairs of a positive and a negative example have "
-                "scores in one bucket, so that the area under the ROC curve is off by "
-                "up to %.2g. Use `AUC(num_buckets=%d)`.",
-                100 * tied,
-                tied / 2,
-                10 * self.num_buckets,
+                f"AUC: {100 * tied:.1f} % of the pairs of a positive and a negative "
+                "example have scores in one bucket, so that the area under the ROC "
+                f"curve is off by up to {tied / 2:.2g}. Use "
+                f"`AUC(num_buckets={10 * self.num_buckets})`."
             )
         found = np.cumsum(positive)
         if self.curve == "ROC":

@@ -17,7 +17,6 @@ _FEWEST = 24
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary report`."""
     help = "directory of a run, or one above several; they stand side by side"
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=help)
     help, default = "the page (default: report.html)", Path("report.html")
@@ -27,7 +26,6 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the runs and returns what writes the page."""
     output: Path = namespace.output
     if output.is_dir():
         raise ValueError(
@@ -49,14 +47,12 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary runs`."""
     help = "directory with runs below it"
     parser.add_argument("directory", type=Path, metavar="DIR", help=help)
     add_json(parser)
 
 
 def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the runs and returns what lists them."""
     runs = read_runs([namespace.directory])
     if namespace.json:
         return lambda: print_json([_describe(run) for run in runs])
@@ -115,14 +111,12 @@ def _last_values(run: Run) -> list[str]:
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary goodput`."""
     help = "directory of the run's checkpoints, or the one above it"
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=help)
     add_json(parser)
 
 
 def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the record and returns what prints it."""
     goodput = read_goodput(namespace.run_dir)
     if not namespace.json:
         return lambda: _print_goodput(goodput)

@@ -38,12 +38,10 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that is recorded."""
         return max((record["step"] for record in self.records), default=0)
 
     @property
     def began(self) -> float | None:
-        """When it began."""
         return min((record["time"] for record in self.records), default=None)
 
     @property
@@ -60,7 +58,6 @@ class Run:
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """The first record of each attempt."""
         return [each for each in self.records if each["record"] == "start"]
 
     @property
@@ -87,7 +84,6 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
-    """Reads what the files of a run say."""
     path = Path(path)
     journals = find_journals(path)
     folders = [path, *(child for child in path.iterdir() if child.is_dir())]

@@ -51,7 +51,6 @@ class Health(NamedTuple):
 
     @classmethod
     def start(cls, num_arrays: int) -> "Health":
-        """Returns what is known before the first step."""
         zero, counts = np.int32(0), np.zeros(num_arrays, np.int32)
         return cls(np.bool_(False), zero, zero, zero, counts)
 
@@ -184,7 +183,6 @@ class LoopGuard:
         self.health = self._start._replace(is_halted=last.is_halted)
 
     def add(self, positions: Sequence[tuple[Position, ...]]) -> None:
-        """Notes where the data is after each step of those that were started."""
         if self.health is not None:
             self._loop.positions.extend(positions)
 
@@ -238,13 +236,8 @@ class LoopCheck:
         shown = list_lines(f"{p}: {counted(n, 'value')}" for p, n in leaves.items())
         if not health.is_halted:
             logger.warning(
-                "`%s` left values that are not finite in %d of %d steps, which were "
-                "skipped. The first was %s:\n%s",
-                self.name,
-                health.num_bad,
-                count,
-                where,
-                shown,
+                f"`{self.name}` left values that are not finite in {health.num_bad} of "
+                f"{count} steps, which were skipped. The first was {where}:\n{shown}"
             )
             return
         origin = self.halt(self.positions[first], bad) or _HOW_TO_FIND

@@ -47,7 +47,6 @@ class Hooks(NamedTuple):
     shape: Any  # the output, with the number of its leaf in the place of each
 
     def is_same(self, other: "Hooks") -> bool:
-        """Returns whether two traces are the same program."""
         return (
             self.shape == other.shape
             and self.begin.is_same(other.begin)

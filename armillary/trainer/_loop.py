@@ -55,7 +55,6 @@ class Loop:
         self._programs = StepPrograms(method, gathers, self._structure)
 
     def serves(self, method: StepMethod, nest: PyTree) -> bool:
-        """Returns whether this loop was made for these arguments."""
         own = self._method
         # An evaluation opens it anew.
         is_open = method.is_evaluation or not self.feed.is_closed
@@ -70,7 +69,6 @@ class Loop:
         return Feed(data, in_pieces=in_pieces, begins_anew=begins_anew, name=name)
 
     def reopen(self) -> None:
-        """Begins a new pass over the datasets."""
         self.feed.close()
         self.feed = self._open_feed(begins_anew=True)
 

@@ -185,7 +185,6 @@ class StepMethod(NamedTuple):
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
-        """Runs the step."""
         with accumulating(self.options.accumulate_steps, self.name):
             return self.fn(iterators)
 
@@ -196,7 +195,6 @@ class StepMethod(NamedTuple):
 
     @property
     def owner_name(self) -> str:
-        """What messages call the owner."""
         return "the evaluator" if self.is_evaluation else "the trainer"
 
 

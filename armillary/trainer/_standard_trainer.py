@@ -161,7 +161,6 @@ class StandardTrainer(Runner, AbstractTrainer):
         return type(self).train is not StandardTrainer.train or "train" in vars(self)
 
     def _find_loop(self, strategy: Strategy) -> Loop:
-        """Returns the loop over the data that the trainer has by now."""
         run = self._get_train()
         method = self._get_method(run, strategy, "train_step")
         return find_loop(run, method)
@@ -260,11 +259,9 @@ class AsynchronousLoop:
         self._iterators = jax.tree.map(self._make_iterator, run.datasets)
 
     def serves(self, run: Run, strategy: Strategy) -> bool:
-        """Returns whether this loop can run a trainer as it is now."""
         return self._datasets is run.datasets and self._strategy is strategy
 
     def run(self, num_steps: int) -> int:
-        """Runs steps; returns how many there was data for."""
         coordinator = self._coordinator
         coordinator.take_statistics()
         try:

@@ -9,6 +9,7 @@ from etils import epath
 
 from armillary.checkpoint import _folder
 from armillary.checkpoint._folder import Saved
+from armillary.checkpoint._writer import Writer
 
 HOUR = 3600.0
 
@@ -106,15 +107,11 @@ def test_which_checkpoints_expire(hours, options, gone, preserved_hour):
     ]
     max_to_keep, every, preserved = options
 
-    expired, preserved_at = _folder.find_expired(
-        saved,
-        max_to_keep=max_to_keep,
-        keep_every_hours=every,
-        preserved_at=preserved * HOUR,
-    )
+    writer = Writer(epath.Path("runs"), max_to_keep, every)
+    writer._preserved_at = preserved * HOUR
 
-    assert names(expired) == [str(index) for index in gone]
-    assert preserved_at == preserved_hour * HOUR
+    assert names(writer.find_expired(saved)) == [str(index) for index in gone]
+    assert writer._preserved_at == preserved_hour * HOUR
 
 
 def test_leftovers_go_and_nothing_else(tmp_path):

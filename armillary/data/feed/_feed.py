@@ -76,7 +76,6 @@ class Feed(Generic[T]):
 
     @property
     def is_repositionable(self) -> bool:
-        """Whether all datasets can go back."""
         return all(dataset.is_repositionable for dataset in self._datasets)
 
     @property
@@ -155,7 +154,6 @@ class Feed(Generic[T]):
             self.queue.read_on()
 
     def commit(self, num_steps: int) -> None:
-        """Marks the next steps of the current chunk as used."""
         queue, chunk, stop = self.queue, self.chunk, self.offset + num_steps
         assert queue is not None and chunk is not None
         used = chunk.positions[stop - 1]

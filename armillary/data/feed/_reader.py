@@ -63,7 +63,6 @@ class BatchReader:
         self.open(position, batches)
 
     def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
-        """Reads these batches, from this position on."""
         dataset = self.dataset
         self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
         self.position = position  # after the last batch that was taken
@@ -104,7 +103,6 @@ class BatchReader:
 
 
 def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:
-    """Yields the pieces of one reader on their devices."""
     (reader,) = readers
     for piece in reader:
         yield replace(piece, arrays=reader.gather.place(piece))

@@ -113,7 +113,6 @@ class Splitter:
     def _read_groups(
         self, batches: Iterator[SourceBatch]
     ) -> Iterator[tuple[list[PyTree], Position]]:
-        """Yields the batches of each group, and the position after it."""
         group: list[PyTree] = []
         position = Position()
         for batch, position in batches:
@@ -204,7 +203,6 @@ class Splitter:
 
 
 def count_rows(arrays: PyTree) -> int:
-    """Returns the size of the first axis of a pytree of arrays or types."""
     return jax.tree.leaves(arrays)[0].shape[0]
 
 

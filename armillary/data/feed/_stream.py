@@ -53,7 +53,6 @@ def encode_position(position: Position, kind: str) -> dict[str, Any]:
 
 
 def decode_position(state: Mapping[str, Any], kind: str) -> Position:
-    """Returns the position that `encode_position` wrote."""
     if state.get("kind") != kind:
         raise DatasetStateError(
             f"`state` was saved from another kind of source: {state.get('kind')}, and "
@@ -304,7 +303,6 @@ class Prefetcher(Generic[T]):
                 self._read()
 
     def _read(self) -> None:
-        """Reads one item, or notes the end or the error."""
         if self._items is None or self._has_read_all or self._is_closed:
             return
         try:

@@ -49,7 +49,6 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def _find_problem(batch: Batch, name: str) -> Exception:
-    """Returns the error that says why something is not a batch."""
     named = _named_leaves(batch)
     wrong = [
         f"{path}: {type(leaf).__name__} of dtype {leaf.dtype}"
@@ -155,7 +154,6 @@ def describe_shapes(arrays: PyTree) -> str:
 
 
 def show_path(path: Any) -> str:
-    """Returns where in a batch a leaf is, as messages show it."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 

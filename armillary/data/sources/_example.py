@@ -23,9 +23,8 @@ _LISTS = ["", *_DTYPES]
 _FIRST, _SECOND, _THIRD = (number << 3 | 2 for number in (1, 2, 3))
 """Tags: the number of a field, and that a length follows."""
 _TOO_LONG = 2**62
-# As many values are taken one by one in the time that an array of them costs at least;
-# and as many rows in the time of a walk.
-_FEW, _FEW_ROWS = 64, 16
+# As many messages are read one by one in the time of a walk.
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,11 +288,7 @@ def read_values(
     if dtype.kind == "O":
         # Not `asarray`, which would look into the byte strings.
         return np.fromiter(values, object, len(values)).reshape(feature.shape)
-    if len(values) > _FEW:
-        written = np.asarray(values)
-    else:
-        wide = np.float32 if kind == "float_list" else np.int64
-        written = np.fromiter(values, wide, len(values))
+    written = np.asarray(values)
     read = written.astype(dtype)
     if kind == "int64_list" and (wrong := written[read != written]).size:
         raise TFRecordError(

@@ -299,7 +299,6 @@ class HuggingFaceDataset(IndexedDataset):
         self.read_rows(np.zeros(1, np.int64))
 
     def read_rows(self, rows: np.ndarray) -> Batch:
-        """Returns these examples."""
         return check_batch(_as_columns(self._dataset[rows]), lambda: "`dataset`")[0]
 
     def fingerprints(self) -> dict[str, str]:
