@@ -1,7 +1,4 @@
-"""One function for each kind of argument check, so each sentence is written once.
-
-And those for lists and numbers in messages.
-"""
+"""Checks of arguments, each sentence written once; lists and numbers in messages."""
 
 import functools
 import math

@@ -1,7 +1,4 @@
-"""What differs between the releases of JAX that the library runs on.
-
-Everything else uses JAX as all of these releases have it.
-"""
+"""What differs between the releases of JAX that the library runs on."""
 
 import functools
 import logging

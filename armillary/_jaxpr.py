@@ -91,10 +91,7 @@ _PER_OUTPUT = ("out_shardings", "out_layouts")
 def call_program(
     program: core.ClosedJaxpr, arguments: list[Any], name: str = "step"
 ) -> list[Any]:
-    """Runs a program, or makes it one operation of the program that is traced.
-
-    To trace its operations once more takes a tenth of the start of training.
-    """
+    """Runs a program, or makes it one operation of the program that is traced."""
     # How JAX calls a compiled function here, of which there is nothing public.
     (call,) = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns
     if call.primitive is not jit_p:  # as under `jax.disable_jit`

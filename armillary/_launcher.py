@@ -1,7 +1,4 @@
-"""What a process tells the launcher that started it, line by line, through a pipe.
-
-A program that was started in another way tells nobody.
-"""
+"""What a process tells the launcher that started it, if one did, through a pipe."""
 
 import contextlib
 import functools

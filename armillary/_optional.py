@@ -6,10 +6,7 @@ from typing import Any
 
 
 def import_optional(module: str, title: str, extra: str) -> Any:
-    """Returns a module of a package that may be missing, and then is named.
-
-    `extra` is that of Armillary which installs it.
-    """
+    """Returns a module of a package that may be missing; `extra` installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

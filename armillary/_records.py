@@ -114,12 +114,8 @@ class LinesFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _append(self._path, lines.encode())
         except OSError as error:
-            logger.warning(
-                "cannot write %s, so %s not recorded from here on: %s",
-                self._path,
-                self._what,
-                error,
-            )
+            lost = f"so {self._what} not recorded from here on: {error}"
+            logger.warning(f"cannot write {self._path}, {lost}")
             self._path = None
 
 

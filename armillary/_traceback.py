@@ -1,9 +1,7 @@
 """What users call: its tracebacks show their lines, and its keywords are suggested.
 
-A mistake in a step surfaces below twenty frames of the library. Like JAX, the library
-removes its own frames from an exception that leaves it, and the traceback shows the
-user's lines. `JAX_TRACEBACK_FILTERING=off`, which keeps the frames of JAX, also keeps
-these. Also tells the user's code from that of libraries: by its module, or by its file.
+Like JAX, the library removes its own frames from an exception that leaves it, unless
+`JAX_TRACEBACK_FILTERING=off`. Also tells whose code this is, by its module or file.
 """
 
 import contextlib

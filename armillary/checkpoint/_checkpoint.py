@@ -130,7 +130,11 @@ class Checkpoint:
         return restored[0]
 
     def read_content(self) -> Content:
-        """Returns the values of all objects now, without copying arrays."""
+        """Returns the values of all objects now, without copying arrays.
+
+        Raises:
+            CheckpointError: If the memory of an array was given to a program.
+        """
         leaves = self.read_leaves()
         donated = [
             path
@@ -148,7 +152,11 @@ class Checkpoint:
         return Content(leaves, describe_leaves(leaves), states)
 
     def read_leaves(self) -> dict[str, Any]:
-        """Returns what the slots hold now, by path."""
+        """Returns what the slots hold now, by path.
+
+        Raises:
+            ValueError: If two places have the same path.
+        """
         leaves: dict[str, Any] = {}
         twice: list[str] = []
         for slot in self._find_slots():

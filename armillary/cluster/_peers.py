@@ -1,13 +1,11 @@
 """How the processes of a job agree on something, without their devices.
 
-Values travel as text over the connections of the lifeline, a tree, in *rounds* that all
-processes take at the same points of the program. Whoever is at another point, or has
-failed, is named, where a collective operation would wait.
+Values travel as text over the tree of the lifeline, in *rounds* that all processes take
+at the same points of the program. Whoever is at another point, or has failed, is named.
 
 Between two loops one exchange serves all that must hear of the others (a stop, a
-preemption, the next data): all of them say something when one asks, and find their
-answers when they look, until the next loop, evaluation or action. Saves, and data taken
-within a loop, have rounds of their own: waiting for them would put off a stop.
+preemption, the next data): all say something when one asks, and find their answers when
+they look. Saves, and data within a loop, have rounds of their own.
 """
 
 import contextlib

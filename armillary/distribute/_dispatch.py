@@ -1,14 +1,11 @@
 """Bounds how many device programs run ahead of Python, and when signals are heard.
 
-XLA's CPU client runs the devices of one process on one pool of threads. Two programs
-with collectives that run at the same time can each wait for threads that the other one
-holds, and the process aborts. So on several CPU devices a program starts only when the
-one before has ended. Elsewhere Python may be one program ahead: the device never waits,
-and chunks of data do not pile up in its memory.
+XLA's CPU client runs the devices of one process on one pool of threads, where two
+programs with collectives can wait for each other for ever. So on several CPU devices a
+program starts only when the one before has ended. Elsewhere Python may be one ahead.
 
 A compiled step takes over (donates) the memory of its state and returns the new one. An
-exception between the two, which a signal's handler may raise, would leave the user's
-model with arrays that are gone.
+exception between the two, as of a signal's handler, would lose the user's arrays.
 """
 
 import collections

@@ -1,10 +1,8 @@
 """The journal of a run's time, and what its attempts add up to.
 
-Attempts append to one file, `goodput.jsonl`: a line is one look at the clock. It holds
-the totals of its attempt so far, so a line that is missing costs only detail.
-
-A run lost what it did again: if steps were run from step 20 on, all that came earlier
-in the record and lies beyond step 20 was in vain, whichever attempt went back.
+Attempts append to one file, `goodput.jsonl`: a line is one look at the clock, with the
+totals of its attempt. A run lost what it did again: if steps were run from step 20 on,
+all that came earlier in the record and lies beyond was in vain.
 """
 
 import contextlib

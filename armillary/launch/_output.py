@@ -1,8 +1,7 @@
 """Writes what all processes say, line by line, and what the launcher says.
 
-One thread reads each stream and writes its lines. So a paused terminal pauses the
-processes that write to it, costs no memory, and does not keep the launcher from passing
-on a signal.
+One thread reads each stream: a paused terminal pauses the processes that write to it,
+and does not keep the launcher from passing on a signal.
 """
 
 import asyncio

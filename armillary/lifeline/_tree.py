@@ -1,9 +1,8 @@
 """The connections of the processes of a job: a tree, so that few have many.
 
 Each process is connected to a parent and to at most eight children. What all say goes
-up, and the answer comes down, through few processes. A message is one JSON text a line.
-The kernel closes the connection of a process that ends, and of a machine that no longer
-answers.
+up, and the answer comes down. A message is one JSON text a line. The kernel closes the
+connection of a process that ends, and of a machine that no longer answers.
 """
 
 import asyncio

@@ -1,14 +1,12 @@
 """Optimizers: what they are given on workers, and how servers run them.
 
-On a worker, each Optax transformation of a scheduled function stands for the one on the
-parameter servers: its `update` takes down the gradients, which are sent, and returns
-updates that nothing may use but `optax.apply_updates`.
+On a worker, each Optax transformation stands for the one on the parameter servers: its
+`update` takes down the gradients, which are sent.
 
-A server runs the optimizer on the variables that it has, beside zeros for all others.
-That the others do not matter is proved once, from the traced update of all variables:
-an array of its state belongs to the variable whose gradients it is made of, or else
-(such as a count of steps) each server has a copy. An optimizer that needs several
-variables for one, as clipping by the norm of all gradients does, is refused.
+A server runs it on the variables that it has, beside zeros for all others. That these
+do not matter is proved once, from the traced update of all: an array of its state
+belongs to the variable whose gradients it is made of, or else (such as a count of
+steps) each server has a copy. One that needs several variables for one is refused.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """Compiles an exported program for devices that are not there.
 
-It runs as a program of its own, without the rest of this library: the compilers for
-TPUs and GPUs make `import jax` slow, and write to the terminal. It reads a request from
-the file named first and writes the answer beside it::
+A program of its own, as the compilers for TPUs and GPUs make `import jax` slow, and
+write to the terminal. It writes the answer beside the request::
 
     python _compile_worker.py FOLDER  # request.json, program.bin -> answer.json, hlo
 """

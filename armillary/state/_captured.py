@@ -1,9 +1,7 @@
 """Looks into a traced program: which variables it baked in, and which program it is.
 
-A variable that the trainer does not reach is not lifted: a step that reads it through a
-closure or a global sees the value it had while tracing, for ever. After tracing, the
-constants of the program are compared, by identity, with every live variable. Two traced
-programs are the same if they are so down to their constants.
+A variable that the trainer does not reach is not lifted: a step sees the value it had
+while tracing, for ever. So constants are compared, by identity, with live variables.
 """
 
 import gc

@@ -1,9 +1,8 @@
 """What may hold what: the kinds of objects that a walk looks into.
 
-A *holder* is an object that others can be put into: one with attributes, a dictionary,
-a list, a function with its closure. It has one part for each way of holding. A function
-is searched by what it reaches by name: closure, globals, defaults, `self`. Values of
-libraries cannot hold a user's state, and plain ones hold nothing.
+A *holder* is an object that others can be put into, with one part for each way of
+holding. A function is searched by what it reaches by name: closure, globals, defaults,
+`self`. Values of libraries cannot hold a user's state, and plain ones hold nothing.
 """
 
 import collections

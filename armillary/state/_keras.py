@@ -1,9 +1,8 @@
-"""Slots in Keras variables.
+"""Slots in Keras variables: the only file that touches private attributes of Keras.
 
-The only file that touches private attributes of Keras: the value of a variable, and the
-method that assigns it. Keras lets a traced function assign to any variable, and leaves
-a value of the trace in it; `guarded_writes` refuses that. Keras takes seconds to
-import, so this file looks for it among the modules that are loaded.
+Keras lets a traced function assign to any variable, and leaves a value of the trace in
+it; `guarded_writes` refuses that. Keras takes seconds to import, so this file looks for
+it among the modules that are loaded.
 """
 
 import contextlib

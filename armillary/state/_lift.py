@@ -1,10 +1,8 @@
 """Turns code that mutates slots into a pure function, and back.
 
-`State` is every slot that some roots reach, seen as one flat list of arrays. Lifting a
-function is four steps: put other arrays (tracers) into the slots, run the function,
-collect what the slots hold now, put the old arrays back. The objects themselves never
-change hands, so every reference a user holds stays good. What else Python has done to
-them stays done, as under `jax.jit`.
+Lifting a function is four steps: put other arrays (tracers) into the slots, run the
+function, collect what the slots hold now, put the old arrays back. The objects never
+change hands. What else Python has done to them stays done, as under `jax.jit`.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
-"""Slots in Flax NNX variables.
+"""Slots in Flax NNX variables: the only file that touches private attributes of Flax.
 
-The only file that touches private attributes of Flax. NNX refuses to mutate an object
-under another trace than the one it was made in, so lifting moves variables and nodes
-into the trace of the step, and back. NNX takes longer to import than all of Armillary,
-so this file imports it where there is a variable of it, and not before.
+NNX refuses to mutate an object under another trace than its own, so lifting moves
+variables and nodes into the trace of the step, and back. NNX takes longer to import
+than all of Armillary, so this file imports it where there is a variable of it.
 """
 
 import functools

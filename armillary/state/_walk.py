@@ -2,16 +2,13 @@
 
 The walk follows attributes (those in `__slots__`, too), items and pytrees, and for
 functions their closures and the globals their code names. It is a loop over a stack, so
-that neither depth nor cycles end it. What it leaves is a graph of `Node`s, each with
-what it held, by name.
+that neither depth nor cycles end it. What it leaves is a graph of `Node`s.
 
-A walk takes long, and hardly ever finds anything that the last one did not. So `Watch`
-remembers what every holder held, and compares it by identity, in passes that Python
-makes in C. Only holders that a step may have looked at matter, and those that lead to
-state. What another walk found is told by the difference of two dictionaries of plain
-values, by path. In them, objects are alike if they have the same type and the same
-place: that they are others does not matter, since a program knows none. So a metric
-that is made anew for every loop changes nothing, and a number anywhere in a nest does.
+A walk takes long, and hardly ever finds anything new. So `Watch` compares what every
+holder held by identity, in passes that Python makes in C: those that a step may have
+looked at, and those that lead to state. What another walk found is told by two
+dictionaries of plain values, by path, where objects of one type and place are alike: a
+metric made anew for every loop changes nothing, and a number anywhere in a nest does.
 """
 
 import collections

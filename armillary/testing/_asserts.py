@@ -1,10 +1,8 @@
 """Checks that a trainer gets the same numbers under every strategy, and sends no more.
 
-What devices send each other is counted in *rounds*: the CPU's compiler makes a
-collective for each array, but those that need nothing of each other are one round,
-which compilers for TPUs and GPUs combine into one operation. A step that sums its
-gradients once has one round of all-reduces, however many parameters there are. One that
-first sums statistics, and then what it computes from them, has two.
+What devices send is counted in *rounds*: collectives that need nothing of each other,
+which compilers for TPUs and GPUs combine into one. A step that sums its gradients once
+has one round of all-reduces, however many parameters there are.
 """
 
 import re

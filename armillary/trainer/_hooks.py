@@ -6,6 +6,7 @@ them: the user says so (`compile_hooks=True`), or their code shows it.
 """
 
 import ast
+import functools
 import inspect
 import itertools
 import sys
@@ -96,15 +97,9 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
         return leaves
 
     try:
+        trace = functools.partial(trace_step, owner="the trainer", refusal=_refusal)
         begin_and_end = [
-            trace_step(
-                run,
-                flat,
-                (),
-                user_fn=getattr(owner, name),
-                owner="the trainer",
-                refusal=_refusal,
-            )
+            trace(run, flat, (), user_fn=getattr(owner, name))
             for name, run in ((BEGIN, begin), (END, end))
         ]
     except Exception as error:

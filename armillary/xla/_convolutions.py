@@ -2,19 +2,16 @@
 
 The compiler has fast code for one order of axes only: images as (batch, *space,
 feature), kernels as (*space, input, output). It puts a convolution into that order in
-the outermost part of a program and nowhere else, and the gradients of every convolution
-are in another order. Within a loop they run as naive loops, ten times slower
-(https://github.com/jax-ml/jax/issues/12868). So they are put in order before the
-compiler sees them.
+the outermost part of a program alone, and within a loop, others run ten times slower
+(https://github.com/jax-ml/jax/issues/12868). So they are put in order before.
 
-It has no fast code for groups of features. Written as ordinary arithmetic, a whole step
-of a network with depthwise convolutions took 110 ms instead of 270 ms in a loop, and
-one with 8 groups of 4 features 80 ms instead of 960 ms outside of loops.
+It has no fast code for groups of features. As ordinary arithmetic, a step of a network
+with depthwise convolutions took 110 ms instead of 270 ms in a loop, and one with 8
+groups of 4 features 80 ms instead of 960 ms outside of loops.
 
-The gradient of max-pooling becomes a reduction of pairs and a scatter, which takes more
-than half of the time of a small network's step: 43 ms with what is here, 105 ms
-without. Here each window remembers which of its taps won, and each element of the
-result asks the windows that it lies in.
+The gradient of max-pooling becomes a reduction of pairs and a scatter: a small
+network's step took 43 ms with what is here, 105 ms without. Here each window remembers
+which of its taps won, and each element of the result asks the windows it lies in.
 """
 
 import enum

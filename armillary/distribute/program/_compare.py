@@ -1,8 +1,7 @@
 """Compares what must be equal: between processes, and between the copies of replicas.
 
 Different programs, constants or rows give different results without any error, or wait
-for ever. And a bit that flips in one device's copy of the state stays unnoticed until
-each device sums up its own copies, and the sums are compared.
+for ever. A bit that flips in one copy of the state shows only in sums of the copies.
 """
 
 import hashlib

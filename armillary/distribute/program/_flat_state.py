@@ -1,12 +1,10 @@
 """Holds a state as one flat list of arrays, where a strategy wants them.
 
-A program may take over (donate) only buffers that nobody else holds: arrays that come
-from our own programs. Any other array is copied first, so nothing a user holds is
-deleted. Scalars are never donated: a copy costs more than they do.
+A program may take over (donate) only arrays that come from our own programs. Any other
+is copied first, so nothing a user holds is deleted. Scalars are never donated.
 
-All this runs at every loop, over every array of the state, while the device may be
-waiting. So the usual case, in which nobody touched a slot since the last program, is
-told by identity, in passes that Python makes in C; all else is done slot by slot.
+All this runs at every loop, over every array. So the usual case, in which nobody
+touched a slot, is told by identity, in passes that Python makes in C.
 """
 
 import contextlib

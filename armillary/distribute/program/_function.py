@@ -153,13 +153,12 @@ def warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
     _num_compiled[code] += 1
     if _num_compiled[code] == _MANY_PROGRAMS:
         held = (n for n, value in captured(fn) if not isinstance(value, ModuleType))
+        found = ", ".join(dict.fromkeys(held)) or "nothing"
         logger.warning(
-            "`%s` was compiled %d times. Each new shape or dtype of an array compiles "
-            "it again, and each new value or object among its other arguments and "
-            "what it captures (%s): pass what changes as arrays of a few shapes.",
-            name,
-            _MANY_PROGRAMS,
-            ", ".join(dict.fromkeys(held)) or "nothing",
+            f"`{name}` was compiled {_MANY_PROGRAMS} times. Each new shape or dtype of "
+            "an array compiles it again, and each new value or object among its other "
+            f"arguments and what it captures ({found}): pass what changes as arrays of "
+            "a few shapes."
         )
 
 

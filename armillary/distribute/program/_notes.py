@@ -77,12 +77,10 @@ def warn_of_draws(name: str, step: "TracedStep") -> None:
     draws.run(step.program, [True] * len(step.program.in_avals))
     if draws.lines:
         logger.warning(
-            "`%s` draws random numbers from a key that is a constant, so they are the "
-            "same in each step (%s). Draw from an `nnx.Rngs` that the trainer holds "
-            "(`jax.random.normal(rngs(), shape)`), or make a constant that is meant "
-            "before the step.",
-            name,
-            draws.lines[0],
+            f"`{name}` draws random numbers from a key that is a constant, so they are "
+            f"the same in each step ({draws.lines[0]}). Draw from an `nnx.Rngs` that "
+            "the trainer holds (`jax.random.normal(rngs(), shape)`), or make a "
+            "constant that is meant before the step."
         )
 
 
@@ -130,22 +128,20 @@ class MetricWarnings:
                 found = {"extreme": extremes, "mean": self._means}.get(kind, [])
                 found.append((state.paths[i], line))
         if extremes:
+            metric, line = extremes[0]
             logger.warning(
-                "`%s` keeps a maximum or minimum in the metric %s (%s), and those of "
-                "%d replicas are added up. Reduce it first "
-                '(`armillary.all_reduce("max", value)`), in a variable of your own '
-                "(`nnx.Variable`), or outside `run`.",
-                self._name,
-                *extremes[0],
-                self._num_replicas,
+                f"`{self._name}` keeps a maximum or minimum in the metric {metric} "
+                f"({line}), and those of {self._num_replicas} replicas are added up. "
+                'Reduce it first (`armillary.all_reduce("max", value)`), in a variable '
+                "of your own (`nnx.Variable`), or outside `run`."
             )
         elif self._means and self._is_uneven:
+            metric, line = self._means[0]
             logger.warning(
-                "`%s` adds the mean of a replica's examples to the metric %s (%s), and "
-                "the batches do not divide evenly: the result depends on the number of "
-                "replicas. Update the metric with one value for each example.",
-                self._name,
-                *self._means[0],
+                f"`{self._name}` adds the mean of a replica's examples to the metric "
+                f"{metric} ({line}), and the batches do not divide evenly: the result "
+                "depends on the number of replicas. Update the metric with one value "
+                "for each example."
             )
         self._is_done = bool(extremes or (self._means and self._is_uneven))
 

@@ -121,18 +121,14 @@ def trace_step(
     refusal: Callable[[str, dict[str, str]], str] | None = None,
     taken: Sequence[int] | None = None,
 ) -> TracedStep:
-    """Traces `fn(*arguments)` with the state lifted.
-
-    The program takes as many batches of each argument as `taken` says, or all. A step
-    that changed plain values, or drew random numbers, is traced again: if that changes
-    no more, and gives the same program, it did no harm.
-    """
+    """Traces `fn(*arguments)` with the state lifted, a step that had effects twice."""
     tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken)
     step, changes, drawn = tracing.trace()
     if changes and refusal is not None:
         raise StateStructureError(refusal(tracing.name, changes))
     if not (changes or drawn):
         return step
+    # If it changes no more then, and is the same program, it did no harm.
     again, more_changes, _ = tracing.trace()
     is_same = again.is_same(step)
     if drawn and not is_same:
