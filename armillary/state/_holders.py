@@ -38,6 +38,8 @@ _TRANSPARENT = {
     "collections.UserList",
     "types.SimpleNamespace",
 }
+# Descriptions of modules: constants with thousands of parts.
+_CONSTANT = {"flax.nnx.graph.GraphDef", "flax.nnx.graphlib.GraphDef"}
 _COMPILED_FUNCTION = type(jax.jit(lambda: None))
 FUNCTION_TYPES = (
     types.FunctionType,
@@ -148,7 +150,7 @@ def is_opaque(kind: type) -> bool:
     """Returns whether instances of `kind` cannot hold a user's state."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _TRANSPARENT or name.startswith(("flax.", "equinox.")):
-        return False
+        return name in _CONSTANT
     return is_library(kind.__module__)
 
 

@@ -1,5 +1,6 @@
 """Trainer and evaluator around pure functions of any pytree and a batch."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -152,7 +153,7 @@ class StepTrainer(StandardTrainer):
             )
         started = super()._start(num_steps, num_loops)
         if isinstance(self._metrics, Means):
-            started.change(self._metrics.name)
+            started.change(functools.partial(name_means, self._metrics.seen.structure))
         return started
 
 
@@ -205,12 +206,19 @@ class StepEvaluator(StandardEvaluator):
     def eval_end(self, *state: Any) -> Output:
         del state
         output = self._metrics.compute()
-        is_mean = isinstance(self._metrics, Means)
-        return self._metrics.name(output) if is_mean else output
+        if isinstance(self._metrics, Means):
+            return name_means(self._metrics.seen.structure, output)
+        return output
 
     def _run(self, batch: Batch) -> None:
         result = self._step(self._trainer.state, batch)
         add_metrics(self._metrics, result, batch)
+
+
+class Seen:
+    """What a trace has found; a step that changed plain values would be traced anew."""
+
+    structure: Any = None
 
 
 @without_python
@@ -223,14 +231,14 @@ class Means:
         zeros = np.zeros(_MOST_METRICS, np.float32)
         self.total = nnx.metrics.MetricState(jnp.array(zeros))
         self.weight = nnx.metrics.MetricState(jnp.array(zeros))
-        self.structure: Any = None
+        self.seen = Seen()
 
     def reset(self) -> None:
         for each in (self.total, self.weight):
             each[...] = jnp.zeros_like(each[...])
 
     def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
-        leaves, self.structure = jax.tree.flatten(metrics)
+        leaves, self.seen.structure = jax.tree.flatten(metrics)
         if len(leaves) > _MOST_METRICS:
             raise ValueError(
                 f"`step` returned {len(leaves)} metrics, but at most {_MOST_METRICS} "
@@ -250,14 +258,14 @@ class Means:
     def compute(self) -> Any:
         return {"total": self.total[...], "weight": self.weight[...]}
 
-    def name(self, output: Any) -> Output:
-        """Returns the means by name, from what `compute` returned."""
-        if output is None or self.structure is None:
-            return None
-        count = self.structure.num_leaves
-        with np.errstate(invalid="ignore"):  # Of no values, the mean is NaN.
-            means = np.asarray(output["total"]) / np.asarray(output["weight"])
-        return jax.tree.unflatten(self.structure, means[:count])
+
+def name_means(structure: Any, output: Any) -> Output:
+    """Returns the means by name, from what `Means.compute` returned."""
+    if output is None or structure is None:
+        return None
+    with np.errstate(invalid="ignore"):  # Of no values, the mean is NaN.
+        means = np.asarray(output["total"]) / np.asarray(output["weight"])
+    return jax.tree.unflatten(structure, means[: structure.num_leaves])
 
 
 def make_metrics(metrics: Any) -> Any:
