@@ -42,7 +42,6 @@ class Entry:
     seconds: dict[Category, float]
 
     def as_line(self) -> str:
-        """Returns the line, with its end."""
         seconds = {
             name: round(value, 6) for name, value in self.seconds.items() if value
         }

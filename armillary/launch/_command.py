@@ -24,7 +24,6 @@ restart, 76 too many restarts, 77 stopped after saving, 130 SIGINT, 143 SIGTERM.
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `armillary launch`."""
     parser.usage = (
         "armillary launch [--workers N] [OPTIONS] SCRIPT ARGS...\n"
         "       armillary launch [--workers N] [OPTIONS] -m MODULE ARGS..."
@@ -57,7 +56,6 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Checks the arguments and returns what runs the job."""
     if sys.platform != "linux":
         raise ValueError(
             f"the platform is {sys.platform!r}, but `armillary launch` works on Linux, "

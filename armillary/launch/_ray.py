@@ -214,7 +214,6 @@ class RayMachines(Machines):
         arguments: Sequence[str],
         environment: Mapping[str, str],
     ) -> Process:
-        """Starts a worker at its place."""
         assert index is not None
         return _Worker(self._ray, label, self._found[index], arguments, environment)
 
@@ -226,13 +225,11 @@ class RayMachines(Machines):
         """Leaves it to Ray."""
 
     def release(self) -> None:
-        """Gives the places back; Ray kills what runs there."""
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
         self._group, self._found = None, []
 
     def close(self) -> None:
-        """Leaves the cluster."""
         self._ray.shutdown()
 
     async def _reserve_group(self, say: Say) -> None:

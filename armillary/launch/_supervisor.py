@@ -192,7 +192,6 @@ class _Group:
 
     @property
     def running(self) -> list[Process]:
-        """Those that have not ended."""
         return [child for child in self.children if not child.ended.done()]
 
     def pass_on(self, number: int, note: str = "") -> None:
@@ -203,7 +202,6 @@ class _Group:
         self.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def send(self, number: int) -> None:
-        """Sends a signal to those that run."""
         for child in self.running:
             child.send_signal(number)
 
@@ -224,7 +222,6 @@ class _Group:
         self._ender = asyncio.create_task(follow())
 
     def kill(self) -> None:
-        """Ends those that run at once."""
         for child in self.children:
             child.kill()
 

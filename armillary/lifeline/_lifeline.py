@@ -288,12 +288,10 @@ _current = Lifeline()  # One that is alone has its own.
 
 
 def get_lifeline() -> Lifeline:
-    """Returns the lifeline of this process."""
     return _current
 
 
 def set_lifeline(lifeline: Lifeline) -> None:
-    """Makes a lifeline that of this process."""
     global _current
     _current = lifeline
 

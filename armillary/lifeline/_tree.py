@@ -83,7 +83,6 @@ class Tree:
         return [index for index in self.members if index not in said]
 
     def take(self, index: int, line: bytes) -> None:
-        """Takes in the message of a neighbor."""
         kind, value = json.loads(line)
         if kind == "said":
             self._add(value)

@@ -106,7 +106,6 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
 
 
 def _find_slots(tree: PyTree) -> list[int]:
-    """Returns the slots that hold the arrays of a tree."""
     lifted = lifted_state()
     if not _recording or lifted is None:
         raise RuntimeError(

@@ -35,7 +35,6 @@ class ArrayType(NamedTuple):
         return jax.random.wrap_key_data(words, impl=self.impl)
 
     def from_host(self, array: Any) -> jax.Array:
-        """Returns what `to_host` was given."""
         if self.impl is None:
             return jnp.asarray(array)
         return jax.random.wrap_key_data(jnp.asarray(array), impl=self.impl)
@@ -49,7 +48,6 @@ def type_of(array: jax.Array) -> ArrayType:
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """Returns an array that can be sent."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.asarray(array)
@@ -72,7 +70,6 @@ def places_to_read(places: Sequence[Place]) -> Sequence[Place]:
 
 
 def join(places: Sequence[Place], found: Mapping[Part, np.ndarray]) -> np.ndarray:
-    """Returns a variable, from its parts."""
     rows = [found[place.part] for place in places_to_read(places)]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 

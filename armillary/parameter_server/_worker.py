@@ -155,7 +155,6 @@ class Worker(Actor):
         return staleness, result, ahead
 
     def _wait(self, asked: dict[int, Any]) -> dict[int, Any]:
-        """Returns what servers answered."""
         ray, lost = import_ray(), import_ray().exceptions
         answers: dict[int, Any] = {}
         for server, reference in asked.items():

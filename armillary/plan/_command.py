@@ -26,7 +26,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_plan(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Checks the arguments and returns what makes the plan."""
     path, _, name = namespace.factory.rpartition(":")
     if not path or not name.isidentifier():
         raise ValueError(

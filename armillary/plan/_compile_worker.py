@@ -16,7 +16,6 @@ from typing import Any
 
 
 def main(folder: Path) -> None:
-    """Answers the request in a folder."""
     request = json.loads((folder / "request.json").read_text())
     platform, name = request["platform"], request["topology"]
     details = {}

@@ -77,7 +77,6 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_new(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Checks the directory and returns what writes the project."""
     directory: Path = namespace.directory
     check_target(directory)
     return lambda: _run(directory)

@@ -53,8 +53,6 @@ _VARIABLE_ATTRIBUTES = (
 
 
 class KerasSlot(Slot):
-    """The value of one `keras.Variable`."""
-
     def __init__(self, variable: "keras.Variable", path: str) -> None:
         super().__init__(variable, "_value", path, put=setattr)
         self.variable, self.key = variable, id(variable)

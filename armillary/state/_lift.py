@@ -117,7 +117,6 @@ class State:
         return [leaf for slot in self.slots for leaf in slot.read()]
 
     def write(self, leaves: Sequence[Any], only: set[int] | None = None) -> None:
-        """Puts `leaves` into the slots."""
         for slot, start, stop in self.ranges:
             if only is None or not only.isdisjoint(range(start, stop)):
                 slot.write(leaves[start:stop])

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class NnxSlot(Slot):
-    """The value of one `nnx.Variable`."""
-
     def __init__(self, variable: "nnx.Variable", path: str) -> None:
         super().__init__(variable, "_raw_value", path, is_state=lambda _: True)
         self.variable, self.key = variable, id(variable)

@@ -134,14 +134,12 @@ class PerReplica:
     __jax_array__ = __bool__ = __array__
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
-        """Flattens into the array."""
         return (self.array,), (self.active_replicas, self.shared_by)
 
     @classmethod
     def tree_unflatten(
         cls, attributes: tuple[Active, int | None], children: tuple[Any]
     ) -> "PerReplica":
-        """Builds a value from the array."""
         return cls(children[0], *attributes)
 
 
