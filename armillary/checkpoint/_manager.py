@@ -353,9 +353,12 @@ class CheckpointManager:
         is_here = os.path.dirname(report.path) == self.directory
         if self._read_step is not None and is_here and not report.kept:
             self._holder = self._read_step(), report.path
-        if self._read_step is not None and not (report.kept or report.unused):
+        # A position that was refused is no reason to save before the interval is over.
+        others = {*report.kept, *report.unused} - self.checkpoint.states.keys()
+        if self._read_step is not None and not others:
             self._last_step = self._read_step()
-            if report.path == self.latest_checkpoint:
+            is_whole = not (report.kept or report.unused)
+            if is_whole and report.path == self.latest_checkpoint:
                 self._last_number = self._last_step
         if self._evaluation is not None:
             self._evaluation.set_state(evaluation)

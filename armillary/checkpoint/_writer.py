@@ -198,7 +198,7 @@ class Writer:
         if removes:
             self._remove_expired(_folder.list_directory(self._directory)[0])
 
-    def find_expired(self, saved: list[Saved]) -> list[Saved]:
+    def _find_expired(self, saved: list[Saved]) -> list[Saved]:
         """Returns the checkpoints to remove, and notes which stays for good."""
         newest, hours = {entry.number: entry for entry in saved}, self._keep_every_hours
         # Those whose number was saved again.
@@ -215,7 +215,7 @@ class Writer:
         return expired
 
     def _remove_expired(self, saved: list[Saved]) -> None:
-        for entry in self.find_expired(saved) if is_first() else ():
+        for entry in self._find_expired(saved) if is_first() else ():
             try:
                 # Read each time: another job may evaluate.
                 best = read_best(self._directory)

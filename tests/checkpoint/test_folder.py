@@ -9,9 +9,6 @@ from etils import epath
 
 from armillary.checkpoint import _folder
 from armillary.checkpoint._folder import Saved
-from armillary.checkpoint._writer import Writer
-
-HOUR = 3600.0
 
 
 def make(directory: Path, name: str, *, serial: int = 1) -> epath.Path:
@@ -87,31 +84,6 @@ def test_a_number_gets_a_revision_if_anything_has_its_name(tmp_path):
     # The name of one that was removed is not used again: it may have been read.
     (tmp_path / "checkpoint_5").rename(tmp_path / "checkpoint_5.2")
     assert choose() == "checkpoint_5.3"
-
-
-@pytest.mark.parametrize(
-    ("hours", "options", "gone", "preserved_hour"),
-    [
-        ([1, 2, 3, 4], (3, None, 0), [0], 0),
-        (range(1, 50), (None, 1, 0), [], 0),
-        # Old ones stay if they are hours apart.
-        ([0.5, 1, 1.5, 2.5, 3], (1, 1, 0), [0, 2], 2.5),
-        # Those that stay for good are not counted again.
-        ([1, 2, 2.1, 2.2], (1, 1, 2), [2], 2),
-    ],
-)
-def test_which_checkpoints_expire(hours, options, gone, preserved_hour):
-    saved = [
-        Saved(epath.Path(str(i)), i, i, hour * HOUR, 0.0, has_arrays=True)
-        for i, hour in enumerate(hours)
-    ]
-    max_to_keep, every, preserved = options
-
-    writer = Writer(epath.Path("runs"), max_to_keep, every)
-    writer._preserved_at = preserved * HOUR
-
-    assert names(writer.find_expired(saved)) == [str(index) for index in gone]
-    assert writer._preserved_at == preserved_hour * HOUR
 
 
 def test_leftovers_go_and_nothing_else(tmp_path):

@@ -47,7 +47,7 @@ def make(tmp_path):
     """Returns a function that makes a program, which restores what is there."""
     managers = []
 
-    def make(may_differ=(), *, transform=None, num_examples=16):
+    def make(may_differ=(), *, transform=None, num_examples=16, **options):
         trainer = Trainer(transform or optax.adam(0.1), num_examples)
         checkpoint = armillary.Checkpoint(
             model=trainer.model,
@@ -55,7 +55,7 @@ def make(tmp_path):
             train_dataset=trainer.train_dataset,
         )
         manager = armillary.CheckpointManager(
-            checkpoint, tmp_path, may_differ=may_differ
+            checkpoint, tmp_path, may_differ=may_differ, **options
         )
         managers.append(manager)
         return armillary.Controller(
@@ -121,7 +121,7 @@ def test_a_changed_part_begins_anew_once_and_then_goes_on(make, caplog):
 @pytest.mark.slow
 def test_data_that_have_grown_begin_anew(make, caplog):
     line = "examples: 16 in the state, 20 in the program"
-    changes = {"num_examples": 20}
+    changes = {"num_examples": 20, "checkpoint_interval": 4}
     first = make()
     first.train(3)
     expected = leaves_of(first)
@@ -139,6 +139,9 @@ def test_data_that_have_grown_begin_anew(make, caplog):
         f"of them, in which its position is another place:\n  {line}"
     ) in record.getMessage()
     assert position_of(second)["source"] is None
+    manager = second.checkpoint_manager
+    assert (manager.is_due(6), manager.is_due(7)) == (False, True)
+    assert not manager.has_saved_step()
     second.train(7)
     # Of the examples, in batches of 4, four batches are used: it began at the first.
     assert position_of(second)["source"] == {

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from armillary.checkpoint import Checkpoint
 from armillary.checkpoint._store import (
-    LeafSpec,
     as_restored,
     describe_leaves,
     stored_sharding,
@@ -169,27 +168,6 @@ def test_a_save_of_replicas_compiles_nothing(make_manager, no_retrace):
     make_manager(Checkpoint(run=restored)).restore(path)
     assert restored.weights.sharding == sharding
     np.testing.assert_array_equal(restored.weights, weights)
-
-
-def describe(leaf: object) -> LeafSpec:
-    return describe_leaves({"leaf": leaf})["leaf"]
-
-
-@pytest.mark.parametrize(
-    ("leaf", "text"),
-    [
-        (jnp.zeros((2, 3)), "float32 (2, 3)"),
-        (jnp.zeros(4, jnp.bfloat16), "bfloat16 (4,)"),
-        (jnp.asarray(True), "bool ()"),
-        # What a step makes of it.
-        (np.zeros(2, np.float64), "float32 (2,)"),
-        (7, "int32 ()"),
-        (jax.random.key(0), "key<threefry2x32> ()"),
-        (jax.random.split(jax.random.key(0, impl="rbg"), 3), "key<rbg> (3,)"),
-    ],
-)
-def test_descriptions_name_dtype_and_shape(leaf, text):
-    assert str(describe(leaf)) == text
 
 
 def test_values_without_numbers_are_an_error_that_names_all():

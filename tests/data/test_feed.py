@@ -68,19 +68,6 @@ def test_chunks_hold_the_same_sequence_however_they_are_cut(
     assert len(shapes) == len({(c.arrays[0].shape[1:], c.num_active) for c in chunks})
 
 
-@pytest.mark.parametrize("are_rows_taken", [True, False])
-def test_a_short_chunk_is_filled_up(make_dataset, are_rows_taken):
-    source = from_arrays(np.arange(1, 11), batch_size=2)
-    if not are_rows_taken:
-        source = list(source)
-    first, second = read_chunks(open_chunks(make_dataset(source), steps_per_chunk=3))
-    assert (first.num_steps, first.capacity) == (3, 3)
-    assert (second.num_steps, second.capacity) == (2, 3)
-    assert second.arrays[0].tolist()[:2] == [[[7], [8]], [[9], [10]]]
-    # What must not run is zero, or the first row where rows are taken by number.
-    assert second.arrays[0].tolist()[2] == [[int(are_rows_taken)]] * 2
-
-
 def test_each_shape_has_chunks_of_its_own(make_dataset):
     sizes = [4, 4, 4, 6, 6, 4]
     dataset = make_dataset([np.zeros(size) for size in sizes])
@@ -120,25 +107,6 @@ def test_a_step_that_lacks_a_batch_does_not_happen(make_dataset):
     assert (state["source"]["index"], state["exhausted"]) == (8, False)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_commit_moves_the_position_step_by_step(make_dataset, prefetch):
-    dataset = make_dataset(from_arrays(np.arange(12), batch_size=2))
-    feed = open_chunks(dataset, steps_per_chunk=4, prefetch=prefetch)
-    first = feed.next_chunk()
-    assert dataset.get_state()["source"] is None
-    feed.commit(3)
-    assert dataset.get_state()["source"]["index"] == 6
-    assert (feed.next_chunk(), feed.offset) == (first, 3)
-    feed.commit(1)
-    second = feed.next_chunk()
-    assert (second.num_steps, feed.offset) == (2, 0)
-    feed.commit(2)
-    assert dataset.get_state()["source"]["index"] == 12
-    assert not dataset.get_state()["exhausted"]
-    assert feed.next_chunk() is None
-    assert dataset.get_state()["exhausted"]
-
-
 @pytest.mark.parametrize(
     ("has_position", "prefetch"), [(True, 2), (False, 0), (False, 1)]
 )
@@ -163,21 +131,6 @@ def test_set_state_drops_what_was_read_ahead_and_other_data_go_on(
     assert unstack(following, 0) == [[[0], [1]], [[2], [3]]]
     used = 106 if has_position else 104
     assert unstack(following, 1)[0] == [[used], [used + 1]]
-    feed.close()
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_seek_goes_back_to_any_step(make_dataset, prefetch):
-    dataset = make_dataset(from_arrays(np.arange(20), batch_size=2))
-    feed = open_chunks(dataset, steps_per_chunk=4, prefetch=prefetch)
-    positions = [feed.positions, *feed.next_chunk().positions]
-    for count in (3, 1, 4):
-        feed.next_chunk()
-        feed.commit(count)
-    for num_steps, position in enumerate(positions):
-        feed.seek(position)
-        assert feed.positions == tuple(position)
-        assert unstack(feed.next_chunk())[0] == [[2 * num_steps], [2 * num_steps + 1]]
     feed.close()
 
 

@@ -16,7 +16,7 @@ from armillary.data import (
     InputOptions,
     from_arrays,
 )
-from tests.feeds import open_chunks, open_reader
+from tests.feeds import open_chunks
 from tests.problems import make_strategy
 
 MAKERS = {
@@ -95,23 +95,6 @@ def test_remainders_are_those_of_the_host(strategy, remainder):
     for expected, actual in zip(host, resident, strict=True):
         assert ("mask" in actual) == (remainder == "pad")
         assert_same(actual, expected)
-
-
-def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
-    source = from_arrays(make_arrays(31), batch_size=7)
-    host, resident = (
-        open_reader(d, in_pieces=True) for d in make_pair(strategy, source)
-    )
-    num_pieces = 0
-    for expected, actual in zip(host, resident, strict=True):
-        num_pieces += 1
-        assert (actual.num_active, actual.is_last) == (
-            expected.num_active,
-            expected.is_last,
-        )
-        assert resident.gather.types(actual) == host.gather.types(expected)
-        assert_same(resident.gather.place(actual), host.gather.place(expected))
-    assert num_pieces == (9 if strategy.num_replicas_in_sync == 4 else 5)
 
 
 # Positions

@@ -5,7 +5,6 @@ import signal
 import sys
 from pathlib import Path
 
-import grain.python as grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,37 +112,3 @@ def test_an_interrupt_at_any_line_loses_no_batch_of_an_iterator(prefetch):
         num_lines += 1
 
     assert num_lines > 10
-
-
-class Interrupted:
-    """Data that gets Ctrl-C once, while it is read."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == self.at:
-            self.at = None
-            signal.raise_signal(signal.SIGINT)
-        return {"x": NUMBERS[index : index + 1]}
-
-
-@pytest.mark.parametrize("compile_step", [True, False])
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_an_interrupt_of_a_read_is_no_end_of_the_data(at, compile_step):
-    data = grain.MapDataset.source(Interrupted(at)).to_iter_dataset(
-        grain.ReadOptions(num_threads=0)
-    )
-    strategy = armillary.DefaultStrategy()
-    trainer = Sum(
-        strategy.distribute_dataset(data, armillary.InputOptions(prefetch=0)),
-        compile_step=compile_step,
-    )
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train(8)
-    assert trainer.is_exact()
-    trainer.train(8 - int(trainer.num_steps))
-    assert trainer.is_exact()

@@ -74,41 +74,6 @@ def test_training_is_bit_identical_over_epochs(strategy, model):
     assert host.train_dataset.get_state()["source"]["epoch"] == 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_resident_first", [True, False])
-@pytest.mark.parametrize("maker", ["one device", "mirrored 4"])
-def test_a_stopped_run_may_continue_with_or_without_it(
-    tmp_path, maker, is_resident_first
-):
-    def make_controller(name, is_resident):
-        strategy = MAKERS[maker]()
-        trainer = make_trainer(strategy, is_resident)
-        return armillary.Controller(
-            trainer=trainer,
-            global_step=trainer.optimizer.step,
-            strategy=strategy,
-            steps_per_loop=4,
-            checkpoint_manager=armillary.CheckpointManager(
-                armillary.Checkpoint(trainer=trainer, data=trainer.train_dataset),
-                tmp_path / name,
-            ),
-        )
-
-    whole = make_controller("whole", is_resident_first)
-    whole.train(20)
-    make_controller("stopped", is_resident_first).train(9)
-
-    resumed = make_controller("stopped", not is_resident_first)
-    assert int(resumed.trainer.optimizer.step[...]) == 9
-    resumed.train(20)
-
-    assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
-    assert (
-        resumed.trainer.train_dataset.get_state()
-        == whole.trainer.train_dataset.get_state()
-    )
-
-
 @pytest.mark.parametrize("is_resident", [True, False])
 def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_resident):
     dataset = make_data(make_strategy(4), is_resident, num_examples=4096)
