@@ -289,7 +289,8 @@ def read_values(
         # Not `asarray`, which would look into the byte strings.
         return np.fromiter(values, object, len(values)).reshape(feature.shape)
     written = np.asarray(values)
-    read = written.astype(dtype)
+    with np.errstate(invalid="ignore"):  # A signaling NaN is one as well.
+        read = written.astype(dtype)
     if kind == "int64_list" and (wrong := written[read != written]).size:
         raise TFRecordError(
             f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
