@@ -1,7 +1,8 @@
 """Joins this process to the others of its job, once, and says how they communicate.
 
-Three connections are made: JAX's coordination service, the lifeline, a tree that begins
-where the processes met, and Gloo's, through which processes on CPUs exchange values.
+All meet at the address of process 0, since JAX would not say who is missing. Then its
+coordination service listens there. Two more connections are made: the lifeline, a tree
+that begins there, and Gloo's, through which processes on CPUs exchange values.
 """
 
 import contextlib
@@ -28,14 +29,22 @@ from armillary._process import Process, set_process
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
-from armillary.errors import ClusterError
-from armillary.lifeline._ending import put_off_aborts
-from armillary.lifeline._lifeline import Lifeline, set_lifeline
-from armillary.lifeline._tree import Ends, connect, find_place, listen
+from armillary.errors import ClusterError, PeerError
+from armillary.lifeline._ending import JOIN, START, Place, find_line, put_off_aborts
+from armillary.lifeline._lifeline import Lifeline, get_lifeline, set_lifeline
+from armillary.lifeline._tree import (
+    Ends,
+    attend,
+    connect,
+    find_place,
+    listen,
+    receive_all,
+)
 
 GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
 _LIFELINE_KEY = "armillary/lifeline"
+_JOIN_SECONDS, _MORE_SECONDS = 300.0, 30.0
 _PARENT_SECONDS, _CHILDREN_SECONDS = 60, 75.0
 _REACH = (
     "Processes must reach each other on all ports: open them between these machines "
@@ -69,11 +78,13 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: XLA joins small collective operations into packs of up to so
             many bytes. It does not cut larger ones. 0 leaves it to XLA. GPUs only.
-        timeout_seconds: How long an operation may wait for the other processes, more
-            than 0, rounded up to whole seconds. None leaves it to XLA: 30 minutes on
-            CPUs and no limit on GPUs. On GPUs XLA limits the meeting of the processes
-            and (from JAX 0.9.2) each run of a compiled program, computation included,
-            and ends the process: allow for the longest loop. Not on TPUs.
+        timeout_seconds: How long an operation, or the start before the first
+            controller, may wait for the other processes, more than 0, rounded up to
+            whole seconds. None is 5 minutes for the start, and leaves the rest to XLA:
+            30 minutes on CPUs and no limit on GPUs. On GPUs XLA limits the meeting of
+            the processes and (from JAX 0.9.2) each run of a compiled program,
+            computation included, and ends the process: allow for the longest loop. Not
+            on TPUs.
         implementation: A `CommunicationImplementation`, or its name.
 
     Raises:
@@ -155,8 +166,8 @@ def join_cluster(
     resolver: ClusterResolver, options: CommunicationOptions | None = None
 ) -> Peers | None:
     """Joins the processes that a resolver tells of, and waits until all are there."""
-    # JAX has no public way to its key-value store.
-    from jax._src import distributed  # noqa: TID251
+    # JAX has no public way to its key-value store, and to whether devices are used.
+    from jax._src import distributed, xla_bridge  # noqa: TID251
 
     global _joined
     plan = resolver.process_plan()
@@ -174,8 +185,18 @@ def join_cluster(
         return _joined.peers
     if not jax.distributed.is_initialized():
         _apply(options)
+        if xla_bridge.backends_are_initialized():
+            raise ClusterError(
+                "The strategy was made after JAX's devices had been used, but "
+                "processes must join before. Make the strategy first, ahead of every "
+                "array and every `jax.devices()`."
+            )
         tell("joining")
-        _initialize(arguments)
+        seconds = options.timeout_seconds or _JOIN_SECONDS
+        alone = get_lifeline()
+        with alone.watching(seconds + _MORE_SECONDS, lambda: Place(JOIN)):
+            _meet(arguments, seconds)
+            _initialize(arguments)
     elif options != CommunicationOptions():
         raise ClusterError(
             f"`communication_options` is {options}, but this program called "
@@ -191,9 +212,11 @@ def join_cluster(
             "`jax.distributed.initialize` to the strategy."
         )
     set_process(Process(index, count))
+    get_lifeline().close()
     service = distributed.global_state
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
+    lifeline.watch(options.timeout_seconds, lambda: Place(START))
     tell("joined")
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     peers = Peers(index, count, timeout_seconds, lifeline)
@@ -221,24 +244,43 @@ def _apply(options: CommunicationOptions) -> None:
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
-def _initialize(arguments: Mapping[str, Any]) -> None:
+def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
+    """Waits until all processes are there, or raises and says which are not."""
     # Each connection is a file, also that of a stranger. The hard limit is the
     # administrator's, the soft one is for programs that use `select`.
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    address, index = arguments.get("coordinator_address"), arguments.get("process_id")
+    if not address or index is None:
+        return  # JAX finds them.
+    (host, port), count = split_address(address), arguments["num_processes"]
+    if index:
+        late = attend(host, port, index, seconds)
+    else:
+        at = host if "coordinator_bind_address" in arguments else None
+        try:
+            listener = listen(at, port)
+        except OSError:
+            return  # JAX needs the port too, and says so.
+        late = receive_all(listener, count, seconds)
+    if late:
+        more = f", nor have {len(late) - 1} others" if late[1:] else ""
+        text = (
+            f"Process {late[0]} of {count} has not joined for {seconds:g} s{more}, "
+            f"while process {index} waits at {find_line(JOIN)}. Look at its output, "
+            f"whether it reaches process 0 at {address}, or allow more time with "
+            "`CommunicationOptions(timeout_seconds=...)`."
+        )
+        set_process(Process(index, count))
+        get_lifeline().conclude(text)
+        raise PeerError(text)
+
+
+def _initialize(arguments: Mapping[str, Any]) -> None:
     # JAX's own preemption service swallows SIGTERM, even if nobody uses it.
     jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(**arguments)
-    except RuntimeError as error:
-        if "before any JAX" not in str(error):
-            raise
-        raise ClusterError(
-            "The strategy was made after JAX's devices had been used, but processes "
-            "must join before. Make the strategy first, ahead of every array and every "
-            "`jax.devices()`."
-        ) from error
+    jax.distributed.initialize(**arguments)
     # If all are on this machine.
     if "coordinator_bind_address" in arguments and _uses_gloo():
         keep_gloo_on(split_address(arguments["coordinator_address"])[0])

@@ -92,10 +92,10 @@ class Controller:
         eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
         hyperparameters: Names and numbers, nested if you like, for TensorBoard's page
             of them and for the record of the run.
-        hang_timeout_seconds: Time after which a program that has not gone on prints
-            where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`. It
-            must exceed the longest loop, evaluation, save and action; time in XLA's
-            compiler does not count.
+        hang_timeout_seconds: Seconds after which a program that has not gone on prints
+            where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`.
+            `None` takes five times the longest loop, evaluation, save or action so far,
+            at least 300; `math.inf` waits for ever. XLA's compiler may take any time.
         progress: Whether to keep one live line in a terminal, and elsewhere to log what
             takes longer than 30 seconds.
 
@@ -154,6 +154,7 @@ class Controller:
                 checkpoint_manager.bind_evaluation(self._saving)
                 warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
             is_resumed = self.restore_checkpoint() is not None
+        get_lifeline().rest()
         tell(self._actions, "bind_step_counter", global_step)
         if is_resumed and trainer is not None:
             evaluated = self._saving.evaluated or 0
@@ -254,8 +255,7 @@ class Controller:
             The output of the last evaluation: a dictionary, whose attribute `history`
             has the scalars of all loops and evaluations of this call.
         """
-        require(self, "trainer", for_method="train_and_evaluate")
-        require(self, "evaluator", for_method="train_and_evaluate")
+        require(self, "trainer", "evaluator", for_method="train_and_evaluate")
         check_target("train_steps", train_steps, self._run.read_step(), epochs)
         check_num_steps("eval_steps", eval_steps)
         if eval_interval is not None:
@@ -316,8 +316,8 @@ class Controller:
         Returns:
             The output of the last evaluation, or `None` if there was none.
         """
-        require(self, "evaluator", for_method="evaluate_continuously")
-        require(self, "checkpoint_manager", for_method="evaluate_continuously")
+        method = "evaluate_continuously"
+        require(self, "evaluator", "checkpoint_manager", for_method=method)
         check_num_steps("steps", steps)
         if timeout is not None:
             check_not_negative("timeout", timeout)
@@ -340,7 +340,7 @@ class Controller:
     def save_checkpoint(self) -> str:
         """Saves a checkpoint now, waits until it is on disk, and returns its path."""
         require(self, "checkpoint_manager", for_method="save_checkpoint")
-        with self._display.on("train", self._run.read_step()):
+        with self._display.on("train", self._run.read_step()), self._watch():
             path = self._saving.save()
             self._saving.sync()
             return str(path)
@@ -356,7 +356,7 @@ class Controller:
                 checkpoint manager's `init_fn` runs.
         """
         require(self, "checkpoint_manager", for_method="restore_checkpoint")
-        with self._display.on("train", self._run.read_step()):
+        with self._display.on("train", self._run.read_step()), self._watch():
             return self._saving.restore(path)
 
     def request_stop(self, reason: str) -> None:

@@ -1,6 +1,7 @@
 """What a controller is given, checked before it is used, and what its parts share."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -59,9 +60,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name in ("summary_dir", "eval_summary_dir"):
         if arguments[name] is not None:
             check_path(name, arguments[name])
-    if arguments["hang_timeout_seconds"] is not None:
-        fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
-        check_seconds("hang_timeout_seconds", arguments["hang_timeout_seconds"], fix)
+    seconds = arguments["hang_timeout_seconds"]
+    is_for_ever = isinstance(seconds, float) and seconds == math.inf
+    if seconds is not None and not is_for_ever:
+        fix = "Use `hang_timeout_seconds=600`, or `math.inf` to wait for ever."
+        check_seconds("hang_timeout_seconds", seconds, fix)
     check_one_of("progress", arguments["progress"], (True, False))
     fix = "Use `vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
     check_instance("hyperparameters", arguments["hyperparameters"], Mapping | None, fix)
@@ -104,12 +107,14 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def require(controller: Any, attribute: str, *, for_method: str) -> None:
-    if getattr(controller, attribute) is None:
-        raise ValueError(
-            f"`{attribute}` is None, but `{for_method}` needs it. Pass "
-            f"`{attribute}=...` to `Controller`."
-        )
+def require(controller: Any, *attributes: str, for_method: str) -> None:
+    """Raises if a controller lacks what a method needs."""
+    for attribute in attributes:
+        if getattr(controller, attribute) is None:
+            raise ValueError(
+                f"`{attribute}` is None, but `{for_method}` needs it. Pass "
+                f"`{attribute}=...` to `Controller`."
+            )
 
 
 def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:

@@ -20,7 +20,8 @@ _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # How the lifeline names a process that ends the others.
 _NAMED = re.compile(
-    r"Process (\d+) of \d+ (?:is gone|has failed)|process (\d+) of .*\(stopped\?\)"
+    r"Process (\d+) of \d+ (?:is gone|has failed|has not joined)|"
+    r"process (\d+) of .*\(stopped\?\)"
 )
 
 

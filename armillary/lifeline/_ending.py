@@ -1,4 +1,4 @@
-"""Says where a process is, whether a job is stuck, and ends what cannot go on.
+"""Says where a process is, how long it may be there, and ends what cannot go on.
 
 Another thread does so: the main one may wait in C code for ever, where no exception
 reaches it.
@@ -7,7 +7,9 @@ reaches it.
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import linecache
+import math
 import os
 import signal
 import sys
@@ -19,7 +21,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from armillary._launcher import tell
-from armillary._process import READER_THREADS, ExitCode, get_process
+from armillary._process import ExitCode, get_process
 from armillary._traceback import is_library_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,16 +33,24 @@ MAKERS = (
     os.path.join("jax", "_src", "interpreters", "mlir.py"),
     os.path.join(_PACKAGE, "distribute", "program", "_trace.py"),
 )
-DEBUGGER = tuple(
-    os.path.join(sysconfig.get_path("stdlib"), name)
-    for name in ("bdb.py", "pdb.py", "cmd.py")
-)
-_FRESH_SECONDS = 10.0
+_STDLIB = sysconfig.get_path("stdlib")
+DEBUGGER = tuple(os.path.join(_STDLIB, name) for name in ("bdb.py", "pdb.py", "cmd.py"))
+_PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
 _SILENT_SECONDS = 3.0
 """Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
+_LEAST_SECONDS, _TIMES_LONGEST = 300.0, 5.0
+_WORK_SECONDS = 3.0
+"""So much time of the processor is a sign of life, where no limit is set."""
+_TIMER_SECONDS = 10.0
+"""How long after the limit a process ends whose interpreter does not run."""
 _UNWIND_SECONDS = 3.0
 _FINISH_SECONDS = 8.0
 _PAUSE_SECONDS = 0.05
+_LONGEST_TIMER_SECONDS = 1e6
+_MOST_LINES = 4
+
+OUTSIDE, START, JOIN, END = "outside of loops", "start_up", "joining", "ending"
+_DEVICE_PHASES = ("stepping", "evaluating")
 
 _unfinished: list[Callable[[], bool]] = []
 _is_ending = False
@@ -52,8 +62,7 @@ class Report(NamedTuple):
     phase: str  # Such as `"data"` or `"step"`.
     line: str
     quiet_seconds: float
-    limit_seconds: float | None = None  # `None` in no loop that is watched.
-    is_compiling: bool = False
+    limit_seconds: float | None = None  # `None` where it may be for ever.
     has_ended: bool = False
 
 
@@ -76,58 +85,122 @@ class Sighting(NamedTuple):
         """Returns where the process is, and since when."""
         if self.report.has_ended:
             return "has reached the end of its program"
-        phase = "compiling" if self.report.is_compiling else self.report.phase
-        text = f"{phase} for {self.quiet_seconds(now):.0f} s, at {self.report.line}"
+        phase, line, *_ = self.report
+        text = f"{phase} for {self.quiet_seconds(now):.0f} s, at {line}"
         if self.is_silent(now):
             why = "stopped?" if self.by is None else f"as process {self.by} has not"
             text += f"; it has not answered for {now - self.time:.0f} s ({why})"
         return text
 
 
+class Place(NamedTuple):
+    """Where a program is, as far as its loops tell."""
+
+    phase: str
+    moves: int = 0  # It changes whenever the program goes on.
+
+
+class Pace:
+    """How long a program has been where it is, and how long it may be."""
+
+    def __init__(self, now: float) -> None:
+        self.place, self.began = Place(OUTSIDE), now
+        self._worked_at, self._work_seconds = now, 0.0
+        self._longest: dict[str, float] = {}
+
+    def look(self, place: Place, work_seconds: float, now: float) -> None:
+        """Takes in where the program is, and how long it has kept a processor busy."""
+        is_other = place != self.place
+        if is_other:
+            phase, seconds = self.place.phase, now - self.began
+            self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
+            self.place, self.began = place, now
+        if is_other or work_seconds - self._work_seconds >= _WORK_SECONDS:
+            self._worked_at, self._work_seconds = now, work_seconds
+
+    def restart(self, now: float) -> None:
+        """Counts from now on."""
+        self.began = self._worked_at = now
+
+    @property
+    def busy_seconds(self) -> float:
+        """Until when it has kept a processor busy, since it is there."""
+        return self._worked_at - self.began
+
+    def find_limit(self, rule: float | None) -> float:
+        """Returns how long it may be there idle; `rule` is what the user set."""
+        if rule is not None:
+            return rule
+        longest = self._longest.get(self.place.phase, 0.0)
+        return max(_LEAST_SECONDS, _TIMES_LONGEST * longest)
+
+
 def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
     """Returns what to say if no process has gone on for too long, else `None`."""
-    # While one process goes on, or compiles, or is in no loop that is watched, the
-    # others wait for it with good reason.
-    running = [seen for seen in sightings.values() if not seen.report.has_ended]
-    limits = [seen.report.limit_seconds for seen in running]
-    limits = [limit for limit in limits if limit is not None]
-    if not limits:
-        return None
-    for seen in running:
+    # While one process goes on, or may be where it is, the others wait for it with
+    # good reason; but not for one at its end.
+    seen = sightings.values()
+    running = [each for each in seen if not each.report.has_ended] or seen
+    limits = [each.report.limit_seconds for each in running]
+    least = min((limit for limit in limits if limit is not None), default=math.inf)
+    for each, limit in zip(running, limits, strict=True):
         # One that is silent is stopped, whatever it was about to do.
-        if now - seen.time >= min(limits):
-            continue
-        limit = seen.report.limit_seconds
-        if limit is None or seen.quiet_seconds(now) < limit:
-            return None
-        if seen.report.is_compiling and now - seen.time < _FRESH_SECONDS:
+        is_stopped = now - each.time >= least
+        if not is_stopped and (limit is None or each.quiet_seconds(now) < limit):
             return None
     places = "\n".join(
-        f"  process {index} of {count}: {seen.describe(now)}"
-        for index, seen in sightings.items()
+        f"  process {index} of {count}: {each.describe(now)}"
+        for index, each in sightings.items()
     )
     return (
-        f"No process has gone on for {min(limits):g} seconds "
-        f"(`hang_timeout_seconds`):\n{places}\n"
+        f"No process has gone on for {least:.4g} seconds:\n{places}\n"
         "Look at the one that does not wait for another one, or allow more time: "
-        "`hang_timeout_seconds` must exceed the longest loop, evaluation, save and "
-        "action."
+        "`hang_timeout_seconds` of the `Controller` must exceed the longest loop, "
+        "evaluation, save and action. Without it, that is five times the longest so "
+        f"far, and at least {_LEAST_SECONDS:g} seconds."
     )
+
+
+def has_company(phase: str) -> bool:
+    """Returns whether a person is there, or another program that it has started."""
+    if hasattr(sys, "ps1") or "pydevd" in sys.modules or is_in(DEBUGGER):
+        return True
+    return phase == START and is_in(_PROGRAMS)
+
+
+def read_work_seconds(phase: str) -> float:
+    """Returns how long the program has kept a processor busy."""
+    # Where it waits for devices, other threads may do so in a loop.
+    ident = threading.main_thread().ident
+    if phase not in _DEVICE_PHASES or not hasattr(time, "pthread_getcpuclockid"):
+        return time.process_time()
+    return time.clock_gettime(time.pthread_getcpuclockid(ident or 0))
+
+
+def set_timer(limit_seconds: float) -> None:
+    """Ends this process after its limit, with all stacks, unless it is set again."""
+    # A thread in C, which needs no interpreter.
+    if limit_seconds == math.inf:
+        faulthandler.cancel_dump_traceback_later()
+    else:
+        seconds = min(limit_seconds, _LONGEST_TIMER_SECONDS) + _TIMER_SECONDS
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def find_line(phase: str) -> str:
-    """Returns the innermost line of the user's code in the main thread."""
+    """Returns the innermost line of the user's code in the main thread.
+
+    While data is awaited, also those of other threads, which may read it.
+    """
     frames = sys._current_frames()
-    main = frames.get(threading.main_thread().ident or 0)
+    main = frames.pop(threading.main_thread().ident or 0, None)
     if main is None:
         return "(the main thread has ended)"
     lines = [_describe(_find_users(main) or main)]
-    for thread in threading.enumerate() if phase == "data" else ():
-        if thread.name == READER_THREADS:
-            user = _find_users(frames.get(thread.ident or 0))
-            if user is not None:
-                lines.append(f"while a thread reads ahead at {_describe(user)}")
-    return ", ".join(lines)
+    users = map(_find_users, frames.values() if phase in ("data", "evaluating") else ())
+    others = dict.fromkeys(_describe(frame) for frame in users if frame is not None)
+    lines += [f"while a thread reads ahead at {line}" for line in others]
+    return ", ".join(lines[:_MOST_LINES])
 
 
 def is_in(files: tuple[str, ...], thread: int | None = None) -> bool:
@@ -162,6 +235,7 @@ def finish_first(is_busy: Callable[[], bool]) -> None:
 def end_process(reason: str) -> None:
     """Prints why, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
+    _is_ending = True
     tell("failed", reason[:1000])
     code = ExitCode.RESTART_REQUESTED
     who, ends = get_process(), f"ends with exit code {code.value} ({code.name})."
@@ -169,7 +243,6 @@ def end_process(reason: str) -> None:
     # Not the logger: the main thread may be stuck while it holds its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
-    _is_ending = True
     start = time.monotonic()
     _wait(start + _UNWIND_SECONDS, threading.main_thread().is_alive)
     _wait(start + _FINISH_SECONDS, lambda: any(is_busy() for is_busy in _unfinished))

@@ -7,25 +7,33 @@ hears of process 0 and of its parent. Between two loops it carries what all agre
 import asyncio
 import atexit
 import contextlib
+import faulthandler
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from armillary._launcher import tell
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
     COMPILER,
+    END,
+    OUTSIDE,
+    Pace,
+    Place,
     Report,
     Sighting,
     end_process,
     find_hang,
     find_line,
+    has_company,
     is_in,
     leave,
+    read_work_seconds,
+    set_timer,
 )
 from armillary.lifeline._tree import Ends, Tree, find_place
 
@@ -36,16 +44,6 @@ _FAILURE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.01
 _MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
-
-
-class Place(NamedTuple):
-    """Where a program is, as far as its loops tell."""
-
-    phase: str
-    moves: int  # It changes whenever the program goes on.
-
-
-_OUTSIDE = Place("outside of loops", 0)
 
 
 class Lifeline:
@@ -66,9 +64,12 @@ class Lifeline:
         self._sightings = dict.fromkeys(sorted(known), seen)
         self._fresh: set[int] = set()  # Of whom it has heard since it has told.
         self._failures: dict[int, tuple[str, float]] = {}
-        self._limit: float | None = None
-        self._find_place: Callable[[], Place] = lambda: _OUTSIDE
-        self._place, self._moved_at = _OUTSIDE, time.monotonic()
+        # How long it may be where it is: see `watching`.
+        self._rule: float | None = math.inf
+        self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
+        self._last_rule: float | None = None
+        self._timer_rule: float | None = math.inf
+        self._pace = Pace(time.monotonic())
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,28 +86,51 @@ class Lifeline:
             )
             self._thread.start()
             self._is_open.wait(_START_SECONDS)
-            if self._count > 1:
-                # JAX's own end of the program, where it waits for the others, was
-                # registered before, and so comes later.
-                atexit.register(self._tell_how_it_ends)
+            # JAX's own end of the program, where it waits for the others, was
+            # registered before, and so comes later.
+            atexit.register(self._tell_how_it_ends)
 
     @contextlib.contextmanager
     def watching(
-        self, limit_seconds: float | None, find_place: Callable[[], Place]
+        self, rule: float | None, find_place: Callable[[], Place]
     ) -> Iterator[None]:
-        """Tells what the program does, and ends it if that takes too long."""
-        before = self._limit, self._find_place
-        # ORDER: the limit counts from the first look at the new place.
-        self._moved_at = time.monotonic()
-        self._limit, self._find_place = limit_seconds, find_place
-        if limit_seconds is not None:
-            self.start()
-            # At once: if it is stopped now, the others know where.
-            self._tell()
+        """Tells what the program does, and ends it if that takes too long.
+
+        That is `rule` seconds, or if `None` what `Pace` finds.
+        """
+        before = self._rule, self._find_place
+        self.watch(rule, find_place)
         try:
             yield
         finally:
-            self._limit, self._find_place = before
+            self._rule, self._find_place = before
+
+    def watch(self, rule: float | None, find_place: Callable[[], Place]) -> None:
+        """Watches from here on; see `watching`."""
+        # ORDER: the limit counts from the first look at the new place.
+        self._pace.restart(time.monotonic())
+        self._rule, self._find_place = rule, find_place
+        if rule != math.inf:
+            self._last_rule = rule
+            self.start()
+            # At once: if it is stopped now, the others know where.
+            self._tell()
+            if rule != self._timer_rule:
+                self._set_timer()
+
+    def rest(self) -> None:
+        """Watches no longer what comes before a controller."""
+        self.watch(math.inf, lambda: Place(OUTSIDE))
+
+    def conclude(self, text: str) -> None:
+        """Ends this process for a reason, unless a person is there."""
+        if not hasattr(sys, "ps1"):
+            self._call(self._conclude, text)
+            self._has_verdict.wait(_SEND_SECONDS)
+
+    def close(self) -> None:
+        """Watches no longer."""
+        self._call(self._is_done.set)
 
     def tell_failure(self, error: BaseException) -> None:
         """Tells the others why this process is about to end."""
@@ -160,10 +184,16 @@ class Lifeline:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tell(self) -> None:
-        now = time.monotonic()
-        self._call(self._pass_reports, self._report(now), now)
+        if self._count > 1:
+            now = time.monotonic()
+            self._call(self._pass_reports, self._report(now), now)
 
     def _tell_how_it_ends(self) -> None:
+        if self._is_done.is_set():
+            return
+        self.watch(self._last_rule, lambda: Place(END))
+        if self._count == 1:
+            return
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.tell_failure(error)
@@ -181,6 +211,7 @@ class Lifeline:
             self._beat(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
+        # What follows takes some seconds, and the timer is left to see that through.
         if self.verdict is not None:
             self._tree.send(list(self._tree.links), "verdict", self.verdict)
             self._has_verdict.set()
@@ -188,11 +219,14 @@ class Lifeline:
                 # The others ended because of this process, which has said why.
                 leave(ExitCode.FAILED)
             end_process(self.verdict)
+        set_timer(math.inf)
         self._tree.close()
 
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
-        self._pass_reports(self._report(now), now)
+        own = self._report(now)
+        self._set_timer()
+        self._pass_reports(own, now)
         self._tree.pass_on()
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
@@ -201,22 +235,33 @@ class Lifeline:
                 )
         # Process 0 decides for all, unless it is itself stopped.
         silent = now - self._sightings[_CHIEF].time
-        limit = math.inf if self._limit is None else self._limit
+        limit = math.inf if own.limit_seconds is None else own.limit_seconds
         if self._index == _CHIEF or silent >= limit + 3 * _BEAT_SECONDS:
             text = find_hang(self._trace_silence(now), self._count, now)
             if text is not None:
                 self._conclude(text)
 
+    def _set_timer(self) -> None:
+        """Ends this process some seconds after its limit, unless it is set again."""
+        self._timer_rule = rule = self._find_rule()
+        set_timer(self._pace.find_limit(rule))
+
+    def _find_rule(self) -> float | None:
+        is_excused = self._rule is None and has_company(self._find_place().phase)
+        return math.inf if is_excused else self._rule
+
     def _report(self, now: float) -> Report:
-        place = self._find_place()
-        if place != self._place:
-            self._place, self._moved_at = place, now
+        is_compiling = is_in(COMPILER)
+        place = Place("compiling") if is_compiling else self._find_place()
+        rule = math.inf if is_compiling else self._find_rule()
+        pace = self._pace
+        pace.look(place, read_work_seconds(place.phase), now)
+        limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
         return Report(
             phase=place.phase,
             line=find_line(place.phase),
-            quiet_seconds=now - self._moved_at,
-            limit_seconds=self._limit,
-            is_compiling=is_in(COMPILER),
+            quiet_seconds=now - pace.began,
+            limit_seconds=None if limit == math.inf else limit,
             has_ended=self._has_ended,
         )
 
@@ -300,4 +345,7 @@ def _let_go_in_child() -> None:
     _current._tree.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+# A child has no timer, and would wait for it when it ends.
+os.register_at_fork(
+    before=faulthandler.cancel_dump_traceback_later, after_in_child=_let_go_in_child
+)

@@ -6,12 +6,15 @@ connection of a process that ends, and of a machine that no longer answers.
 """
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import json
 import os
 import queue
+import selectors
 import socket
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ _SILENCE_SECONDS = 12
 _CONNECT_SECONDS = 10.0
 _GREETING_SECONDS = 30.0
 _INDEX_DIGITS = 8
+_NEWS_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
 
 # What processes from one index up to another one, which is left out, have said.
 Run = tuple[int, int, list[str]]
@@ -200,12 +204,12 @@ def _join(runs: list[Run]) -> list[Run]:
     return joined
 
 
-def listen(host: str | None) -> socket.socket:
-    """Returns a socket that accepts connections at a free port."""
+def listen(host: str | None, port: int = 0) -> socket.socket:
+    """Returns a socket that accepts connections at a port, or at a free one."""
     if host is None and socket.has_dualstack_ipv6():
         family = socket.AF_INET6
-        return socket.create_server(("", 0), family=family, dualstack_ipv6=True)
-    family, *_, address = socket.getaddrinfo(host or "0.0.0.0", 0)[0]
+        return socket.create_server(("", port), family=family, dualstack_ipv6=True)
+    family, *_, address = socket.getaddrinfo(host or "0.0.0.0", port)[0]
     return socket.create_server(address[:2], family=family)
 
 
@@ -215,3 +219,63 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
     connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
     connection.setblocking(False)
     return connection
+
+
+def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int]:
+    """Waits in process 0 for the others; returns those that have not come in time."""
+    end, missing = time.monotonic() + seconds, set(range(1, count))
+    come: dict[Any, int] = {}
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        selector.register(listener, selectors.EVENT_READ)
+        while missing and time.monotonic() < end:
+            for key, _ in selector.select(_NEWS_SECONDS):
+                link: Any = key.fileobj
+                if link is listener:
+                    link = stack.enter_context(listener.accept()[0])
+                    link.setblocking(False)
+                    selector.register(link, selectors.EVENT_READ)
+                elif said := _hear(link):
+                    come[link] = int(said) if said.isdigit() else 0
+                    missing.discard(come[link])
+                else:
+                    selector.unregister(link)
+                    missing |= {come.pop(link, 0)} - {0}
+            is_over = time.monotonic() >= end
+            news = json.dumps([is_over, sorted(missing)]).encode() + b"\n"
+            for link in come:
+                with contextlib.suppress(OSError):
+                    link.send(news)
+    return sorted(missing)
+
+
+def _hear(link: socket.socket) -> bytes:
+    try:
+        return link.recv(_INDEX_DIGITS)
+    except OSError:
+        return b""
+
+
+def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
+    """Waits for all others where process 0 receives them; returns the missing."""
+    end, late = time.monotonic() + seconds, [0]
+    while (left := end - time.monotonic()) > 0:
+        data = b""
+        # It is not there yet, or has met all and makes room for JAX's service.
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), min(left, _CONNECT_SECONDS)) as link,
+        ):
+            link.sendall(f"{index:0{_INDEX_DIGITS}}".encode())
+            link.settimeout(left)
+            while said := link.recv(1 << 16):
+                data += said
+                if not data.startswith(b"["):
+                    return []  # The service is there.
+                *lines, data = data.split(b"\n")
+                if lines:
+                    is_over, late = json.loads(lines[-1])
+                    if is_over:
+                        return late
+        time.sleep(_PAUSE_SECONDS)
+    return late

@@ -1,6 +1,7 @@
 """Joining the processes of a job, as far as one process shows it."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,12 @@ import textwrap
 import jax
 import pytest
 
-from armillary.cluster import CommunicationOptions, SimpleClusterResolver, _join
+from armillary.cluster import (
+    CommunicationOptions,
+    ExitCode,
+    SimpleClusterResolver,
+    _join,
+)
 from armillary.cluster._join import keep_gloo_on
 from armillary.errors import ClusterError
 from armillary.launch._process import find_addresses
@@ -58,6 +64,32 @@ def test_options_reach_xla_before_the_processes_join(monkeypatch):
     _join._apply(CommunicationOptions(timeout_seconds=5))
     expected = "--xla_a=1 --xla_b --xla_cpu_collective_timeout_seconds=5"
     assert os.environ["XLA_FLAGS"].split() == expected.split()
+
+
+JOIN = """
+    import armillary, sys
+    from armillary.cluster import CommunicationOptions, SimpleClusterResolver
+
+    resolver = SimpleClusterResolver({"worker": sys.argv[1:]}, "worker", 0)
+    options = CommunicationOptions(timeout_seconds=3)
+    armillary.MultiWorkerMirroredStrategy(resolver, options)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(JOIN))
+    command = [sys.executable, str(program), *find_addresses(3)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.RESTART_REQUESTED, said
+    place = r"at .*train.py:7 in <module>: armillary.MultiWorker"
+    who = "ERROR: process 0 of 3: Process 1 of 3 has not joined for 3 s, nor have 1"
+    assert re.search(f"{who} others, while process 0 waits {place}", said), said
 
 
 LISTEN = """

@@ -1,5 +1,6 @@
 """What the processes of the tests run: a training that comes to grief in some way."""
 
+import ctypes
 import json
 import sys
 import time
@@ -44,6 +45,10 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
                 raise OSError("the disk is on fire")
             yield np.full((2,), number, np.float32)
 
+    def load() -> None:
+        if scenario == "restore" and is_victim:
+            time.sleep(3600)  # it is stuck
+
     trainer = Sum(strategy, strategy.distribute_datasets_from_function(lambda _: read))
 
     def act(output: Any) -> None:
@@ -51,6 +56,8 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         (folder / f"at_{jax.process_index()}").write_text(str(step))
         if scenario == "act" and is_victim and step >= 20:
             time.sleep(3600)  # the action sleeps
+        if scenario == "gil" and jax.process_index() == 0 and step >= 20:
+            ctypes.PyDLL(None).sleep(3600)  # It keeps the interpreter's lock.
 
     controller = armillary.Controller(
         trainer=trainer,
@@ -60,7 +67,9 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         train_actions=[act],
         hang_timeout_seconds=limit_seconds,
         checkpoint_manager=armillary.CheckpointManager(
-            armillary.Checkpoint(step=trainer.step), folder / "checkpoints"
+            armillary.Checkpoint(step=trainer.step),
+            folder / "checkpoints",
+            init_fn=load,
         ),
     )
     controller.train()

@@ -10,13 +10,22 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._lifeline import Lifeline, Place
-from armillary.lifeline._tree import Ends, connect, find_place, listen
+from armillary.lifeline._ending import Place
+from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._tree import (
+    Ends,
+    attend,
+    connect,
+    find_place,
+    listen,
+    receive_all,
+)
 
 TOKEN = "secret"
 
@@ -130,9 +139,7 @@ def test_a_stuck_job_ends_with_the_place_of_every_process(start):
             stack.enter_context(lifeline.watching(0.5, lambda place=place: place))
         job.wait(0, 1)
     for reason in job.reasons:
-        assert (
-            "No process has gone on for 0.5 seconds (`hang_timeout_seconds`)" in reason
-        )
+        assert "No process has gone on for 0.5 seconds:" in reason
         assert "process 0 of 2: step for" in reason
         assert "process 1 of 2: data for" in reason
 
@@ -184,6 +191,30 @@ def test_a_program_alone_is_watched_too(start):
     with job.lifelines[0].watching(0.3, lambda: Place("action", 1)):
         job.wait(0)
     assert "process 0 of 1: action for" in (job.reasons[0] or "")
+
+
+def test_those_who_are_missing_are_named_to_all_who_came(monkeypatch):
+    monkeypatch.setattr(_tree, "_NEWS_SECONDS", 0.05)
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(attend, "127.0.0.1", port, 1, 10.0)
+        # One that dies while it waits is missing again; a stranger is nobody.
+        for greeting in (b"00000003", b"GET / HTTP/1.1"):
+            with socket.create_connection(("127.0.0.1", port), 10) as connection:
+                connection.sendall(greeting)
+        assert receive_all(listener, 4, 1.0) == [2, 3]
+        assert first.result() == [2, 3]
+
+
+def test_whoever_comes_late_goes_on_where_the_service_of_jax_is():
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor() as pool:
+        port = listener.getsockname()[1]
+        waiting = pool.submit(attend, "127.0.0.1", port, 1, 10.0)
+        listener.accept()[0].close()  # All have met.
+        with listener.accept()[0] as connection:
+            connection.sendall(b"\x00\x00\x18\x04")
+            assert waiting.result() == []
 
 
 @pytest.mark.parametrize(

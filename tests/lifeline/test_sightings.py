@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
+
 from armillary.lifeline import _ending
-from armillary.lifeline._ending import Report, Sighting
+from armillary.lifeline._ending import Pace, Place, Report, Sighting
 
 NOW = 1000.0
 
@@ -25,12 +27,13 @@ def find_hang(*sightings: Sighting) -> str | None:
 def test_a_job_is_stuck_when_no_process_goes_on():
     text = find_hang(see(), see(31, phase="data", line="train.py:7 in read"))
     assert text == (
-        "No process has gone on for 30 seconds (`hang_timeout_seconds`):\n"
+        "No process has gone on for 30 seconds:\n"
         "  process 0 of 2: step for 50 s, at train.py:1 in main\n"
         "  process 1 of 2: data for 31 s, at train.py:7 in read\n"
         "Look at the one that does not wait for another one, or allow more time: "
-        "`hang_timeout_seconds` must exceed the longest loop, evaluation, save and "
-        "action."
+        "`hang_timeout_seconds` of the `Controller` must exceed the longest loop, "
+        "evaluation, save and action. Without it, that is five times the longest so "
+        "far, and at least 300 seconds."
     )
 
 
@@ -38,14 +41,9 @@ def test_a_process_that_goes_on_is_waited_for():
     assert find_hang(see(), see(quiet=3)) is None
 
 
-def test_a_process_that_compiles_is_waited_for_while_it_is_heard_of():
-    assert find_hang(see(), see(is_compiling=True)) is None
-    text = find_hang(see(), see(is_compiling=True, silent=40)) or ""
-    assert "process 1 of 2: compiling for 50 s" in text
-
-
-def test_a_process_that_is_in_no_loop_is_waited_for():
+def test_a_process_without_a_limit_is_waited_for():
     assert find_hang(see(), see(limit_seconds=None)) is None
+    assert find_hang(see(limit_seconds=None)) is None
 
 
 def test_a_process_that_was_stopped_before_its_loop_is_not_waited_for():
@@ -65,7 +63,56 @@ def test_a_process_that_ended_is_named_and_not_waited_for():
     text = find_hang(see(), see(quiet=0, has_ended=True, limit_seconds=None))
     assert text is not None
     assert "process 1 of 2: has reached the end of its program" in text
-    assert find_hang(see(has_ended=True)) is None
+    assert find_hang(see(has_ended=True), see(quiet=1, has_ended=True)) is None
+    text = find_hang(see(has_ended=True), see(has_ended=True)) or ""
+    assert "process 0 of 2: has reached the end" in text
+
+
+class Program:
+    """What a simulated program does, looked at once a second as by a lifeline."""
+
+    def __init__(self) -> None:
+        self.now, self.moves, self.worked = 0.0, 0, 0.0
+        self.pace, self.next_look = Pace(0.0), 0.0
+
+    def spend(self, seconds: float, phase: str, work: float = 0.0) -> bool:
+        """Spends time in a phase; returns whether it counted as stuck meanwhile."""
+        self.moves += 1
+        end, is_stuck = self.now + seconds, False
+        while self.next_look < end:
+            self.now = self.next_look
+            busy = self.worked + work * (seconds - (end - self.now))
+            place = Place(phase, self.moves)
+            self.pace.look(place, busy, self.now)
+            limit = self.pace.find_limit(None) + self.pace.busy_seconds
+            may_be = None if phase == "compiling" else limit
+            report = Report(phase, "x.py:1", self.now - self.pace.began, may_be)
+            seen = {0: Sighting(report, self.now)}
+            is_stuck |= _ending.find_hang(seen, 1, self.now) is not None
+            self.next_look += 1.0
+        self.now, self.worked = end, self.worked + work * seconds
+        return is_stuck
+
+
+def test_a_slow_program_is_never_stuck_without_a_limit_of_its_own():
+    program, random = Program(), np.random.default_rng(0)
+    assert not program.spend(280.0, "data")  # A slow first batch.
+    assert not program.spend(3000.0, "start_up", work=0.02)
+    assert not program.spend(60.0, "compiling")
+    assert not program.spend(7200.0, "compiling")
+    for loop in range(10_000):
+        assert not program.spend(3.0 * random.lognormal(0.0, 0.8), "stepping")
+        if loop % 100 == 0:
+            assert not program.spend(60.0 * random.lognormal(0.0, 0.4), "evaluating")
+    assert not program.spend(290.0, "saving")
+    assert not program.spend(1400.0, "saving")  # Less than five times as long.
+
+
+def test_without_a_limit_of_its_own_a_program_is_stuck_after_five_times_the_longest():
+    program = Program()
+    assert program.spend(303.0, "stepping")
+    assert program.spend(1600.0, "stepping", work=0.001)
+    assert not program.spend(1600.0, "stepping")  # It took as long before.
 
 
 def test_a_stopped_process_is_called_so_when_the_timeout_is_short():

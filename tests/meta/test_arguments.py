@@ -314,6 +314,7 @@ MEANT = {
     "step_counter": "Callable | None",
     "train_dataset": "Iterable | Callable | None",
 }
+MAY_BE_INFINITE = {"hang_timeout_seconds"}
 MAY_BE_NEGATIVE = {
     "axis",
     "eval_steps",
@@ -356,6 +357,7 @@ def fits(parameter: inspect.Parameter, value: Any) -> bool:
     if isinstance(value, int | float | np.integer | np.floating):
         is_whole = isinstance(value, int | np.integer)
         is_good = math.isfinite(value) and bool(value >= 0 or name in MAY_BE_NEGATIVE)
+        is_good = is_good or (name in MAY_BE_INFINITE and value == math.inf)
         return is_good and (takes("float") or (is_whole and takes("int")))
     if isinstance(value, str):
         return takes("str") and (bool(value.strip()) or name in MAY_BE_EMPTY)
