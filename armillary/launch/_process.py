@@ -132,6 +132,8 @@ def make_environment(
         "JAX_COORDINATOR_BIND_ADDRESS": addresses[0],
         # Output goes to a pipe, where Python would hold back whole pages of it.
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED") or "1",
+        # Of one that crashes, or is ended before it has joined, the stack is shown.
+        "PYTHONFAULTHANDLER": base.get("PYTHONFAULTHANDLER") or "1",
     }
     if any(base.get(name) for name in _PROXY_VARIABLES):
         # gRPC would ask the proxy for the coordinator.

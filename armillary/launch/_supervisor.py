@@ -213,9 +213,12 @@ class _Group:
                 await asyncio.sleep(seconds)
                 if self.running:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
-                    for child in self.running:
-                        child.is_asked = True
-                    self.send(number)
+                # Who never came to its strategy shows the line that it is stuck at.
+                joins = any("joining" in child.told for child in self.children)
+                for child in self.running:
+                    child.is_asked = True
+                    is_lost = joins and not child.told and number == signal.SIGTERM
+                    child.send_signal(signal.SIGABRT if is_lost else number)
 
         if self._ender is not None:
             self._ender.cancel()

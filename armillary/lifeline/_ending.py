@@ -271,7 +271,8 @@ def put_off_aborts() -> None:
         library = ctypes.CDLL(None)
         library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         library.signal.restype = ctypes.c_void_p
-        if signal.getsignal(signal.SIGABRT) == signal.SIG_DFL:
+        # That of C, which `PYTHONFAULTHANDLER` sets, is none that Python knows.
+        if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):
             sleep = ctypes.cast(library.sleep, ctypes.c_void_p)
             library.signal(signal.SIGABRT, sleep)
 

@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -300,6 +301,25 @@ def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
     assert time.monotonic() - start < 100
     assert "worker 1 of 3 failed first: exit code 0 after" in stderr
     assert "s, while others needed it." in stderr
+
+
+def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
+    code, _, stderr = launcher.run(
+        """
+        from armillary import _launcher
+        if index == 1:
+            mark("stuck")
+            time.sleep(300)
+        wait_for_mark("stuck")
+        _launcher.tell("joining")
+        sys.exit(75)
+        """,
+        "--workers 2 --grace-period 0.5 --max-restarts 0",
+        PYTHONPATH=str(REPOSITORY),
+    )
+    assert code == ExitCode.RESTART_REQUESTED
+    assert "worker 1 of 2 failed first: did not go on, and was ended" in stderr
+    assert re.search(r"\|   File .*script.py\", line \d+ in <module>", stderr)
 
 
 def test_children_of_a_worker_end_with_it(launcher):
