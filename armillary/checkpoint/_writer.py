@@ -164,14 +164,8 @@ class Writer:
             self._preserved_at = last.preserved_at
         # Rising strictly, also when a clock is set back, because ages are compared.
         earliest = max(self._preserved_at, last.saved_at if last else 0.0) + 1e-3
-        return Saved(
-            path=path,
-            number=number,
-            serial=last.serial + 1 if last else 1,
-            saved_at=max(time(), earliest),
-            preserved_at=self._preserved_at,
-            has_arrays=has_arrays,
-        )
+        serial, saved_at = last.serial + 1 if last else 1, max(time(), earliest)
+        return Saved(path, number, serial, saved_at, self._preserved_at, has_arrays)
 
     def _finish(self, path: epath.Path, saved: list[Saved]) -> None:
         try:

@@ -80,6 +80,10 @@ class DistributedDataset:
         self.is_agreed = per_replica_batches and layout.peers is not None
         """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self.source, layout, self.options)
+        self.source_name: str = self._source.name
+        """The kind of source, as messages call it."""
+        self.num_global_batches: int | None = getattr(self._source, "num_batches", None)
+        """How many batches one pass over the source has; `None` if not known."""
         self._reader: BatchReader | None = None
         # Batches that were opened, to look at or at a restored position, and not used.
         self._waiting: tuple[Position, Prefetcher[SourceBatch]] | None = None
@@ -120,11 +124,6 @@ class DistributedDataset:
             )
             self._first = SourceBatch(types, batch.position)
 
-    @property
-    def num_global_batches(self) -> int | None:
-        """How many batches one pass over the source has; `None` if not known."""
-        return getattr(self._source, "num_batches", None)
-
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""
         for batch in self.read(Position(epoch=epoch)):
@@ -157,11 +156,6 @@ class DistributedDataset:
         types, position = self._first
         splitter = Splitter(self, in_pieces=False)
         return self.gather.rows(splitter.describe(types, position.full_size or 0))
-
-    @property
-    def source_name(self) -> str:
-        """The kind of source, as messages call it."""
-        return self._source.name
 
     @property
     def is_repositionable(self) -> bool:

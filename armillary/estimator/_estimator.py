@@ -18,7 +18,6 @@ from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
 from armillary.data._layout import InputContext
-from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError
 from armillary.estimator._model_fn import ModeKeys, Model
@@ -242,7 +241,10 @@ class Estimator:
             position = InputPosition(dataset, resumes=resumes)
             trainer = EstimatorTrainer(dataset, strategy, self._model)
         if eval_input_fn is not None:
-            strategy = self._eval_strategy
+            strategy, joint = config.eval_distribute, config.train_distribute
+            if strategy is None and joint is not None and joint.peers is not None:
+                strategy = joint
+            strategy = strategy or get_strategy()
             make_data = self._bind(eval_input_fn, ModeKeys.EVAL)
             dataset, specs = distribute(make_data, strategy, is_training=False)
             # The checkpoint holds what training needs.
@@ -295,13 +297,6 @@ class Estimator:
         values = {name: np.asarray(value) for name, value in (output or {}).items()}
         numbers = {n: each if each.ndim else each.item() for n, each in values.items()}
         return {**numbers, "global_step": self.global_step}
-
-    @property
-    def _eval_strategy(self) -> Strategy:
-        training = self.config.train_distribute
-        is_joint = training is not None and training.peers is not None
-        found = self.config.eval_distribute or (training if is_joint else None)
-        return found or get_strategy()
 
     def _bind(
         self, input_fn: Callable[..., Any], mode: ModeKeys

@@ -117,16 +117,13 @@ def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
 class KerasEvaluator(StandardEvaluator):
     """Evaluates a compiled Keras model, as `model.evaluate` does, for a `Controller`.
 
-    Every example counts once, whatever the batch size and the number of replicas.
+    Every example counts once, whatever the batch size and the number of replicas. What
+    is refused is what `KerasTrainer` refuses, and a `test_step` of the model's own.
 
     Args:
         model: A model on which `compile` was called.
         eval_dataset: As `train_dataset` of `KerasTrainer`.
         options: As for `StandardEvaluator`.
-
-    Raises:
-        TypeError: If `model` is no Keras model, or has a `test_step` of its own.
-        ValueError: If it is not compiled, or there is no data.
     """
 
     def __init__(
