@@ -46,18 +46,13 @@ if TYPE_CHECKING:
         xla,
     )
     from armillary.checkpoint import Checkpoint, CheckpointManager
-    from armillary.controller import Controller, History
-    from armillary.data import InputContext, InputOptions
+    from armillary.controller import Controller
     from armillary.distribute import (
-        CentralStorageStrategy,
-        DefaultStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
-        ReduceOp,
         ShardedStrategy,
         TPUStrategy,
-        VariableAggregation,
         all_reduce,
         all_reduce_gradients,
         compute_average_loss,
@@ -65,12 +60,8 @@ if TYPE_CHECKING:
         function,
         get_replica_context,
         get_strategy,
-        has_strategy,
-        in_cross_replica_context,
-        make_distributed_dataset,
         over_replicas,
         scale_regularization_loss,
-        set_strategy,
         value_and_grad,
         weighted_mean,
     )
@@ -87,28 +78,19 @@ if TYPE_CHECKING:
         StepTrainer,
         predict,
     )
-    from armillary.typing import Action, Output
 
 __version__ = "0.3.0"
 
 __all__ = [
     "AbstractEvaluator",
     "AbstractTrainer",
-    "Action",
-    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointManager",
     "Controller",
-    "DefaultStrategy",
-    "History",
-    "InputContext",
-    "InputOptions",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
-    "Output",
     "ParameterServerStrategy",
-    "ReduceOp",
     "ShardedStrategy",
     "StandardEvaluator",
     "StandardEvaluatorOptions",
@@ -117,7 +99,6 @@ __all__ = [
     "StepEvaluator",
     "StepTrainer",
     "TPUStrategy",
-    "VariableAggregation",
     "actions",
     "all_reduce",
     "all_reduce_gradients",
@@ -132,17 +113,13 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "goodput",
-    "has_strategy",
-    "in_cross_replica_context",
     "keras",
     "launch",
-    "make_distributed_dataset",
     "metrics",
     "over_replicas",
     "plan",
     "predict",
     "scale_regularization_loss",
-    "set_strategy",
     "summarize",
     "summary",
     "testing",
@@ -154,15 +131,25 @@ __all__ = [
 
 # Where the names of `__all__` that are no packages are found, from the bottom up.
 _HOMES = [
-    "typing",
     "state._summarize",
-    "data",
     "distribute",
     "parameter_server",
     "checkpoint",
     "trainer",
     "controller",
 ]
+# Names that stood here before, and the package that has each now.
+_MOVED = {
+    **dict.fromkeys(("CentralStorageStrategy", "DefaultStrategy"), "distribute"),
+    **dict.fromkeys(("ReduceOp", "VariableAggregation"), "distribute"),
+    **dict.fromkeys(("has_strategy", "in_cross_replica_context"), "distribute"),
+    **dict.fromkeys(("make_distributed_dataset", "set_strategy"), "distribute"),
+    **dict.fromkeys(("InputContext", "InputOptions"), "data"),
+    **dict.fromkeys(("History", "RunOutput"), "controller"),
+    "Action": "typing",
+    "Output": "typing",
+    "PendingLoops": "trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -172,7 +159,7 @@ def __getattr__(name: str) -> Any:
     `armillary.metrics`, `armillary.estimator` and `armillary.keras` alone.
 
     Raises:
-        AttributeError: If there is no such name.
+        AttributeError: If there is no such name; of one that has moved, where it is.
     """
     if not name.startswith("_") and importlib.util.find_spec(f"armillary.{name}"):
         return importlib.import_module(f"armillary.{name}")
@@ -181,7 +168,10 @@ def __getattr__(name: str) -> Any:
         if name in vars(module):
             globals()[name] = vars(module)[name]
             return vars(module)[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    text = f"module {__name__!r} has no attribute {name!r}"
+    if home := _MOVED.get(name):
+        text += f": it has moved. Write `armillary.{home}.{name}`."
+    raise AttributeError(text)
 
 
 def __dir__() -> list[str]:

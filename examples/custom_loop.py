@@ -63,7 +63,7 @@ def main() -> None:
     # The last batch is filled up, and `batch["mask"]` says which rows are real.
     test_dataset = strategy.distribute_dataset(
         armillary.data.from_arrays(test, batch_size=64),
-        armillary.InputOptions(remainder="pad"),
+        armillary.data.InputOptions(remainder="pad"),
     )
     with strategy.scope():
         model = Classifier(nnx.Rngs(0))
@@ -82,7 +82,7 @@ def main() -> None:
             return loss
 
         losses = strategy.run(step_fn, args=(batch,))
-        return strategy.reduce(armillary.ReduceOp.MEAN, losses, axis=None)
+        return strategy.reduce(armillary.distribute.ReduceOp.MEAN, losses, axis=None)
 
     @armillary.function
     def count_correct(batch):
@@ -91,7 +91,7 @@ def main() -> None:
             return jnp.sum((predictions == batch["label"]) & batch["mask"])
 
         counts = strategy.run(step_fn, args=(batch,))
-        return strategy.reduce(armillary.ReduceOp.SUM, counts, axis=None)
+        return strategy.reduce(armillary.distribute.ReduceOp.SUM, counts, axis=None)
 
     for epoch in range(options.epochs):
         losses = [train_step(batch) for batch in train_dataset]

@@ -102,7 +102,7 @@ class Classifier(armillary.StandardTrainer):
         total = self.strategy.reduce("sum", loss)
         self.losses = self.losses.at[step].set(total)
 
-    def train_loop_end(self) -> armillary.Output:
+    def train_loop_end(self) -> armillary.typing.Output:
         return {"accuracy": self.accuracy.compute()}
 
 
@@ -169,7 +169,7 @@ def make_training_data(
     source = from_arrays(
         make_digits(72), batch_size=batch_size, shuffle_seed=3, repeat=True
     )
-    return armillary.make_distributed_dataset(strategy, source)
+    return armillary.distribute.make_distributed_dataset(strategy, source)
 
 
 def make_strategy(num_replicas: int) -> armillary.MirroredStrategy:

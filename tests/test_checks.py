@@ -16,7 +16,7 @@ OLD = {
         "use_tpu_summary_optimization",
     ],
     armillary.StandardEvaluatorOptions: ["on_non_finite", "check_replicas_every"],
-    armillary.InputOptions: [
+    armillary.data.InputOptions: [
         "experimental_fetch_to_device",
         "experimental_per_replica_buffer_size",
         "experimental_place_dataset_on_device",
@@ -59,7 +59,7 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
             "gradient_accumulation_steps",
             "Did you mean `accumulate_steps`?",
         ),
-        (armillary.InputOptions, "zzz", "It has `remainder`, "),
+        (armillary.data.InputOptions, "zzz", "It has `remainder`, "),
         (armillary.data.from_arrays, "batchsize", "Did you mean `batch_size`?"),
         (armillary.data.from_arrays, "shuffle", "Did you mean `shuffle_seed`?"),
         (armillary.MirroredStrategy, "device", "Did you mean `devices`?"),

@@ -218,7 +218,7 @@ def test_a_step_that_fails_leaves_all_arrays_as_they_were(nest, changes):
             change(holder.nest, *one, holder.total * 2)
         raise RuntimeError("a mistake of the user")
 
-    flat = FlatState(state, armillary.DefaultStrategy())
+    flat = FlatState(state, armillary.distribute.DefaultStrategy())
     with pytest.raises(RuntimeError, match="a mistake of the user"):
         trace_step(step, flat, (), user_fn=step, owner="the test")
     assert float(holder.total) == 0

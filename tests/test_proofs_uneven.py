@@ -11,8 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import armillary
-from armillary import InputOptions
-from armillary.data import from_arrays
+from armillary.data import InputOptions, from_arrays
 from armillary.state._lift import find_slots
 from tests.conftest import ALL_CASES
 from tests.problems import assert_identical, make_strategy, read_state

@@ -86,7 +86,7 @@ def test_what_led_to_an_error_is_shortened_as_well():
             write(next(iterator))
 
     with pytest.raises(CapturedStateError, match="writes 2 variables") as caught:
-        Writer(armillary.DefaultStrategy(), None).train(1)
+        Writer(armillary.distribute.DefaultStrategy(), None).train(1)
     assert not find_own_frames(caught.value)
     assert caught.value.__cause__ is not None
     assert not find_own_frames(caught.value.__cause__)

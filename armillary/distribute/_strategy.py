@@ -47,7 +47,7 @@ from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
 
-OPTIONS_FIX = 'Use `armillary.InputOptions(remainder="exact")`.'
+OPTIONS_FIX = 'Use `armillary.data.InputOptions(remainder="exact")`.'
 _REDUCE = {
     ReduceOp.SUM: jnp.sum,
     ReduceOp.MEAN: jnp.mean,

@@ -280,8 +280,8 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
             f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
             f"by another strategy than {strategy!r}, under which the step runs. Train "
             "under its strategy (`with strategy.scope():`, or `strategy=strategy` of "
-            "the `Controller` or of `predict`), or make it with "
-            "`armillary.make_distributed_dataset(strategy, ...)` of the other."
+            "the `Controller` or of `predict`), or give it as it was before "
+            "`distribute_dataset`."
         )
     return dataset
 

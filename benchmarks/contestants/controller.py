@@ -189,7 +189,7 @@ def make_dataset(
         repeat=True,
     )
     is_resident = options.data == "resident"
-    input_options = armillary.InputOptions(place_on_device=is_resident)
+    input_options = armillary.data.InputOptions(place_on_device=is_resident)
     return strategy.distribute_dataset(data, input_options)
 
 

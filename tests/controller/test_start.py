@@ -29,7 +29,7 @@ class Model(nnx.Module):
 class Trainer(armillary.StandardTrainer):
     def __init__(self, dataset, strategy=None):
         super().__init__(dataset)
-        self.strategy = strategy or armillary.DefaultStrategy()
+        self.strategy = strategy or armillary.distribute.DefaultStrategy()
         self.model = Model()
         self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
 

@@ -129,7 +129,7 @@ def test_shuffled_torch_loaders_resume_exactly(torch):
 def test_tensors_in_any_iterable_become_arrays(torch):
     pair = torch.arange(6.0).reshape(3, 2), torch.arange(3)
     strategy = armillary.OneDeviceStrategy("cpu:0")
-    options = armillary.InputOptions(remainder="pad")
+    options = armillary.data.InputOptions(remainder="pad")
     (batch,) = strategy.distribute_dataset([pair], options)
     assert [leaf.shape for leaf in batch] == [(3, 2), (3,), (3,)]
     with pytest.raises(RuntimeError, match="Can't call numpy"):
@@ -255,7 +255,7 @@ def test_a_shuffle_buffer_has_no_position(datasets, make_layout):
 
 
 def test_huggingface_positions_know_their_order(datasets):
-    strategy = armillary.DefaultStrategy()
+    strategy = armillary.distribute.DefaultStrategy()
 
     def make(values=range(10), transform=None, **options):
         rows = make_rows(datasets, x=list(values))

@@ -16,7 +16,7 @@ from tests.data.contract import make_grain_loader
 from tests.problems import make_strategy
 from tests.records import make_record, write_records
 
-strategy = armillary.DefaultStrategy()
+strategy = armillary.distribute.DefaultStrategy()
 
 
 def make_arrays(values=None, **options):

@@ -20,7 +20,7 @@ from tests.feeds import open_chunks
 from tests.problems import make_strategy
 
 MAKERS = {
-    "default": armillary.DefaultStrategy,
+    "default": armillary.distribute.DefaultStrategy,
     "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
     "mirrored 1": lambda: make_strategy(1),
     "mirrored 4": lambda: make_strategy(4),
@@ -206,7 +206,7 @@ def test_strategies_of_the_same_devices_share_the_arrays_until_the_last_is_gone(
 
 def test_a_source_that_is_not_in_memory_is_an_error():
     message = r"`place_on_device` is True, but the source \(iter.*\) .*`from_arrays`"
-    strategy = armillary.DefaultStrategy()
+    strategy = armillary.distribute.DefaultStrategy()
     with pytest.raises(TypeError, match=message):
         strategy.distribute_dataset([np.zeros(4)], OPTIONS)
     with pytest.raises(TypeError, match=message):
@@ -217,4 +217,4 @@ def test_more_rows_than_32_bits_count_are_an_error():
     array = np.broadcast_to(np.zeros(1, np.int8), (2**31,))
     source = from_arrays(array, batch_size=8)
     with pytest.raises(TypeError, match="no arrays of at most 2147483647 examples"):
-        armillary.DefaultStrategy().distribute_dataset(source, OPTIONS)
+        armillary.distribute.DefaultStrategy().distribute_dataset(source, OPTIONS)

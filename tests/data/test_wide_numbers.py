@@ -112,7 +112,7 @@ def test_shuffled_arrays_name_the_row():
     arrays["id"][7, 1] = 2**63
     arrays["x"][3, 0] = -1e300
     source = from_arrays(arrays, batch_size=12, shuffle_seed=0)
-    for strategy in (armillary.DefaultStrategy(), make_strategy(4)):
+    for strategy in (armillary.distribute.DefaultStrategy(), make_strategy(4)):
         for is_resident in (False, True):
             options = InputOptions(place_on_device=is_resident)
             with pytest.raises(ValueError, match=r"^`arrays` has numbers") as caught:

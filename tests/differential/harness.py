@@ -285,7 +285,7 @@ class Trainer(armillary.StandardTrainer):
 
     def __init__(self, case: Case, strategy: Any, options: dict[str, Any]) -> None:
         source = armillary.data.from_arrays(DATA, batch_size=ROWS, repeat=True)
-        on_demand = armillary.InputOptions(prefetch=0)
+        on_demand = armillary.data.InputOptions(prefetch=0)
         dataset = strategy.distribute_dataset(source, on_demand)
         super().__init__(dataset, armillary.StandardTrainerOptions(**options))
         self.strategy = strategy
@@ -367,7 +367,7 @@ def _train(trainer: Trainer, case: Case, loops: Sequence[int]) -> None:
 
 def _strategy(num_replicas: int) -> Any:
     if not num_replicas:
-        return armillary.DefaultStrategy()
+        return armillary.distribute.DefaultStrategy()
     return armillary.MirroredStrategy(jax.devices()[:num_replicas])
 
 

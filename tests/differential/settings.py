@@ -106,7 +106,7 @@ class OwnState(armillary.StandardTrainer):
     def __init__(self, strategy: Any, make_own: Callable[[], Any], step: Any) -> None:
         source = armillary.data.from_arrays(DATA, batch_size=ROWS, repeat=True)
         super().__init__(
-            strategy.distribute_dataset(source, armillary.InputOptions(prefetch=0))
+            strategy.distribute_dataset(source, armillary.data.InputOptions(prefetch=0))
         )
         self.strategy, self.step = strategy, step
         self.own = strategy.distribute_values_from_function(lambda _: make_own())

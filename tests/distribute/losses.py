@@ -35,7 +35,7 @@ def average(w, b):
 
 def on_replicas(strategy, step_fn, data: Any = None):
     """Returns what a step makes of weights and a share; it is equal on all replicas."""
-    options = armillary.InputOptions(remainder="exact")
+    options = armillary.data.InputOptions(remainder="exact")
     (batch,) = strategy.distribute_dataset([DATA if data is None else data], options)
     result = strategy.run(step_fn, args=(jnp.asarray(W), batch))
     first, *others = strategy.local_results(result)

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import ReduceOp
 from armillary.data import from_arrays
+from armillary.distribute import ReduceOp
 from armillary.errors import (
     DoubleReductionError,
     ReplicaContextError,
@@ -22,12 +22,12 @@ from tests.mistakes import mistakes
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 DATA = {"x": X, "y": X @ np.array([1, -2, 3], np.float32)}
 STRATEGIES = {
-    "default": armillary.DefaultStrategy,
+    "default": armillary.distribute.DefaultStrategy,
     "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
     "sharded": lambda: armillary.ShardedStrategy(devices=jax.devices()[:4]),
     "one replica": lambda: armillary.MirroredStrategy(["cpu:0"]),
     "four replicas": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
-    "central": lambda: armillary.CentralStorageStrategy(jax.devices()[:2]),
+    "central": lambda: armillary.distribute.CentralStorageStrategy(jax.devices()[:2]),
 }
 REDUCTIONS = {
     "all_reduce": lambda grads: armillary.all_reduce("mean", grads),
@@ -70,7 +70,7 @@ def train(*args, num_steps=4, **options):
 
 @pytest.fixture(scope="module")
 def expected():
-    return train(armillary.DefaultStrategy(), lambda grads: grads)
+    return train(armillary.distribute.DefaultStrategy(), lambda grads: grads)
 
 
 @pytest.mark.slow

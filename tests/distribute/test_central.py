@@ -17,7 +17,7 @@ def make_trainer(strategy, **options):
 
 
 def make_central():
-    return armillary.CentralStorageStrategy(jax.devices()[1:5])
+    return armillary.distribute.CentralStorageStrategy(jax.devices()[1:5])
 
 
 def count_on(devices, shape):
@@ -79,7 +79,7 @@ def test_no_device_of_a_replica_holds_state_between_steps():
 
 
 def test_an_array_of_the_user_outlives_the_step_that_takes_it_in():
-    strategy = armillary.CentralStorageStrategy(jax.devices()[:2])
+    strategy = armillary.distribute.CentralStorageStrategy(jax.devices()[:2])
     mine = jax.device_put(jnp.arange(64.0), jax.devices()[0])
     variable = nnx.Variable(mine)
 
@@ -110,7 +110,7 @@ def test_results_and_variables_meet_outside_of_run():
 
 
 def test_the_parameter_device_is_a_choice():
-    strategy = armillary.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3")
+    strategy = armillary.distribute.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3")
     variable = nnx.Variable(jnp.zeros(2))
 
     def step_fn():

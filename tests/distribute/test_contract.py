@@ -194,7 +194,7 @@ def test_all_gather(strategy, ids, axis):
 
 
 def test_set_strategy_lasts_until_it_is_undone(strategy):
-    armillary.set_strategy(strategy)
+    armillary.distribute.set_strategy(strategy)
     try:
         is_default = strategy is DefaultStrategy()
         assert get_strategy() is strategy
@@ -202,7 +202,7 @@ def test_set_strategy_lasts_until_it_is_undone(strategy):
         with strategy.scope():
             assert get_strategy() is strategy
     finally:
-        armillary.set_strategy(None)
+        armillary.distribute.set_strategy(None)
     assert get_strategy() is DefaultStrategy() and not in_cross_replica_context()
 
 

@@ -41,7 +41,7 @@ class Trainer(armillary.StandardTrainer):
         self.accuracy = nnx.metrics.Accuracy()
         self.global_step = armillary.create_global_step()
         self.seen = nnx.Variable(
-            jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM
+            jnp.zeros(()), aggregation=armillary.distribute.VariableAggregation.SUM
         )
         self.loss = jnp.zeros(())
 
@@ -86,7 +86,7 @@ def assert_same(trainer, other):
 
 @pytest.fixture(scope="module")
 def expected():
-    trainer = Trainer(armillary.DefaultStrategy())
+    trainer = Trainer(armillary.distribute.DefaultStrategy())
     trainer.train(NUM_STEPS)
     return trainer
 
@@ -116,7 +116,7 @@ def make_manager(trainer, folder):
 def test_a_checkpoint_goes_from_one_replica_to_any_strategy_and_back(
     strategy, expected, tmp_path
 ):
-    half = Trainer(armillary.DefaultStrategy())
+    half = Trainer(armillary.distribute.DefaultStrategy())
     half.train(NUM_STEPS // 2 - 1)
     make_manager(half, tmp_path / "one").save()
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_goes_from_one_replica_to_any_strategy_and_back(
     manager.save()
     manager.sync()
 
-    back = Trainer(armillary.DefaultStrategy())
+    back = Trainer(armillary.distribute.DefaultStrategy())
     make_manager(back, tmp_path / "other").restore_or_initialize()
     back.train(NUM_STEPS // 2)
     assert_same(back, expected)

@@ -124,7 +124,7 @@ def test_nan_is_equal_to_itself():
 
 
 def test_there_is_nothing_to_compare_on_one_replica():
-    for strategy in (make_strategy(1), armillary.DefaultStrategy()):
+    for strategy in (make_strategy(1), armillary.distribute.DefaultStrategy()):
         comparison = ReplicaComparison(strategy.mesh, strategy.dispatch)
         assert comparison.start([jnp.ones(3)]) is None
 

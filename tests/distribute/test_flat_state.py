@@ -19,7 +19,7 @@ from armillary.state._lift import State
 from armillary.trainer._program import Program
 
 STRATEGIES = {
-    "default": armillary.DefaultStrategy,
+    "default": armillary.distribute.DefaultStrategy,
     "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:2]),
 }
 
@@ -50,7 +50,7 @@ def make_root() -> Holder:
 
 
 def make_flat(root: Any) -> FlatState:
-    return FlatState(State([(root, "")]), armillary.DefaultStrategy())
+    return FlatState(State([(root, "")]), armillary.distribute.DefaultStrategy())
 
 
 def run(flat: FlatState, changed: tuple[int, ...], values: list[Any]) -> None:
@@ -116,7 +116,7 @@ class Trainer(armillary.StandardTrainer):
     """Adds what it reads to a total, in plain places and in NNX variables."""
 
     def __init__(self, strategy=None):
-        strategy = strategy or armillary.DefaultStrategy()
+        strategy = strategy or armillary.distribute.DefaultStrategy()
         data = from_arrays({"x": np.ones(80, np.float32)}, batch_size=2)
         super().__init__(strategy.distribute_dataset(data))
         self.strategy = strategy

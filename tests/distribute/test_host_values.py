@@ -17,7 +17,7 @@ global_generator = np.random.default_rng(0)
 class Trainer(armillary.StandardTrainer):
     def __init__(self, use, num_replicas=None):
         super().__init__([{"x": np.ones(4, np.float32)}] * 4)
-        self.strategy = armillary.DefaultStrategy()
+        self.strategy = armillary.distribute.DefaultStrategy()
         if num_replicas is not None:
             self.strategy = make_strategy(num_replicas)
         self.use, self.generator = use, np.random.default_rng(1)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import ReduceOp
+from armillary.distribute import ReduceOp
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
 ROWS = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)

@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import VariableAggregation, get_replica_context
+from armillary import get_replica_context
+from armillary.distribute import VariableAggregation
 from tests.problems import Notes
 
 # What is in the rows without data must not matter.

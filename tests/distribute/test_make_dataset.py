@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from armillary import make_distributed_dataset
 from armillary.data import from_arrays
+from armillary.distribute import make_distributed_dataset
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import InputOptions, VariableAggregation, get_replica_context
+from armillary import get_replica_context
+from armillary.data import InputOptions
+from armillary.distribute import VariableAggregation
 from armillary.distribute._global_arrays import narrow_mesh
 from armillary.distribute.replica._run import take_first_copy
 from armillary.errors import BatchSizeError

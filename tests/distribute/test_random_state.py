@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import VariableAggregation
+from armillary.distribute import VariableAggregation
 from tests.problems import Holder
 
 
@@ -188,6 +188,6 @@ def test_the_noise_of_an_optimizer_is_equal_on_all_replicas(
         return np.asarray(model.kernel[...])
 
     rows = np.arange(8, dtype=np.float32).reshape(4, 1, 2)
-    alone = train(armillary.DefaultStrategy(), rows.reshape(4, 2))
+    alone = train(armillary.distribute.DefaultStrategy(), rows.reshape(4, 2))
     strategy = make_mirrored(4)
     np.testing.assert_allclose(train(strategy, put_rows(strategy, rows)), alone, 1e-6)

@@ -15,7 +15,7 @@ from armillary.errors import (
 from tests.problems import Holder
 
 ONE = {
-    "default": armillary.DefaultStrategy,
+    "default": armillary.distribute.DefaultStrategy,
     "one device": lambda: armillary.OneDeviceStrategy("cpu:0"),
     "sharded": lambda: armillary.ShardedStrategy(devices=jax.devices()[:2]),
 }
@@ -71,7 +71,7 @@ def test_a_solver_of_equal_values_is_equal(make_mirrored, put_rows):
 
 def test_a_mean_for_a_log_says_nothing_of_the_scale_of_a_sum(make_mirrored):
     strategy = make_mirrored(4)
-    options = armillary.InputOptions(remainder="exact")
+    options = armillary.data.InputOptions(remainder="exact")
     (batch,) = strategy.distribute_dataset([np.ones(6, np.float32)], options)
 
     def step_fn(x):

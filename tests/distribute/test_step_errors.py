@@ -52,7 +52,7 @@ def add_three(x):
     return x + jnp.ones(3)
 
 
-ONE = armillary.DefaultStrategy()
+ONE = armillary.distribute.DefaultStrategy()
 MANY = [{f"x{i:02}": np.ones(1) for i in range(30)}]
 
 

@@ -37,7 +37,7 @@ def all_reduce(op, value):
         },
         ReplicaContextError: {
             "`set_strategy` was called inside": (
-                lambda s, _: s.run(lambda: armillary.set_strategy(None))
+                lambda s, _: s.run(lambda: armillary.distribute.set_strategy(None))
             ),
         },
         DoubleReductionError: {

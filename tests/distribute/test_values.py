@@ -5,8 +5,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import ReduceOp
-from armillary.distribute import PerReplica, is_per_replica
+from armillary.distribute import PerReplica, ReduceOp, is_per_replica
 
 
 def test_a_value_lists_those_of_its_replicas():
@@ -51,7 +50,7 @@ def test_an_unknown_operation_is_an_error(value):
     )
 
 
-KINDS = [armillary.MirroredStrategy, armillary.CentralStorageStrategy]
+KINDS = [armillary.MirroredStrategy, armillary.distribute.CentralStorageStrategy]
 DEVICES = {"half": slice(2), "others": slice(4, 8), "two others": slice(5, 7)}
 
 

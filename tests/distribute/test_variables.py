@@ -81,7 +81,11 @@ def test_aggregation(strategy, ids, aggregation, expected, of_a_constant):
         (jnp.zeros((), bool), VariableAggregation.SUM, "bool, of which there is no su"),
         (jnp.zeros((), bool), VariableAggregation.MEAN, "bool, of which there is no m"),
         (jax.random.key(0), VariableAggregation.SUM, "of which there is no sum"),
-        (jnp.zeros(()), "SUM", "must be a member of `armillary.VariableAggregation`"),
+        (
+            jnp.zeros(()),
+            "SUM",
+            "must be a member of `armillary.distribute.VariableAggregation`",
+        ),
     ],
 )
 def test_an_aggregation_without_a_meaning_is_an_error(

@@ -19,7 +19,7 @@ from tests.estimator.problems import (
 MAX_STEPS = 8
 
 
-def input_fn(input_context: armillary.InputContext) -> list[Any]:
+def input_fn(input_context: armillary.data.InputContext) -> list[Any]:
     """Returns every batch in one process, and every n-th one in one of n."""
     batches = [(features_of(x), y) for x, y in batches_of(X, Y, BATCH_SIZE)]
     start, step = input_context.input_pipeline_id, input_context.num_input_pipelines

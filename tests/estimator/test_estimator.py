@@ -271,7 +271,7 @@ def test_an_input_function_gets_what_it_asks_for(tmp_path):
 
     made = make_net(tmp_path, 2)
     made.evaluate(input_fn)
-    assert seen["context"] == armillary.InputContext(1, 0, 2)
+    assert seen["context"] == armillary.data.InputContext(1, 0, 2)
     assert seen["mode"] == estimator.ModeKeys.EVAL == "eval"
     assert seen["params"] == {"rate": 0.01}
     assert seen["config"] is made.config

@@ -145,7 +145,7 @@ def test_single_batches_run_on_all_devices(problem):
 
 def make_data(problem, strategy, *arrays, place_on_device=False, **options):
     source = armillary.data.from_arrays(arrays, batch_size=16, **options)
-    inputs = armillary.InputOptions(place_on_device=place_on_device)
+    inputs = armillary.data.InputOptions(place_on_device=place_on_device)
     return strategy.distribute_dataset(source, inputs)
 
 
@@ -266,7 +266,7 @@ def test_a_keras_trainer_agrees_under_strategies(problem):
     def make_trainer(strategy):
         arrays = problem.x, problem.y
         source = armillary.data.from_arrays(arrays, batch_size=16)
-        exact = armillary.InputOptions(remainder="exact")
+        exact = armillary.data.InputOptions(remainder="exact")
         dataset = strategy.distribute_dataset(source, exact)
         return armillary.keras.KerasTrainer(problem.make_model(), dataset)
 

@@ -111,7 +111,7 @@ METHODS = [
     "Controller.evaluate_continuously",
     "Controller.train",
     "Controller.train_and_evaluate",
-    "InputContext.get_per_replica_batch_size",
+    "data.InputContext.get_per_replica_batch_size",
     "MirroredStrategy.distribute_dataset",
     "MirroredStrategy.gather",
     "MirroredStrategy.reduce",
@@ -418,7 +418,7 @@ def find_problem(name: str, parameter: inspect.Parameter, value: Any) -> str | N
             return None
         return f"{type(error).__name__}: {error!s:.200}"
     finally:
-        armillary.set_strategy(None)
+        armillary.distribute.set_strategy(None)
     return None if may_be_taken else "taken"
 
 

@@ -64,6 +64,14 @@ def test_a_late_name_is_what_a_type_checker_takes_it_for():
                 assert getattr(armillary, alias.name) is vars(home)[alias.name]
 
 
+def test_the_top_level_is_small_and_a_moved_name_says_where_it_is():
+    assert len(armillary.__all__) <= 44
+    for name, home in armillary._MOVED.items():
+        assert hasattr(importlib.import_module(f"armillary.{home}"), name)
+        with pytest.raises(AttributeError, match=f"`armillary.{home}.{name}`"):
+            getattr(armillary, name)
+
+
 @pytest.mark.parametrize("name", ["armillary", *(module.name for module in MODULES)])
 def test_public_objects_are_documented(name):
     module = importlib.import_module(name)

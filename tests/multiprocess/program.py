@@ -107,7 +107,7 @@ def values(strategy: Any) -> dict[str, Any]:
         sums.append(float(strategy.reduce("sum", output, axis=0)))
         gathered.append(np.asarray(strategy.gather(output, axis=0)).tolist())
         local.append([np.asarray(row).tolist() for row in local_rows(strategy, output)])
-    options = armillary.InputOptions(place_on_device=True)
+    options = armillary.data.InputOptions(place_on_device=True)
     resident = [
         float(strategy.reduce("sum", batch["x"], axis=0))
         for batch in strategy.distribute_dataset(data, options)
@@ -235,11 +235,12 @@ def uneven(strategy: Any, lengths: list[int]) -> dict[str, Any]:
 
     batch_size = 4 * strategy.num_replicas_in_sync
     counter = Counter(
-        strategy, armillary.make_distributed_dataset(strategy, make, batch_size)
+        strategy,
+        armillary.distribute.make_distributed_dataset(strategy, make, batch_size),
     )
     counted = [read_numbers(counter.evaluate(-1)) for _ in range(2)]
-    drop = armillary.InputOptions(remainder="drop")
-    dataset = armillary.make_distributed_dataset(
+    drop = armillary.data.InputOptions(remainder="drop")
+    dataset = armillary.distribute.make_distributed_dataset(
         strategy, make, batch_size, input_options=drop
     )
     trainer = Adder(strategy, dataset)
@@ -248,7 +249,7 @@ def uneven(strategy: Any, lengths: list[int]) -> dict[str, Any]:
     for _ in range(3):
         trainer.train(50)
     position = [part["source"] for part in state["pipelines"]]
-    again = armillary.make_distributed_dataset(
+    again = armillary.distribute.make_distributed_dataset(
         strategy, make, batch_size, input_options=drop
     )
     again.set_state(state)
@@ -274,7 +275,7 @@ def double_and_add(x: Any) -> Any:
 
 def odd(strategy: Any) -> dict[str, Any]:
     """Trains on batches of 10, 10 and 9 examples, which 4 replicas cannot share."""
-    exact = armillary.InputOptions(remainder="exact")
+    exact = armillary.data.InputOptions(remainder="exact")
     digits = from_arrays(make_digits(29), batch_size=10, shuffle_seed=3)
     trainer = Classifier(
         strategy,
@@ -290,7 +291,7 @@ def odd(strategy: Any) -> dict[str, Any]:
         gathered.append(np.asarray(strategy.gather(doubled, axis=0)).tolist())
         totals += [row.tolist() for row in local_rows(strategy, total)]
         local.append([row.tolist() for row in local_rows(strategy, doubled)])
-    resident = armillary.InputOptions(remainder="exact", place_on_device=True)
+    resident = armillary.data.InputOptions(remainder="exact", place_on_device=True)
     adder = Adder(strategy, strategy.distribute_dataset(numbers, resident))
     adder.train(10)
     own = strategy.distribute_datasets_from_function(lambda _: numbers, exact)

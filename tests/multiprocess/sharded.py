@@ -51,7 +51,7 @@ class Trainer(Classifier):
             strategy, Wide(seed), optax.sgd(0.1, momentum=0.9), dataset, **options
         )
 
-    def train_loop_end(self) -> armillary.Output:
+    def train_loop_end(self) -> armillary.typing.Output:
         return {
             "accuracy": self.accuracy.compute(),
             "kernel": self.model.first.kernel[...],
@@ -61,7 +61,7 @@ class Trainer(Classifier):
 class Curious(Trainer):
     """Looks at an array of which each process has a part."""
 
-    def train_loop_end(self) -> armillary.Output:
+    def train_loop_end(self) -> armillary.typing.Output:
         return {"kernel": np.asarray(self.model.first.kernel[...])}
 
 
@@ -91,7 +91,7 @@ class Logits(armillary.StandardEvaluator):
     def eval_reduce(self, state: Any, step_outputs: Any) -> Any:
         return [*state, np.asarray(self.strategy.gather(step_outputs, axis=0))]
 
-    def eval_end(self, *state: Any) -> armillary.Output:
+    def eval_end(self, *state: Any) -> armillary.typing.Output:
         count = self.accuracy.count[...] + 0
         return {"sum": np.sum(np.concatenate(state[0])), "count": count}
 
@@ -240,7 +240,7 @@ def mistakes(strategy: Any) -> dict[str, str]:
         "sizes": catch(lambda: sharded({"fsdp": 3})),
         "devices": catch(lambda: sharded(devices=["cpu:0", "cpu:1"])),
         "function": catch(
-            lambda: armillary.make_distributed_dataset(
+            lambda: armillary.distribute.make_distributed_dataset(
                 strategy, lambda input_context: [np.ones(8)]
             )
         ),

@@ -90,7 +90,7 @@ def test_on_one_worker_it_equals_training_without_servers(alone, problem):
         return outputs, values_of(trainer)
 
     losses, values = train(alone.strategy)
-    expected_losses, expected = train(armillary.DefaultStrategy())
+    expected_losses, expected = train(armillary.distribute.DefaultStrategy())
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert values.keys() == expected.keys()
     for path, value in values.items():

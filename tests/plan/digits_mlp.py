@@ -46,7 +46,7 @@ class Trainer(armillary.StandardTrainer):
         self.optimizer.update(self.model, grads)
         self.loss.update(loss=losses)
 
-    def train_loop_end(self) -> armillary.Output:
+    def train_loop_end(self) -> armillary.typing.Output:
         return {"loss": self.loss.compute()}
 
 
@@ -59,7 +59,7 @@ def make_arrays(num_examples: int = 256) -> dict[str, np.ndarray]:
 def make_trainer(
     num_replicas: int = 1,
     kind: type[Trainer] = Trainer,
-    input_options: armillary.InputOptions | None = None,
+    input_options: armillary.data.InputOptions | None = None,
     **options: Any,
 ) -> Trainer:
     strategy = armillary.MirroredStrategy(jax.devices("cpu")[:num_replicas])

@@ -119,7 +119,7 @@ def test_planning_leaves_the_trainer_its_strategy_and_its_data_as_they_were():
         {"on_non_finite": "skip"},
         {"check_replicas_every": 2},
         {"compile_hooks": False},
-        {"input_options": armillary.InputOptions(place_on_device=True)},
+        {"input_options": armillary.data.InputOptions(place_on_device=True)},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -27,7 +27,7 @@ class Trainer(Classifier):
         self.pixels = armillary.metrics.Distribution()
         self.first = nnx.Variable(
             jnp.zeros((2, 8, 8, 1)),
-            aggregation=armillary.VariableAggregation.ONLY_FIRST_REPLICA,
+            aggregation=armillary.distribute.VariableAggregation.ONLY_FIRST_REPLICA,
         )
 
     def train_loop_begin(self) -> None:

@@ -23,7 +23,7 @@ class Regression(armillary.StandardTrainer, armillary.StandardEvaluator):
         weights = rng.normal(size=(FEATURES, FEATURES)).astype(np.float32)
         arrays = {"x": inputs, "y": inputs @ weights}
         source = armillary.data.from_arrays(arrays, batch_size=batch_size)
-        exact = armillary.InputOptions(remainder="exact")
+        exact = armillary.data.InputOptions(remainder="exact")
         armillary.StandardTrainer.__init__(
             self, strategy.distribute_dataset(source, exact)
         )
@@ -77,7 +77,7 @@ def test_a_trainer_may_agree_under_all_with_short_batches_and_the_end_of_data():
     others = [
         mirrored(4),
         armillary.ShardedStrategy({"data": 2, "fsdp": 2, "tensor": 2}),
-        armillary.CentralStorageStrategy(jax.devices()[1:3]),
+        armillary.distribute.CentralStorageStrategy(jax.devices()[1:3]),
     ]
     made = []
 

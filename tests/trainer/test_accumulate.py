@@ -82,7 +82,7 @@ class Trainer(armillary.StandardTrainer):
 
 def make_strategy(num_replicas):
     if num_replicas == 0:
-        return armillary.DefaultStrategy()
+        return armillary.distribute.DefaultStrategy()
     return problems.make_strategy(num_replicas)
 
 
@@ -290,7 +290,7 @@ def test_parts_give_the_whole_batch_where_state_is_divided_or_elsewhere():
     strategies = [
         armillary.OneDeviceStrategy("cpu:0"),
         armillary.ShardedStrategy(mesh_shape, rules=rules),
-        armillary.CentralStorageStrategy(jax.devices()[1:3]),
+        armillary.distribute.CentralStorageStrategy(jax.devices()[1:3]),
     ]
     steps = iter([1, 4, 4])
     assert_strategies_agree(

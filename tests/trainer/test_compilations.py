@@ -41,7 +41,7 @@ class Evaluator(armillary.StandardEvaluator):
 
         self.strategy.run(step_fn, args=(next(iterator),))
 
-    def eval_end(self, *state: Any) -> armillary.Output:
+    def eval_end(self, *state: Any) -> armillary.typing.Output:
         return {"accuracy": self.accuracy.compute()}
 
 

@@ -128,7 +128,9 @@ class Dropping(armillary.StandardTrainer):
 )
 def test_a_step_runs_under_what_jax_has_for_debugging(option, num_replicas):
     strategy = (
-        make_strategy(num_replicas) if num_replicas else armillary.DefaultStrategy()
+        make_strategy(num_replicas)
+        if num_replicas
+        else armillary.distribute.DefaultStrategy()
     )
     jax.config.update(option, True)
     try:

@@ -147,7 +147,7 @@ def test_an_iterator_that_was_used_up_is_an_error_each_time():
 class Model(StandardEvaluator):
     def __init__(self, model, num_replicas=None):
         super().__init__(from_arrays(make_digits(8), batch_size=4))
-        self.strategy = armillary.DefaultStrategy()
+        self.strategy = armillary.distribute.DefaultStrategy()
         if num_replicas is not None:
             self.strategy = make_strategy(num_replicas)
         self.model, self.accuracy = model, nnx.metrics.Accuracy()

@@ -39,7 +39,7 @@ class Regression(armillary.StandardTrainer):
         strategy = make_strategy(num_replicas)
         with strategy.scope():
             data = make_data(repeat=True) if data is None else data
-            input_options = armillary.InputOptions(remainder=remainder)
+            input_options = armillary.data.InputOptions(remainder=remainder)
             data = strategy.distribute_dataset(data, input_options)
             super().__init__(data, armillary.StandardTrainerOptions(**options))
             self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -375,7 +375,7 @@ def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():
         def __init__(self, counts):
             self.num_steps, self.counts = sum(counts), counts
 
-        def fetch(self) -> list[armillary.Output]:
+        def fetch(self) -> list[armillary.typing.Output]:
             return [{"steps": count} for count in self.counts]
 
     class Trainer(armillary.AbstractTrainer):

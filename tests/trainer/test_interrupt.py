@@ -41,9 +41,9 @@ class Sum(armillary.StandardTrainer):
 
 
 def make_data(prefetch):
-    options = armillary.InputOptions(prefetch=prefetch)
+    options = armillary.data.InputOptions(prefetch=prefetch)
     data = from_arrays({"x": NUMBERS}, batch_size=1, repeat=True)
-    return armillary.DefaultStrategy().distribute_dataset(data, options)
+    return armillary.distribute.DefaultStrategy().distribute_dataset(data, options)
 
 
 @contextlib.contextmanager

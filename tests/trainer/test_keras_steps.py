@@ -147,7 +147,7 @@ def test_an_evaluation_that_changes_a_keras_model_is_refused(keras):
 
     class Evaluator(armillary.StandardEvaluator):
         def __init__(self):
-            super().__init__(make_data(armillary.DefaultStrategy()))
+            super().__init__(make_data(armillary.distribute.DefaultStrategy()))
             self.norm = norm
 
         def eval_step(self, iterator):

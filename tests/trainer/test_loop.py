@@ -48,7 +48,7 @@ def make_dataset(num_examples=40, prefetch=2, shuffle_seed=None):
         shuffle_seed=shuffle_seed,
     )
     options = InputOptions(prefetch=prefetch)
-    strategy = armillary.DefaultStrategy()
+    strategy = armillary.distribute.DefaultStrategy()
     return strategy.distribute_dataset(source, options)
 
 

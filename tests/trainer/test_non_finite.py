@@ -52,7 +52,7 @@ def make_data(strategy, bad_steps=(), left_out=(), num_steps=12, **options):
 
 
 def make_trainer(num_replicas=1, model=Dense, data=None, **options):
-    strategy = armillary.DefaultStrategy()
+    strategy = armillary.distribute.DefaultStrategy()
     if num_replicas is not None:
         strategy = make_strategy(num_replicas)
     dataset = make_data(strategy, **(data or {}))
@@ -257,7 +257,7 @@ def make_streaming_trainer(error=None, **options):
             x = np.full((2, 64), np.nan if step == 1 else step, np.float32)
             yield {"image": x, "label": np.zeros(2, np.int32)}
 
-    strategy = armillary.DefaultStrategy()
+    strategy = armillary.distribute.DefaultStrategy()
     return Classifier(
         strategy,
         Dense(nnx.Rngs(0)),
@@ -298,7 +298,10 @@ def test_an_error_at_the_end_of_a_loop_does_not_hide_a_bad_step():
 
     model = Dense(nnx.Rngs(0))
     trainer = Strict(
-        armillary.DefaultStrategy(), model, optax.sgd(1e-3), on_non_finite="raise"
+        armillary.distribute.DefaultStrategy(),
+        model,
+        optax.sgd(1e-3),
+        on_non_finite="raise",
     )
     kernel = model.layer.kernel[...].copy()
     model.layer.kernel[...] = jnp.full_like(kernel, 3e38)

@@ -23,7 +23,7 @@ class Trainer(armillary.StandardTrainer):
             data = from_arrays(arrays, batch_size=4)
         options = {"on_non_finite": "raise", **options}
         super().__init__(data, armillary.StandardTrainerOptions(**options))
-        self.strategy = armillary.DefaultStrategy()
+        self.strategy = armillary.distribute.DefaultStrategy()
         if num_replicas is not None:
             self.strategy = make_strategy(num_replicas)
         self.use = use

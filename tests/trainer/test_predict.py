@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import InputOptions
-from armillary.data import from_arrays
+from armillary.data import InputOptions, from_arrays
 from armillary.errors import StateStructureError
 from tests.mistakes import mistakes
 from tests.problems import make_strategy
@@ -134,7 +133,7 @@ def test_the_position_of_the_dataset_and_the_scope_are_left_alone():
 
     outputs = armillary.predict(predict_fn, dataset, strategy=strategy)
     assert list(next(outputs)["id"]) == [0, 1, 2, 3]
-    assert not armillary.has_strategy()
+    assert not armillary.distribute.has_strategy()
     assert dataset.get_state() == before
     np.testing.assert_array_equal(
         strategy.gather(next(iterator)["id"], 0), [4, 5, 6, 7]

@@ -26,7 +26,7 @@ from tests.problems import (
 )
 
 MAKERS = {
-    "default": armillary.DefaultStrategy,
+    "default": armillary.distribute.DefaultStrategy,
     "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
     "mirrored 4": lambda: make_strategy(4),
 }

@@ -230,7 +230,7 @@ def test_a_remainder_is_shared_dropped_or_padded_or_run_on_fewer_replicas(
     num_rows, remainder, count, is_compiled
 ):
     strategy = make_strategy(4)
-    dataset = armillary.make_distributed_dataset(
+    dataset = armillary.distribute.make_distributed_dataset(
         strategy,
         make_rows(num_rows, 8),
         input_options=InputOptions(remainder=remainder),
@@ -251,7 +251,7 @@ def test_a_dataset_of_another_strategy_is_an_error(other):
     with pytest.raises(
         ValueError,
         match=r"over \d replicas by another strategy than MirroredStrategy\(4 x cpu\)"
-        r".*`with strategy.scope\(\):`.*`armillary.make_distributed_dataset\(",
+        r".*`with strategy.scope\(\):`.*as it was before `distribute_dataset`",
     ):
         trainer.train(1)
 
@@ -292,7 +292,7 @@ def test_the_strategy_in_effect_comes_before_the_one_of_the_trainer():
     Watcher().train(1)
 
     assert seen[0] is own and seen[1] is outer
-    assert seen[2] is armillary.DefaultStrategy()
+    assert seen[2] is armillary.distribute.DefaultStrategy()
 
 
 def test_a_trainer_whose_base_was_not_begun_is_an_error():

@@ -72,7 +72,9 @@ class Regression(armillary.StandardTrainer):
 def test_a_model_that_is_a_value_trains_as_in_plain_jax(kind, num_replicas):
     model = kind(jnp.zeros(()), jnp.zeros(()))
     strategy = (
-        make_strategy(num_replicas) if num_replicas else armillary.DefaultStrategy()
+        make_strategy(num_replicas)
+        if num_replicas
+        else armillary.distribute.DefaultStrategy()
     )
     trainer = Regression(strategy, model)
     trainer.train(20)

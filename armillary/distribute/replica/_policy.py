@@ -100,7 +100,8 @@ def check_annotations(state: State) -> None:
         if value is not None and not isinstance(value, VariableAggregation):
             raise ValueError(
                 f"`aggregation` of {slot.path} is {value!r}, but it must be a member "
-                "of `armillary.VariableAggregation`. Set it where the variable is made."
+                "of `armillary.distribute.VariableAggregation`. Set it where the "
+                "variable is made."
             )
 
 

@@ -383,7 +383,8 @@ def _way_out(facts: Facts) -> str:
     if where is None:
         return (
             '. Reduce first (`armillary.all_reduce("mean", value)`), or make the '
-            "variable with `aggregation=armillary.VariableAggregation.MEAN`, `SUM` or "
+            "variable with `aggregation="
+            "armillary.distribute.VariableAggregation.MEAN`, `SUM` or "
             "`ONLY_FIRST_REPLICA`."
         )
     op = "mean" if facts.find(Kind.DIVIDED) is None else "sum"

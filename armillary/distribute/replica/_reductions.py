@@ -44,8 +44,8 @@ def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
     data.
 
     Args:
-        op: `"mean"`, `"sum"`, `"max"` or `"min"`, or a member of `armillary.ReduceOp`.
-            The last two have no derivative.
+        op: `"mean"`, `"sum"`, `"max"` or `"min"`, or a member of
+            `armillary.distribute.ReduceOp`. The last two have no derivative.
         tree: A pytree of arrays, of the same shapes on all replicas; it travels in one
             round. Replicas without data take no part.
 

@@ -44,8 +44,8 @@ class ReduceOp(enum.Enum):
             return cls[value.upper()]
         raise ValueError(
             f'`{name}` is {value!r:.60}, but it must be "sum", "mean", "max" or '
-            '"min", or a member of `armillary.ReduceOp`. It comes before the values: '
-            '`armillary.all_reduce("mean", gradients)`.'
+            '"min", or a member of `armillary.distribute.ReduceOp`. It comes before '
+            'the values: `armillary.all_reduce("mean", gradients)`.'
         )
 
 
