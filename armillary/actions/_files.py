@@ -105,21 +105,8 @@ class ExportFileManager:
 class ExportModel:
     """Exports a function of a model, its parameters inside, by `jax.export`.
 
-    Each call writes one file, which needs only JAX to be loaded and called::
-
-        def predict(images):
-            model.eval()
-            return model(images)
-
-        export = armillary.actions.ExportModel(
-            predict,
-            armillary.actions.ExportFileManager(
-                "runs/digits/export", max_to_keep=3, next_id_fn=optimizer.step),
-            args=(jax.ShapeDtypeStruct((1, 28, 28), "float32"),),
-            polymorphic_batch_size=True)
-
-        exported = jax.export.deserialize(Path("runs/digits/export-1000").read_bytes())
-        probabilities = exported.call(images)
+    Each call writes one file, which needs only JAX to be loaded and called, with
+    `jax.export.deserialize`. `docs/recipes/inference.md` has an example.
 
     A file has its name only when it is complete. Training is not disturbed: the
     function is traced with copies of the arrays, and what it sets in Python (such as

@@ -1,22 +1,9 @@
 """Checkpoints of a whole run: arrays, random state and data positions, on Orbax.
 
 A `Checkpoint` names the objects of a run, a `CheckpointManager` writes and reads them
-below one directory::
-
-    checkpoint = armillary.Checkpoint(
-        model=model, optimizer=optimizer, train_dataset=train_dataset
-    )
-    manager = armillary.CheckpointManager(
-        checkpoint, "runs/digits", max_to_keep=5, step_counter=optimizer.step
-    )
-    manager.restore_or_initialize()     # the latest one, or none yet
-    ...
-    manager.save()                      # returns once the device memory is copied
-    manager.sync()                      # waits until it is on the disk
-
-A folder named `checkpoint_<number>` with a header is complete, because Orbax gives a
-folder its name last, and is never changed afterwards: a crash at any moment costs at
-most the save in progress. `docs/checkpoints.md` says what is in it.
+below one directory. A folder named `checkpoint_<number>` with a header is complete,
+because Orbax gives a folder its name last, and is never changed afterwards: a crash at
+any moment costs at most the save in progress. See `docs/checkpoints.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -19,17 +19,8 @@ class InputContext:
     """Tells a dataset function which input pipeline it builds.
 
     A function given to `distribute_datasets_from_function` gets one, reads its share of
-    the data and batches it for one replica::
-
-        def make_train_data(input_context):
-            batch_size = input_context.get_per_replica_batch_size(global_batch_size)
-            shard = slice(
-                input_context.input_pipeline_id,
-                None,
-                input_context.num_input_pipelines,
-            )
-            arrays = {"image": images[shard], "label": labels[shard]}
-            return armillary.data.from_arrays(arrays, batch_size=batch_size)
+    the data, such as `images[input_pipeline_id::num_input_pipelines]`, and batches it
+    for one replica. `docs/data.md` has an example.
 
     Args:
         num_input_pipelines: How many pipelines read the data together, one in each

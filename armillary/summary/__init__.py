@@ -2,22 +2,9 @@
 
 A `SummaryManager` writes what a loop returned. A nested dictionary is a hierarchy of
 directories, and TensorBoard shows each directory as a run of its own, so the same tag
-can be compared between runs::
-
-    manager = SummaryManager("runs/digits")
-    manager.write_summaries(
-        {"train": {"loss": 0.7}, "validation": {"loss": 0.9}, "steps_per_second": 52.1},
-        step=100,
-    )
-    manager.flush()
-
-    runs/digits/events...               steps_per_second
-    runs/digits/train/events...         loss
-    runs/digits/validation/events...    loss
-
-A value is a number, a `Histogram`, an `Image` or a `Text`. Another place or format is
-one class with the methods of `SummaryWriter`, given as `writer_fn`. A `Controller` also
-writes `metrics.jsonl`, for `read_metrics`.
+can be compared between runs. A value is a number, a `Histogram`, an `Image` or a
+`Text`. Another place or format is one class with the methods of `SummaryWriter`, given
+as `writer_fn`. A `Controller` also writes `metrics.jsonl`, for `read_metrics`.
 """
 
 from armillary._traceback import mark_public as _mark_public

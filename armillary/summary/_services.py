@@ -72,16 +72,10 @@ class _Service:
 class WandbWriter(_Service):
     """Makes writers to one run of Weights & Biases, whichever managers have it.
 
-    Its identity is in its directory, so a program that resumes goes on with it::
-
-        wandb_writer = armillary.summary.WandbWriter(run_dir, project="digits")
-        controller = armillary.Controller(
-            ..., summary_manager=armillary.summary.SummaryManager(
-                run_dir / "train",
-                writer_fn=[armillary.summary.TensorBoardWriter, wandb_writer]))
-
-    It takes numbers, images and hyperparameters. A nested directory begins the name:
-    the loss above is `train/loss`. The global step is the axis.
+    It is a `writer_fn`, or one of several, of a `SummaryManager`. Its identity is in
+    its directory, so a program that resumes goes on with it. It takes numbers, images
+    and hyperparameters. A nested directory begins the name, such as `train/loss`. The
+    global step is the axis. `docs/summaries.md` has an example.
 
     Args:
         run_dir: The directory of the run, at or above all summaries.

@@ -248,12 +248,7 @@ def from_huggingface(
     """Returns a data set of the examples of a `datasets.Dataset`, in batches.
 
     A batch is a dictionary of NumPy arrays, one for each column. Numbers have the
-    dtypes of `dataset.with_format("numpy")`. A transform (`with_transform`) is kept::
-
-        dataset = datasets.load_dataset("mnist", split="train")
-        data = armillary.data.from_huggingface(
-            dataset, batch_size=64, shuffle_seed=0, repeat=True
-        )
+    dtypes of `dataset.with_format("numpy")`. A transform (`with_transform`) is kept.
 
     Args:
         dataset: Its columns, or what its transform makes of them, hold numbers:

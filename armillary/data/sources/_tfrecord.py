@@ -50,17 +50,8 @@ def from_tfrecords(
 
     The files are one sequence of records, in the order of the paths, and are shuffled
     as one. Each file is gone through once to find its records. They are then read by
-    their place, with checksums compared. A batch is a dictionary of NumPy arrays::
-
-        data = armillary.data.from_tfrecords(
-            sorted(glob.glob("data/train-*.tfrecord")),
-            {
-                "image": armillary.data.FixedLenFeature((28, 28), np.uint8),
-                "label": armillary.data.FixedLenFeature((), np.int32),
-            },
-            batch_size=64,
-            shuffle_seed=0,
-        )
+    their place, with checksums compared. A batch is a dictionary of NumPy arrays.
+    `docs/data.md` has an example.
 
     Args:
         paths: One file or several, not compressed, on a file system of this machine.
