@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from armillary._checks import counted
@@ -326,6 +327,7 @@ class Machines:
         self._away: dict[int, float] = {}
         self._places: list[int] = []
         self._is_tired = False
+        self._cache: TemporaryDirectory[str] | None = None
 
     async def reserve(self, say: Say) -> tuple[list[str], str]:
         """Finds a place for each worker of an attempt.
@@ -371,10 +373,26 @@ class Machines:
         environment: Mapping[str, str],
     ) -> Process:
         """Starts worker `index`, or the evaluator."""
-        return Child(label, arguments, environment)
+        return Child(label, arguments, self._with_cache(environment))
 
     def release(self) -> None:
         """Gives the places back, with whatever runs there."""
 
+    def _with_cache(self, environment: Mapping[str, str]) -> Mapping[str, str]:
+        """Has programs kept, from attempt to attempt, unless the user says where."""
+        if environment.get("JAX_COMPILATION_CACHE_DIR"):
+            return environment
+        if self._cache is None:
+            prefix = "armillary-compiled-"
+            self._cache = TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        return {
+            **environment,
+            "JAX_COMPILATION_CACHE_DIR": self._cache.name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
     def close(self) -> None:
         """Ends all use of the machines, after the last attempt."""
+        if self._cache is not None:
+            self._cache.cleanup()

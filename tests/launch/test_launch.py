@@ -322,6 +322,23 @@ def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
     assert re.search(r"\|   File .*script.py\", line \d+ in <module>", stderr)
 
 
+def test_compiled_programs_stay_for_the_job_and_no_longer(launcher, tmp_path):
+    script = """
+        folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
+        print(folder, os.listdir(folder))
+        open(os.path.join(folder, "program"), "w").close()
+        sys.exit(0 if restarts else 75)
+        """
+    options = "--max-restarts 1 --restart-pause 0"
+    _, stdout, _ = launcher.run(script, options, JAX_COMPILATION_CACHE_DIR="")
+    before, after = (line.split(maxsplit=2)[2] for line in stdout.splitlines())
+    folder = before.removesuffix(" []")
+    assert after == f"{folder} ['program']"
+    assert not os.path.exists(folder)
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    assert str(tmp_path) in launcher.run(script, options, **own)[1]
+
+
 def test_children_of_a_worker_end_with_it(launcher):
     code, stdout, _ = launcher.run(
         """

@@ -103,7 +103,7 @@ def test_the_commands_of_its_readme_work(project, tmp_path):
     output = run_well(project, f"{NAME}.main", "--devices", "2", *arguments)
     assert re.search(r"Test accuracy \d\d\.\d\d%", output), output
     folders = {path.name for path in (tmp_path / "run").iterdir()}
-    assert folders == {"checkpoints", "test", "train", "validation"}
+    assert folders == {"checkpoints", "compiled", "test", "train", "validation"}
 
     readme = (project / "README.md").read_text()
     command = f"armillary launch --workers 2 -m {NAME}.main --strategy multi_worker"
