@@ -1,13 +1,7 @@
 """What a controller runs after each loop of training and after each evaluation.
 
 An action is any function of an output. The ones here are parts to combine: a condition
-and what to do when it holds. `docs/recipes/best_model.md` keeps the best model and
-stops early with them::
-
-    best = armillary.actions.NewBestMetric("accuracy", higher_is_better=True)
-    keep_best = armillary.actions.ConditionalAction(
-        condition=best.test,
-        action=[lambda output: best_models.save(), best.commit])
+and what to do when it holds; `docs/recipes/best_model.md` does so.
 
 Every process of a run calls the actions with the same output. An action of your own
 that writes to a shared place must therefore write where `jax.process_index() == 0`.

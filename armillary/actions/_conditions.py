@@ -123,9 +123,7 @@ class PeriodicAction(StepAction):
     """Runs an action, or several in turn, each time that an interval has passed.
 
     That is at the first output after each multiple of the interval, however often the
-    run was interrupted::
-
-        save_images = armillary.actions.PeriodicAction(write_images, interval=5000)
+    run was interrupted.
 
     Args:
         action: What to run: one action or a sequence of them.

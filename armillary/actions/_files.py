@@ -224,10 +224,7 @@ class Profile(StepAction):
     The trace begins after the first loop that reaches step `at`, and ends after the
     loop with which it holds `steps` steps, or when training ends, also by an exception.
     So it consists of whole loops, and leaves out the first one, which compiles. A run
-    that resumes at `at` or later was traced before, and is not traced again::
-
-        profile = armillary.actions.Profile(at=1000, steps=200, directory=run_dir)
-        controller = armillary.Controller(..., train_actions=[profile])
+    that resumes at `at` or later was traced before, and is not traced again.
 
     It is for `train_actions`. Of several processes, the first one traces its devices.
     While there is an action, the controller waits for each loop before it starts the

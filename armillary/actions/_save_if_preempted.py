@@ -15,12 +15,8 @@ from armillary.typing import Output
 class SaveCheckpointIfPreempted:
     """Saves after SIGTERM, in all processes at the same step, and ends the program.
 
-    The same program goes on from there when it is started again::
-
-        with armillary.actions.SaveCheckpointIfPreempted(manager) as save_if_preempted:
-            controller = armillary.Controller(
-                ..., checkpoint_manager=manager, train_actions=[save_if_preempted])
-            controller.train(steps=100_000)
+    The same program goes on from there when it is started again. It is one of the
+    `train_actions` of a controller; `docs/preemption.md` has an example.
 
     SIGTERM in any process of the job, or its `watcher`, is a notice. It is heard from
     the moment that the object is made, and acted on after the loop of training that is

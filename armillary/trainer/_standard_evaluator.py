@@ -169,13 +169,8 @@ def predict(
 
     Each example is used exactly once, whatever the batch size and the number of
     replicas and processes, also where the data set was distributed with another
-    `remainder`. Nothing but the batches under way is held::
-
-        def predict_fn(batch):                      # once per replica, on its share
-            return {"class": model(batch["image"]).argmax(-1), "id": batch["id"]}
-
-        for outputs in armillary.predict(predict_fn, dataset, strategy=strategy):
-            write(outputs["id"], outputs["class"])  # NumPy arrays
+    `remainder`. Nothing but the batches under way is held. `docs/trainer.md` has an
+    example.
 
     It reads the data from its beginning, and leaves the position of `dataset` alone. In
     a shuffled data set, the order is that of its first pass. Of several processes, all
