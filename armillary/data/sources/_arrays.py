@@ -62,6 +62,14 @@ class IndexedDataset(abc.ABC):
         self.shuffle_seed = shuffle_seed
         self.repeat = self.is_endless = bool(repeat)
         self.drop_remainder = drop_remainder
+        self.full_size = size = self.batch_size
+        self.num_batches: int | None = None
+        """Batches in one pass; None if the data set never ends."""
+        if not repeat:
+            self.full_size = min(size, num_examples)
+            self.num_batches = (
+                num_examples // size if drop_remainder else -(-num_examples // size)
+            )
         self._num_passes = 0
 
     @abc.abstractmethod
@@ -85,19 +93,6 @@ class IndexedDataset(abc.ABC):
         """Returns so many numbers of examples, evenly spaced; all if there are less."""
         count = min(count, self.num_examples)
         return np.linspace(0, self.num_examples - 1, count).astype(np.int64)
-
-    @property
-    def full_size(self) -> int:
-        size = self.batch_size
-        return size if self.repeat else min(size, self.num_examples)
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches in one pass; None if the data set never ends."""
-        if self.repeat:
-            return None
-        full, rest = divmod(self.num_examples, self.batch_size)
-        return full + (rest > 0 and not self.drop_remainder)
 
     def make_iterator(self, epoch: int) -> "IndexedIterator":
         return IndexedIterator(self, epoch)
