@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from armillary.errors import PeerError
-from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lifeline import Lifeline, waiting
 from armillary.lifeline._tree import Run
 
 _SLICE_SECONDS = 1.0
@@ -52,7 +52,8 @@ class Peers:
                 f"`{topic}` takes {len(value):,} characters, but processes tell each "
                 f"other at most {_MOST_CHARACTERS:,} at once. Say less."
             )
-        runs = self._exchange(topic, value)
+        with waiting():
+            runs = self._exchange(topic, value)
         failures = [
             f"  process {index} of {self.count}: {text}"
             for index, _, (kind, _, text) in runs

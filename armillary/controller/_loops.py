@@ -5,6 +5,7 @@ where that can be, and a thread that waits knows when they have ended. Where not
 to happen between loops, the trainer is asked for so many that they take a moment.
 """
 
+import contextlib
 import math
 import time
 import weakref
@@ -27,10 +28,11 @@ from armillary.controller._outputs import (
     format_output,
     log_line,
 )
-from armillary.controller._run import Run
+from armillary.controller._run import Run, Stragglers
 from armillary.controller._saving import Saving
 from armillary.errors import GlobalStepError
 from armillary.goodput._stopwatch import Category
+from armillary.lifeline._lifeline import waiting
 from armillary.trainer._contract import PendingLoops
 
 # How long the device runs loops that are started together. As long as nobody minds
@@ -52,7 +54,7 @@ class Loops:
         self._steps, self._seconds = 0, 0.0
         self._lines: deque[tuple[int, float]] = deque(maxlen=1000)
         self._last: tuple[int, dict[str, Any]] | None = None
-        self._is_warned = False
+        self._is_warned, self._stragglers = False, Stragglers(run)
         # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[StartedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
@@ -86,6 +88,7 @@ class Loops:
             with self._run.scope():
                 self._run.trainer.prepare(self.num_steps_at(step))
         while step != target and not stop.is_agreed():
+            self._stragglers.look(step)
             num_steps = self.num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
@@ -165,7 +168,10 @@ class Loops:
             # What begins while the device runs steps hides behind them.
             is_hidden = self._pending and not self._pending[-1].outcome.done()
             category = Category.STEPPING if is_hidden else Category.OTHER
-            with self._run.goodput.phase(category):
+            with (
+                self._run.goodput.phase(category),
+                waiting() if is_hidden else contextlib.nullcontext(),
+            ):
                 self._report_loop(*self._outputs.popleft())
                 if not self._outputs:
                     self._run.curves.flush()
@@ -224,7 +230,7 @@ class Loops:
     def _fetch_first(self) -> None:
         loops = self._pending[0]
         try:
-            with self._run.goodput.phase(Category.STEPPING):
+            with self._run.goodput.phase(Category.STEPPING), waiting():
                 outputs, seconds, self._last_end = loops.fetch(self._last_end)
         except Exception:
             self._pending.clear()  # What was started after it has no effect.

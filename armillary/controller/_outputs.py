@@ -21,6 +21,7 @@ from armillary._logging import logger
 from armillary._records import find_numbers
 from armillary.cluster._join import expire_boundary
 from armillary.goodput._stopwatch import Category
+from armillary.lifeline._lifeline import waiting
 from armillary.summary._metrics_file import MetricsFile
 from armillary.summary._summary_manager import SummaryManager
 from armillary.typing import Action, Output
@@ -215,7 +216,8 @@ def run_evaluations(
         with run.goodput.phase(Category.EVALUATING):
             with run.scope():
                 output = evaluator.evaluate(num_steps)
-            output = fetch_output(output, "evaluator.evaluate")
+            with waiting():
+                output = fetch_output(output, "evaluator.evaluate")
         seconds = time.perf_counter() - start
         expire_boundary()
         run.goodput.mark("evaluation", step)

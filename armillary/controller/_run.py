@@ -18,10 +18,12 @@ from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._outputs import Curves, History
 from armillary.goodput._journal import make_recorder
+from armillary.goodput._stopwatch import Times, find_straggler
 from armillary.state._summarize import as_step_counter
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 
+_COMPARED_LOOPS = 10  # Twice.
 _SUMMARIES = (
     ["write_summaries", "flush"],
     "Use `armillary.summary.SummaryManager(summary_dir)`.",
@@ -202,6 +204,47 @@ class Run:
     def log_stop(self) -> None:
         if self.stop.reason is not None:
             logger.info("stopped at step %d: %s", self.read_step(), self.stop.reason)
+
+
+class Stragglers:
+    """Names, once, a process that the others wait for over some loops."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._named = run, set[int]()
+        self._before, self._num_loops = run.goodput.times, 0
+        self._last: list[Times] | None = None
+
+    def look(self, step: int) -> None:
+        """Compares the times of all processes; each calls it after each loop."""
+        peers = get_peers()
+        if peers is None:
+            return
+        self._num_loops += 1
+        said = peers.boundary.take(self._say)
+        if not said or not all(said):
+            return
+        last, self._last = self._last, [Times._make(each) for each in said]
+        count, self._num_loops = 2 * self._num_loops, 0
+        self._before = self._run.goodput.times
+        found = find_straggler([last, self._last], self._named) if last else None
+        if found is None:
+            return
+        self._named.add(found.process)
+        text = (
+            f"Process {found.process} of {peers.count} takes "
+            f"{found.seconds / found.others:.1f} times as long as the others, mostly "
+            f"for {found.phase}: {found.seconds / count:.3g} s a loop over {count} "
+            f"loops, and they {found.others / count:.3g} s. They wait for it."
+        )
+        if peers.index == 0:
+            logger.warning("%s", text)
+        self._run.goodput.mark("straggler", step, text)
+
+    def _say(self) -> list[float]:
+        # Rarely, since what all say alike costs less.
+        if self._num_loops < _COMPARED_LOOPS:
+            return []
+        return list(self._run.goodput.times.since(self._before))
 
 
 @contextlib.contextmanager

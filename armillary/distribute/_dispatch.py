@@ -21,6 +21,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from armillary.lifeline._lifeline import waiting
+
 
 class Dispatch:
     """Starts device programs of one strategy, on a mesh or one device."""
@@ -38,7 +40,8 @@ class Dispatch:
     def wait(self) -> None:
         with self._lock:
             while len(self._pending) >= self._most_in_flight:
-                jax.block_until_ready(self._pending.popleft())
+                with waiting():
+                    jax.block_until_ready(self._pending.popleft())
 
     def in_flight(self) -> list[Any]:
         """Returns the token of the newest program, empty if that has ended."""
@@ -56,7 +59,8 @@ class Dispatch:
         """Waits for a result, if no program may start before it is ready."""
         leaves = jax.tree.leaves(value)
         if self._most_in_flight == 1 and not _is_traced(leaves):
-            jax.block_until_ready(leaves)
+            with waiting():
+                jax.block_until_ready(leaves)
 
 
 def _is_traced(leaves: list[Any]) -> bool:

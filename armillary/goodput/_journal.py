@@ -40,6 +40,7 @@ class Entry:
     step: int
     is_done: bool
     seconds: dict[Category, float]
+    note: str = ""
 
     def as_line(self) -> str:
         seconds = {
@@ -47,6 +48,8 @@ class Entry:
         }
         record = {"format": _FORMAT, **vars(self), "seconds": seconds}
         record["done"] = record.pop("is_done")
+        if not self.note:
+            del record["note"]
         return json.dumps(record) + "\n"
 
 
@@ -59,10 +62,12 @@ def _as_entry(record: Any) -> Entry | None:
         seconds = {Category(name): float(value) for name, value in values}
         step, is_done = int(record["step"]), bool(record["done"])
         attempt, event = str(record["attempt"]), str(record["event"])
+        note = str(record.get("note", ""))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
     is_finite = all(map(math.isfinite, (when, *seconds.values())))
-    return Entry(attempt, event, when, step, is_done, seconds) if is_finite else None
+    entry = Entry(attempt, event, when, step, is_done, seconds, note)
+    return entry if is_finite else None
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -89,12 +94,14 @@ class Goodput:
         num_attempts: How many controllers trained.
         num_steps: Steps that count, each once.
         num_lost_steps: Steps that were run and had to be run again.
+        stragglers: What was said of processes that the others waited for.
     """
 
     seconds: dict[Category, float]
     num_attempts: int
     num_steps: int
     num_lost_steps: int
+    stragglers: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float:
@@ -137,6 +144,7 @@ def find_journals(run_dir: Path) -> list[Path]:
 
 def add_up(entries: Iterable[Entry]) -> Goodput:
     """Adds up the entries of a journal, in its order."""
+    entries = list(entries)
     firsts: dict[str, Entry] = {}
     lasts: dict[str, Entry] = {}
     pairs: list[tuple[Entry, Entry]] = []
@@ -163,7 +171,8 @@ def add_up(entries: Iterable[Entry]) -> Goodput:
             first = firsts[other]
             began = first.time - math.fsum(first.seconds.values())
             seconds[Category.DOWN] += max(0.0, began - lasts[one].time)
-    return Goodput(seconds, len(firsts), num_steps, num_lost_steps)
+    said = tuple(dict.fromkeys(entry.note for entry in entries if entry.note))
+    return Goodput(seconds, len(firsts), num_steps, num_lost_steps, said)
 
 
 class Recorder(Stopwatch):
@@ -212,7 +221,7 @@ class Recorder(Stopwatch):
             # Also after the first run: start-up has ended with its beginning.
             self.switch(None)
 
-    def mark(self, event: str, step: int) -> None:
+    def mark(self, event: str, step: int, note: str = "") -> None:
         """Notes that a step was reached, and writes a line of what happened there.
 
         Lines of a `"loop"` thin out as a run gets longer.
@@ -226,8 +235,8 @@ class Recorder(Stopwatch):
         if event == "loop" and elapsed - self._written_at < pause:
             return
         self._written_at = elapsed
-        entry = Entry(self._attempt, event, time.time(), step, self._is_done, seconds)
-        self._file.append(entry.as_line())
+        known = self._attempt, event, time.time(), step, self._is_done
+        self._file.append(Entry(*known, seconds, note).as_line())
 
 
 def make_recorder(directory: str | None) -> Recorder:

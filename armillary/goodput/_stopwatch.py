@@ -1,17 +1,22 @@
 """A stopwatch that is in one category at a time, so that its totals add up.
 
 JAX reports a compilation when it has ended. Its seconds are then taken out of the
-category that is running.
+category that is running. What processes tell each other of their times shows which one
+the others wait for.
 """
 
 import contextlib
 import functools
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from enum import StrEnum
+from typing import NamedTuple
 
 import jax
+
+from armillary.lifeline._lifeline import read_waits
 
 
 class Category(StrEnum):
@@ -51,6 +56,8 @@ _LABELS = {
     "lost": "lost: work done again",
     "down": "lost: down between attempts",
 }
+_COMPARED = [Category.DATA, Category.STEPPING, Category.SAVING, Category.EVALUATING]
+_TIMES_SLOWER, _LEAST_SECONDS = 1.5, 0.1
 _COMPILE_EVENTS = "/jax/core/compile/"
 
 # What a traced step finds in `time` in its place warns of that.
@@ -68,6 +75,7 @@ class Stopwatch:
         self.category, self.moves = category, 0
         self.began = self._since = _now() - elapsed
         self._seconds = dict.fromkeys(Category, 0.0)
+        self._waits, self._waits_before = dict.fromkeys(Category, 0.0), read_waits()
         self._compilations: list[tuple[float, float]] = []
 
     @property
@@ -82,15 +90,23 @@ class Stopwatch:
         pending = sum(end - start for start, end in self._compilations)
         return self._seconds[Category.COMPILING] + pending
 
+    @property
+    def times(self) -> "Times":
+        """What it has spent so far, as far as processes compare it."""
+        seconds, waits = self.seconds, self._waits
+        own = [seconds[each] - waits[each] for each in _COMPARED]
+        return Times._make([*own, sum(waits[each] for each in _COMPARED)])
+
     def switch(self, category: Category | None) -> Category | None:
         """Goes on in another category; returns the one before."""
-        now = _now()
+        now, waits = _now(), read_waits()
         if self.category is not None:
+            self._waits[self.category] += waits - self._waits_before
             compiling = self.compile_seconds - self._seconds[Category.COMPILING]
             self._seconds[Category.COMPILING] += compiling
             self._seconds[self.category] += now - self._since - compiling
         self._compilations.clear()
-        self._since = now
+        self._since, self._waits_before = now, waits
         if category is not self.category:
             self.began = now
         self.moves += 1
@@ -135,3 +151,63 @@ def _add_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     stopwatch = _active.get()
     if stopwatch is not None and event.startswith(_COMPILE_EVENTS):
         stopwatch.compiled(duration_secs)
+
+
+class Times(NamedTuple):
+    """Seconds that a process spent by itself, and those in which it waited."""
+
+    data: float
+    step: float
+    save: float
+    evaluation: float
+    waiting: float
+
+    def since(self, before: "Times") -> "Times":
+        """Returns those from another moment on, to the millisecond."""
+        pairs = zip(self, before, strict=True)
+        return Times._make(round(now - then, 3) for now, then in pairs)
+
+
+class Straggler(NamedTuple):
+    """A process that the others wait for, its seconds, and the median of theirs."""
+
+    process: int
+    phase: str
+    seconds: float
+    others: float
+
+
+def find_straggler(
+    halves: Sequence[Sequence[Times]], named: Collection[int] = ()
+) -> Straggler | None:
+    """Returns the process that takes 1.5 times as long as the others in each half."""
+    # Twice: a save in one half, or the start, makes no straggler.
+    found = [_find_slowest(times, named) for times in halves]
+    if None in found or len({each.process for each in found if each}) != 1:
+        return None
+    pairs = zip(*halves, strict=True)
+    return _find_slowest(
+        [Times._make(map(sum, zip(*each, strict=True))) for each in pairs], named
+    )
+
+
+def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler | None:
+    # All wait for their devices, which wait for each other. The process that waits
+    # least is the one that they wait for: so long the devices take by themselves.
+    devices = min(each.waiting for each in times)
+    totals = [sum(each[:-1]) + devices for each in times]
+    candidates = [index for index in range(len(times)) if index not in named]
+    if len(times) < 2 or not candidates:
+        return None
+    index = max(candidates, key=totals.__getitem__)
+    others = [each for other, each in enumerate(times) if other != index]
+    median = statistics.median(totals[:index] + totals[index + 1 :])
+    seconds = totals[index]
+    if seconds < _TIMES_SLOWER * median or seconds < median + _LEAST_SECONDS:
+        return None
+    medians = [statistics.median(values) for values in zip(*others, strict=True)]
+    excesses = [
+        own - other for own, other in zip(times[index][:-1], medians, strict=False)
+    ]
+    phase = Times._fields[excesses.index(max(excesses))]
+    return Straggler(index, phase, seconds, median)

@@ -127,6 +127,7 @@ def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         "attempts": goodput.num_attempts,
         "steps": goodput.num_steps,
         "lost_steps": goodput.num_lost_steps,
+        "stragglers": goodput.stragglers,
     }
     return lambda: print_json(record)
 
@@ -144,4 +145,5 @@ def _print_goodput(goodput: Goodput) -> ExitCode:
         f"{counted(goodput.num_steps, 'step')}, "
         f"{counted(goodput.num_lost_steps, 'step')} lost"
     )
-    return print_out(make_table(head, rows, sums, numbers=head[1:]), said)
+    table = make_table(head, rows, sums, numbers=head[1:])
+    return print_out(table, said, *goodput.stragglers)

@@ -73,6 +73,7 @@ def make_page(runs: Sequence[Run]) -> str:
         "Runs": _overview(runs),
         "Curves": _grid(_draw_curves(runs, graphs)),
         "Where the time went": _grid(_draw_time(runs, graphs)),
+        "Stragglers": per_run(_stragglers) if any(map(_stragglers, runs)) else "",
         "Checkpoints": per_run(_checkpoints),
         "Model": per_run(_model),
         "Hyperparameters": _hyperparameters(runs, configs) if any(configs) else "",
@@ -246,6 +247,11 @@ def _overview(runs: Sequence[Run]) -> str:
         known = [format_time(run.began), show_number(run.step), run.state]
         rows.append([_text(run.name), *own, *known, *goodput_cells(run), *last])
     return _table(head, rows)
+
+
+def _stragglers(run: Run) -> str:
+    said = run.goodput.stragglers if run.goodput else ()
+    return "".join(f"<p>{_text(each)}</p>" for each in said)
 
 
 def _checkpoints(run: Run) -> str:

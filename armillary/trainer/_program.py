@@ -19,6 +19,7 @@ import numpy as np
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
+from armillary.lifeline._lifeline import waiting
 from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks
 from armillary.trainer._runner import StepMethod
@@ -117,7 +118,8 @@ class Program:
         """Runs steps, or loops with hooks, on what `FlatState.lent` and chunks give."""
         begin, count, loops = np.int32(start), np.int32(num_steps), np.int32(num_loops)
         inputs = _Inputs(others, list(chunk), begin, count, loops, health)
-        return self._compiled(donated, inputs)
+        with waiting():  # CPU devices run it at once.
+            return self._compiled(donated, inputs)
 
     def describe(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None

@@ -16,6 +16,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._gradient import accumulating
 from armillary.goodput._stopwatch import Category, get_stopwatch
+from armillary.lifeline._lifeline import waiting
 from armillary.state._holders import held_by
 from armillary.typing import PyTree
 
@@ -298,7 +299,9 @@ def waiting_for_data(
         yield
         return
     while queue is not None and dispatch.in_flight():
-        if not queue.is_coming(_POLL_SECONDS):
+        with waiting():
+            is_coming = queue.is_coming(_POLL_SECONDS)
+        if not is_coming:
             break
     category = stopwatch.category
     with stopwatch.phase(Category.DATA):

@@ -108,6 +108,7 @@ def test_json(run_dir, capsys):
         "attempts": 2,
         "steps": 41,
         "lost_steps": 8,
+        "stragglers": [],
     }
     assert set(seconds) == {str(category) for category in Category}
     assert seconds["stepping"] == 70.0

@@ -41,6 +41,8 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         for number in range(10**9):
             if scenario == "sleep" and is_victim and number == 40:
                 time.sleep(3600)  # the reader sleeps
+            if scenario == "slow" and is_victim:
+                time.sleep(0.02)
             if scenario == "raise" and is_victim and number == 37:  # Inside a chunk.
                 raise OSError("the disk is on fire")
             yield np.full((2,), number, np.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
 from tests.launch.conftest import wait_for
 from tests.multiprocess.conftest import Job
@@ -120,6 +121,18 @@ def test_a_process_that_holds_the_interpreter_ends_with_its_stack(start, count):
     codes = job.wait_for_ends(list(range(count)), HANG_TIMEOUT + 30.0)
     assert codes == [ExitCode.FAILED, ExitCode.RESTART_REQUESTED][:count]
     assert re.search(r"Timeout (.*\n)+  File .*program.py.* in act", job.output(0))
+
+
+def test_a_process_that_the_others_wait_for_is_named_once(start):
+    job = start("slow")
+    job.wait_for_step(5 * 70)
+    job.end()
+    said = re.findall(r"WARNING: .*Process . of 2 takes .*", job.output(0))
+    assert [line.count("Process 1 of 2") for line in said] == [1]
+    assert "times as long as the others, mostly for data:" in said[0]
+    assert "times as long" not in job.output(1)
+    (straggler,) = read_goodput(job.folder / "checkpoints").stragglers
+    assert straggler in said[0]
 
 
 def test_an_error_in_one_process_is_told_by_all_and_keeps_its_own_exit_code(start):
