@@ -18,7 +18,8 @@ must hold the same copy of it. A step says how it reduces: where its name tells 
 else, it takes `armillary.all_reduce("sum", gradients)` of a loss by
 `compute_average_loss`. `make differential` runs all of it; the default run of the tests
 takes a sample, on two replicas. A test fails if a public factory of Optax, a layer or
-transformation of NNX, or a function of the listed modules of JAX has no case.
+transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or `jax.ops` has
+no case. Of `jax.numpy` and `jax.scipy`, one function stands for each primitive.
 
 | | |
 | --- | --- |
