@@ -209,10 +209,7 @@ class CheckpointManager:
         """Says what an evaluation of the current values gave; a `Controller` does so.
 
         If it is the best so far by `keep_best`, the checkpoint that holds these values
-        is marked. If there is none, the next save of this step is::
-
-            if manager.note_evaluation({"accuracy": accuracy}):
-                manager.save()
+        is marked. If there is none, the next save of this step is.
 
         Args:
             output: Numbers by name, nested if you like.

@@ -31,12 +31,8 @@ def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
     """Returns the mesh on whose devices so many replicas run; `None` for all.
 
-    A batch of 42 examples on 4 devices is one step of 2 replicas, with 21 examples
-    each. A second axis is of devices that do the same work, so that everything over
-    the first one is what it is with 2 replicas, and nothing needs to be masked::
-
-        device              0        1        2        3
-        replica, copy       0, 0     0, 1     1, 0     1, 1
+    The devices of its second axis do the same work: of 4 devices with 2 replicas, 0 and
+    1 are replica 0. So over the first axis all is what it is with 2 replicas.
     """
     (axis,) = mesh.axis_names
     if num_replicas in (None, mesh.shape[axis]):

@@ -34,16 +34,8 @@ from armillary.typing import PyTree
 class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`.
 
-    As `tf.distribute.coordinator.ClusterCoordinator`::
-
-        strategy = armillary.distribute.ParameterServerStrategy()
-        coordinator = armillary.distribute.coordinator.ClusterCoordinator(strategy)
-        dataset = coordinator.create_per_worker_dataset(make_dataset)
-        iterator = iter(dataset)
-
-        for _ in range(1000):
-            coordinator.schedule(train_step, args=(iterator,))
-        coordinator.join()
+    As `tf.distribute.coordinator.ClusterCoordinator`; `docs/parameter_server.md` has an
+    example.
 
     A scheduled function is compiled once on each worker. It reads variables when it
     begins, and sends gradients and sums when it ends. The variables of this process are

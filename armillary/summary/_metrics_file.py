@@ -1,10 +1,6 @@
 """`metrics.jsonl`: the curves of a run, for readers without any package.
 
-Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fields::
-
-    {"record": "start", "time": 1763864101.2, "step": 0, "strategy": "MirroredStrategy"}
-    {"record": "train", "time": 1763864102.9, "step": 100, "values": {"loss": 0.41}}
-    {"record": "eval", "name": "", "time": 1763864103.1, "step": 100, "values": {}}
+Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fields.
 """
 
 import json

@@ -53,15 +53,7 @@ def _make_picker(indices: Sequence[int]) -> _Picker:
 
 
 class FlatState:
-    """The arrays of a state, for one program after another.
-
-    In outline::
-
-        with flat.lent(changed) as (donated, others):
-            values, token = program(donated, others)
-            flat.give(values, token)
-        flat.write_back()  # until then, the slots hold arrays that are gone
-    """
+    """The arrays of a state, `lent` to programs, which `give` new ones back."""
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch

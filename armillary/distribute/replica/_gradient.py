@@ -84,15 +84,7 @@ def value_and_grad(
 
     With `batch`, gradients can be accumulated: one part of the batch after the other is
     differentiated, which needs the memory of one part. The result is that of this
-    replica's whole share::
-
-        def loss_fn(batch):
-            return jnp.mean(cross_entropy(model(batch["image"]), batch["label"]))
-
-        loss, gradients = armillary.value_and_grad(
-            loss_fn, model, batch=batch, op="mean"
-        )
-        optimizer.update(model, armillary.all_reduce("mean", gradients))
+    replica's whole share; `docs/trainer.md` has an example.
 
     That holds for a mean or a sum over examples, with any penalties for a mean, and not
     for a loss that is not linear in its examples: the root of a mean of squares, a
