@@ -17,6 +17,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -122,6 +123,11 @@ class Pace:
         """Counts from now on."""
         self.began = self._worked_at = now
 
+    def skip(self, seconds: float) -> None:
+        """Leaves out a time in which the whole process was stopped."""
+        self.began += seconds
+        self._worked_at += seconds
+
     @property
     def busy_seconds(self) -> float:
         """Until when it has kept a processor busy, since it is there."""
@@ -173,14 +179,26 @@ def read_work_seconds(phase: str) -> float:
     # Where it waits for devices, other threads may do so in a loop.
     ident = threading.main_thread().ident
     if phase not in _DEVICE_PHASES or not hasattr(time, "pthread_getcpuclockid"):
-        return time.process_time()
+        return time.process_time() + _read_work_of_children()
     return time.clock_gettime(time.pthread_getcpuclockid(ident or 0))
+
+
+def _read_work_of_children() -> float:
+    """Returns how long processes that this one has started have worked."""
+    seconds, tick = sum(os.times()[2:4]), os.sysconf("SC_CLK_TCK")
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # It, or one of them, has ended.
+            for child in path.read_text().split():
+                stat = Path("/proc", child, "stat").read_text().rpartition(")")[2]
+                seconds += sum(map(int, stat.split()[11:13])) / tick
+    return seconds
 
 
 def set_timer(limit_seconds: float) -> None:
     """Ends this process after its limit, with all stacks, unless it is set again."""
     # A thread in C, which needs no interpreter.
-    if limit_seconds == math.inf:
+    # Ctrl-Z stops a program with a terminal, and the timer does not.
+    if limit_seconds == math.inf or os.isatty(0):
         faulthandler.cancel_dump_traceback_later()
     else:
         seconds = min(limit_seconds, _LONGEST_TIMER_SECONDS) + _TIMER_SECONDS

@@ -41,6 +41,7 @@ _BEAT_SECONDS = 1.0
 _START_SECONDS = _SEND_SECONDS = 1.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""
+_LATE_SECONDS = 10.0  # A beat that comes later tells that the process was stopped.
 _PAUSE_SECONDS = 0.01
 _MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
@@ -69,7 +70,7 @@ class Lifeline:
         self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
         self._last_rule: float | None = None
         self._timer_rule: float | None = math.inf
-        self._pace = Pace(time.monotonic())
+        self._pace, self._beat_at = Pace(time.monotonic()), math.inf
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -191,9 +192,9 @@ class Lifeline:
     def _tell_how_it_ends(self) -> None:
         if self._is_done.is_set():
             return
-        self.watch(self._last_rule, lambda: Place(END))
         if self._count == 1:
-            return
+            return  # Nobody waits for what it still does.
+        self.watch(self._last_rule, lambda: Place(END))
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.tell_failure(error)
@@ -224,6 +225,9 @@ class Lifeline:
 
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
+        if (late := now - self._beat_at) > _LATE_SECONDS:
+            self._pace.skip(late)
+        self._beat_at = now
         own = self._report(now)
         self._set_timer()
         self._pass_reports(own, now)

@@ -1,5 +1,8 @@
 """When a job counts as stuck, and what is said then."""
 
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -120,3 +123,22 @@ def test_a_stopped_process_is_called_so_when_the_timeout_is_short():
     text = find_hang(see(quiet=4, **short), see(quiet=4.2, silent=3.5, **short)) or ""
     assert "process 1 of 2: step for 4 s, at train.py:1 in main; it has not ans" in text
     assert text.count("it has not answered") == 1
+
+
+def test_a_time_in_which_the_whole_process_was_stopped_does_not_count():
+    pace = Pace(0.0)
+    pace.look(Place("data", 1), 0.0, 0.0)
+    pace.skip(1000.0)  # Ctrl-Z, and `fg`
+    assert 1010.0 - pace.began == 10.0
+    assert pace.busy_seconds == 0.0
+
+
+def test_the_work_of_child_processes_is_a_sign_of_life():
+    before = _ending.read_work_seconds("start_up")
+    program = "import time\nwhile time.process_time() < 1: pass\ninput()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=-1) as child:
+        end = time.monotonic() + 60
+        while _ending.read_work_seconds("start_up") < before + 0.9:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        child.communicate(b"\n")
