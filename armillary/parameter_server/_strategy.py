@@ -161,13 +161,8 @@ def _count_tasks(
 class Server:
     """The program of a worker or of a parameter server (`tf.distribute.Server`).
 
-    Every process of the cluster runs the same program, which begins so::
-
-        resolver = armillary.cluster.TFConfigClusterResolver()
-        if resolver.task_type in ("worker", "ps"):
-            armillary.distribute.coordinator.Server(resolver).join()
-            sys.exit()
-        strategy = armillary.ParameterServerStrategy(resolver)
+    Every process of the cluster runs the same program, whose workers and parameter
+    servers `join` at its beginning; `docs/parameter_server.md` has an example.
 
     Args:
         cluster_resolver: What says which task this process is.

@@ -153,9 +153,7 @@ def summarize(model: Any) -> ModelSummary:
     """Returns the arrays of a model, with their shapes, dtypes and sizes.
 
     For example `print(armillary.summarize(model))`. No device is touched. Of a large
-    model that is nowhere yet, the abstract one will do::
-
-        armillary.summarize(nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0))))
+    model that is nowhere yet, the abstract one will do: that of `nnx.eval_shape`.
 
     Args:
         model: An NNX or Keras module, an Equinox module or any other pytree of arrays

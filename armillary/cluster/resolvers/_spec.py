@@ -29,13 +29,8 @@ class ClusterSpec:
     """Holds the addresses of a cluster's tasks, as `tf.train.ClusterSpec` does.
 
     A *job* is a named list of *tasks* that do the same; each task is one process, with
-    an address::
-
-        cluster = armillary.cluster.ClusterSpec({
-            "chief": ["10.0.0.1:2222"],
-            "worker": ["10.0.0.2:2222", "10.0.0.3:2222"],
-        })
-        cluster.task_address("worker", 1)  # "10.0.0.3:2222"
+    an address: `{"worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}`, of which
+    `task_address("worker", 1)` is the second.
 
     Args:
         cluster: Mapping from the name of each job to the addresses of its tasks. An
