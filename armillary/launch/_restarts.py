@@ -60,6 +60,11 @@ def find_named(words: Sequence[str]) -> set[int]:
     }
 
 
+def find_stopped(said: str) -> set[int]:
+    """Returns the processes that do not answer, as one says that ends the attempt."""
+    return {int(match[2]) for match in _NAMED.finditer(said) if match[2]}
+
+
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
     """Returns the exit code of a job that a signal stopped."""
     if causes and set(causes) <= {ExitCode.OK, ExitCode.PREEMPTED}:

@@ -27,6 +27,7 @@ from armillary.launch._restarts import (
     find_first,
     find_named,
     find_stop_code,
+    find_stopped,
 )
 
 EVALUATOR = "evaluator"
@@ -36,9 +37,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 _CORE_SIGNALS = (signal.SIGQUIT, signal.SIGABRT)
 _TERMINATE_SECONDS = 5.0
-_JOIN_SECONDS = _JOIN_TERMINATE_SECONDS = 0.5
-_HEAR_SECONDS = 1.0
-_REPEAT_SECONDS = 1.0
+_JOIN_SECONDS = 0.5
+_HEAR_SECONDS = _REPEAT_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 
 
@@ -120,7 +120,7 @@ class _Supervisor:
         if self._asked_at is None:
             self._asked_at = asyncio.get_running_loop().time()
             self.evaluator.send(signal.SIGTERM)
-        self.evaluator.end_after((_TERMINATE_SECONDS, signal.SIGKILL))
+        self.evaluator.end_after(_TERMINATE_SECONDS)
         await evaluation
         return code
 
@@ -144,13 +144,12 @@ class _Supervisor:
             more = f"; SIGKILL in {grace_seconds:g} s, or after a second signal"
             workers.pass_on(number, more)
             # Beside workers, the evaluator has as long as they have.
-            group = workers if workers.running else evaluator
-            group.end_after((grace_seconds, signal.SIGKILL))
+            (workers if workers.running else evaluator).end_after(grace_seconds)
         # One request may arrive twice: `timeout` signals a process and its group.
         elif now > self._asked_at + _REPEAT_SECONDS:
             self.say(f"{name_signal(number)} again: ends all processes now.")
-            workers.end_after((0.0, signal.SIGKILL))
-            evaluator.end_after((0.0, signal.SIGKILL))
+            workers.end_after(0.0)
+            evaluator.end_after(0.0)
 
 
 class _Group:
@@ -205,11 +204,12 @@ class _Group:
         for child in self.running:
             child.send_signal(number)
 
-    def end_after(self, *plan: tuple[float, signal.Signals]) -> None:
-        """Sends signals to those that still run, each after a pause in seconds."""
+    def end_after(self, *pauses: float) -> None:
+        """Ends those that still run, after pauses in seconds: by SIGKILL, at last."""
+        numbers = (signal.SIGTERM, signal.SIGKILL)[-len(pauses) :]
 
         async def follow() -> None:
-            for seconds, number in plan:
+            for number, seconds in zip(numbers, pauses, strict=False):
                 await asyncio.sleep(seconds)
                 if self.running:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
@@ -325,7 +325,17 @@ class _Group:
             self.restarts.hear(word, *values)
             if word == "joined":
                 self._job.machines.meet(self.children.index(child))
+            elif word == "failed" and not self._is_evaluator:
+                self._end_stopped(find_stopped(values[0]))
             self._give_up_join()
+
+    def _end_stopped(self, stopped: set[int]) -> None:
+        """Ends at once those that the others have given up."""
+        for index, child in enumerate(self.children):
+            if index in stopped and child in self.running:
+                self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
+                child.is_asked = True
+                child.send_signal(signal.SIGKILL)
 
     def _give_up_join(self) -> None:
         """Ends those that wait for one that will never join them."""
@@ -335,10 +345,7 @@ class _Group:
         if is_waiting and is_short and not is_known:
             self._is_in_vain = True
             # Others may fail by themselves, in the same way.
-            self.end_after(
-                (_JOIN_SECONDS, signal.SIGTERM),
-                (_JOIN_TERMINATE_SECONDS, signal.SIGKILL),
-            )
+            self.end_after(_JOIN_SECONDS, _JOIN_SECONDS)
 
     async def _wait(self) -> list[int]:
         """Waits until every process has ended; returns them in this order."""
@@ -364,10 +371,7 @@ class _Group:
             how = "wait in vain to join it"
             if not self._is_in_vain:
                 how = f"have {grace_seconds:g} s to end by themselves"
-                self.end_after(
-                    (grace_seconds, signal.SIGTERM),
-                    (_TERMINATE_SECONDS, signal.SIGKILL),
-                )
+                self.end_after(grace_seconds, _TERMINATE_SECONDS)
             # What a worker said before it ended comes first.
             await self._output.drain([child.label], _LAST_WORDS_SECONDS)
             self._say(

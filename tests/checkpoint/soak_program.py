@@ -1,14 +1,6 @@
-"""A training program with every kind of state, for the soak test to kill.
-
-    python -m tests.checkpoint.soak_program RUN_DIR NUM_STEPS
-
-It prints a line after each loop and, if it gets that far, writes digests of its final
-state to `RUN_DIR/final.json`.
-"""
+"""A training program with every kind of state, for tests that end it at any moment."""
 
 import hashlib
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +12,7 @@ from flax import nnx
 
 import armillary
 from armillary.data import from_arrays
-from tests.problems import MLP, make_digits, make_strategy, read_state
+from tests.problems import MLP, make_digits, read_state
 
 BATCH_SIZE = 12  # For two workers, or three.
 NUM_EXAMPLES = 78
@@ -79,6 +71,34 @@ class Trainer(armillary.StandardTrainer):
         self.losses = self.losses.at[step].set(self.strategy.reduce("sum", loss))
 
 
+class Evaluator(armillary.StandardEvaluator):
+    """Computes the loss of a trainer's model over the first examples."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        source = from_arrays(make_digits(24), batch_size=BATCH_SIZE)
+        super().__init__(trainer.strategy.distribute_dataset(source))
+        self.strategy = trainer.strategy
+        self.model = nnx.view(
+            trainer.model, deterministic=True, use_running_average=True
+        )
+        self.loss = nnx.metrics.Average("loss")
+
+    def eval_begin(self) -> None:
+        self.loss.reset()
+
+    def eval_step(self, iterator: Any) -> None:
+        def step_fn(batch: Any) -> None:
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                self.model(batch["image"]), batch["label"]
+            )
+            self.loss.update(loss=losses)
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_end(self, *state: Any) -> dict[str, Any]:
+        return {"loss": self.loss.compute()}
+
+
 def train(
     strategy: Any,
     directory: Path,
@@ -88,21 +108,44 @@ def train(
 ) -> dict[str, Any]:
     """Trains, from the latest checkpoint on; returns digests of the final state."""
     trainer = Trainer(strategy, num_steps, model)
-    controller = armillary.Controller(
-        trainer=trainer,
-        global_step=trainer.optimizer.step,
-        strategy=strategy,
-        steps_per_loop=STEPS_PER_LOOP,
+    controller = make_controller(
+        trainer,
+        make_manager(trainer, directory),
         train_actions=[lambda _: report(int(trainer.optimizer.step[...]))],
-        checkpoint_manager=armillary.CheckpointManager(
-            armillary.Checkpoint(trainer=trainer, data=trainer.train_dataset),
-            directory / "checkpoints",
-            max_to_keep=2,
-            checkpoint_interval=SAVE_INTERVAL,
-        ),
     )
     report(int(trainer.optimizer.step[...]))
     controller.train(num_steps)
+    return describe(trainer)
+
+
+def make_manager(
+    trainer: Trainer, directory: Path, **others: Any
+) -> armillary.CheckpointManager:
+    """Returns what saves the trainer, its data and whatever else is given."""
+    return armillary.CheckpointManager(
+        armillary.Checkpoint(trainer=trainer, data=trainer.train_dataset, **others),
+        directory / "checkpoints",
+        max_to_keep=2,
+        checkpoint_interval=SAVE_INTERVAL,
+    )
+
+
+def make_controller(
+    trainer: Trainer, manager: armillary.CheckpointManager, **options: Any
+) -> armillary.Controller:
+    """Returns a controller, which restores the latest checkpoint."""
+    return armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=trainer.strategy,
+        steps_per_loop=STEPS_PER_LOOP,
+        checkpoint_manager=manager,
+        **options,
+    )
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """Returns digests of a state, with all examples and losses so far."""
     final: dict[str, Any] = {
         path: hashlib.sha256(array.tobytes()).hexdigest()
         for path, array in read_state(trainer).items()
@@ -111,18 +154,3 @@ def train(
     final["seen"] = trainer.seen.tolist()
     final["trace"] = trainer.losses.tolist()
     return final
-
-
-def main(directory: str, num_steps: int) -> None:
-    """Trains on two devices, and writes down how it ended."""
-    armillary.xla.use_compilation_cache(Path(directory).parent / "compiled")
-
-    def report(step: int) -> None:
-        print(step, flush=True)  # noqa: T201
-
-    final = train(make_strategy(2), Path(directory), num_steps, report)
-    (Path(directory) / "final.json").write_text(json.dumps(final))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

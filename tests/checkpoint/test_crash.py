@@ -1,4 +1,4 @@
-"""A save that runs when its program ends is completed; kills are in `test_soak`."""
+"""A save that runs when its program ends is completed. Faults: `tests/recovery`."""
 
 import subprocess
 import sys

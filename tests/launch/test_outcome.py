@@ -27,6 +27,7 @@ from armillary.launch._restarts import (
     find_first,
     find_named,
     find_stop_code,
+    find_stopped,
 )
 from tests.conftest import REPOSITORY
 
@@ -320,6 +321,15 @@ def test_what_failed_first_is_blamed(endings, words, first):
         ending = Ending(returncode=int(code.rstrip("!")), seconds=1.0)
         found[int(index)] = dataclasses.replace(ending, is_asked="!" in code)
     assert find_first(found, find_named([words, "", ""])) == first
+
+
+def test_who_does_not_answer_is_ended_at_once_and_no_other():
+    gone = "Process 1 of 3 is gone (step, a line)."
+    quiet = "process 2 of 3: step for 9 s; it has not answered for 9 s (stopped?)"
+    assert find_stopped(f"No process has gone on:\n  {quiet}\n  {gone}") == {2}
+    # It is to show the line that it is at.
+    assert not find_stopped("Process 1 of 3 has not joined for 9 s.")
+    assert not find_stopped(f"{gone} Process 0 of 3 has failed: ValueError")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,25 @@
+"""Twenty faults of the soak; `make soak` has a thousand, on more processes."""
+
+from itertools import islice
+
+import pytest
+
+from tests.recovery.faults import FAULTS
+from tests.recovery.soak import make_faults, soak
+
+# Most with one process, which starts again in half the time.
+TWENTY = list(islice(make_faults(54, (*"1111", "2")), 20))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.each_case
+@pytest.mark.parametrize("topology", ["1", "2"])
+def test_a_job_to_which_anything_happens_ends_as_one_that_was_left_alone(
+    topology, tmp_path
+):
+    assert {fault["kind"] for fault in TWENTY} == set(FAULTS)
+    faults = [fault for fault in TWENTY if fault["topology"] == topology]
+    table, problems = soak(faults, tmp_path, print)
+    assert not problems, "\n".join(problems)
+    assert f"| all | {len(faults)} |" in table
