@@ -4,14 +4,13 @@ import jax
 import pytest
 
 from armillary import (
-    CentralStorageStrategy,
-    DefaultStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ShardedStrategy,
     TPUStrategy,
 )
+from armillary.distribute import CentralStorageStrategy, DefaultStrategy
 
 
 class TPUOnCPU(TPUStrategy):

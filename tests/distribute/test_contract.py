@@ -7,17 +7,15 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import (
+from armillary import MirroredStrategy, get_replica_context, get_strategy
+from armillary.data import InputContext
+from armillary.distribute import (
     DefaultStrategy,
-    MirroredStrategy,
+    PerReplica,
     ReduceOp,
-    get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
-from armillary.data import InputContext
-from armillary.distribute import PerReplica
 from armillary.errors import ReplicaContextError
 from tests.distribute.contract import strategy as strategy
 from tests.problems import Notes

@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary import (
-    DefaultStrategy,
-    MirroredStrategy,
-    OneDeviceStrategy,
-    get_strategy,
-)
+from armillary import MirroredStrategy, OneDeviceStrategy, get_strategy
 from armillary.cluster import SimpleClusterResolver
+from armillary.distribute import DefaultStrategy
 from armillary.errors import ClusterError, DatasetStateError
 from armillary.state._lift import State
 from tests.mistakes import mistakes

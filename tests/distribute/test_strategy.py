@@ -6,12 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import armillary
-from armillary import (
-    DefaultStrategy,
-    MirroredStrategy,
-    ReduceOp,
-    get_replica_context,
-)
+from armillary import MirroredStrategy, get_replica_context
+from armillary.distribute import DefaultStrategy, ReduceOp
 from armillary.errors import (
     DoubleReductionError,
     ReplicaContextError,

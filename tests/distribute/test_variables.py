@@ -8,11 +8,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary import (
-    MirroredStrategy,
-    VariableAggregation,
-    get_replica_context,
-)
+from armillary import MirroredStrategy, get_replica_context
+from armillary.distribute import VariableAggregation
 from armillary.errors import ReplicaMismatchError
 
 IDS = [1.0, 2.0, 3.0, 4.0]
