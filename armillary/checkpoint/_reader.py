@@ -144,8 +144,10 @@ def _restore_intact(
         all_saved = _describe(saved, states)
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = selection._replace(may_differ=may_differ)
+        new = checkpoint.missing_before - states.keys()
+        expected = {name: spec for name, spec in program.items() if name not in new}
         taken, differences = match(
-            str(folder), selection, saved=all_saved, program=program
+            str(folder), selection, saved=all_saved, program=expected
         )
         full = [name for name in taken if name in saved and 0 not in saved[name].shape]
         shardings = {name: stored_sharding(leaves[name]) for name in full}

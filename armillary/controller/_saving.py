@@ -344,10 +344,10 @@ def _warn_of_missing(
     if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
         logger.warning(
             "%s was restored, but the global step is still 0: what counts the steps is "
-            "not in it. Save it: `Checkpoint(model=model, optimizer=optimizer)`.",
+            "not in it. Save the trainer: `Checkpoint(trainer=trainer)`.",
             restored,
         )
-    if has_position(trainer) and any(value is trainer for value in objects.values()):
+    if any(value is trainer for value in objects.values()):
         return
     # What saves the position for it, as an estimator does, has it as `dataset`.
     saved = [getattr(value, "dataset", value) for value in objects.values()]
@@ -356,8 +356,8 @@ def _warn_of_missing(
         if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
             logger.warning(
                 "%s was restored, but the position of the training data is not in it, "
-                "so the first batches are read again. Give the trainer and the "
-                "`Checkpoint` one `dataset = strategy.distribute_dataset(source)`.",
+                "so the first batches are read again. Save the trainer, with all that "
+                "it holds: `Checkpoint(trainer=trainer)`.",
                 restored,
             )
             return

@@ -22,7 +22,6 @@ from armillary.trainer._origin import find_origin
 from armillary.trainer._runner import (
     Run,
     StepMethod,
-    distribute,
     flatten_datasets,
     waiting_for_data,
 )
@@ -44,23 +43,23 @@ def choose_chunk_size(num_steps: int) -> int:
 class Loop:
     """Runs one step of the user's over one nest of datasets."""
 
-    def __init__(self, method: StepMethod, nest: PyTree) -> None:
-        self._method, self._strategy, self._nest = method, method.strategy, nest
-        datasets, self._structure = flatten_datasets(nest)
-        self.datasets = [distribute(data, self._strategy) for data in datasets]
+    def __init__(self, method: StepMethod, run: Run) -> None:
+        self._method, self._strategy = method, method.strategy
+        self.datasets = run.distribute(method.strategy)
+        self._structure = flatten_datasets(run.datasets)[1]
         self._steps_per_chunk = method.options.steps_per_chunk
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
         gathers = [data.gather for data in self.datasets]
         self._programs = StepPrograms(method, gathers, self._structure)
 
-    def serves(self, method: StepMethod, nest: PyTree) -> bool:
+    def serves(self, method: StepMethod, run: Run) -> bool:
         own = self._method
         # An evaluation opens it anew.
         is_open = method.is_evaluation or not self.feed.is_closed
         is_alike = method.keep_results == own.keep_results
-        parts = (nest, method.strategy, method.options)
-        own_parts = (self._nest, own.strategy, own.options)
+        parts = (run.distribute(method.strategy), method.strategy, method.options)
+        own_parts = (self.datasets, own.strategy, own.options)
         return is_open and is_alike and all(map(operator.is_, parts, own_parts))
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
@@ -305,8 +304,8 @@ def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
 def find_loop(run: Run, method: StepMethod) -> Loop:
     """Returns the loop that ran last, or a new one if its use has changed."""
     if isinstance(run.loop, Loop):
-        if run.loop.serves(method, run.datasets):
+        if run.loop.serves(method, run):
             return run.loop
         run.loop.feed.close()
-    run.loop = Loop(method, run.datasets)
+    run.loop = Loop(method, run)
     return run.loop

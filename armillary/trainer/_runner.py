@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -155,6 +155,21 @@ class Run:
     options: Any
     steps_per_loop: int | None = None
     loop: Any = None  # what ran last, a `Loop` or an `AsynchronousLoop`
+    # The datasets as a strategy has them, and of which nest they were made.
+    _parts: Sequence[DistributedDataset] = ()
+    _nest: PyTree = None
+
+    def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
+        """Returns the datasets under a strategy, at the positions that they have."""
+        before = self._parts if self._nest is self.datasets else ()
+        if not before or any(each.layout != strategy.layout for each in before):
+            leaves, _ = flatten_datasets(self.datasets)
+            self._parts = [distribute(each, strategy) for each in leaves]
+            self._nest = self.datasets
+            for old, new in zip(before, self._parts, strict=False):
+                if old is not new and old.is_repositionable:
+                    new.set_state(old.get_state())
+        return self._parts
 
 
 def make_run(

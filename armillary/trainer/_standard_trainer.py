@@ -10,11 +10,12 @@ import jax
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
+from armillary.checkpoint._checkpoint import may_be_missing
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
-from armillary.errors import OutOfRangeError
+from armillary.errors import DatasetStateError, OutOfRangeError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._guard import LoopCheck
@@ -24,6 +25,7 @@ from armillary.trainer._runner import (
     Run,
     Runner,
     StandardTrainerOptions,
+    flatten_datasets,
     make_run,
 )
 from armillary.typing import Output, PyTree
@@ -45,7 +47,8 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     A loop reuses the memory of the state that the last one left. What `train_loop_end`
     returns is safe; copy an array that you take out of a variable between loops
-    (`variable[...].copy()`).
+    (`variable[...].copy()`). `Checkpoint(trainer=trainer)` saves all of the state, and
+    the position in the data, if that has one.
 
     Args:
         train_dataset: A dataset from `make_distributed_dataset`, anything that
@@ -120,6 +123,47 @@ class StandardTrainer(Runner, AbstractTrainer):
         started = self._start(num_steps, 1)
         started.check()
         return started.outputs()[0]
+
+    @may_be_missing
+    def get_state(self) -> list[Any]:
+        """Returns the position in each data set, `None` where there is none.
+
+        So `Checkpoint(trainer=trainer)` saves where training is in its data.
+        """
+        return [each and each.get_state() for each in self._positions()]
+
+    def set_state(self, state: list[Any]) -> None:
+        """Goes on in the data where a state was taken.
+
+        Raises:
+            DatasetStateError: If it is of another number of data sets, or one refuses.
+        """
+        datasets = self._positions()
+        if len(state) != len(datasets):
+            raise DatasetStateError(
+                f"`state` holds the positions of {len(state)} data sets, but "
+                f"`train_dataset` has {len(datasets)}. Give the trainer as many."
+            )
+        for dataset, position in zip(datasets, state, strict=True):
+            if dataset is not None and position is not None:
+                dataset.set_state(position)
+
+    def _positions(self) -> list[DistributedDataset | None]:
+        """Returns the datasets whose positions say where training is in them."""
+        run = self._get_train()
+        parts, _ = flatten_datasets(run.datasets)
+        with self._in_strategy() as strategy:
+            if isinstance(strategy, ParameterServerStrategy):
+                return [None] * len(parts)  # Workers have data of their own.
+            is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
+            if is_raw and not self._has_own_train():
+                parts = run.distribute(strategy)
+        return [
+            each
+            if isinstance(each, DistributedDataset) and each.is_repositionable
+            else None
+            for each in parts
+        ]
 
     def prepare(self, steps_per_loop: int) -> None:
         """Hears how long loops are: chunks have as many steps."""

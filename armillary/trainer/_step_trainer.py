@@ -16,12 +16,7 @@ from armillary.errors import StateStructureError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import describe, is_array, is_equal, join_keys
 from armillary.trainer._hooks import without_python
-from armillary.trainer._runner import (
-    StandardEvaluatorOptions,
-    StandardTrainerOptions,
-    distribute,
-    flatten_datasets,
-)
+from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
 from armillary.typing import Batch, Output, PyTree
@@ -93,9 +88,6 @@ class StepTrainer(StandardTrainer):
         check_instance("strategy", strategy, Strategy | None, fix)
         self.strategy = get_strategy() if strategy is None else strategy
         super().__init__(train_dataset, options)
-        datasets, structure = flatten_datasets(train_dataset)
-        parts = [distribute(each, self.strategy) for each in datasets]
-        self.train_dataset = jax.tree.unflatten(structure, parts)
         check_callable("step", step)
         if not any(map(_is_data, jax.tree.leaves(state))):
             raise ValueError(
@@ -115,20 +107,6 @@ class StepTrainer(StandardTrainer):
 
     def train_loop_end(self) -> Output:
         return self._metrics.compute()
-
-    def get_state(self) -> list[Any]:
-        """Returns the position in each data set, `None` where there is none."""
-        return [
-            each.get_state() if each.is_repositionable else None
-            for each in jax.tree.leaves(self.train_dataset)
-        ]
-
-    def set_state(self, state: list[Any]) -> None:
-        """Goes on in the data where a state was taken."""
-        datasets = jax.tree.leaves(self.train_dataset)
-        for dataset, position in zip(datasets, state, strict=True):
-            if position is not None:
-                dataset.set_state(position)
 
     def _run(self, batch: Batch) -> None:
         result = self._step(self.state, batch)

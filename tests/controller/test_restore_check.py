@@ -58,8 +58,17 @@ def test_a_complete_checkpoint_is_no_reason_to_warn(resume):
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_position_that_is_not_saved_is_warned_of_once(resume, distributed):
+def test_a_trainer_holds_the_position(resume, distributed):
     said = resume(lambda trainer, _: {"trainer": trainer}, distributed=distributed)
+    assert said == ""
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_position_that_is_not_saved_is_warned_of_once(resume, distributed):
+    def hold(trainer, _):
+        return {"model": trainer.model, "optimizer": trainer.optimizer}
+
+    said = resume(hold, distributed=distributed)
     assert said.count("the position of the training data is not in it") == 1
     assert "checkpoint_2 was restored" in said
 
