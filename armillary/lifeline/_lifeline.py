@@ -99,7 +99,7 @@ class Lifeline:
 
         That is `rule` seconds, or if `None` what `Pace` finds.
         """
-        before = self._rule, self._find_place
+        before, self._last_rule = (self._rule, self._find_place), rule
         self.watch(rule, find_place)
         try:
             yield
@@ -112,7 +112,6 @@ class Lifeline:
         self._pace.restart(time.monotonic())
         self._rule, self._find_place = rule, find_place
         if rule != math.inf:
-            self._last_rule = rule
             self.start()
             # At once: if it is stopped now, the others know where.
             self._tell()
