@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "private_apis.md"
 PRIVATE_MODULES = ("jax._src", "jaxlib", "ctypes")
 # Public, although they begin with an underscore.
-DOCUMENTED = {"_asdict", "_exit", "_replace"}
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 OWN = {"self", "cls", "other"}
 
 

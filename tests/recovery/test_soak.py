@@ -1,14 +1,15 @@
-"""Twenty faults of the soak; `make soak` has a thousand, on more processes."""
+"""Faults of each kind; `make test-all` has twenty, and `make soak` a thousand."""
 
 from itertools import islice
 
 import pytest
 
+from tests.conftest import ALL_CASES
 from tests.recovery.faults import FAULTS
 from tests.recovery.soak import make_faults, soak
 
 # Most with one process, which starts again in half the time.
-TWENTY = list(islice(make_faults(54, (*"1111", "2")), 20))
+SOME = list(islice(make_faults(54, (*"1111", "2")), 20 if ALL_CASES else 10))
 
 
 @pytest.mark.multiprocess
@@ -18,8 +19,8 @@ TWENTY = list(islice(make_faults(54, (*"1111", "2")), 20))
 def test_a_job_to_which_anything_happens_ends_as_one_that_was_left_alone(
     topology, tmp_path
 ):
-    assert {fault["kind"] for fault in TWENTY} == set(FAULTS)
-    faults = [fault for fault in TWENTY if fault["topology"] == topology]
+    assert {fault["kind"] for fault in SOME} == set(FAULTS)
+    faults = [fault for fault in SOME if fault["topology"] == topology]
     table, problems = soak(faults, tmp_path, print)
     assert not problems, "\n".join(problems)
     assert f"| all | {len(faults)} |" in table
