@@ -3,9 +3,9 @@
     python -m benchmarks.start_time
 
 Armillary's own modules are imported when its first name is used: a few processes time
-that, after `import jax, flax`. Then two processes, one after the other, share a
-persistent compilation cache that is empty at first. Each counts what it compiles until
-its first loop has run.
+that, after `import jax, flax`. Then, for each task, Armillary and the scan by hand take
+turns. Of each, two processes, one after the other, share a persistent compilation cache
+that is empty at first. Each counts what it compiles until its first loop has run.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.processes import REPOSITORY, ask_module
 from benchmarks.protocol import SIZES, Options
@@ -28,7 +29,9 @@ from benchmarks.tasks import TASKS, make_task
 _HIT = "/jax/compilation_cache/cache_hits"
 _MISS = "/jax/compilation_cache/cache_misses"
 _DEADLINE_SECONDS = 600
-_STEPS_PER_LOOP = 100
+_STEPS_PER_LOOP = 20
+_TASKS = ("mlp", "cnn", "bert", "many-leaves")
+_OURS, _BY_HAND = "armillary", "reference-scan"
 _IMPORT = """
 import time
 import jax, flax
@@ -43,13 +46,16 @@ print(time.perf_counter() - start)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = make_parser("start_time", "Measures the start of a program.")
-    parser.add_argument("--task", choices=TASKS, default="many-leaves")
+    parser.add_argument("--task", choices=TASKS, nargs="+", default=_TASKS)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--imports", type=int, default=9, metavar="N")
-    parser.add_argument("--cache", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=3, metavar="N")
+    parser.add_argument("--cache", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.cache is not None:
-        sys.stdout.write(json.dumps(start_once(given.task, given.size, given.cache)))
+        name, folder = given.cache
+        found = start_once(name, given.task[0], given.size, folder)
+        sys.stdout.write(json.dumps(found))
         return
     seconds = time_imports(given.imports)
     Console().print(
@@ -58,16 +64,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{max(seconds):.3f}).",
         soft_wrap=True,
     )
-    measurement = {"imports": seconds, **measure(given.task, given.size)}
-    for name in ("first", "second"):
-        found = measurement[name]
-        Console().print(
-            f"{name} start of {given.task}: {found['compiled']} programs compiled, "
-            f"{found['from_cache']} from the cache, {found['seconds']:.1f} s to the "
-            "end of the first loop.",
-            soft_wrap=True,
-        )
-    add_measurement(given.json, "start_time", measurement)
+    tasks = {task: measure(task, given.size, given.pairs) for task in given.task}
+    Console().print(_make_table(tasks))
+    add_measurement(given.json, "start_time", {"imports": seconds, "tasks": tasks})
+
+
+def _make_table(tasks: dict[str, Any]) -> Table:
+    title = f"Seconds to the end of the first loop of {_STEPS_PER_LOOP} steps"
+    table = Table("task", "cache", "armillary", "by hand", "ratio", title=title)
+    for task, measurement in tasks.items():
+        for start, cache in (("first", "cold"), ("second", "warm")):
+            ours, by_hand = (
+                [pair[name][start]["seconds"] for pair in measurement["pairs"]]
+                for name in (_OURS, _BY_HAND)
+            )
+            ratios = [a / b for a, b in zip(ours, by_hand, strict=True)]
+            medians = map(statistics.median, (ours, by_hand, ratios))
+            table.add_row(task, cache, *(f"{median:.2f}" for median in medians))
+    return table
 
 
 def time_imports(num_processes: int) -> list[float]:
@@ -89,29 +103,39 @@ def time_imports(num_processes: int) -> list[float]:
     return seconds[1:]
 
 
-def measure(task: str, size: str) -> dict[str, Any]:
-    """Returns what the first and the second process found.
+def measure(task: str, size: str, num_pairs: int) -> dict[str, Any]:
+    """Returns, for each pair, what the first and second process of each side found.
 
     Args:
         task: Name of the task.
         size: Its size.
+        num_pairs: How often. The two sides take turns in beginning.
     """
+    pairs = []
+    for number in range(num_pairs):
+        names = (_OURS, _BY_HAND) if number % 2 == 0 else (_BY_HAND, _OURS)
+        pairs.append({name: _start_twice(name, task, size) for name in names})
+    return {"task": task, "pairs": pairs}
+
+
+def _start_twice(name: str, task: str, size: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="armillary-bench-") as folder:
         found = [
             ask_module(
                 "benchmarks.start_time",
-                *("--task", task, "--size", size, "--cache", folder),
+                *("--task", task, "--size", size, "--cache", name, folder),
                 timeout_seconds=_DEADLINE_SECONDS,
             )
             for _ in range(2)
         ]
-    return {"task": task, "first": found[0], "second": found[1]}
+    return {"first": found[0], "second": found[1]}
 
 
-def start_once(task: str, size: str, folder: str) -> dict[str, Any]:
+def start_once(name: str, task: str, size: str, folder: str) -> dict[str, Any]:
     """Runs the first loop of a program; returns what that took.
 
     Args:
+        name: Name of the contestant.
         task: Name of the task.
         size: Its size.
         folder: The persistent compilation cache.
@@ -120,7 +144,7 @@ def start_once(task: str, size: str, folder: str) -> dict[str, Any]:
     import jax
 
     from armillary import xla
-    from benchmarks.contestants.controller import ControllerContestant
+    from benchmarks.contestants import make_contestant
 
     events: list[str] = []
 
@@ -130,7 +154,7 @@ def start_once(task: str, size: str, folder: str) -> dict[str, Any]:
 
     jax.monitoring.register_event_listener(note)
     xla.use_compilation_cache(folder)
-    contestant = ControllerContestant()
+    contestant = make_contestant(name)
     contestant.setup(make_task(task, size), Options(steps_per_loop=_STEPS_PER_LOOP))
     contestant.run(_STEPS_PER_LOOP)
     return {
