@@ -97,7 +97,13 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
         return leaves
 
     try:
-        trace = functools.partial(trace_step, owner="the trainer", refusal=_refusal)
+        # A hook that changes more than arrays is refused: the next begins as it did.
+        trace = functools.partial(
+            trace_step,
+            owner="the trainer",
+            refusal=_refusal,
+            before=flat.state.look(),
+        )
         begin_and_end = [
             trace(run, flat, (), user_fn=getattr(owner, name))
             for name, run in ((BEGIN, begin), (END, end))

@@ -3,7 +3,9 @@
 The first batches are only looked at: what a step takes of them shows when it is traced.
 """
 
+import contextlib
 import functools
+import gc
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -38,6 +40,18 @@ def choose_chunk_size(num_steps: int) -> int:
     """Returns how many steps a chunk has, for loops of so many."""
     several = max(FEW_STEPS // num_steps, 1) * num_steps
     return min(several, _MANY_STEPS)
+
+
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Keeps Python from looking for garbage, while a trace makes much that stays."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 class Loop:
@@ -93,6 +107,8 @@ class Loop:
         """Decides, once, how many steps a chunk has: other sizes are other programs."""
         if self._steps_per_chunk is None:
             self._steps_per_chunk = choose_chunk_size(num_steps)
+        if not self.feed.is_started:
+            self._programs.loops_per_chunk = self._steps_per_chunk // num_steps
 
     def has_data(self) -> bool:
         """Returns whether another step can run; waits for the data if it must."""
@@ -116,6 +132,7 @@ class Loop:
             feed.read_on()
         return chunk
 
+    @_collection_paused()
     def _start_feed(self) -> None:
         """Traces the step for the first batches, and makes chunks from here on."""
         first = [batch for batch in self.feed.peek() if batch]
@@ -135,6 +152,7 @@ class Loop:
 
     # Loops with the hooks of the trainer
 
+    @_collection_paused()
     def count_loops(self, num_steps: int, num_loops: int) -> int:
         """Finds the state; returns how many loops `run_loops` can run, with hooks."""
         if self._programs.find_hooks() is None or (chunk := self._next_chunk()) is None:
@@ -226,6 +244,7 @@ class Loop:
             indices = range(first, first + count)
             yield full, [program.results(arrays, index) for index in indices]
 
+    @_collection_paused()
     def _start(
         self,
         flat: FlatState,

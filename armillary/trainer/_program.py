@@ -45,7 +45,7 @@ class Program:
     """Compiles a traced step into a loop over a chunk with room for `capacity` steps.
 
     If it is not `is_nested`, each step is a program of its own. `hooks` run where a
-    loop begins and ends; without them, that is up to Python.
+    loop begins and ends, of at most `num_loops`; without them, that is up to Python.
 
     Attributes:
         changed: Indices of the arrays of the state that the program changes.
@@ -63,6 +63,7 @@ class Program:
         method: StepMethod,
         hooks: Hooks | None,
         *,
+        num_loops: int,
         is_nested: bool,
     ) -> None:
         self.step, self.hooks, self.is_nested = step, hooks, is_nested
@@ -79,7 +80,8 @@ class Program:
         if hooks is not None:
             types = hooks.end.result_types
             size = sum(aval.size * aval.dtype.itemsize for aval in types)
-            self.most_loops = max(1, min(capacity, _MOST_OUTPUT_BYTES // max(size, 1)))
+            most = min(capacity, num_loops, _MOST_OUTPUT_BYTES // max(size, 1))
+            self.most_loops = max(1, most)
         # What Python reads, each process must have whole.
         split = None if hooks is None else flat.split
         outputs = None if split is None else split((), None)
@@ -215,6 +217,8 @@ class Program:
 
         changed = [slots[i] for i in self.changed]
         outputs = _empty(hooks.end.result_types, self.most_loops)
+        if self.most_loops == 1:  # as a loop in a loop takes XLA longer
+            return body(0, (changed, outputs))
         return jax.lax.fori_loop(0, count, body, (changed, outputs))
 
 
@@ -239,11 +243,11 @@ def _call_if(
 ) -> tuple[list[Any], list[Any]]:
     """Returns the slots, and what a hook returns, or zeros if it is not due."""
 
-    def skip(slots: list[Any]) -> tuple[list[Any], list[Any]]:
+    def skip() -> tuple[list[Any], list[Any]]:
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
         return [slots[i] for i in hook.changed], zeros
 
-    new, results = jax.lax.cond(is_due, lambda slots: hook.call(slots, []), skip, slots)
+    new, results = jax.lax.cond(is_due, lambda: hook.call(slots, []), skip)
     return _replace(slots, hook.changed, new), results
 
 

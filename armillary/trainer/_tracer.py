@@ -71,6 +71,7 @@ class StepPrograms:
         self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
         self.flat: FlatState | None = None  # the state, after `find_state`
         self.batches_per_step: tuple[int, ...] = ()
+        self.loops_per_chunk = 1
 
     def find_state(self) -> FlatState:
         """Finds the state as it is now, and drops what is out of date."""
@@ -248,6 +249,7 @@ class StepPrograms:
             flat,
             method,
             None if is_slow else self.hooks,
+            num_loops=self.loops_per_chunk,
             is_nested=not is_slow,
         )
 

@@ -51,3 +51,14 @@ def test_a_call_is_one_operation_and_not_traced_again(change, expected, is_compi
         assert call.params["jaxpr"] is step.program
         assert call.params["name"] == "step"
     assert bool(step.program.consts) == (change is look_up)
+
+
+def test_a_call_takes_only_what_it_uses():
+    holder = Holder(w=jnp.ones(3), other=jnp.zeros(2))
+    state = State([(holder, "")])
+    flat = FlatState(state, DefaultStrategy())
+    step = trace_step(
+        lambda: double(holder), flat, (), user_fn=double, owner="the test"
+    )
+    (call,) = jax.make_jaxpr(lambda *slots: step.call(slots, []))(*state.read()).eqns
+    assert [variable.aval.shape for variable in call.invars] == [(3,)]

@@ -93,7 +93,14 @@ class TracedStep(NamedTuple):
         self, slots: Sequence[Any], arguments: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Runs or traces the program; returns changed slots and result arrays."""
-        outputs = call_program(self.program, [*slots, *arguments])
+        # XLA takes long for loops and branches with arrays that nothing in them uses.
+        jaxpr = self.program.jaxpr
+        reads = itertools.chain(jaxpr.outvars, *(each.invars for each in jaxpr.eqns))
+        used = set(map(id, reads))
+        is_used = [id(variable) in used for variable in jaxpr.invars]
+        given = itertools.compress([*slots, *arguments], is_used)
+        program = _take_only(self.program, is_used)
+        outputs = call_program(program, list(given))
         return outputs[: len(self.changed)], outputs[len(self.changed) :]
 
     @property
@@ -120,10 +127,14 @@ def trace_step(
     owner: str,
     refusal: Callable[[str, dict[str, str]], str] | None = None,
     taken: Sequence[int] | None = None,
+    before: Walk | None = None,
 ) -> TracedStep:
-    """Traces `fn(*arguments)` with the state lifted, a step that had effects twice."""
+    """Traces `fn(*arguments)` with the state lifted, a step that had effects twice.
+
+    `before` is what a look at the state would find, if nothing has run since.
+    """
     tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken)
-    step, changes, drawn = tracing.trace()
+    step, changes, drawn = tracing.trace(before)
     if changes and refusal is not None:
         raise StateStructureError(refusal(tracing.name, changes))
     if not (changes or drawn):
@@ -166,10 +177,12 @@ class _Tracing(NamedTuple):
     def name(self) -> str:
         return getattr(self.user_fn, "__name__", "the step")
 
-    def trace(self) -> tuple[TracedStep, dict[str, str], list[str]]:
+    def trace(
+        self, before: Walk | None = None
+    ) -> tuple[TracedStep, dict[str, str], list[str]]:
         """Traces the step; returns what plain values it changed, and drew from."""
         state = self.flat.state
-        before = state.look()
+        before = before or state.look()
         get_states = _find_generators(before, Walk(self._functions))
         states = {name: get_state() for name, get_state in get_states.items()}
         try:
@@ -244,8 +257,15 @@ class _Tracing(NamedTuple):
         for batches, count in zip(self.arguments, self.taken, strict=True):
             for index, batch in enumerate(batches):
                 is_used += [index < count] * len(jax.tree.leaves(batch))
-        invars = list(itertools.compress(program.jaxpr.invars, is_used))
-        return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
+        return _take_only(program, is_used)
+
+
+def _take_only(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJaxpr:
+    """Returns a program without those of its inputs that it does not use."""
+    if all(is_used):
+        return program
+    invars = list(itertools.compress(program.jaxpr.invars, is_used))
+    return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
 
 
 @contextlib.contextmanager
