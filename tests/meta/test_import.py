@@ -11,7 +11,6 @@ OPTIONAL_PACKAGES = (
     "equinox",
     "grain",
     "keras",
-    "mlflow",
     "ray",
     "sklearn",
     "tensorboard",

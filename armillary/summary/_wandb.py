@@ -1,0 +1,98 @@
+"""Summaries for Weights & Biases, in one run that goes on."""
+
+import io
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from armillary._optional import import_optional
+from armillary.summary._summary_manager import as_png
+
+_STEP = "global_step"
+
+
+class WandbWriter:
+    """Makes writers to one run of Weights & Biases, whichever managers have it.
+
+    It is a `writer_fn`, or one of several, of a `SummaryManager`. Its identity is in
+    its directory, so a program that resumes goes on with it. It takes numbers, images
+    and hyperparameters. A nested directory begins the name, such as `train/loss`. The
+    global step is the axis. `docs/summaries.md` has an example.
+
+    Args:
+        run_dir: The directory of the run, at or above all summaries.
+        **options: For `wandb.init`, such as `project`, `entity`, `name` or `mode`.
+
+    Raises:
+        ImportError: If Weights & Biases is not installed.
+        ValueError: When a manager writes outside of `run_dir`.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], **options: Any) -> None:
+        self._wandb = import_optional("wandb", "Weights & Biases", "wandb")
+        self._run_dir, self._options = Path(os.path.abspath(run_dir)), options
+        self._run: Any = None
+        self._num_writers = 0
+        # Values of one step go together.
+        self._values: dict[str, Any] = {}
+        self._step = 0
+
+    def __call__(self, directory: str) -> Any:
+        """Returns the writer of one directory, which must be in that of the run."""
+        below = Path(os.path.abspath(directory)).relative_to(self._run_dir)
+        if not self._num_writers:
+            self._begin()
+        self._num_writers += 1
+        prefix = "".join(f"{part}/" for part in below.parts)
+        return SimpleNamespace(
+            scalar=lambda tag, *rest: self._write(prefix + tag, *rest),
+            image=lambda tag, *rest: self._write_image(prefix + tag, *rest),
+            hyperparameters=self._configure,
+            flush=self._flush,
+            close=self._close,
+        )
+
+    def _begin(self) -> None:
+        id_file = self._run_dir / "wandb_run_id.txt"
+        run_id = id_file.read_text().strip() if id_file.is_file() else ""
+        if not run_id:
+            # Kept first: if the program is killed now, the next attempt uses it.
+            run_id = uuid.uuid4().hex[:12]
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(run_id)
+        self._run = self._wandb.init(
+            id=run_id, resume="allow", dir=str(self._run_dir), **self._options
+        )
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def _configure(self, values: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def _write(self, name: str, value: Any, step: int) -> None:
+        if step != self._step:
+            self._flush()
+        self._step = step
+        self._values[name] = value
+
+    def _write_image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        # Of an array, it would guess how bright it is.
+        pillow = import_optional("PIL.Image", "Pillow", "wandb")
+        image = pillow.open(io.BytesIO(as_png(pixels)))
+        self._write(name, self._wandb.Image(image), step)
+
+    def _flush(self) -> None:
+        if self._values:
+            self._run.log({**self._values, _STEP: self._step})
+            self._values = {}
+
+    def _close(self) -> None:
+        self._flush()
+        self._num_writers -= 1
+        if not self._num_writers:
+            self._run.finish()
