@@ -7,9 +7,9 @@ lazily; each place counts once, under the name that it is reached by first.
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -19,23 +19,13 @@ from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, RestoreReport, Selection, as_paths
 from armillary.checkpoint._store import Content, describe_leaves
 from armillary.cluster._join import get_peers
+from armillary.data.sources._source import MAY_BE_MISSING
 from armillary.errors import CheckpointError
 from armillary.state import _keras
 from armillary.state._holders import is_frozen
 from armillary.state._lift import State, find_slots
 from armillary.state._slots import Slot
 from armillary.state._walk import Walk
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-_MARK = "may_be_missing"
-
-
-def may_be_missing(get_state: _Method) -> _Method:
-    """Marks the `get_state` of a class whose older checkpoints have no state."""
-    setattr(get_state, _MARK, True)
-    return get_state
 
 
 class Checkpoint:
@@ -231,7 +221,7 @@ class Checkpoint:
     def missing_before(self) -> set[str]:
         """Names of states that checkpoints of older releases lack."""
         states = self.states.items()
-        return {name for name, value in states if hasattr(value.get_state, _MARK)}
+        return {name for name, value in states if hasattr(value.get_state, MAY_BE_MISSING)}
 
     @property
     def passing(self) -> list[str]:

@@ -71,7 +71,9 @@ def described(
             programs = StepPrograms(method, gathers, structure)
             programs.find_hooks()
             flat = programs.find_state()
-            chunk = _describe_chunk(programs, gathers, shares, options, num_steps, mesh)
+            size = options.steps_per_chunk or choose_chunk_size(num_steps)
+            programs.loops_per_chunk = size // num_steps
+            chunk = _describe_chunk(programs, gathers, shares, options, size, mesh)
             program = programs.get(chunk)
             health = None
             if options.on_non_finite is not None:
@@ -83,7 +85,7 @@ def described(
                 types=types,
                 mesh=mesh,
                 step=program.step.program,
-                depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
+                depth=program.depth,
                 capacity=chunk.capacity,
                 num_shares=layout.num_shares,
                 share_size=jax.tree.leaves(shares[0])[0].shape[0],
@@ -110,7 +112,7 @@ def _describe_chunk(
     gathers: list[Gather],
     shares: list[PyTree],
     options: LoopOptions,
-    num_steps: int,
+    most_steps: int,
     mesh: AbstractMesh,
 ) -> Chunk:
     layout = gathers[0].layout
@@ -119,7 +121,7 @@ def _describe_chunk(
     per_step = programs.count_batches(types, active)
     builder = ChunkBuilder(
         per_step,
-        steps_per_chunk=options.steps_per_chunk or choose_chunk_size(num_steps),
+        steps_per_chunk=most_steps,
         max_chunk_bytes=options.max_chunk_bytes,
     )
     pairs = zip(gathers, shares, strict=True)

@@ -51,6 +51,7 @@ class Program:
         changed: Indices of the arrays of the state that the program changes.
         most_steps: The largest number of steps that one call may run.
         most_loops: The largest number of loops, with hooks, that one call may run.
+        depth: How many loops of the program are around a step.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Program:
             size = sum(aval.size * aval.dtype.itemsize for aval in types)
             most = min(capacity, num_loops, _MOST_OUTPUT_BYTES // max(size, 1))
             self.most_loops = max(1, most)
+        self.depth = int(is_nested) + int(self.most_loops > 1)
         # What Python reads, each process must have whole.
         split = None if hooks is None else flat.split
         outputs = None if split is None else split((), None)

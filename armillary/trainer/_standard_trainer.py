@@ -10,9 +10,9 @@ import jax
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
-from armillary.checkpoint._checkpoint import may_be_missing
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
+from armillary.data.sources._source import may_be_missing
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import DatasetStateError, OutOfRangeError

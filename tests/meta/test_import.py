@@ -127,3 +127,12 @@ def test_what_is_not_used_is_not_imported(tmp_path):
         "trained 3.0 []",
         "metrics AUC ['flax.nnx']",
     ], result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Checkpoint", "estimator", "parameter_server"])
+def test_keras_may_be_imported_first(name):
+    code = f"import keras, armillary\narmillary.{name}"
+    pytest.importorskip("keras")
+    result = run_python(code, KERAS_BACKEND="jax", PYTHONWARNINGS="default")
+    assert result.returncode == 0, result.stderr

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from armillary.typing import Batch
 
 POSITION = ("get_state", "set_state")
 """The methods of iterators that can go back."""
+MAY_BE_MISSING = "may_be_missing"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class SourceIterator(Protocol):
@@ -166,3 +168,9 @@ def from_iterator(iterator: Any) -> IterableSource:
         return iterator
 
     return IterableSource(begin, "iterator", is_repositionable=can_go_back)
+
+
+def may_be_missing(get_state: _Method) -> _Method:
+    """Marks the `get_state` of a class whose older checkpoints have no state."""
+    setattr(get_state, MAY_BE_MISSING, True)
+    return get_state
