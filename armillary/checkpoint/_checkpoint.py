@@ -220,8 +220,8 @@ class Checkpoint:
     @property
     def missing_before(self) -> set[str]:
         """Names of states that checkpoints of older releases lack."""
-        states = self.states.items()
-        return {name for name, value in states if hasattr(value.get_state, MAY_BE_MISSING)}
+        mark, states = MAY_BE_MISSING, self.states.items()
+        return {name for name, value in states if hasattr(value.get_state, mark)}
 
     @property
     def passing(self) -> list[str]:

@@ -90,9 +90,6 @@ class Strategy:
     # What devices are, inside `described`.
     _described_platform: str | None = None
 
-    # It is made when this package is imported, which that of Keras needs.
-    _is_default = False
-
     split: Split | None = None
     """How XLA divides examples, where it divides a step between devices itself."""
 
@@ -100,8 +97,6 @@ class Strategy:
         self._mesh: Any = mesh
         self._num_replicas = num_replicas
         self.dispatch = Dispatch(mesh)
-        if not self._is_default:
-            follow_keras()
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -26,6 +26,7 @@ from armillary.distribute.replica._values import (
     join,
 )
 from armillary.errors import ReplicaContextError
+from armillary.state._keras import follow_keras
 from armillary.state._lift import State
 from armillary.typing import PyTree
 
@@ -243,6 +244,7 @@ def set_strategy(strategy: "Strategy | None") -> None:
     if strategy is not None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
         check_methods("strategy", strategy, ["scope", "run"], fix)
+    follow_keras()
     if _ambient.frames:
         raise ReplicaContextError(
             "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "

@@ -63,7 +63,6 @@ class DefaultStrategy(SingleStrategy):
     state and batches stay on JAX's default device.
     """
 
-    _is_default = True
     _instance: "DefaultStrategy | None" = None
 
     def __new__(cls) -> Self:
