@@ -5,6 +5,7 @@ must be the same on both sides, except in parts that may differ: each of those i
 restored whole, or stays whole as the program made it.
 """
 
+import difflib
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -91,6 +92,12 @@ def match(
         if matching:
             parts = _find_parts(refused, matching)
             fix = f"what may stay as it is: `may_differ={parts!r}`"
+        gone, new = (
+            {name.partition("/")[0] for name in names} for names in (saved, program)
+        )
+        for name in new - gone:
+            for other in difflib.get_close_matches(name, gone - new, n=1):
+                fix = f"it as it was saved: `Checkpoint({other}=...)`, not `{name}`"
         raise CheckpointMismatchError(
             f"`path` is {path!r}, and {len(refused)} leaves differ between it and the "
             f"program, which must be the same:\n{list_lines(refused.values())}\n"

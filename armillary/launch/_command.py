@@ -38,10 +38,10 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         ("workers N", workers, (1, 1), "processes, or MIN:MAX: as many as there are"),
         ("ray HOST:PORT", str, None, "start them in the Ray cluster with this head"),
         ("devices-per-worker K", int, None, "GPUs, or virtual CPU devices, of each"),
-        ("wait-for-workers SECONDS", float, 5.0, "for MAX, before fewer go on"),
+        ("wait-seconds SECONDS", float, 5.0, "for MAX workers, before fewer go on"),
         ("max-restarts N", int, 10, "failures without a newer checkpoint between"),
-        ("restart-pause SECONDS", float, 1.0, "doubled each time up to a minute"),
-        ("grace-period SECONDS", float, 30.0, "to end after a failure or a signal"),
+        ("pause-seconds SECONDS", float, 1.0, "before a restart; it doubles, to 60"),
+        ("grace-seconds SECONDS", float, 30.0, "to end after a failure or a signal"),
         ("log-dir DIR", Path, None, "also write what each process says to DIR/*.log"),
     ):
         name, metavar = option.split()
@@ -78,9 +78,9 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     if share is not None:
         check_positive_int("--devices-per-worker", share)
     restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
-    pause_seconds = check_not_negative("--restart-pause", namespace.restart_pause)
-    wait_seconds = check_not_negative("--wait-for-workers", namespace.wait_for_workers)
-    grace_seconds = check_not_negative("--grace-period", namespace.grace_period)
+    pause_seconds = check_not_negative("--pause-seconds", namespace.pause_seconds)
+    wait_seconds = check_not_negative("--wait-seconds", namespace.wait_seconds)
+    grace_seconds = check_not_negative("--grace-seconds", namespace.grace_seconds)
     if namespace.module:
         arguments = ["-m", *namespace.module]
     elif words := namespace.script[namespace.script[:1] == ["--"] :]:

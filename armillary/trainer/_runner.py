@@ -1,6 +1,7 @@
 """What a trainer and an evaluator share: options, a step, its data, a strategy."""
 
 import contextlib
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,22 @@ class StandardEvaluatorOptions(LoopOptions):
     Raises:
         ValueError: If a number is below 1.
     """
+
+
+def check_hooks(owner: Any, base: type, *hooks: str) -> None:
+    """Raises if a class has a method named nearly as a hook that it leaves out."""
+    kinds = [kind for kind in type(owner).__mro__ if kind not in base.__mro__]
+    own = {name: each for kind in kinds for name, each in vars(kind).items()}
+    left_out = set(hooks).difference(own)
+    for name, value in own.items():
+        if hasattr(base, name) or not inspect.isfunction(value):
+            continue
+        for hook in difflib.get_close_matches(name, left_out, n=1, cutoff=0.85):
+            raise TypeError(
+                f"`{type(owner).__name__}.{name}` would never be called: the method is "
+                f"called `{hook}`. Rename it, or, if it is one of your own, call it "
+                f"`_{name}`."
+            )
 
 
 @dataclass

@@ -26,6 +26,7 @@ from armillary.trainer._runner import (
     Run,
     Runner,
     StandardEvaluatorOptions,
+    check_hooks,
     distribute,
     make_run,
 )
@@ -61,6 +62,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     def __init__(
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
+        hooks = "eval_begin", "eval_step", "eval_reduce", "eval_end"
+        check_hooks(self, StandardEvaluator, *hooks)
         kind = StandardEvaluatorOptions
         self._eval_run = make_run("eval_dataset", eval_dataset, options, kind)
 

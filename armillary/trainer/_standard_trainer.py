@@ -19,12 +19,14 @@ from armillary.errors import DatasetStateError, OutOfRangeError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._guard import LoopCheck
+from armillary.trainer._hooks import BEGIN, END
 from armillary.trainer._loop import Loop, find_loop
 from armillary.trainer._runner import (
     LoopOptions,
     Run,
     Runner,
     StandardTrainerOptions,
+    check_hooks,
     flatten_datasets,
     make_run,
 )
@@ -62,6 +64,7 @@ class StandardTrainer(Runner, AbstractTrainer):
     def __init__(
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
+        check_hooks(self, StandardTrainer, BEGIN, "train_step", END)
         kind = StandardTrainerOptions
         self._train_run = make_run("train_dataset", train_dataset, options, kind)
 

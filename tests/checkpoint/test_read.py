@@ -140,14 +140,17 @@ def test_a_run_begins_with_a_part_and_goes_on_with_its_own(saved, make_manager):
     np.testing.assert_array_equal(model.backbone.kernel[...], np.ones((16, 8)))
 
 
-def restore(only=None, num_classes=2, width=8, has_extra=False, **selection):
+def restore(
+    only=None, num_classes=2, width=8, has_extra=False, name="model", **selection
+):
     def call(saved):
         model = Net(1, num_classes, width)
         if has_extra:
             model.extra = nnx.Param(jnp.ones(1))
         before = read(model)
         try:
-            Checkpoint(model=model).read(saved[1], only=only, **selection)
+            checkpoint = Checkpoint(**{name: model})
+            checkpoint.read(saved[1], only=only, **selection)
         finally:
             assert_same(read(model), before)
 
@@ -170,6 +173,9 @@ def restore(only=None, num_classes=2, width=8, has_extra=False, **selection):
             r"  data\n  model/backbone\n  model/head\n": restore("model/bakbone"),
             r"\+ model/extra: float32 \(1,\)": restore("model/extra", has_extra=True),
             "(?s)'model/haed' is neither": restore(skip="model/haed"),
+            r"it as it was saved: `Checkpoint\(model=...\)`, not `models`": restore(
+                name="models"
+            ),
         },
     }
 )

@@ -57,8 +57,8 @@ def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
 
 def test_all_options_arrive(jobs, folder, monkeypatch):
     monkeypatch.setattr(_command, "find_gpus", lambda environment: list("0123456"))
-    options = "--workers 2 --devices-per-worker 1 --max-restarts 4 --restart-pause 0.5"
-    options += " --grace-period 6 --log-dir logs --evaluator train.py"
+    options = "--workers 2 --devices-per-worker 1 --max-restarts 4 --pause-seconds 0.5"
+    options += " --grace-seconds 6 --log-dir logs --evaluator train.py"
     _cli.main(["launch", *options.split()])
     (job,) = jobs
     assert (count_workers(job), job.has_evaluator, job.max_restarts) == (2, True, 4)
@@ -90,7 +90,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
             "`--workers` is 0, but it must be a positive integer",
         ),
         ("--workers -1 train.py", "`--workers` is -1, but it must be a positive integ"),
-        ("--wait-for-workers -1 train.py", "`--wait-for-workers` is -1.0, but it must"),
+        ("--wait-seconds -1 train.py", "`--wait-seconds` is -1.0, but it must"),
         (
             "--ray x:1 --evaluator train.py",
             "`--evaluator` is given with `--ray`, w",
@@ -102,8 +102,8 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
         ("--worker 2 train.py", "'--worker' is not an option of this command. Use"),
         ("--devices-per-worker 0 train.py", "`--devices-per-worker` is 0, but"),
         ("--max-restarts -1 train.py", "`--max-restarts` is -1, but it must be"),
-        ("--restart-pause -1 train.py", "`--restart-pause` is -1.0, but it must be"),
-        ("--grace-period inf train.py", "`--grace-period` is inf, but it must be a f"),
+        ("--pause-seconds -1 train.py", "`--pause-seconds` is -1.0, but it must be"),
+        ("--grace-seconds inf train.py", "`--grace-seconds` is inf, but it must be a"),
         ("", "the script is missing, but it must follow the options. Use"),
         ("-m", "the script is missing, but it must follow the options. Use"),
         (

@@ -22,7 +22,7 @@ def test_an_evaluator_has_its_time_when_the_workers_have_ended(launcher):
         wait_for_mark("ready")
         print("trained")
     """,
-        "--workers 2 --evaluator --grace-period 0.2 --log-dir logs",
+        "--workers 2 --evaluator --grace-seconds 0.2 --log-dir logs",
     )
     assert code == ExitCode.OK, stderr
     *trained, evaluated = stdout.splitlines()
@@ -51,7 +51,7 @@ def test_an_evaluator_that_fails_is_restarted_alone(launcher):
         wait_for_mark("restarted")
         print("trained after", restarts)
     """,
-        "--workers 2 --evaluator --max-restarts 1 --restart-pause 0.1",
+        "--workers 2 --evaluator --max-restarts 1 --pause-seconds 0.1",
     )
     assert code == ExitCode.OK, stderr
     assert sorted(stdout.splitlines()) == [
@@ -75,7 +75,7 @@ def test_an_evaluator_that_goes_on_failing_ends_no_worker(launcher):
     time.sleep(0.2)
     print("trained")
     """,
-        "--workers 2 --evaluator --max-restarts 1 --restart-pause 0",
+        "--workers 2 --evaluator --max-restarts 1 --pause-seconds 0",
     )
     assert code == ExitCode.TOO_MANY_RESTARTS, stderr
     assert sorted(stdout.splitlines()) == [f"[worker {i}] trained" for i in range(2)]
@@ -99,7 +99,7 @@ def test_an_evaluator_goes_on_while_the_workers_are_restarted(launcher):
         mark("restarted")
         time.sleep(0.5)
     """,
-        "--evaluator --max-restarts 1 --restart-pause 0.1",
+        "--evaluator --max-restarts 1 --pause-seconds 0.1",
     )
     assert code == ExitCode.OK, stderr
     assert stdout.splitlines() == ["[evaluator] still there 0", "[evaluator] evaluated"]
@@ -183,7 +183,7 @@ def test_a_signal_ends_the_last_evaluation(launcher, handler, number, code):
     else:
         wait_for_mark("ready")
     """.replace("(pass)", "None"),
-        "--evaluator --grace-period 0.5 --max-restarts 3",
+        "--evaluator --grace-seconds 0.5 --max-restarts 3",
     )
     launcher.wait_for_mark("last")
     launcher.wait_for_line("all workers have ended; waits for the evaluator.")

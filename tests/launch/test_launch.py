@@ -94,7 +94,7 @@ def test_a_traceback_is_the_scripts_own(launcher):
 def test_a_dead_worker_restarts_the_whole_job(launcher):
     code, stdout, stderr = launcher.run(
         DIE_ONCE,
-        "--workers 3 --max-restarts 2 --restart-pause 0.1 --grace-period 0.2 "
+        "--workers 3 --max-restarts 2 --pause-seconds 0.1 --grace-seconds 0.2 "
         "--log-dir logs",
         args=["a"],
     )
@@ -147,7 +147,7 @@ def test_a_worker_that_ignores_everything_is_killed(launcher):
             sys.exit(1)
         time.sleep(300)
         """,
-        "--workers 2 --grace-period 0.1",
+        "--workers 2 --grace-seconds 0.1",
     )
     assert code == ExitCode.FAILED
     assert "SIGKILL: sent to worker 1, which still ran." in stderr
@@ -186,7 +186,7 @@ def test_a_signal_ends_all_workers_and_those_that_can_save(
 ):
     is_stopped = "SIGSTOP" in script
     ready = f'mark(f"ready_{{index}}")\n{script}\n' if is_stopped else script + READY
-    launcher.start(ready, "--workers 2 --max-restarts 3 --grace-period 2")
+    launcher.start(ready, "--workers 2 --max-restarts 3 --grace-seconds 2")
     for index in range(2):
         launcher.wait_for_mark(f"ready_{index}")
     launcher.process.send_signal(number)
@@ -203,7 +203,7 @@ def test_a_signal_ends_all_workers_and_those_that_can_save(
 
 
 def test_a_second_signal_kills_and_a_doubled_one_does_not(launcher):
-    launcher.start(STUBBORN + READY, "--grace-period 300")
+    launcher.start(STUBBORN + READY, "--grace-seconds 300")
     launcher.wait_for_mark("ready_0")
     launcher.process.send_signal(signal.SIGINT)
     launcher.wait_for_line("SIGINT: passed on to worker 0;")
@@ -217,7 +217,7 @@ def test_a_second_signal_kills_and_a_doubled_one_does_not(launcher):
 
 
 def test_a_signal_ends_the_pause_before_a_restart(launcher):
-    launcher.start("sys.exit(1)\n", "--max-restarts 1 --restart-pause 1e300")
+    launcher.start("sys.exit(1)\n", "--max-restarts 1 --pause-seconds 1e300")
     launcher.wait_for_mark("pid_0_0")
     launcher.wait_for_line("restart 1 of 1 in 1e+300 s.")
     launcher.process.send_signal(signal.SIGTERM)
@@ -273,7 +273,7 @@ def test_a_launcher_that_a_signal_ends_with_a_core_leaves_no_grandchild(
 
 def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
     code, _, stderr = launcher.run(
-        "raise RuntimeError('boom')\n", "--max-restarts 10 --restart-pause 0"
+        "raise RuntimeError('boom')\n", "--max-restarts 10 --pause-seconds 0"
     )
     assert code == ExitCode.TOO_MANY_RESTARTS
     words = "the same failure 3 times without a newer checkpoint: RuntimeError: boom."
@@ -294,7 +294,7 @@ def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
         mark(f"joining_{index}")
         time.sleep(300)
         """,
-        "--workers 3 --grace-period 300",
+        "--workers 3 --grace-seconds 300",
         PYTHONPATH=str(REPOSITORY),
     )
     assert code == ExitCode.RESTART_REQUESTED
@@ -314,7 +314,7 @@ def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
         _launcher.tell("joining")
         sys.exit(75)
         """,
-        "--workers 2 --grace-period 0.5 --max-restarts 0",
+        "--workers 2 --grace-seconds 0.5 --max-restarts 0",
         PYTHONPATH=str(REPOSITORY),
     )
     assert code == ExitCode.RESTART_REQUESTED
@@ -329,7 +329,7 @@ def test_compiled_programs_stay_for_the_job_and_no_longer(launcher, tmp_path):
         open(os.path.join(folder, "program"), "w").close()
         sys.exit(0 if restarts else 75)
         """
-    options = "--max-restarts 1 --restart-pause 0"
+    options = "--max-restarts 1 --pause-seconds 0"
     _, stdout, _ = launcher.run(script, options, JAX_COMPILATION_CACHE_DIR="")
     before, after = (line.split(maxsplit=2)[2] for line in stdout.splitlines())
     folder = before.removesuffix(" []")

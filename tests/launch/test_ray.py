@@ -81,7 +81,7 @@ def start(launcher, machines):
     machines.set_count(2)
 
     def start(script, options, **others):
-        options = f"--ray {machines.address} --restart-pause 0.1 {options}"
+        options = f"--ray {machines.address} --pause-seconds 0.1 {options}"
         return launcher.start(script, options, **machines.environment, **others)
 
     yield start
@@ -98,7 +98,7 @@ def test_workers_run_as_they_do_on_one_machine(start):
         print("to stderr", file=sys.stderr)
         sys.exit(index)
         """,
-        "--workers 2 --max-restarts 1 --grace-period 5 --log-dir logs",
+        "--workers 2 --max-restarts 1 --grace-seconds 5 --log-dir logs",
         args=["--lr", "0.1"],
         MINE="my own",
     )
@@ -193,7 +193,7 @@ def test_a_job_shrinks_and_grows_and_reads_each_example_once(
     launcher = start(
         TRAIN,
         f"--workers {fewest}:{most} --devices-per-worker 1 --max-restarts 3 "
-        "--grace-period 20",
+        "--grace-seconds 20",
         PYTHONPATH=str(REPOSITORY),
         XLA_FLAGS=f"{DEVICE_COUNT_FLAG}=1",
     )

@@ -56,7 +56,7 @@ def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
 
 def launch(folder: Path, *, die_at: int) -> subprocess.CompletedProcess[str]:
     options = "--workers 2 --devices-per-worker 1 --evaluator --max-restarts 1"
-    options += " --restart-pause 0 --grace-period 2"
+    options += " --pause-seconds 0 --grace-seconds 2"
     return subprocess.run(
         [
             *(sys.executable, "-m", "armillary", "launch", *options.split()),

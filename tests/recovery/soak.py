@@ -192,8 +192,8 @@ class Job:
         (self._folder / "plan.json").write_text(json.dumps({**plan, group: left}))
         process = self._launcher.start(
             SCRIPT,
-            f"--workers {self._topology} --max-restarts 20 --restart-pause 0.1 "
-            "--grace-period 15",
+            f"--workers {self._topology} --max-restarts 20 --pause-seconds 0.1 "
+            "--grace-seconds 15",
             stdout=subprocess.DEVNULL,
             PYTHONPATH=str(REPOSITORY),
             XLA_FLAGS=forget_devices()["XLA_FLAGS"],

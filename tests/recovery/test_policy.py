@@ -65,7 +65,7 @@ def start_alike(launcher, script, options, args=()):
 
 def test_a_checkpoint_that_always_fails_is_stepped_over_once(launcher):
     code, stdout, stderr = start_alike(
-        launcher, CRASH, "--max-restarts 5 --restart-pause 0"
+        launcher, CRASH, "--max-restarts 5 --pause-seconds 0"
     )
     assert code == ExitCode.OK, stderr
     begun = [line.split()[3] for line in stdout.splitlines() if "] at " in line]
@@ -87,7 +87,7 @@ def test_a_job_shrinks_and_grows_reads_each_example_once_and_computes_the_same(
     code, _, stderr = start_alike(
         launcher,
         ELASTIC,
-        "--workers 2:4 --wait-for-workers 0 --restart-pause 0.1 --grace-period 20 "
+        "--workers 2:4 --wait-seconds 0 --pause-seconds 0.1 --grace-seconds 20 "
         "--max-restarts 1",
         args=[str(NUM_STEPS)],
     )

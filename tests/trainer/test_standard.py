@@ -316,3 +316,29 @@ def test_outputs_keep_the_order_of_their_names():
     output = Trainer(data).train(1)
     assert list(output) == ["loss", "accuracy"]
     assert list(output["accuracy"]) == ["top5", "top1"]
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "hook"),
+    [
+        (Base, "train_loop_ends", "train_loop_end"),
+        (Base, "train_loop_began", "train_loop_begin"),
+        (armillary.StandardEvaluator, "eval_ends", "eval_end"),
+    ],
+)
+def test_a_misspelt_hook_is_an_error(base, name, hook):
+    names = ["train_step", "eval_step", name]
+    kind = type("Kind", (base,), {each: lambda *args: None for each in names})
+    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* called `{hook}`. Ren"):
+        kind(make_batches(1))
+
+
+def test_a_method_beside_its_hook_is_the_users_own():
+    class Kind(Trainer):
+        def train_steps(self):
+            """Not the hook, which this class has."""
+
+        def train_loop_ended(self):
+            """Nor this one."""
+
+    Kind(make_batches(1))
