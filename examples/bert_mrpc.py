@@ -142,11 +142,9 @@ def make_controller(
     def start_from_pretrained() -> None:
         print(load_pretrained(options.pretrained, model))
 
-    checkpoint = armillary.Checkpoint(
-        model=model, optimizer=optimizer, train_dataset=train_dataset
-    )
+    trainer = Trainer(train_dataset, strategy, model, optimizer)
     return armillary.Controller(
-        trainer=Trainer(train_dataset, strategy, model, optimizer),
+        trainer=trainer,
         evaluator=Evaluator(strategy.distribute_dataset(test), strategy, model),
         global_step=optimizer.step,
         strategy=strategy,
@@ -154,7 +152,7 @@ def make_controller(
         summary_dir=options.run_dir / "train",
         eval_summary_dir=options.run_dir / "eval",
         checkpoint_manager=armillary.CheckpointManager(
-            checkpoint,
+            armillary.Checkpoint(trainer=trainer),
             options.run_dir / "checkpoints",
             max_to_keep=2,
             checkpoint_interval=steps_per_epoch,

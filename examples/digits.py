@@ -128,11 +128,9 @@ def main() -> None:
         model = CNN(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
-    checkpoint = armillary.Checkpoint(
-        model=model, optimizer=optimizer, train_dataset=train_dataset
-    )
+    trainer = Trainer(train_dataset, strategy, model, optimizer)
     controller = armillary.Controller(
-        trainer=Trainer(train_dataset, strategy, model, optimizer),
+        trainer=trainer,
         evaluator=Evaluator(strategy.distribute_dataset(test_data), strategy, model),
         global_step=optimizer.step,
         strategy=strategy,
@@ -140,7 +138,9 @@ def main() -> None:
         summary_dir=options.run_dir / "train",
         eval_summary_dir=options.run_dir / "eval",
         checkpoint_manager=armillary.CheckpointManager(
-            checkpoint, options.run_dir / "checkpoints", checkpoint_interval=500
+            armillary.Checkpoint(trainer=trainer),
+            options.run_dir / "checkpoints",
+            checkpoint_interval=500,
         ),
     )
     result = controller.train_and_evaluate(train_steps=options.steps, eval_interval=500)

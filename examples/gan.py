@@ -200,7 +200,6 @@ def main() -> None:
     turns = options.generator_turns, options.discriminator_turns
     trainer = Trainer(train_dataset, strategy, models, optimizers, turns=turns)
     evaluator = Evaluator(strategy.distribute_dataset(test_data), strategy, models[0])
-    checkpoint = armillary.Checkpoint(trainer=trainer, train_dataset=train_dataset)
     controller = armillary.Controller(
         trainer=trainer,
         evaluator=evaluator,
@@ -210,7 +209,9 @@ def main() -> None:
         summary_dir=options.run_dir / "train",
         eval_summary_dir=options.run_dir / "eval",
         checkpoint_manager=armillary.CheckpointManager(
-            checkpoint, options.run_dir / "checkpoints", checkpoint_interval=2000
+            armillary.Checkpoint(trainer=trainer),
+            options.run_dir / "checkpoints",
+            checkpoint_interval=2000,
         ),
     )
     result = controller.train_and_evaluate(

@@ -86,9 +86,7 @@ def main(run_dir: str = "runs/tutorial") -> None:
         model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
         trainer = Trainer(train_dataset, strategy, model)
     manager = armillary.CheckpointManager(
-        armillary.Checkpoint(
-            model=model, optimizer=trainer.optimizer, train_dataset=train_dataset
-        ),
+        armillary.Checkpoint(trainer=trainer),
         f"{run_dir}/checkpoints",
         checkpoint_interval=100,
     )

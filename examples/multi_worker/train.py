@@ -107,17 +107,16 @@ def main() -> None:
         )
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
+    trainer = Trainer(train_dataset, strategy, model, optimizer)
     checkpoint_manager = armillary.CheckpointManager(
-        armillary.Checkpoint(
-            model=model, optimizer=optimizer, train_dataset=train_dataset
-        ),
+        armillary.Checkpoint(trainer=trainer),
         options.run_dir / "checkpoints",
         checkpoint_interval=200,
     )
     # After SIGTERM to any process, all save the same step and end with exit code 77.
     save_if_preempted = armillary.actions.SaveCheckpointIfPreempted(checkpoint_manager)
     controller = armillary.Controller(
-        trainer=Trainer(train_dataset, strategy, model, optimizer),
+        trainer=trainer,
         evaluator=Evaluator(test_dataset, strategy, model),
         global_step=optimizer.step,
         strategy=strategy,

@@ -76,8 +76,8 @@ def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             "`state` was saved from other data, or from another order of them, in "
             f"which its position is another place:\n{list_lines(lines)}\n"
             "Pass the data and the seed that the state was saved with. To go on in a "
-            "checkpoint with other ones, from their beginning, name them in its "
-            'manager: `CheckpointManager(..., may_differ="train_dataset")`.'
+            "checkpoint with other ones, from their beginning, name what holds the "
+            'state in its manager: `CheckpointManager(..., may_differ="trainer")`.'
         )
 
 

@@ -185,8 +185,8 @@ class IndexedIterator:
             raise DatasetStateError(
                 f"`state` is {state!r}, which is no place in {count} examples. Pass "
                 "the data that it was saved with. To go on in a checkpoint with other "
-                "data, from their beginning, name them in its manager: "
-                '`CheckpointManager(..., may_differ="train_dataset")`.'
+                "data, from their beginning, name what holds the state in its manager: "
+                '`CheckpointManager(..., may_differ="trainer")`.'
             )
         self._go_to(epoch, index)
 
