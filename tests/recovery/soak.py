@@ -201,10 +201,16 @@ class Job:
         seconds = PATIENCE_SECONDS * (1 + len(left))
         timer = threading.Timer(seconds, process.send_signal, [signal.SIGQUIT])
         timer.start()
-        with process:
+        try:
             assert process.stderr is not None
             self._lines += ((time.time(), line) for line in process.stderr)
-        timer.cancel()
+        except KeyboardInterrupt:
+            process.terminate()  # It ends its processes.
+            raise
+        finally:
+            process.wait()
+            process.stderr.close()
+            timer.cancel()
         if process.returncode == -signal.SIGKILL:
             self._cut_power()
         return process.returncode
