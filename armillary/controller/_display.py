@@ -229,12 +229,18 @@ class LiveLine:
             self._is_closed = True
 
 
+def find_strategy(run: Run) -> Strategy | None:
+    """Returns the strategy of the controller, or else of its trainer."""
+    found = run.strategy or getattr(run.trainer, "strategy", None)
+    return found if isinstance(found, Strategy) else None
+
+
 def describe_start(run: Run) -> Iterator[str]:
     """Yields what is known of devices, parameters, batches and places, as lines."""
-    strategy = run.strategy or getattr(run.trainer, "strategy", None)
+    strategy = find_strategy(run)
     kinds = Counter(device.device_kind for device in jax.devices())
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    if not isinstance(strategy, Strategy) or type(strategy) is DefaultStrategy:
+    if strategy is None or type(strategy) is DefaultStrategy:
         strategy = None
         yield f"devices: {devices}"
     else:
@@ -323,9 +329,9 @@ def describe_attempt(run: Run, hyperparameters: Mapping[str, Any]) -> dict[str, 
         "git": read_git(folder),
         "config": hyperparameters,
     }
-    if run.strategy is not None:
-        found["strategy"] = type(run.strategy).__name__
-        found["replicas"] = getattr(run.strategy, "num_replicas_in_sync", 1)
+    if (strategy := find_strategy(run)) is not None:
+        found["strategy"] = type(strategy).__name__
+        found["replicas"] = strategy.num_replicas_in_sync
     summary = find_parameters(run.trainer)
     if summary is not None:
         modules = [dataclasses.asdict(each) for each in summary.modules]

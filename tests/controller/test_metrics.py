@@ -111,13 +111,16 @@ def test_a_run_that_is_resumed_has_one_curve(tmp_path):
     ]
 
 
-def test_the_first_record_says_what_runs(tmp_path):
+@pytest.mark.parametrize("is_of_trainer", [True, False])
+def test_the_first_record_says_what_runs(tmp_path, is_of_trainer):
     config = {"rate": 0.1, "optimizer": {"name": "adam"}, "limit": float("inf")}
+    strategy = armillary.MirroredStrategy(jax.devices()[:4])
     controller = make_controller(
         summary_dir=tmp_path,
-        strategy=armillary.MirroredStrategy(jax.devices()[:4]),
+        strategy=None if is_of_trainer else strategy,
         hyperparameters=config,
     )
+    controller.trainer.strategy = strategy
     controller.trainer.model = {"kernel": np.ones((3, 2), "f"), "bias": np.ones(2)}
     controller.train(10)
 
