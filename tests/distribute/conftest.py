@@ -1,6 +1,6 @@
 """What the tests of strategies share: replicas on some of the virtual devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,19 @@ def make_mirrored() -> MakeStrategy:
         return MirroredStrategy(jax.devices()[:num_replicas])
 
     return make
+
+
+@pytest.fixture
+def strategy(make_mirrored: MakeStrategy) -> Strategy:
+    """Returns four replicas, where a module has no other strategy."""
+    return make_mirrored(4)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Computes in float64 whatever says nothing else, as NumPy does."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture

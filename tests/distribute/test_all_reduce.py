@@ -103,11 +103,6 @@ def test_an_eager_step_that_leaves_replicas_different_is_refused():
 
 
 @pytest.fixture
-def strategy(make_mirrored):
-    return make_mirrored(4)
-
-
-@pytest.fixture
 def rows(strategy, put_rows):
     return put_rows(strategy, [[1.0, 8.0], [2.0, 7.0], [3.0, 6.0], [4.0, 5.0]])
 

@@ -15,11 +15,6 @@ ROWS = np.asarray([[1, 2], [3, 5], [np.nan, np.inf], [np.nan, np.nan]], np.float
 
 
 @pytest.fixture
-def strategy(make_mirrored):
-    return make_mirrored(4)
-
-
-@pytest.fixture
 def rows(strategy, put_rows):
     return put_rows(strategy, ROWS, num_active=2)
 

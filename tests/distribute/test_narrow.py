@@ -17,11 +17,6 @@ from armillary.errors import BatchSizeError
 ROWS = np.arange(6, dtype=np.float32)
 
 
-@pytest.fixture
-def strategy(make_mirrored):
-    return make_mirrored(4)
-
-
 def uneven(strategy, rows=ROWS):
     """Returns a batch that two of four replicas share."""
     (batch,) = strategy.distribute_dataset([rows], InputOptions(remainder="exact"))

@@ -14,11 +14,6 @@ from armillary.distribute import VariableAggregation
 from tests.problems import Holder
 
 
-@pytest.fixture
-def strategy(make_mirrored):
-    return make_mirrored(4)
-
-
 def masks_of(strategy, dropout):
     result = strategy.run(lambda: dropout(jnp.ones(64)))
     return [tuple(np.asarray(row)) for row in strategy.local_results(result)]

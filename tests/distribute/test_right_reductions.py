@@ -26,11 +26,7 @@ from tests.distribute.losses import (
     squares,
 )
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def count():

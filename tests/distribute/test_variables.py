@@ -16,11 +16,6 @@ IDS = [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.fixture
-def strategy(make_mirrored):
-    return make_mirrored(4)
-
-
-@pytest.fixture
 def ids(strategy, put_rows):
     return put_rows(strategy, IDS)
 
