@@ -54,7 +54,7 @@ OUTSIDE, START, JOIN, END = "outside of loops", "start_up", "joining", "ending"
 _DEVICE_PHASES = ("stepping", "evaluating")
 
 _unfinished: list[Callable[[], bool]] = []
-_is_ending = False
+_is_ending, _has_said = False, threading.Event()
 
 
 class Report(NamedTuple):
@@ -261,6 +261,7 @@ def end_process(reason: str) -> None:
     # Not the logger: the main thread may be stuck while it holds its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
+    _has_said.set()
     start = time.monotonic()
     _wait(start + _UNWIND_SECONDS, threading.main_thread().is_alive)
     _wait(start + _FINISH_SECONDS, lambda: any(is_busy() for is_busy in _unfinished))
@@ -298,4 +299,5 @@ def put_off_aborts() -> None:
 @atexit.register
 def _leave_if_ending() -> None:
     if _is_ending:
+        _has_said.wait(_UNWIND_SECONDS)
         leave(ExitCode.RESTART_REQUESTED)

@@ -39,6 +39,7 @@ from armillary.lifeline._tree import Ends, Tree, find_place
 
 _BEAT_SECONDS = 1.0
 _START_SECONDS = _SEND_SECONDS = 1.0
+_VERDICT_SECONDS = 10.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""
 _LATE_SECONDS = 10.0  # A beat that comes later tells that the process was stopped.
@@ -126,7 +127,7 @@ class Lifeline:
         """Ends this process for a reason, unless a person is there."""
         if not hasattr(sys, "ps1"):
             self._call(self._conclude, text)
-            self._has_verdict.wait(_SEND_SECONDS)
+            self._has_verdict.wait(_VERDICT_SECONDS)
 
     def close(self) -> None:
         """Watches no longer."""

@@ -53,6 +53,7 @@ def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
         from armillary.lifeline import _ending
 
         _ending._UNWIND_SECONDS = 60
+        _ending.tell = lambda *_: time.sleep(1)  # a launcher that is slow to hear
         threading.Thread(
             target=_ending.end_process, args=("no more",), daemon=True
         ).start()
@@ -61,6 +62,7 @@ def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
     """)
     assert ended.returncode == ExitCode.RESTART_REQUESTED
     assert "this reaches the user" in ended.stderr
+    assert "no more" in ended.stderr
     assert time.monotonic() - start < 50
 
 
