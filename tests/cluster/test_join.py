@@ -67,9 +67,10 @@ def test_options_reach_xla_before_the_processes_join(monkeypatch):
 
 
 JOIN = """
-    import armillary, sys
+    import armillary, sys, time
     from armillary.cluster import CommunicationOptions, SimpleClusterResolver
-
+    from armillary.lifeline import _ending
+    _ending.tell = lambda *_: time.sleep(1)  # The main thread ends meanwhile.
     resolver = SimpleClusterResolver({"worker": sys.argv[1:]}, "worker", 0)
     options = CommunicationOptions(timeout_seconds=3)
     armillary.MultiWorkerMirroredStrategy(resolver, options)
@@ -87,7 +88,7 @@ def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
     ) as process:
         _, said = process.communicate(timeout=120)
     assert process.returncode == ExitCode.RESTART_REQUESTED, said
-    place = r"at .*train.py:7 in <module>: armillary.MultiWorker"
+    place = r"at .*train.py:8 in <module>: armillary.MultiWorker"
     who = "ERROR: process 0 of 3: Process 1 of 3 has not joined for 3 s, nor have 1"
     assert re.search(f"{who} others, while process 0 waits {place}", said), said
 
