@@ -239,7 +239,8 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _describe(frame: FrameType) -> str:
-    name, number = frame.f_code.co_filename, frame.f_lineno
+    # A frame that has only begun is at no line yet.
+    name, number = frame.f_code.co_filename, frame.f_lineno or 0
     text = linecache.getline(name, number).strip()
     place = f"{name}:{number} in {frame.f_code.co_name}"
     return f"{place}: {text}" if text else place

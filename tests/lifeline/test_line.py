@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 from armillary.lifeline import _ending
 
@@ -37,6 +38,11 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
     assert "while a thread reads ahead at" in data
     assert "in read_slowly: may_go.wait(10)" in data
     assert "read_slowly" not in step
+
+
+def test_a_function_that_has_only_begun_is_at_no_line():
+    frame = SimpleNamespace(f_code=json.loads.__code__, f_lineno=None)
+    assert _ending._describe(frame).endswith(":0 in loads")
 
 
 def test_compiling_is_told_by_the_stack():
