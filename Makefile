@@ -1,8 +1,8 @@
 # Needs python3 (3.11 or newer) with venv, and make. Everything else goes into .venv.
 
 PYTHON ?= python3
-# Two more than cores: many tests wait for processes that they have started.
-WORKERS ?= $(shell expr 2 + $$(nproc))
+# One more than cores: some tests wait for processes that they have started.
+WORKERS ?= $(shell expr 1 + $$(nproc))
 KILLS ?= 1000
 SEED ?= 0
 BIN := .venv/bin
