@@ -103,7 +103,10 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
         ("--devices-per-worker 0 train.py", "`--devices-per-worker` is 0, but"),
         ("--max-restarts -1 train.py", "`--max-restarts` is -1, but it must be"),
         ("--pause-seconds -1 train.py", "`--pause-seconds` is -1.0, but it must be"),
-        ("--grace-seconds inf train.py", "`--grace-seconds` is inf, but it must be a"),
+        (
+            "--grace-seconds inf train.py",
+            "`--grace-seconds` is inf, but it must be a f",
+        ),
         ("", "the script is missing, but it must follow the options. Use"),
         ("-m", "the script is missing, but it must follow the options. Use"),
         (
