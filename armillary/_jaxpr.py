@@ -5,6 +5,7 @@ makes of what is known of its operands (`transfer`), and what is known where way
 (`join`). How facts go through calls, branches, loops and references is `Dataflow`'s.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -101,10 +102,25 @@ def call_program(
         arguments = [*program.consts, *arguments]
         invars = [*inner.constvars, *inner.invars]
         program = core.ClosedJaxpr(inner.replace(constvars=[], invars=invars), ())
+    # XLA takes long for loops and branches with arrays that nothing in them uses.
+    jaxpr = program.jaxpr
+    reads = itertools.chain(jaxpr.outvars, *(each.invars for each in jaxpr.eqns))
+    used = set(map(id, reads))
+    is_used = [id(variable) in used for variable in jaxpr.invars]
+    program = take_inputs(program, is_used)
+    arguments = list(itertools.compress(arguments, is_used))
     params = {**call.params, "jaxpr": program, "name": name}
     params |= {name: params[name] * len(arguments) for name in _PER_INPUT}
     params |= {name: params[name] * len(program.out_avals) for name in _PER_OUTPUT}
     return jit_p.bind(*arguments, **params)
+
+
+def take_inputs(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJaxpr:
+    """Returns a program without those of its inputs that it does not use."""
+    if all(is_used):
+        return program
+    invars = list(itertools.compress(program.jaxpr.invars, is_used))
+    return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
 
 
 class Dataflow(Generic[Fact]):

@@ -6,7 +6,6 @@ constant, slots that changed shape, arrays that are left where they outlive the 
 
 import contextlib
 import functools
-import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import list_lines
-from armillary._jaxpr import call_program, is_in_trace
+from armillary._jaxpr import call_program, is_in_trace, take_inputs
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import add_notes
 from armillary.distribute.replica._context import lifted
@@ -93,14 +92,7 @@ class TracedStep(NamedTuple):
         self, slots: Sequence[Any], arguments: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Runs or traces the program; returns changed slots and result arrays."""
-        # XLA takes long for loops and branches with arrays that nothing in them uses.
-        jaxpr = self.program.jaxpr
-        reads = itertools.chain(jaxpr.outvars, *(each.invars for each in jaxpr.eqns))
-        used = set(map(id, reads))
-        is_used = [id(variable) in used for variable in jaxpr.invars]
-        given = itertools.compress([*slots, *arguments], is_used)
-        program = _take_only(self.program, is_used)
-        outputs = call_program(program, list(given))
+        outputs = call_program(self.program, [*slots, *arguments])
         return outputs[: len(self.changed)], outputs[len(self.changed) :]
 
     @property
@@ -257,15 +249,7 @@ class _Tracing(NamedTuple):
         for batches, count in zip(self.arguments, self.taken, strict=True):
             for index, batch in enumerate(batches):
                 is_used += [index < count] * len(jax.tree.leaves(batch))
-        return _take_only(program, is_used)
-
-
-def _take_only(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJaxpr:
-    """Returns a program without those of its inputs that it does not use."""
-    if all(is_used):
-        return program
-    invars = list(itertools.compress(program.jaxpr.invars, is_used))
-    return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
+        return take_inputs(program, is_used)
 
 
 @contextlib.contextmanager
