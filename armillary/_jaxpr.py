@@ -45,7 +45,8 @@ def walk_equations(program: core.ClosedJaxpr) -> Iterator[Any]:
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yields the programs of one equation: bodies, branches, what it calls."""
     for parameter in equation.params.values():
-        yield from filter(_is_program, jax.tree.leaves(parameter, is_leaf=_is_program))
+        several = isinstance(parameter, tuple | list)
+        yield from filter(_is_program, parameter if several else (parameter,))
 
 
 def named_axes(equation: Any) -> tuple[Any, ...]:

@@ -11,10 +11,11 @@ that error: nobody is left waiting, and a program that handles it can go on.
 import contextlib
 import functools
 import json
+import math
 import threading
 import weakref
 from collections.abc import Callable
-from time import time
+from time import monotonic, time
 from typing import Any, TypeVar
 
 from etils import epath
@@ -32,6 +33,9 @@ from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
 T = TypeVar("T")
+# Between saves that choose their interval lie at least so many seconds, and so many for
+# each second that one was waited for (so that this is 1 % of the time) or was written.
+_LEAST_SECONDS, _PER_WAITED, _PER_WRITTEN = 10.0, 100.0, 10.0
 _writers: "weakref.WeakSet[Writer]" = weakref.WeakSet()
 
 
@@ -79,9 +83,13 @@ class Writer:
         # What ends the save that is running, and what it has found out.
         self.thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        # When the last save began, and at which step; how long the last write took.
+        self._began, self._paced = 0.0, (-1, 0.0)
+        self._write_seconds, self._interval = 0.0, 1
 
     def start(self, number: int, content: Content, mark: Mark | None = None) -> str:
         """Starts a save, of what is best if there is a mark; call `sync` before."""
+        self._began = monotonic()
         # On all processes: computations on shared arrays must be made by all.
         arrays = None if self._peers is None else self._as_arrays(content)
         path = decide(
@@ -89,6 +97,20 @@ class Writer:
         )
         self._is_saving = True
         return path
+
+    def find_interval(self, step: int) -> int:
+        """Returns how many steps after this save the next one costs little time."""
+        (last, at), self._paced = self._paced, (step, self._began)
+        if not 0 <= last < step:  # Not known is how long a step takes.
+            return self._interval
+        seconds = max(
+            _LEAST_SECONDS,
+            _PER_WAITED * (monotonic() - self._began),
+            _PER_WRITTEN * self._write_seconds,
+        )
+        steps = math.ceil(seconds * (step - last) / (self._began - at))
+        self._interval = decide("how often to save", lambda: steps, self._peers)
+        return self._interval
 
     def sync(self) -> None:
         """Waits until the last save is on the disk and old checkpoints are removed."""
@@ -170,6 +192,7 @@ class Writer:
     def _finish(self, path: epath.Path, saved: list[Saved]) -> None:
         try:
             self._store.wait()
+            self._write_seconds = monotonic() - self._began
             # ORDER: before an older checkpoint goes.
             sync_name(path)
             if is_first():

@@ -1,9 +1,12 @@
 """Tests of saving and restoring through a manager."""
 
+import itertools
 import os
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
+import pytest
 
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import find_checkpoints
@@ -118,6 +121,42 @@ def test_the_interval_counts_from_the_last_save_or_restore(make_manager):
     assert other.save(check_interval=True) is None
     counter.set(46)
     assert other.save(check_interval=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("waited", "written", "interval"),
+    [
+        pytest.param(0.0, 0.0, 20, id="no more often than every 10 s"),
+        pytest.param(0.25, 2.0, 50, id="1 % is waited for"),
+        pytest.param(0.01, 60.0, 1200, id="10 % is written"),
+    ],
+)
+def test_an_interval_is_chosen_by_what_a_save_costs(
+    make_manager, monkeypatch, waited, written, interval
+):
+    counter, seconds_per_step, calls = Counter(), 0.5, itertools.count()
+
+    def monotonic() -> float:
+        now = counter.step * seconds_per_step
+        if threading.current_thread() is not threading.main_thread():
+            return now + written
+        return now + waited * (next(calls) > 0)
+
+    monkeypatch.setattr(_writer, "monotonic", monotonic)
+    manager = make_manager(
+        Checkpoint(counter=counter),
+        step_counter=lambda: counter.step,
+        checkpoint_interval="auto",
+    )
+    for step in (10, 20):
+        assert manager.checkpoint_interval == 1
+        calls = itertools.count()
+        save_steps(manager, counter, step)
+    assert manager.checkpoint_interval == interval
+    assert [manager.is_due(20 + n) for n in (interval - 1, interval)] == [False, True]
+    # As of a run that went back.
+    save_steps(manager, counter, 15)
+    assert manager.checkpoint_interval == interval
 
 
 def test_one_tracker_knows_which_step_the_latest_checkpoint_holds(make_manager):
