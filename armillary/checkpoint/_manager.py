@@ -95,7 +95,7 @@ class CheckpointManager:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
         if hours is not None:
             check_not_negative("keep_checkpoint_every_n_hours", hours)
-        self._is_paced = interval == "auto"
+        self._is_paced = isinstance(interval, str) and interval == "auto"
         if interval is not None:
             interval = 1 if self._is_paced else interval
             interval = check_positive_int("checkpoint_interval", interval)

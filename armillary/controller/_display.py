@@ -242,7 +242,8 @@ def describe_start(run: Run) -> Iterator[str]:
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if strategy is None or type(strategy) is DefaultStrategy:
         strategy = None
-        yield f"devices: {devices}"
+        is_one = isinstance(run.trainer, StandardTrainer) and len(jax.devices()) > 1
+        yield f"devices: {devices}{', of which one trains' if is_one else ''}"
     else:
         yield f"devices: {devices} | strategy: {strategy!r}"
     summary = find_parameters(run.trainer)

@@ -208,15 +208,16 @@ class Recorder(Stopwatch):
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:
         """Records a call that trains; if it ends short of its goal, a pause is lost."""
-        self._has_begun, self._is_done = True, False
+        self._has_begun, self._is_done, event = True, False, "end"
         try:
             with self.phase(Category.OTHER):
                 self.mark("start", step)
                 try:
                     yield
                     self._is_done = has_reached_goal()
+                    event = "end" if self._is_done else "stop"
                 finally:
-                    self.mark("end", self._step)
+                    self.mark(event, self._step)
         finally:
             # Also after the first run: start-up has ended with its beginning.
             self.switch(None)

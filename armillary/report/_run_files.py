@@ -51,10 +51,12 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`"done"` if training ended as planned, else `"not done"`; `""` if unknown."""
+        """`"done"`, `"stopped"` as was requested, or `"not done"`; `""` if unknown."""
         if not self.entries:
             return ""
-        return "done" if self.entries[-1].is_done else "not done"
+        last = self.entries[-1]
+        unfinished = "stopped" if last.event == "stop" else "not done"
+        return "done" if last.is_done else unfinished
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:

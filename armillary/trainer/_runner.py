@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
+from armillary._jaxpr import is_in_trace
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._stream import Prefetcher
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._gradient import accumulating
+from armillary.errors import ReplicaContextError
 from armillary.goodput._stopwatch import Category, get_stopwatch
 from armillary.lifeline._lifeline import waiting
 from armillary.state._holders import held_by
@@ -156,7 +158,8 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
     for name, value in own.items():
         if hasattr(base, name) or not inspect.isfunction(value):
             continue
-        for hook in difflib.get_close_matches(name, left_out, n=1, cutoff=0.85):
+        meant = name.replace("start", "begin").replace("finish", "end")
+        for hook in difflib.get_close_matches(meant, left_out, n=1, cutoff=0.85):
             raise TypeError(
                 f"`{type(owner).__name__}.{name}` would never be called: the method is "
                 f"called `{hook}`. Rename it, or, if it is one of your own, call it "
@@ -283,6 +286,12 @@ class Runner:
             raise TypeError(
                 f"`{type(self).__name__}.{name}` is compiled by `jit`, which takes no "
                 "trainer. Remove the decorator: the loop compiles its steps."
+            )
+        if is_in_trace():
+            raise ReplicaContextError(
+                f"A `{type(self).__name__}` was asked for steps inside `jax.jit` or "
+                "another transformation of JAX. Call it as it is, without these: its "
+                "loop is compiled already."
             )
         step = getattr(self, name)
         return StepMethod(self, step, name, strategy, run.options, keep_results)

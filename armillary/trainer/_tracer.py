@@ -66,7 +66,9 @@ class StepPrograms:
         # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
         replicas = method.strategy.num_replicas_in_sync
-        self._warnings = MetricWarnings(method.name, replicas)
+        self._warnings = MetricWarnings(
+            method.name, replicas, is_evaluation=method.is_evaluation
+        )
         self._has_traced_hooks = False
         self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
         self.flat: FlatState | None = None  # the state, after `find_state`
@@ -237,10 +239,7 @@ class StepPrograms:
                     "inside a loop on the device: its steps run one by one.",
                     method.name,
                 )
-        replicas = method.strategy.num_replicas_in_sync
-        is_uneven = any(active != replicas for active in chunk.num_active)
-        is_uneven &= method.is_evaluation
-        self._warnings.look(flat.state, step, is_uneven=is_uneven)
+        self._warnings.look(flat.state, step, chunk.num_active)
         return Program(
             step,
             self.batches_per_step,

@@ -13,6 +13,7 @@ import pytest
 
 import armillary
 from armillary.goodput import Category, read_goodput
+from armillary.report._run_files import read_run
 
 
 class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
@@ -74,11 +75,14 @@ def test_the_next_controller_is_another_attempt_of_the_run(tmp_path, stops):
 
     controller = make_controller(tmp_path, train_actions=[stop])
     controller.train(20)
+    states = [read_run(tmp_path).state]
     time.sleep(0.2)
     make_controller(tmp_path).train(40)
+    states.append(read_run(tmp_path).state)
 
     goodput = read_goodput(tmp_path)
 
+    assert states == ["stopped" if stops else "done", "done"]
     assert (goodput.num_attempts, goodput.num_steps) == (2, 40)
     assert goodput.seconds[Category.RESTORING] > 0
     assert goodput.num_lost_steps == 0

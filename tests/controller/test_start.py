@@ -90,7 +90,7 @@ def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
 def test_what_is_not_known_is_left_out(caplog):
     lines = find_lines(caplog, Trainer(lambda: iter([ARRAYS] * 4)))
     assert lines == [
-        "devices: 8 x cpu",
+        "devices: 8 x cpu, of which one trains",
         "parameters: 1,508 (6.03 kB) | largest: model/large 1,500, model/small 8",
     ]
     caplog.clear()

@@ -306,6 +306,7 @@ GIVEN = {
 }
 # What is meant, where annotations say less.
 MEANT = {
+    "checkpoint_interval": "int | Literal['auto'] | None",
     "eval_dataset": "Iterable | Callable | None",
     "global_step": "Callable",
     "next_id_fn": "Callable | None",

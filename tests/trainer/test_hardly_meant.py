@@ -122,11 +122,15 @@ def test_it_is_told_in_a_loop_of_ones_own(caplog):
     ],
     ids=["mean", "function of it", "by hand"],
 )
-def test_a_mean_of_each_replica_is_told_where_batches_are_uneven(prepare, caplog):
-    Evaluator(nnx.metrics.Average(), prepare, 2).evaluate(-1)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_examples", [20, 21])
+def test_a_mean_is_told_where_batches_differ(
+    prepare, num_replicas, num_examples, caplog
+):
+    Evaluator(nnx.metrics.Average(), prepare, num_replicas, num_examples).evaluate(-1)
 
     (record,) = caplog.records
-    assert "the mean of a replica's examples to the metric metric/total" in caplog.text
+    assert "the mean of a batch to the metric metric/total" in caplog.text
     assert __file__ in record.getMessage()
 
 
@@ -146,7 +150,9 @@ def test_values_of_each_example_are_right(prepare, num_replicas, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("metric", [Largest, nnx.metrics.Average])
-def test_one_replica_computes_what_the_code_says(metric, caplog):
-    Evaluator(metric(), jnp.mean, 1).evaluate(-1)
+@pytest.mark.parametrize(
+    ("metric", "num_examples"), [(Largest, 21), (nnx.metrics.Average, 24)]
+)
+def test_one_replica_computes_what_the_code_says(metric, num_examples, caplog):
+    Evaluator(metric(), jnp.mean, 1, num_examples).evaluate(-1)
     assert not caplog.records

@@ -323,7 +323,10 @@ def test_outputs_keep_the_order_of_their_names():
     [
         (Base, "train_loop_ends", "train_loop_end"),
         (Base, "train_loop_began", "train_loop_begin"),
+        (Base, "train_loop_start", "train_loop_begin"),
         (armillary.StandardEvaluator, "eval_ends", "eval_end"),
+        (armillary.StandardEvaluator, "eval_start", "eval_begin"),
+        (armillary.StandardEvaluator, "eval_finish", "eval_end"),
     ],
 )
 def test_a_misspelt_hook_is_an_error(base, name, hook):
@@ -342,3 +345,10 @@ def test_a_method_beside_its_hook_is_the_users_own():
             """Nor this one."""
 
     Kind(make_batches(1))
+
+
+def test_a_loop_inside_a_transformation_is_refused_and_leaves_the_trainer_whole():
+    trainer = Trainer(make_batches(2))
+    with pytest.raises(ReplicaContextError, match="`Trainer` was asked for steps insi"):
+        jax.jit(lambda: trainer.train(1))()
+    trainer.train(1)

@@ -137,7 +137,7 @@ class Function:
                 last = program
                 program = _Program(self, state, strategy, leaves, treedef)
                 warnings = MetricWarnings(self.name, strategy.num_replicas_in_sync)
-                warnings.look(state, program.step, is_uneven=False)
+                warnings.look(state, program.step)
                 if self._check is not None:
                     self._check(state, program.step.changed)
                 if last is not None:

@@ -27,7 +27,7 @@ _VALUE_ERRORS = (
     jax.errors.TracerIntegerConversionError,
 )
 _READING = {
-    "the trainer": "return it from `train_loop_end`",
+    "the trainer": "return it from `train_loop_end`, or as a metric of a pure step",
     "the evaluator": "return it from `eval_step`, for `eval_reduce`",
     "the function": "return it, and read it after the call",
 }
@@ -105,21 +105,27 @@ class _Draws(Dataflow[bool]):
 class MetricWarnings:
     """Warns once of metrics of a step whose values replicas cannot add up."""
 
-    def __init__(self, name: str, num_replicas: int) -> None:
+    def __init__(
+        self, name: str, num_replicas: int, *, is_evaluation: bool = False
+    ) -> None:
         self._name, self._num_replicas = name, num_replicas
+        self._is_evaluation = is_evaluation
         self._means: list[tuple[str, str]] = []
-        self._is_uneven, self._is_done = False, num_replicas == 1
+        self._batches: set[Any] = set()
+        self._is_done = num_replicas == 1 and not is_evaluation
 
-    def look(self, state: State, step: "TracedStep", *, is_uneven: bool) -> None:
-        """Looks at one program of the step, in which replicas may have no data."""
+    def look(self, state: State, step: "TracedStep", active: Any = None) -> None:
+        """Looks at a program of the step, for batches on so many active replicas."""
         if self._is_done:
             return
         types = step.program.in_avals
+        count = 2 if get_strategy().layout.stacked else 1
+        sizes = [each.shape[:count] for each in types[len(state.paths) :]]
+        self._batches.add((active, *sizes))
         policies = policies_of(state, types[: len(state.paths)])
         summed = {i for i in step.changed if policies[i] is Policy.SUM}
         if not summed:
             return
-        self._is_uneven |= is_uneven
         inputs = [frozenset({_HELD} if i in summed else ()) for i in range(len(types))]
         extremes: list[tuple[str, str]] = []
         made = _Additions().run(step.program, inputs)
@@ -127,6 +133,9 @@ class MetricWarnings:
             for kind, line in facts if i in summed else ():
                 found = {"extreme": extremes, "mean": self._means}.get(kind, [])
                 found.append((state.paths[i], line))
+        is_uneven = self._is_evaluation and len(self._batches) > 1
+        if extremes and self._num_replicas == 1:
+            return
         if extremes:
             metric, line = extremes[0]
             logger.warning(
@@ -135,15 +144,15 @@ class MetricWarnings:
                 'Reduce it first (`armillary.all_reduce("max", value)`), in a variable '
                 "of your own (`nnx.Variable`), or outside `run`."
             )
-        elif self._means and self._is_uneven:
+        elif self._means and is_uneven:
             metric, line = self._means[0]
             logger.warning(
-                f"`{self._name}` adds the mean of a replica's examples to the metric "
-                f"{metric} ({line}), and the batches do not divide evenly: the result "
-                "depends on the number of replicas. Update the metric with one value "
+                f"`{self._name}` adds the mean of a batch to the metric {metric} "
+                f"({line}), and some batches have fewer examples on a replica: each of "
+                "those counts for more than others. Update the metric with one value "
                 "for each example."
             )
-        self._is_done = bool(extremes or (self._means and self._is_uneven))
+        self._is_done = bool(extremes or (self._means and is_uneven))
 
 
 _HELD = ("held", "by a metric")

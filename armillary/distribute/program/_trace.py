@@ -138,8 +138,9 @@ def trace_step(
         raise CapturedStateError(
             f"`{tracing.name}` draws from `{drawn[0]}` while it is traced, so the same "
             "numbers would be a constant of the compiled program in every step. Draw "
-            f"from an `nnx.Rngs` that {owner} reaches (`jax.random.normal(rngs(), "
-            "shape)`), or put random numbers into the batches."
+            f"from a key of JAX that {owner} carries from step to step, such as "
+            "`nnx.Rngs` (`jax.random.normal(rngs(), shape)`), or put random numbers "
+            "into the batches."
         )
     if changes and (more_changes or not is_same):
         lines = [
