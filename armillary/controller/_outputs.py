@@ -113,8 +113,8 @@ class Curves:
 
     def write(self, record: str, step: int, output: Output, **fields: Any) -> None:
         """Writes an output, and the scalars among it as a record."""
-        self.summary_manager.write_summaries(output, step=step)
         self.file.write(record, step, **fields)
+        self.summary_manager.write_summaries(output, step=step)
 
     def flush(self) -> None:
         self.summary_manager.flush()

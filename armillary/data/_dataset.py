@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from armillary._jaxpr import is_in_trace
+from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import make_gather
@@ -84,7 +86,9 @@ class DistributedDataset:
         """The kind of source, as messages call it."""
         self.num_global_batches: int | None = getattr(self._source, "num_batches", None)
         """How many batches one pass over the source has; `None` if not known."""
+        # Whose position it is, and who reads there, if that is a trainer.
         self._reader: BatchReader | None = None
+        self._owner: Callable[[], Any] = lambda: None
         # Batches that were opened, to look at or at a restored position, and not used.
         self._waiting: tuple[Position, Prefetcher[SourceBatch]] | None = None
         self._position = Position()
@@ -100,15 +104,36 @@ class DistributedDataset:
         """How far to place batches ahead; processes that must agree only read ahead."""
         return 0 if self.is_agreed else self.options.prefetch
 
-    def open_reader(self, *, in_pieces: bool, begins_anew: bool) -> BatchReader:
+    def open_reader(
+        self, *, in_pieces: bool, begins_anew: bool, owner: Any = None
+    ) -> BatchReader:
         """Returns what a feed reads; its arguments are the feed's."""
+        last, first = self._reader, Position()
+        if in_pieces and self.is_repositionable:
+            # An evaluation reads the first pass each time, and moves no position.
+            return BatchReader(self, first, self.read(first), in_pieces=True)
+        is_owners = owner is not None and self._owner() is owner
         waiting = self._waiting
+        if last is not None and is_owners and not begins_anew:
+            # The same trainer comes back.
+            if self.is_repositionable and not last.used.is_exhausted:
+                waiting = last.used, self.read(last.used)
         if waiting is None or (waiting[0].is_exhausted and begins_anew):
             waiting = self._open_next()
-        self._reader = BatchReader(self, *waiting, in_pieces=in_pieces)
-        self._waiting = None
+        reader = BatchReader(self, *waiting, in_pieces=in_pieces)
+        feed = last.feed() if last is not None and self._owner() is not None else None
+        if last and feed is not None and not (feed.is_closed or last.used.is_exhausted):
+            if owner is None:
+                return reader  # A look at what a trainer is in the middle of.
+            if not is_owners:
+                logger.warning(
+                    "Two trainers read one distributed dataset, which has one position "
+                    "to save: that of the second. Distribute the source for each."
+                )
+        self._reader, self._waiting = reader, None
+        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._next_epoch = waiting[0].epoch + 1
-        return self._reader
+        return reader
 
     def read(self, position: Position) -> Prefetcher[SourceBatch]:
         return read_batches(self._source, position, self._note_first)
@@ -199,6 +224,7 @@ class DistributedDataset:
 
         The iterator or loop that began last continues from there, if it is still in
         use; batches that it has read ahead are dropped. Otherwise the next one does.
+        Iterators that begin while a trainer is in the middle of the data do not count.
 
         Raises:
             DatasetStateError: If the source cannot be repositioned, or the state does

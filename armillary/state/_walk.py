@@ -19,6 +19,9 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+
+from armillary.errors import StateStructureError
 from armillary.state import _keras, _nnx
 from armillary.state._holders import (
     ATTRIBUTES,
@@ -106,6 +109,11 @@ class Walk:
         if id(value) in self.nodes:
             return
         parts = parts_of(value)
+        if task.part is not None and isinstance(value, getattr(jax, "Ref", ())):
+            raise StateStructureError(
+                f"`{path}` holds a `jax.Ref`, which neither strategies nor checkpoints "
+                "carry. Use an `nnx.Variable`, or an array that the step assigns."
+            )
         if parts or is_mutable_leaf(value):
             self.nodes[id(value)] = Node(value, path, parts)
             self._push(value, path, parts)

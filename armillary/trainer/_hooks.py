@@ -36,6 +36,7 @@ _FUNCTIONS = (
     *("mean", "min", "minimum", "ones", "ones_like", "prod", "sqrt", "square", "std"),
     *("sum", "var", "where", "zeros", "zeros_like"),
 )
+_EXACT = ("array", "asarray", "full", "ones", "ones_like", "zeros", "zeros_like")
 _UNKNOWN = object()
 _PLAIN = (bool, int, float, str, type(None), jax.Array, np.ndarray, np.generic)
 
@@ -162,9 +163,9 @@ class _Reader:
         """Returns whether code is known to do no more than compute."""
         match node:
             case ast.Assign(targets=[target], value=value):
-                return self.computes(value) and self._may_set(target)
+                return self.computes(value) and self._may_set(target, value)
             case ast.AugAssign(target=target, value=value):
-                return self.computes(value) and self._may_set(target)
+                return self.computes(value) and self._may_set(target, node)
             case ast.Call(func=ast.Attribute(value=holder, attr=name)):
                 arguments = [*node.args, *node.keywords]
                 if self._is_jax_numpy(holder):
@@ -180,14 +181,33 @@ class _Reader:
         parts = ast.iter_child_nodes(node)
         return isinstance(node, _NODES) and all(map(self.computes, parts))
 
-    def _may_set(self, target: ast.expr) -> bool:
+    def _may_set(self, target: ast.expr, source: ast.AST) -> bool:
         match target:
             case ast.Name(id=name):
                 self._locals.add(name)
                 return name != self._self
             case ast.Attribute(value=ast.Name()):
-                return isinstance(self._find(target), jax.Array)
-        return isinstance(target, ast.Subscript) and self.computes(target)
+                held = self._find(target)
+                return isinstance(held, jax.Array) and self._is_exact(held, source)
+            case ast.Subscript(value=holder) if self.computes(target):
+                return self._is_exact(self._find(holder)[...], source)
+        return False
+
+    def _is_exact(self, held: jax.Array, source: ast.AST) -> bool:
+        """Returns whether a kept value is the same in Python and in any program.
+
+        Where the data is cut, Python runs the hooks, and XLA rounds a program's sums
+        and products otherwise. An output may differ so, but not what is carried on.
+        """
+        if not jax.numpy.issubdtype(held.dtype, jax.numpy.inexact):
+            return True
+        for node in ast.walk(source):
+            is_call = isinstance(node, ast.Call)
+            is_call = is_call and getattr(node.func, "attr", "") not in _EXACT
+            is_sum = isinstance(node, ast.BinOp | ast.AugAssign)
+            if is_call or is_sum or getattr(node, "id", None) in self._locals:
+                return False
+        return True
 
     def _is_jax_numpy(self, node: ast.expr) -> bool:
         if not isinstance(node, ast.Name) or node.id in self._locals:

@@ -77,9 +77,14 @@ class Loop:
         return is_open and is_alike and all(map(operator.is_, parts, own_parts))
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
-        in_pieces, name = self._method.is_evaluation, self._method.name
-        data = self.datasets
-        return Feed(data, in_pieces=in_pieces, begins_anew=begins_anew, name=name)
+        method = self._method
+        return Feed(
+            self.datasets,
+            in_pieces=method.is_evaluation,
+            begins_anew=begins_anew,
+            name=method.name,
+            owner=method.owner,
+        )
 
     def reopen(self) -> None:
         self.feed.close()

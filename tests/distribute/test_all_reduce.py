@@ -116,6 +116,41 @@ def test_each_operation_gives_every_replica_the_same(op, strategy, rows):
     np.testing.assert_allclose(found["x"].array, combine[name](rows.array, 0))
 
 
+def test_a_mean_of_half_precision_is_not_too_large_on_the_way(strategy):
+    half = jnp.full(2, 30_000, jnp.float16)
+    found = strategy.run(lambda: armillary.all_reduce("mean", half)).array
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(found, half)
+
+
+@pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("dtype", [bool, "int8", "int32", "float16", "float32"])
+def test_the_type_of_a_result_is_the_same_on_one_and_on_many(make, op, dtype):
+    def step_fn():
+        return armillary.all_reduce(op, jnp.ones((), dtype))
+
+    def type_under(strategy):
+        return jax.tree.leaves(strategy.run(step_fn))[0].dtype
+
+    assert type_under(make()) == type_under(STRATEGIES["four replicas"]())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinities_of_replicas_with_data_are_what_they_are(sign):
+    strategy = STRATEGIES["four replicas"]()
+    options = armillary.data.InputOptions(remainder="exact")
+    data = from_arrays(np.ones(2, np.float32), batch_size=2)
+    op, expected = ("max", -np.inf) if sign > 0 else ("min", np.inf)
+
+    def step_fn(x):
+        return armillary.all_reduce(op, jnp.where(x > 2, x, expected).max())
+
+    for batch in strategy.distribute_dataset(data, options):
+        found = strategy.run(step_fn, args=(batch,))
+        assert strategy.local_results(found)[0] == expected
+
+
 def find_rounds(strategy, reduce):
     """Returns the lines of the all-reduces that a compiled step makes."""
 

@@ -46,6 +46,11 @@ SUMMED_TWICE = {
         jax.grad,
         "sum",
     ),
+    "gradients of an average, and a mean over all": (
+        lambda w, b: average(w, b) + jax.lax.pmean(mean(w, b), "replica") ** 2,
+        jax.grad,
+        "sum",
+    ),
     "gradients of a root of a mean over all": (
         lambda w, b: jnp.sqrt(all_reduce("mean", mean(w, b))),
         jax.grad,

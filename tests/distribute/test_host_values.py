@@ -51,7 +51,7 @@ def test_random_numbers_of_the_host_are_an_error(use, name):
     with pytest.raises(
         CapturedStateError,
         match=rf"`train_step` draws from `\S*{name}` while it is traced, so the same "
-        r"numbers would be a constant.*an `nnx.Rngs` that the trainer reaches",
+        r"numbers would be a constant.*a key of JAX that the trainer carries from step",
     ):
         trainer.train(1)
 

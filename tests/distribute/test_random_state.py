@@ -109,6 +109,7 @@ LEGACY = {
 }
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", LEGACY.values(), ids=LEGACY)
 def test_a_legacy_key_that_gives_all_replicas_the_same_is_an_error(strategy, draw):

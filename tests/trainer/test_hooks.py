@@ -310,10 +310,17 @@ PURE = [
     "self.num_loops = jnp.zeros_like(self.num_loops)\nself.num_loops += 1",
     "return {'step': self.optimizer.step[...], **self.loss.compute()}",
     "return {'factor': -self.factor, 'list': [1, 2], 'none': None}",
+    "self.mean = jnp.ones(())\nself.mean = jnp.zeros_like(self.mean)",
 ]
 NOT_PURE = [
     "self.num_begun = 1",
     "self.loss.extra = 1",
+    # A program may round what is carried on otherwise.
+    "self.mean = 0.9 * self.mean",
+    "self.mean += self.mean",
+    "mean = 0.9 * self.mean\nself.mean = mean",
+    "self.mean = jnp.sum(self.mean)",
+    "self.loss.total[...] = self.loss.total[...] * 0.9",
     "self.model.train()",
     "self.own.reset()",
     "return {'shown': self.shown}",
@@ -343,7 +350,7 @@ def read(tmp_path, body):
     exec(compile(path.read_text(), str(path), "exec"), names)
     kind = type("Written", (Property,), {"train_loop_end": names["train_loop_end"]})
     trainer = kind()
-    trainer.own = Own()
+    trainer.own, trainer.mean = Own(), jnp.zeros(())
     return find_effect(trainer, "train_loop_end")
 
 

@@ -114,3 +114,62 @@ def test_data_without_a_position_has_none():
     trainer.set_state([None])
     trainer.train(1)
     assert int(trainer.optimizer.step[...]) == 2
+
+
+class Evaluator(armillary.StandardEvaluator):
+    def __init__(self, data):
+        super().__init__(data)
+        self.sum = nnx.metrics.Average()
+
+    def eval_begin(self):
+        self.sum.reset()
+
+    def eval_step(self, iterator):
+        self.sum.update(values=next(iterator)["y"])
+
+    def eval_end(self):
+        return {"count": self.sum.count[...], "mean": self.sum.compute()}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_an_evaluation_begins_at_the_first_pass_and_moves_no_position(cuts):
+    data = from_arrays(DATA, batch_size=8, shuffle_seed=3)
+    data = armillary.get_strategy().distribute_dataset(data)
+    trainer, evaluator = Trainer(data), Evaluator(data)
+    trainer.train(3)
+    before = data.get_state()
+    first = evaluator.evaluate(3 if cuts else -1)
+    assert (data.get_state(), first["count"]) == (before, 24 if cuts else 64)
+    # Also where a position within a pass was restored.
+    data.set_state(before)
+    assert evaluator.evaluate(3 if cuts else -1) == first
+    trainer.train(2)
+    assert data.get_state()["source"]["index"] == 40
+
+
+def test_a_look_at_the_data_of_a_trainer_moves_no_position():
+    data = armillary.get_strategy().distribute_dataset(make_data())
+    trainer = Trainer(data)
+    for _ in range(3):
+        trainer.train(1)
+        next(iter(data))
+    assert data.get_state()["source"] == {"epoch": 0, "index": 24, "num_examples": 64}
+
+
+def test_a_trainer_that_comes_back_to_its_data_goes_on_in_it():
+    strategy = armillary.get_strategy()
+    data = [strategy.distribute_dataset(make_data()) for _ in range(2)]
+    trainer = Trainer(data[0])
+    for number in (0, 1, 0, 0):
+        trainer.train_dataset = data[number]
+        trainer.train(2)
+    assert [each.get_state()["source"]["index"] for each in data] == [48, 16]
+
+
+def test_two_trainers_on_one_distributed_dataset_are_told_so(caplog):
+    data = armillary.get_strategy().distribute_dataset(make_data())
+    trainers = [Trainer(data), Trainer(data)]
+    trainers[0].train(1)
+    assert not caplog.records
+    trainers[1].train(1)
+    assert "Two trainers read one distributed dataset" in caplog.text

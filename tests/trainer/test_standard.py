@@ -10,7 +10,11 @@ import armillary
 from armillary import StandardTrainer as Base
 from armillary import StandardTrainerOptions as Options
 from armillary.data import InputOptions, from_arrays
-from armillary.errors import BatchSizeError, ReplicaContextError
+from armillary.errors import (
+    BatchSizeError,
+    ReplicaContextError,
+    StateStructureError,
+)
 from tests.problems import make_batches, make_strategy
 
 
@@ -352,3 +356,15 @@ def test_a_loop_inside_a_transformation_is_refused_and_leaves_the_trainer_whole(
     with pytest.raises(ReplicaContextError, match="`Trainer` was asked for steps insi"):
         jax.jit(lambda: trainer.train(1))()
     trainer.train(1)
+
+
+@pytest.mark.parametrize("strategy", [make_strategy(1), make_strategy(2)], ids=[1, 2])
+def test_a_reference_is_refused_by_its_path(strategy):
+    trainer = Trainer(make_batches(2))
+    trainer.held = {"ref": jax.new_ref(jnp.zeros(()))}
+    with strategy.scope(), pytest.raises(StateStructureError, match="`held/ref` holds"):
+        trainer.train(1)
+    with pytest.raises(
+        StateStructureError, match=r"`trainer/held/ref` holds a `jax\.Re"
+    ):
+        armillary.Checkpoint(trainer=trainer)

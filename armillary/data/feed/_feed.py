@@ -8,7 +8,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from armillary._checks import list_lines
 from armillary.data.feed._reader import BatchReader
@@ -41,6 +41,7 @@ class Feed(Generic[T]):
         in_pieces: bool,
         begins_anew: bool = False,
         name: str | None = None,
+        owner: Any = None,
     ) -> None:
         self._datasets, self._name = tuple(datasets), name
         self._peers = None if name is None else datasets[0].layout.peers
@@ -50,7 +51,9 @@ class Feed(Generic[T]):
         self._is_alike = False
         # Not for use while a thread reads.
         self.readers = [
-            dataset.open_reader(in_pieces=in_pieces, begins_anew=begins_anew)
+            dataset.open_reader(
+                in_pieces=in_pieces, begins_anew=begins_anew, owner=owner
+            )
             for dataset in datasets
         ]
         for reader in self.readers:

@@ -6,6 +6,7 @@ of the default strategy, so a library function may always ask for its context.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,7 +96,7 @@ class ReplicaContext:
                 "value)` outside."
             )
         if self.axis_name is None or self._num_replicas == 1:
-            return value
+            return jax.tree.map(functools.partial(_alone, op), value)
         leaves, treedef = jax.tree.flatten(value)
         # Of what is not differentiable there is no gradient.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
@@ -104,9 +105,10 @@ class ReplicaContext:
         reduce = _REDUCE.get(op, jax.lax.psum)
         results = reduce(wide, self.axis_name)
         for i, old, result in zip(places, given, results, strict=True):
-            leaves[i] = result.astype(old.dtype) if op in _REDUCE else result
             if op is ReduceOp.MEAN:
-                leaves[i] = result / count_active(self.active)
+                result /= count_active(self.active)
+            is_kept = op in _REDUCE or old.dtype == jnp.float16
+            leaves[i] = result.astype(old.dtype) if is_kept else result
         return treedef.unflatten(leaves)
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
@@ -116,8 +118,10 @@ class ReplicaContext:
         other = 0
         if op in _REDUCE:
             is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-            limits = jnp.finfo(value.dtype) if is_float else jnp.iinfo(value.dtype)
-            other = limits.min if op is ReduceOp.MAX else limits.max
+            least, most = -jnp.inf, jnp.inf
+            if not is_float:
+                least, most = jnp.iinfo(value.dtype).min, jnp.iinfo(value.dtype).max
+            other = least if op is ReduceOp.MAX else most
         return jnp.where(self.is_active(), value, jnp.full_like(value, other))
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
@@ -165,7 +169,19 @@ def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
         and jnp.issubdtype(value.dtype, jnp.integer)
         and value.dtype.itemsize < 4
     )
+    if op is ReduceOp.MEAN and value.dtype == jnp.float16:
+        return value.astype(jnp.float32)
     return value.astype(int) if is_small else value
+
+
+def _alone(op: ReduceOp, value: Any) -> Any:
+    """Returns what one replica has of itself, as a number of the type that many have."""
+    dtype = jnp.result_type(value)
+    if op in _REDUCE or jnp.issubdtype(dtype, jnp.inexact) or dtype == float0:
+        return value
+    if op is ReduceOp.MEAN:
+        return jnp.asarray(value) / 1
+    return jnp.asarray(value).astype(int) if dtype == bool else value
 
 
 class _Frame(NamedTuple):

@@ -285,6 +285,8 @@ class Proof(Dataflow[Facts]):
         kept = {each for each in labels if _goes_through(each, name, dtype, reasons)}
         if name == "random_wrap":
             kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
+        if name == "random_unwrap" and not reasons:
+            kept |= {Label(Kind.RAW_KEY, x.origin) for x in both.only(Kind.KEY)}
         if name in ("random_bits", "random_gamma") and not reasons:
             self._note(equation, operands[0], [Kind.KEY])
         return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
@@ -295,7 +297,8 @@ class Proof(Dataflow[Facts]):
         if name in ("add", "add_any", "sub"):
             # What is equal, such as the zeros that a sum begins with, changes nothing.
             own = [each for each in operands if each.reasons]
-            is_all = all(each.find(Kind.OF_REDUCED) for each in own)
+            kinds = Kind.OF_REDUCED, Kind.DIVIDED
+            is_all = all(any(map(each.find, kinds)) for each in own)
             return set() if is_all else both.only(Kind.OF_REDUCED)
         lost: set[Label] = set()
         divided = [each for each in operands if each.find(Kind.DIVIDED)]
