@@ -357,10 +357,7 @@ class Controller:
         """
         require(self, "checkpoint_manager", for_method="restore_checkpoint")
         with self._display.on("train", self._run.read_step()), self._watch():
-            restored = self._saving.restore(path)
-        if restored is not None:
-            tell(self.train_actions, "resume_at", self._run.read_step())
-        return restored
+            return self._saving.restore(path)
 
     def request_stop(self, reason: str) -> None:
         """Ends the loop that is running at its next boundary, after saving.

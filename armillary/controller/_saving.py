@@ -26,7 +26,7 @@ from etils import epath
 
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.actions._conditions import NewBestMetric, find_parts
+from armillary.actions._conditions import NewBestMetric, find_parts, tell
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._checkpoint import has_position
 from armillary.checkpoint._store import Content
@@ -313,6 +313,7 @@ class Saving:
             logger.info("restored from checkpoint: %s", restored)
             step = run.read_step()
             run.goodput.mark("restore", step)
+            tell(run.train_actions, "resume_at", step)
             _warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 

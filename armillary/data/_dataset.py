@@ -113,11 +113,10 @@ class DistributedDataset:
             # An evaluation reads the first pass each time, and moves no position.
             return BatchReader(self, first, self.read(first), in_pieces=True)
         is_owners = owner is not None and self._owner() is owner
+        goes_on = is_owners and self.is_repositionable and not begins_anew
         waiting = self._waiting
-        if last is not None and is_owners and not begins_anew:
-            # The same trainer comes back.
-            if self.is_repositionable and not last.used.is_exhausted:
-                waiting = last.used, self.read(last.used)
+        if last is not None and goes_on and not last.used.is_exhausted:
+            waiting = last.used, self.read(last.used)
         if waiting is None or (waiting[0].is_exhausted and begins_anew):
             waiting = self._open_next()
         reader = BatchReader(self, *waiting, in_pieces=in_pieces)

@@ -202,11 +202,13 @@ class _Reader:
         if not jax.numpy.issubdtype(held.dtype, jax.numpy.inexact):
             return True
         for node in ast.walk(source):
-            is_call = isinstance(node, ast.Call)
-            is_call = is_call and getattr(node.func, "attr", "") not in _EXACT
-            is_sum = isinstance(node, ast.BinOp | ast.AugAssign)
-            if is_call or is_sum or getattr(node, "id", None) in self._locals:
-                return False
+            match node:
+                case ast.Call(func=ast.Attribute(attr=name)) if name in _EXACT:
+                    continue
+                case ast.Call() | ast.BinOp() | ast.AugAssign():
+                    return False
+                case ast.Name(id=name) if name in self._locals:
+                    return False
         return True
 
     def _is_jax_numpy(self, node: ast.expr) -> bool:

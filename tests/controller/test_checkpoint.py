@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import armillary
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.controller import _saving
 from armillary.controller._controller import Controller
@@ -323,3 +324,16 @@ def test_evaluating_writes_nothing_beside_the_checkpoints(tmp_path):
 
 def list_files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_run_that_goes_back_runs_its_periodic_actions_again(tmp_path):
+    steps, run = [], Run()
+    note = armillary.actions.PeriodicAction(
+        lambda _: steps.append(int(run.step.get_value())), 4
+    )
+    options = {"checkpoint_interval": 2}
+    controller = make_controller(run, tmp_path, options, train_actions=[note])
+    controller.train(8)
+    controller.restore_checkpoint(tmp_path / "checkpoint_2")
+    controller.train(8)
+    assert steps == [4, 8, 4, 8]

@@ -127,7 +127,7 @@ class Evaluator(armillary.StandardEvaluator):
     def eval_step(self, iterator):
         self.sum.update(values=next(iterator)["y"])
 
-    def eval_end(self):
+    def eval_end(self, *_):
         return {"count": self.sum.count[...], "mean": self.sum.compute()}
 
 

@@ -175,13 +175,14 @@ def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
 
 
 def _alone(op: ReduceOp, value: Any) -> Any:
-    """Returns what one replica has of itself, as a number of the type that many have."""
+    """Returns what one replica has of itself, in the type that several have."""
     dtype = jnp.result_type(value)
     if op in _REDUCE or jnp.issubdtype(dtype, jnp.inexact) or dtype == float0:
         return value
     if op is ReduceOp.MEAN:
         return jnp.asarray(value) / 1
-    return jnp.asarray(value).astype(int) if dtype == bool else value
+    is_bool = jnp.issubdtype(dtype, jnp.bool_)
+    return jnp.asarray(value).astype(int) if is_bool else value
 
 
 class _Frame(NamedTuple):

@@ -286,7 +286,7 @@ class Proof(Dataflow[Facts]):
         if name == "random_wrap":
             kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
         if name == "random_unwrap" and not reasons:
-            kept |= {Label(Kind.RAW_KEY, x.origin) for x in both.only(Kind.KEY)}
+            kept |= {Label(Kind.RAW_KEY, x.origin) for x in operands[0].only(Kind.KEY)}
         if name in ("random_bits", "random_gamma") and not reasons:
             self._note(equation, operands[0], [Kind.KEY])
         return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
