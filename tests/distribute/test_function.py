@@ -198,6 +198,11 @@ def test_equal_static_arguments_of_different_types_are_told_apart(first, second)
     assert kind(second) == type(second).__name__
 
 
+def test_a_zero_has_a_sign_as_a_static_argument_too():
+    divide = armillary.function(lambda x, by: x / by)
+    assert [divide(jnp.ones(()), each) for each in (0.0, -0.0)] == [np.inf, -np.inf]
+
+
 def test_a_function_inside_a_function_is_part_of_it(traces, no_retrace):
     count = nnx.Variable(jnp.asarray(0))
 

@@ -341,5 +341,5 @@ def kind_of(leaf: Any) -> Any:
 def identity_of(value: Any) -> Any:
     """Returns equal keys exactly for values that a compiled program may share."""
     if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
-        return type(value), value
+        return type(value), repr(value)  # 0.0 equals -0.0, and NaN not itself.
     return id(value)
