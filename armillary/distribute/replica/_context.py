@@ -176,13 +176,13 @@ def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
 
 def _alone(op: ReduceOp, value: Any) -> Any:
     """Returns what one replica has of itself, in the type that several have."""
-    dtype = jnp.result_type(value)
-    if op in _REDUCE or jnp.issubdtype(dtype, jnp.inexact) or dtype == float0:
+    value = jnp.asarray(value) if isinstance(value, bool) else value
+    dtype = getattr(value, "dtype", float0)
+    if op in _REDUCE or dtype == float0 or jnp.issubdtype(dtype, jnp.inexact):
         return value
     if op is ReduceOp.MEAN:
-        return jnp.asarray(value) / 1
-    is_bool = jnp.issubdtype(dtype, jnp.bool_)
-    return jnp.asarray(value).astype(int) if is_bool else value
+        return value / 1
+    return value.astype(int) if jnp.issubdtype(dtype, jnp.bool_) else value
 
 
 class _Frame(NamedTuple):
