@@ -8,7 +8,6 @@ touched a slot, is told by identity, in passes that Python makes in C.
 """
 
 import contextlib
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,10 +131,9 @@ class FlatState:
         donated, others = use.pick_donated(self.arrays), use.pick_others(self.arrays)
         if not self._moves:
             return donated, others
-        move = functools.partial(_put, may_alias=False)
         return (
-            list(map(move, donated, use.pick_donated(self._shardings))),
-            list(map(_put, others, use.pick_others(self._shardings))),
+            _put(donated, use.pick_donated(self._shardings), [True] * len(donated)),
+            _put(others, use.pick_others(self._shardings)),
         )
 
     def settle(self, changed: tuple[int, ...]) -> None:
@@ -187,8 +185,7 @@ class FlatState:
     def give(self, values: Sequence[jax.Array], token: Any) -> None:
         """Takes over the outputs of the program that the arrays were lent to."""
         if self._moves:
-            homes = [self._homes[i] for i in self._use.changed]
-            values = list(map(_put, values, homes))
+            values = _put(values, [self._homes[i] for i in self._use.changed])
         self.arrays = list(self._use.pick_given([*values, *self.arrays]))
         self._is_ahead = True
         self._stale.clear()
@@ -246,15 +243,14 @@ class FlatState:
         if not self._has_looked:
             self._look()
         self._has_looked = False
-        moved: set[int] = set()
-        for i, leaf in self._stale_leaves():
-            if leaf is self.arrays[i]:
-                continue
-            may_alias = i not in self._use.new or self.types[i].ndim == 0
-            self.arrays[i] = _put(strong(leaf), self._homes[i], may_alias)
-            if self.arrays[i] is not leaf and i not in self._use.new:
-                moved.add(i)
-        return moved
+        new, types = self._use.new, self.types
+        stale = {i: x for i, x in self._stale_leaves() if x is not self.arrays[i]}
+        homes = [self._homes[i] for i in stale]
+        copies = [i in new and types[i].ndim > 0 for i in stale]
+        placed = _put(list(map(strong, stale.values())), homes, copies)
+        for i, array in zip(stale, placed, strict=True):
+            self.arrays[i] = array
+        return {i for i, x in stale.items() if self.arrays[i] is not x and i not in new}
 
     def _separate(self) -> set[int]:
         """Copies arrays that sit in two slots, of which one will be donated."""
@@ -278,18 +274,29 @@ def _is_leaf(slot: Slot) -> bool:
     return slot.is_leaf and _nnx.is_variable(slot.variable)
 
 
-def _put(leaf: jax.Array, sharding: Any, may_alias: bool = True) -> jax.Array:
-    target = leaf.sharding if sharding is None else sharding
-    if not may_alias:
-        # `device_put(..., may_alias=False)` still shares memory with one of the
-        # devices.
-        leaf = leaf.copy()
-    # Outputs of a program are committed to their devices. If it began with arrays that
-    # are not, it would be compiled again for them.
-    if leaf.sharding == target and (leaf.committed or sharding is None):
-        return leaf
-    if not target.is_fully_addressable:
+def _put(
+    leaves: Sequence[jax.Array], shardings: Sequence[Any], copies: Sequence[bool] = ()
+) -> list[jax.Array]:
+    """Puts arrays where they live, some as copies; `None` is where they are."""
+    placed, targets = list(leaves), {}
+    copies = copies or [False] * len(placed)
+    for n, (target, is_copy) in enumerate(zip(shardings, copies, strict=True)):
+        if is_copy:
+            # `device_put(..., may_alias=False)` still shares memory with one of the
+            # devices.
+            placed[n] = placed[n].copy()
+        # Outputs of a program are committed to their devices. If it began with arrays
+        # that are not, it would be compiled again for them.
+        if target is None or (placed[n].sharding == target and placed[n].committed):
+            continue
+        if target.is_fully_addressable:
+            targets[n] = target
+            continue
         # A copy, since JAX may keep the memory of the host as that of a device.
-        placed = as_global(leaf, target)
-        return placed if may_alias else placed.copy()
-    return jax.device_put(leaf, target)
+        whole = as_global(placed[n], target)
+        placed[n] = whole.copy() if is_copy else whole
+    # In one call, since each costs as much as a small array.
+    moved = jax.device_put([placed[n] for n in targets], list(targets.values()))
+    for n, array in zip(targets, moved, strict=True):
+        placed[n] = array
+    return placed
