@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -33,6 +34,14 @@ from tests.problems import (
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_STEPS = 50
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew():
+    """Forgets operations that tests before these have compiled in another way."""
+    jax.clear_caches()
+
+
 MODELS = {"mlp": MLP, "cnn": CNN}
 TRANSFORMS = {"sgd": optax.sgd(0.05, momentum=0.9), "adam": optax.adam(3e-3)}
 PROGRAM = """

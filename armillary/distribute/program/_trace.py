@@ -179,13 +179,13 @@ class _Tracing(NamedTuple):
         get_states = _find_generators(before, Walk(self._functions))
         states = {name: get_state() for name, get_state in get_states.items()}
         try:
-            step, after = self._trace()
+            step, changes = self._trace(before)
         except BaseException:
             if not is_in_trace():
                 take_tracers(state.roots)
             raise
         drawn = [name for name, get in get_states.items() if get() != states[name]]
-        return step, state.changes_between(before, after), drawn
+        return step, changes, drawn
 
     @property
     def _functions(self) -> list[tuple[Any, str]]:
@@ -193,7 +193,7 @@ class _Tracing(NamedTuple):
         function = getattr(self.user_fn, "__func__", self.user_fn)
         return [(function, ""), *((method, "") for method in methods_of(self.user_fn))]
 
-    def _trace(self) -> tuple[TracedStep, Walk]:
+    def _trace(self, before: Walk) -> tuple[TracedStep, dict[str, str]]:
         state, user_fn, owner = self.flat.state, self.user_fn, self.owner
         changed: list[int] = []
         results: list[Any] = []
@@ -208,7 +208,9 @@ class _Tracing(NamedTuple):
             changed[:] = [i for i, (old, new) in enumerate(pairs) if old is not new]
             values, tree = jax.tree.flatten(result)
             static = [ARRAY if isinstance(v, jax.Array) else v for v in values]
-            results[:] = [walk, tree, tuple(static)]
+            # Here, because a walk that outlives the trace would hold its tracers.
+            changes = state.changes_between(before, walk)
+            results[:] = [changes, tree, tuple(static)]
             arrays = [value for value in values if isinstance(value, jax.Array)]
             return [after[i] for i in changed], arrays
 
@@ -223,10 +225,10 @@ class _Tracing(NamedTuple):
         if not is_in_trace():
             self._check_nothing_left()
         check_captured(traced.jaxpr, state, user_fn, owner)
-        walk, tree, static = results
+        changes, tree, static = results
         program = self._without_unused(traced.jaxpr)
         step = TracedStep(program, tuple(changed), tree, static, Fingerprint(program))
-        return step, walk
+        return step, changes
 
     def _check_nothing_left(self) -> None:
         """Raises if a step left an array where it stays, to fail far from its line."""
