@@ -34,14 +34,6 @@ from tests.problems import (
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_STEPS = 50
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_anew():
-    """Forgets operations that tests before these have compiled in another way."""
-    jax.clear_caches()
-
-
 MODELS = {"mlp": MLP, "cnn": CNN}
 TRANSFORMS = {"sgd": optax.sgd(0.05, momentum=0.9), "adam": optax.adam(3e-3)}
 PROGRAM = """
@@ -49,6 +41,12 @@ import sys
 from tests.test_proofs_training import run
 run(*sys.argv[1:])
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew():
+    """Forgets operations that tests before these have compiled in another way."""
+    jax.clear_caches()
 
 
 # How steps are divided into loops and chunks changes no bit

@@ -203,8 +203,8 @@ class CheckpointManager:
         step = self._step()
         mark = self._mark[1] if self._mark and self._mark[0] == step else None
         path = self._writer.start(number, self.read_content(), mark)
-        if self._is_paced:
-            self.checkpoint_interval = self._writer.find_interval(step or 0)
+        if self._is_paced and (interval := self._writer.find_interval(step or 0)):
+            self.checkpoint_interval = interval
         self._last_step, self._last_number = step, number
         self._is_marking, self._holder = mark is not None, (step, path)
         return path

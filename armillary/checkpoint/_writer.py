@@ -85,7 +85,7 @@ class Writer:
         self._failure: CheckpointError | None = None
         # When the last save began, and at which step; how long the last write took.
         self._began, self._paced = 0.0, (-1, 0.0)
-        self._write_seconds, self._interval = 0.0, 1
+        self._write_seconds = 0.0
 
     def start(self, number: int, content: Content, mark: Mark | None = None) -> str:
         """Starts a save, of what is best if there is a mark; call `sync` before."""
@@ -98,19 +98,18 @@ class Writer:
         self._is_saving = True
         return path
 
-    def find_interval(self, step: int) -> int:
-        """Returns how many steps after this save the next one costs little time."""
+    def find_interval(self, step: int) -> int | None:
+        """Returns after how many steps the next save costs little time, once known."""
         (last, at), self._paced = self._paced, (step, self._began)
         if not 0 <= last < step:  # Not known is how long a step takes.
-            return self._interval
+            return None
         seconds = max(
             _LEAST_SECONDS,
             _PER_WAITED * (monotonic() - self._began),
             _PER_WRITTEN * self._write_seconds,
         )
         steps = math.ceil(seconds * (step - last) / (self._began - at))
-        self._interval = decide("how often to save", lambda: steps, self._peers)
-        return self._interval
+        return decide("how often to save", lambda: steps, self._peers)
 
     def sync(self) -> None:
         """Waits until the last save is on the disk and old checkpoints are removed."""

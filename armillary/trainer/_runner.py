@@ -103,11 +103,11 @@ class StandardTrainerOptions(LoopOptions):
             names arrays and replicas. `None` does not compare.
         compile_hooks: Whether `train_loop_begin` and `train_loop_end` are part of the
             device program, so that it can run many loops. `None` traces them, and they
-            are if all they do is to reset and compute metrics of Flax or Keras, and
-            arithmetic with arrays of the trainer. `True` says that they need no Python
-            (they print nothing, and keep no count): they are then traced, once, like
-            the step. Loops that are watched (`on_non_finite`, `check_replicas_every`)
-            or not compiled leave them in Python.
+            are if all they do is to reset and compute metrics of Flax or Keras, set
+            arrays, count, and do arithmetic for the output. `True` says that they need
+            no Python (they print nothing, and keep no count): they are then traced,
+            once, like the step. Loops that are watched (`on_non_finite`,
+            `check_replicas_every`) or not compiled leave them in Python.
 
     A step that is skipped leaves every array as it was, but for random keys and
     integers of 32 or 64 bits outside metrics, batch statistics and the state of Optax:

@@ -135,6 +135,23 @@ def test_a_loss_that_is_scaled_by_a_number_from_elsewhere_is_an_error(strategy):
     assert float(weight[...]) == 1
 
 
+def test_a_loss_that_is_divided_by_a_reduced_count_is_an_error(strategy):
+    weight = nnx.Param(jnp.asarray(1.0))
+
+    def step_fn(x):
+        def loss_fn(w):
+            count = get_replica_context().all_reduce("sum", jnp.sum(x * 0 + 1))
+            return jnp.sum(x * w[...]) / count
+
+        gradients = armillary.all_reduce("sum", nnx.grad(loss_fn)(weight))
+        weight[...] = weight[...] - gradients[...]
+
+    with pytest.raises(BatchSizeError, match=r"runs on 2 of 4 .* Take the .mean. of"):
+        strategy.run(step_fn, args=(uneven(strategy),))
+
+    assert float(weight[...]) == 1
+
+
 def test_a_step_without_gradients_needs_not_ask(strategy):
     metric, count = nnx.metrics.Average(), nnx.Variable(jnp.asarray(0))
 
