@@ -32,12 +32,14 @@ def _is_real(value: Any) -> bool:
     return is_number and math.isfinite(value)
 
 
-def check_positive_int(name: str, value: Any, most: int | None = None) -> int:
+def check_positive_int(
+    name: str, value: Any, most: int | None = None, fix: str = ""
+) -> int:
     """Returns `value` as an `int`, or raises if it is not positive, or above `most`."""
     if not is_positive_int(value) or (most is not None and value > most):
         limit = "" if most is None else f" of at most {most:,}"
-        fix = f"Use `{name}=1` or more{_as_int(name, value)}."
-        _refuse(name, value, f"a positive integer{limit}. {fix}")
+        usual = f"Use `{name}=1` or more{_as_int(name, value)}."
+        _refuse(name, value, f"a positive integer{limit}. {usual} {fix}".rstrip())
     return int(value)
 
 

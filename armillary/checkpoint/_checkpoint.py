@@ -159,11 +159,13 @@ class Checkpoint:
             ValueError: If two places have the same path.
         """
         leaves: dict[str, Any] = {}
+        seen: set[str] = set()  # as a disk has them, which drops slashes at the end
         twice: list[str] = []
         for slot in self._find_slots():
             for path, leaf in zip(slot.paths, slot.read(), strict=True):
-                if path in leaves:
+                if (stored := path.rstrip("/")) in seen:
                     twice.append(path)
+                seen.add(stored)
                 leaves[path] = leaf
         if twice:
             raise ValueError(
@@ -260,10 +262,15 @@ def _read_state(name: str, value: Any) -> Any:
 
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
     slots = find_slots(value, name)
-    if not has_state and not slots:
+    # A tuple may hold dictionaries besides: half of it would be saved.
+    lost = {id(each) for _, each in Walk([(value, name)]).constants}
+    is_tuple = isinstance(value, tuple)
+    is_partial = is_tuple and not lost.isdisjoint(map(id, jax.tree.leaves(value)))
+    if not has_state and (not slots or is_partial):
         shown = value if isinstance(value, type) else type(value)
+        what = "an array in a tuple" if is_partial else "nothing to save"
         raise TypeError(
-            f"`{name}` is of type {shown.__name__}, in which there is nothing to save: "
+            f"`{name}` is of type {shown.__name__}, in which there is {what}: "
             "it must be an object with arrays in places that can be assigned, or with "
             "`get_state()` and `set_state(state)`. Hold a bare array or pytree in a "
             f"dictionary, as in `Checkpoint({name}={{'value': value}})`."

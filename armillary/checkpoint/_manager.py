@@ -97,8 +97,8 @@ class CheckpointManager:
             check_not_negative("keep_checkpoint_every_n_hours", hours)
         self._is_paced = isinstance(interval, str) and interval == "auto"
         if interval is not None:
-            interval = 1 if self._is_paced else interval
-            interval = check_positive_int("checkpoint_interval", interval)
+            interval, fix = 1 if self._is_paced else interval, 'Or use `"auto"`.'
+            interval = check_positive_int("checkpoint_interval", interval, fix=fix)
         if init_fn is not None:
             check_callable("init_fn", init_fn)
         self.checkpoint = checkpoint
@@ -238,7 +238,7 @@ class CheckpointManager:
         if not decide(topic, lambda: is_best(mark, self._directory, step), peers):
             return False
         self._mark, is_own, held = (step, mark), path is None, self._holder
-        if is_own and held is not None and step is not None and held[0] == step:
+        if held is not None and step is not None and held[0] == step:
             path = held[1]
         if path is None:
             return True

@@ -124,7 +124,9 @@ def as_restored(stored: Any, target: Any) -> Any:
     if isinstance(target, np.ndarray) and target.dtype == stored.dtype:
         return stored
     if not isinstance(target, jax.Array):
-        return jnp.array(stored)
+        # JAX's integers have 32 bits, those of Python and NumPy may need more.
+        is_array = isinstance(target, np.ndarray)
+        return jnp.array(stored) if is_array else type(target)(stored.item())
     if not target.committed:
         (device,) = target.devices()
         with jax.default_device(device):

@@ -218,16 +218,12 @@ class StepMethod(NamedTuple):
     name: str  # for messages
     strategy: Strategy
     options: LoopOptions
+    is_evaluation: bool  # It leaves the model as it is, and takes examples in pieces.
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
         with accumulating(self.options.accumulate_steps, self.name):
             return self.fn(iterators)
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether it leaves the model as it is, and uses every example, in pieces."""
-        return self.name.startswith("eval")
 
     @property
     def owner_name(self) -> str:
@@ -251,6 +247,8 @@ def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
 
 class Runner:
     """What runs a step of its own, many times."""
+
+    _step_name: str | None = None  # for messages, if it is not that of the method
 
     if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
 
@@ -293,8 +291,11 @@ class Runner:
                 "another transformation of JAX. Call it as it is, without these: its "
                 "loop is compiled already."
             )
-        step = getattr(self, name)
-        return StepMethod(self, step, name, strategy, run.options, keep_results)
+        shown = self._step_name or name
+        is_evaluation, step = name.startswith("eval"), getattr(self, name)
+        return StepMethod(
+            self, step, shown, strategy, run.options, is_evaluation, keep_results
+        )
 
 
 def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:

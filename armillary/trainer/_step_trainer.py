@@ -74,6 +74,8 @@ class StepTrainer(StandardTrainer):
         ValueError: If `state` has no array, or there are more than 64 means.
     """
 
+    _step_name = "step"
+
     def __init__(
         self,
         step: Callable[[Any, Batch], tuple[Any, Mapping[str, Any] | None]],
@@ -158,6 +160,8 @@ class StepEvaluator(StandardEvaluator):
     Raises:
         TypeError: If an argument is of the wrong type, or `step` returns no dictionary.
     """
+
+    _step_name = "step"
 
     def __init__(
         self,

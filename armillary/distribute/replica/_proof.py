@@ -293,14 +293,15 @@ class Proof(Dataflow[Facts]):
 
     def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
         """Returns the labels that a sum or a product of such operands has not."""
-        both = self.join(operands)
+        both, own = self.join(operands), [each for each in operands if each.reasons]
         if name in ("add", "add_any", "sub"):
             # What is equal, such as the zeros that a sum begins with, changes nothing.
-            own = [each for each in operands if each.reasons]
-            kinds = Kind.OF_REDUCED, Kind.DIVIDED
-            is_all = all(any(map(each.find, kinds)) for each in own)
-            return set() if is_all else both.only(Kind.OF_REDUCED)
+            if not all(each.only(Kind.OF_REDUCED, Kind.DIVIDED) for each in own):
+                return both.only(Kind.OF_REDUCED)
         lost: set[Label] = set()
+        if own and not self._is_backward(equation):
+            # An equal gradient that weighs what differs, as a line search, makes none.
+            lost |= both.only(Kind.OF_REDUCED) - self.join(own).labels
         divided = [each for each in operands if each.find(Kind.DIVIDED)]
         is_by_divisor = name == "div" and operands[1].find(Kind.DIVISOR)
         if is_by_divisor or not all(each.find(Kind.REDUCED) for each in divided):
