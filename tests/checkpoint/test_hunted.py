@@ -1,4 +1,4 @@
-"""What once was saved in part, restored as another number, or marked on another step."""
+"""What was once saved in part, restored as another number or marked elsewhere."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -294,14 +294,14 @@ class Proof(Dataflow[Facts]):
     def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
         """Returns the labels that a sum or a product of such operands has not."""
         both, own = self.join(operands), [each for each in operands if each.reasons]
-        if name in ("add", "add_any", "sub"):
-            # What is equal, such as the zeros that a sum begins with, changes nothing.
-            if not all(each.only(Kind.OF_REDUCED, Kind.DIVIDED) for each in own):
-                return both.only(Kind.OF_REDUCED)
         lost: set[Label] = set()
         if own and not self._is_backward(equation):
             # An equal gradient that weighs what differs, as a line search, makes none.
             lost |= both.only(Kind.OF_REDUCED) - self.join(own).labels
+        if name in ("add", "add_any", "sub"):
+            # What is equal, such as the zeros that a sum begins with, changes nothing.
+            is_all = all(each.only(Kind.OF_REDUCED, Kind.DIVIDED) for each in own)
+            return lost if is_all else both.only(Kind.OF_REDUCED)
         divided = [each for each in operands if each.find(Kind.DIVIDED)]
         is_by_divisor = name == "div" and operands[1].find(Kind.DIVISOR)
         if is_by_divisor or not all(each.find(Kind.REDUCED) for each in divided):
