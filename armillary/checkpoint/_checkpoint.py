@@ -262,10 +262,10 @@ def _read_state(name: str, value: Any) -> Any:
 
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
     slots = find_slots(value, name)
-    # A tuple may hold dictionaries besides: half of it would be saved.
-    lost = {id(each) for _, each in Walk([(value, name)]).constants}
-    is_tuple = isinstance(value, tuple)
-    is_partial = is_tuple and not lost.isdisjoint(map(id, jax.tree.leaves(value)))
+    is_partial = False
+    if isinstance(value, tuple):  # It may hold dictionaries besides, which are saved.
+        lost = {id(each) for _, each in Walk([(value, name)]).constants}
+        is_partial = not lost.isdisjoint(map(id, jax.tree.leaves(value)))
     if not has_state and (not slots or is_partial):
         shown = value if isinstance(value, type) else type(value)
         what = "an array in a tuple" if is_partial else "nothing to save"

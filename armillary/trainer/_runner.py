@@ -248,8 +248,6 @@ def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
 class Runner:
     """What runs a step of its own, many times."""
 
-    _step_name: str | None = None  # for messages, if it is not that of the method
-
     if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
 
         def __getattribute__(self, name: str) -> Any:
@@ -291,8 +289,8 @@ class Runner:
                 "another transformation of JAX. Call it as it is, without these: its "
                 "loop is compiled already."
             )
-        shown = self._step_name or name
         is_evaluation, step = name.startswith("eval"), getattr(self, name)
+        shown = getattr(step, "__name__", name)  # as in messages of a trace
         return StepMethod(
             self, step, shown, strategy, run.options, is_evaluation, keep_results
         )

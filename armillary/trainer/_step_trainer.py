@@ -74,8 +74,6 @@ class StepTrainer(StandardTrainer):
         ValueError: If `state` has no array, or there are more than 64 means.
     """
 
-    _step_name = "step"
-
     def __init__(
         self,
         step: Callable[[Any, Batch], tuple[Any, Mapping[str, Any] | None]],
@@ -106,6 +104,8 @@ class StepTrainer(StandardTrainer):
     def train_step(self, iterator: Any) -> None:
         self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
         self.global_step[...] += 1
+
+    train_step.__name__ = "step"  # for messages: the user wrote `step`
 
     def train_loop_end(self) -> Output:
         return self._metrics.compute()
@@ -161,8 +161,6 @@ class StepEvaluator(StandardEvaluator):
         TypeError: If an argument is of the wrong type, or `step` returns no dictionary.
     """
 
-    _step_name = "step"
-
     def __init__(
         self,
         step: Callable[[Any, Batch], Mapping[str, Any]],
@@ -184,6 +182,8 @@ class StepEvaluator(StandardEvaluator):
 
     def eval_step(self, iterator: Any) -> None:
         self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+
+    eval_step.__name__ = "step"
 
     def eval_end(self, *state: Any) -> Output:
         del state

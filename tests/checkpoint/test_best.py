@@ -176,13 +176,13 @@ def read_best_step(folder):
     return best and int(Path(best).name.rpartition("_")[2])
 
 
-def make(directory, values, evaluator=None, **options):
+def make(directory, values, evaluator=None, trains=True, **options):
     """Returns a controller whose evaluation at a step gives one of the values."""
     loops = Loops(evaluated=lambda step: {"accuracy": values[step]})
     options = {"keep_best": "accuracy", "higher_is_better": True, **options}
     manager = CheckpointManager(Checkpoint(loops=loops), directory, **options)
     return armillary.Controller(
-        trainer=loops,
+        trainer=loops if trains else None,
         evaluator=evaluator or loops,
         global_step=lambda: loops.step,
         steps_per_loop=10,
@@ -247,13 +247,18 @@ def test_what_is_saved_again_at_the_end_is_still_the_best(tmp_path):
     assert controller.checkpoint_manager.best_checkpoint.endswith("checkpoint_10.1")
 
 
-def test_a_checkpoint_that_is_evaluated_later_can_be_the_best(tmp_path):
+@pytest.mark.parametrize("by_manager", [False, True])
+def test_a_checkpoint_that_is_evaluated_later_can_be_the_best(tmp_path, by_manager):
     values = {10: 0.5, 20: 0.75, 30: 0.25}
     controller = make(tmp_path, values, checkpoint_interval=10)
     controller.train(30)
     manager = controller.checkpoint_manager
+    if by_manager:  # a program that only evaluates
+        controller = make(tmp_path, values, trains=False)
+        manager = controller.checkpoint_manager
+    restore = manager.restore if by_manager else controller.restore_checkpoint
     for path in manager.checkpoints:
-        controller.restore_checkpoint(path)
+        restore(path)
         controller.evaluate()
     assert manager.best_checkpoint == str(tmp_path / "checkpoint_20")
     assert names_in(tmp_path) == [f"checkpoint_{step}" for step in (10, 20, 30)]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -104,8 +105,15 @@ class Source(Position):
         raise DatasetStateError("A generator cannot be repositioned.")
 
 
-def make(directory: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(Checkpoint(h={"x": jnp.zeros(1)}), directory, **options)
+def test_a_tuple_of_modules_is_saved():
+    modules = tuple(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    assert len(Checkpoint(models=modules).read_leaves()) == 4
+
+
+def make(directory: Path, h: Any = None, **options: Any) -> CheckpointManager:
+    return CheckpointManager(
+        Checkpoint(h=h or {"x": jnp.zeros(1)}), directory, **options
+    )
 
 
 def read_donated(_: Path) -> None:
@@ -122,6 +130,7 @@ class Frozen:
 
 
 FROZEN = Frozen([jnp.zeros(1)])
+PARTLY = "`thing` is of type tuple, .*an array in a tuple: .*%s.*{'value': value}"
 NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
 
 
@@ -132,6 +141,13 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
             NOTHING % "type int": lambda _: Checkpoint(thing=3),
             NOTHING % "type SimpleNamespace": (
                 lambda _: Checkpoint(thing=SimpleNamespace(name="x"))
+            ),
+            # The dictionaries in it could be saved, and the rest would be lost.
+            PARTLY % "must be an object": (
+                lambda _: Checkpoint(thing=({"w": jnp.zeros(3)}, jnp.int32(5)))
+            ),
+            PARTLY % "bare array or pytree": (
+                lambda _: Checkpoint(thing=optax.adam(0.1).init({"w": jnp.zeros(3)}))
             ),
             # A step would put another one in its place, and this one be saved.
             r"`net` is of type Frozen, .*Checkpoint\(trainer=trainer\)`, with "
@@ -145,6 +161,12 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
         ValueError: {
             "finds 1 paths that name two arrays.*h/1": (
                 lambda _: Checkpoint(h={1: jnp.zeros(1), "1": jnp.zeros(2)})
+            ),
+            "finds 1 paths that name two arrays.*h/a/": (
+                lambda d: make(d, h={"a": jnp.ones(2), "a/": jnp.zeros(2)}).save(1)
+            ),
+            "is 'Auto', .*Or use `\"auto\"`": (
+                lambda d: make(d, checkpoint_interval="Auto")
             ),
             "is 5, but there is no `step_counter`": (
                 lambda d: make(d, checkpoint_interval=5).save(check_interval=True)

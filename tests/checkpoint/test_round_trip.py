@@ -188,3 +188,14 @@ def test_free_arrays_stay_free_and_on_a_device_that_is_not_the_default():
 
     assert restored.devices() == {jax.devices()[3]}
     assert not restored.committed
+
+
+@pytest.mark.parametrize("number", [2**40, -3, 0.1, np.int64(2**40)])
+def test_a_number_of_python_is_restored_as_it_was(make_manager, number):
+    variable = nnx.Variable(number)
+    manager = make_manager(Checkpoint(variable=variable))
+    manager.save(1)
+    variable.set_value(type(number)(0))
+    manager.restore_or_initialize()
+    restored = variable.get_value()
+    assert (restored, type(restored)) == (number, type(number))

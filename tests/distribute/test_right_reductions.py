@@ -144,6 +144,19 @@ def decayed_after_an_update(w, b):
     return gradient_of(lambda w, b: scale_regularization_loss(w**2), "sum")(w, b)
 
 
+def searched(w, b):
+    """Returns an update whose length a search finds, by losses of all examples."""
+
+    def hinges(w):  # linear, as far as labels are followed
+        return compute_average_loss(jnp.maximum(1 - b["y"] * (b["x"] @ w), 0))
+
+    loss = armillary.over_replicas(hinges, "sum")
+    value, grads = jax.value_and_grad(loss)(w)
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+    state, whole = search.init(w), {"value": value, "grad": grads, "value_fn": loss}
+    return search.update(grads, state, w, **whole)[0]
+
+
 RIGHT = {
     "synchronized statistics, sum": gradient_of(
         lambda w, b: compute_average_loss(standardized(w, b)), "sum"
@@ -191,6 +204,7 @@ RIGHT = {
         optax.chain(optax.sgd(0.1), optax.ema(0.9))
     ),
     "two updates (GAN, EMA)": rivals,
+    "a line search": searched,
     "sharpness-aware": sharpness_aware,
     "second derivatives of all, mean": curvature("mean", mean),
     "second derivatives of all, sum": curvature("sum", average),

@@ -304,6 +304,16 @@ def test_bad_arguments(arguments, error, message):
         armillary.StepTrainer(**given)
 
 
+def test_an_error_of_a_step_speaks_of_the_step():
+    def step(state, batch):
+        return state, {"sum": float(batch["x"].sum())}
+
+    trainer = armillary.StepTrainer(step, {"w": jnp.zeros(1)}, [{"x": np.ones(4)}])
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        trainer.train(1)
+    assert "`step` uses the value of an array" in "".join(caught.value.__notes__)
+
+
 def test_several_data_sets_are_saved_with_the_trainer(tmp_path, caplog):
     def step(state, batches):
         return {"sum": state["sum"] + batches[0]["x"].sum() + batches[1]["x"].sum()}, {}
