@@ -130,6 +130,27 @@ class Checkpoint:
         assert restored is not None  # or there is an error
         return restored[0]
 
+    def check_followed(self, trainer: Any) -> None:
+        """Raises if it holds arrays in another place than the one that steps assign."""
+        slots, own = find_slots(trainer, ""), {slot.key for slot in self._find_slots()}
+        unsaved = [slot for slot in slots if slot.key not in own]
+        assigned = {
+            id(leaf): path
+            for slot in unsaved
+            for path, leaf in zip(slot.paths, slot.read(), strict=True)
+        }
+        lines = [
+            f"{path}: steps assign `trainer.{assigned[id(leaf)].replace('/', '.')}`"
+            for path, leaf in self.read_leaves().items()
+            if id(leaf) in assigned
+        ]
+        if lines:
+            raise ValueError(
+                f"`Checkpoint` would save the first value of {len(lines)} arrays for "
+                f"ever, since steps put new ones elsewhere:\n{list_lines(lines, 10)}\n"
+                "Give what refers to them: `Checkpoint(trainer=trainer)`."
+            )
+
     def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.
 

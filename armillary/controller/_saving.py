@@ -172,6 +172,10 @@ class Saving:
 
     def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
         self.manager, self._run = manager, run
+        if manager is not None and isinstance(run.trainer, StandardTrainer):
+            checkpoint = manager.checkpoint
+            if all(held is not run.trainer for held in checkpoint.objects.values()):
+                checkpoint.check_followed(run.trainer)
         self.evaluated: int | None = None
         # The step at which an evaluation follows, -1 for where the data ends; and
         # actions that have had its output.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from armillary.data.feed._stream import (
     encode_position,
     read_batches,
 )
+from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._libraries import as_source
 from armillary.errors import CapturedStateError, DatasetStateError
 from armillary.typing import Batch, PyTree
@@ -237,6 +239,9 @@ class DistributedDataset:
         position = decode_position(state, self.source_name)
         if not position.is_between_passes:
             check_same_order(state.get(_ORDER, {}), self._order)
+            if isinstance(self.source, IndexedDataset) and not self.is_endless:
+                # One that repeats its examples counts all as one pass.
+                position = replace(position, epoch=position.source["epoch"])
         reader = self._reader
         feed = None if reader is None else reader.feed()
         if feed is not None and not feed.is_closed:

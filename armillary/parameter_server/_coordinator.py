@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from armillary._checks import check_callable, check_instance
 from armillary._optional import import_ray
@@ -125,7 +126,12 @@ class ClusterCoordinator:
         with self._scheduler.needing_servers():
             self._scheduler.revive()
             self._variables.put_changed(self._scheduler.servers)
-        inputs = [leaf for leaf in leaves if is_dynamic(leaf)]
+        # Copied, since the call is sent later and the caller may write into an array.
+        inputs = [
+            np.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in leaves
+            if is_dynamic(leaf)
+        ]
         return self._scheduler.add(task, inputs)
 
     def join(self) -> None:

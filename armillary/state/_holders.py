@@ -40,12 +40,12 @@ _TRANSPARENT = {
 }
 # Descriptions of modules: constants with thousands of parts.
 _CONSTANT = {"flax.nnx.graph.GraphDef", "flax.nnx.graphlib.GraphDef"}
-_COMPILED_FUNCTION = type(jax.jit(lambda: None))
+COMPILED_FUNCTION = type(jax.jit(lambda: None))
 FUNCTION_TYPES = (
     types.FunctionType,
     types.MethodType,
     functools.partial,
-    _COMPILED_FUNCTION,
+    COMPILED_FUNCTION,
 )
 # Where a function leads to another one, under no name of its own.
 _INNER = ("function", "wrapped")
@@ -310,7 +310,7 @@ def entries_of(fn: Any) -> dict[str, Any]:
         return {"function": fn.func, **arguments, **fn.keywords}
     if isinstance(fn, types.MethodType):
         return {"self": fn.__self__, "function": fn.__func__}
-    if isinstance(fn, _COMPILED_FUNCTION):
+    if isinstance(fn, COMPILED_FUNCTION):
         # Only a compiled function: a Python wrapper has a closure of its own, which
         # leads to the function it wraps.
         return {"wrapped": getattr(fn, "__wrapped__", None)}
@@ -342,7 +342,7 @@ def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
 
 def _is_of_user(value: Any) -> bool:
     """Returns whether `value` is a Python function of the user's, or one compiled."""
-    if isinstance(value, _COMPILED_FUNCTION):
+    if isinstance(value, COMPILED_FUNCTION):
         return _is_of_user(getattr(value, "__wrapped__", None))
     if isinstance(value, functools.partial):
         return _is_of_user(value.func)

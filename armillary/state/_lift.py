@@ -41,6 +41,7 @@ class State:
         self.slots: tuple[Slot, ...] = tuple(
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         )
+        self.forget_programs = self._walk.forget_programs
         self._nodes = [
             node.value for node in self._walk.nodes.values() if _nnx.is_node(node.value)
         ]
@@ -124,7 +125,8 @@ class State:
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Holds `leaves` in the slots for a while, in the current trace."""
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], None]] = [self.forget_programs]
+        self.forget_programs()
         try:
             for slot, start, stop in self.ranges:
                 undo.append(slot.swap(leaves[start:stop]))

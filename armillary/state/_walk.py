@@ -25,6 +25,7 @@ from armillary.errors import StateStructureError
 from armillary.state import _keras, _nnx
 from armillary.state._holders import (
     ATTRIBUTES,
+    COMPILED_FUNCTION,
     ITEMS,
     METADATA,
     SEQUENCE,
@@ -181,6 +182,17 @@ class Walk:
                 parents[child].append(parent)
         found = _spread(self.holding_slots(), lambda child: parents[child])
         return found & self.nodes.keys()
+
+    @functools.cached_property
+    def compiled(self) -> list[Any]:
+        """The functions of `jax.jit` that lead to slots."""
+        values = (self.nodes[key].value for key in self.leading_to_slots)
+        return [value for value in values if isinstance(value, COMPILED_FUNCTION)]
+
+    def forget_programs(self) -> None:
+        """Has these be traced again: their programs hold what the slots held."""
+        for function in self.compiled:
+            function.clear_cache()
 
     def holding_slots(self) -> set[int]:
         slots = self.slots.items()

@@ -262,6 +262,7 @@ def run_eagerly(
     """
     while all(reader.peek() is not None for reader in feed.readers):
         state = State([(method.owner, "")])
+        state.forget_programs()
         flat = FlatState(state, method.strategy)
         every = tuple(range(len(state.paths)))
         state.write(flat.join(every, *flat.take(every)))

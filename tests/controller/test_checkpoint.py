@@ -69,6 +69,41 @@ def saved_steps(controller):
     return [int(name.removeprefix("checkpoint_").partition(".")[0]) for name in names]
 
 
+class Descent(armillary.StandardTrainer):
+    """Replaces a dictionary of arrays, as steps of Optax do."""
+
+    def __init__(self, params):
+        super().__init__([jnp.ones(2)] * 4)
+        self.params, self.step = params, armillary.create_global_step()
+
+    def train_step(self, iterator):
+        mean = next(iterator).mean()
+        self.params = {name: value - mean for name, value in self.params.items()}
+        self.step[...] += 1
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_dictionary_that_steps_replace_is_not_saved_for_ever(tmp_path, is_nested):
+    params = {"w": jnp.ones(3), "b": jnp.zeros(())}
+    trainer = Descent(params)
+    held = {"mine": params} if is_nested else params
+
+    def train(**objects):
+        manager = CheckpointManager(Checkpoint(**objects), tmp_path)
+        controller = Controller(
+            trainer=trainer,
+            global_step=trainer.step,
+            steps_per_loop=2,
+            checkpoint_manager=manager,
+        )
+        controller.train(2)
+
+    with pytest.raises(ValueError, match=r"w: steps assign `trainer.params.w`") as info:
+        train(params=held, step=trainer.step)
+    assert "`Checkpoint(trainer=trainer)`" in str(info.value)
+    train(trainer=trainer, params=held)
+
+
 @pytest.mark.parametrize(
     ("interval", "steps"), [(4, [2, 6, 10, 12]), (1000, [2, 12]), (None, [10, 12])]
 )

@@ -91,6 +91,26 @@ def test_other_data_begins_with_its_first_epoch():
     assert controller.trainer.step == 9
 
 
+class Pairs(Sum):
+    """Takes two batches in each step."""
+
+    def train_step(self, iterator):
+        self.total += next(iterator).sum() + next(iterator).sum()
+        self.step += 1
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_the_rest_of_a_step_ends_an_epoch(compile_step, tmp_path):
+    options = armillary.StandardTrainerOptions(compile_step=compile_step)
+    trainer = Pairs([*BATCHES, np.full(2, 5.0)])
+    trainer.options = options
+    controller = Controller(
+        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
+    )
+    controller.train(epochs=3)
+    assert (trainer.step, trainer.total) == (6, 3 * 20)
+
+
 def test_an_iterator_has_one_epoch():
     controller = make_sum(iter(BATCHES))
     with pytest.raises(DatasetStateError, match="a second pass was asked for"):

@@ -77,6 +77,12 @@ def test_leaves_that_are_not_arrays_are_all_named():
     assert "np.asarray(values)" in message
 
 
+def test_a_mask_is_not_lost():
+    masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
+    with pytest.raises(TypeError, match=r"x: MaskedArray .*(?s:.*)values.filled\(0\)"):
+        check_batch({"x": masked}, lambda: "A batch")
+
+
 @pytest.mark.parametrize(
     "scalar", [np.float32(1), np.array(1), jnp.array(1), Tensor(1.0)]
 )

@@ -104,7 +104,7 @@ def test_a_step_that_lacks_a_batch_does_not_happen(make_dataset):
     for _ in range(2):
         assert feed.next_chunk() is None
     state = dataset.get_state()
-    assert (state["source"]["index"], state["exhausted"]) == (8, False)
+    assert (state["source"]["index"], state["exhausted"]) == (10, True)
 
 
 @pytest.mark.parametrize(

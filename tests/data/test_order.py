@@ -34,7 +34,8 @@ def make_records(tmp_path, values=range(20), size=1, **options):
 
 
 def make_grain(seed=0, batch_size=5, num_examples=20):
-    return grain.MapDataset.range(num_examples).shuffle(seed=seed).batch(batch_size)
+    numbers = grain.MapDataset.range(num_examples)
+    return (numbers if seed is None else numbers.shuffle(seed=seed)).batch(batch_size)
 
 
 def make_grain_iter(seed=0, batch_size=5):
@@ -68,6 +69,7 @@ CHANGES = {
     ),
     "order of files": (make_records, {"values": reversed(range(20))}, "records: #"),
     "seed of Grain": (make_grain, {"seed": 1}, "shuffle seed: [0] {}, [1] {}"),
+    "no shuffle of Grain": (make_grain, {"seed": None}, "seed: [0] {}, [] {}"),
     "seed below iterators": (make_grain_iter, {"seed": 1}, "seed: [0] {}, [1] {}"),
     "batches of Grain": (make_grain, {"batch_size": 4}, "batch size: [5] {}, [4] {}"),
     "size of Grain": (make_grain, {"num_examples": 25}, "examples: [20] {}, [25] {}"),
@@ -134,6 +136,18 @@ def test_what_does_not_change_the_order_may_change(num_replicas, tmp_path):
     moved = strategy.distribute_dataset(changed)
     moved.set_state(state)
     assert sum(len(batch) for batch in moved) == 10
+
+
+def test_the_passes_of_repeated_data_count_where_it_no_longer_repeats():
+    state = save(make_arrays(repeat=True), num_batches=10)
+    dataset = strategy.distribute_dataset(make_arrays())
+    dataset.set_state(state)
+    passes = [np.concatenate([batch["x"] for batch in dataset]) for _ in range(2)]
+    expected = strategy.distribute_dataset(make_arrays())
+    rows = [np.concatenate([batch["x"] for batch in expected]) for _ in range(4)]
+    rows = np.concatenate([rows[2][10:], rows[3]])  # Ten batches are 2.5 passes.
+    np.testing.assert_array_equal(np.concatenate(passes), rows)
+    assert dataset.get_state()["epoch"] == 3
 
 
 @pytest.mark.parametrize("num_batches", [0, 5])

@@ -1,5 +1,6 @@
 """One contract for all sources, then what each of them says when it is misused."""
 
+import itertools
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import armillary
 from armillary.data import (
     DistributedDataset,
     FixedLenFeature,
@@ -90,6 +92,69 @@ EVERY = REPOSITIONABLE | OTHERS
 def test_sources_keep_the_contract(kind, tmp_path, make_layout):
     is_repositionable = kind in REPOSITIONABLE
     check_source(lambda: EVERY[kind](tmp_path), is_repositionable, make_layout(4))
+
+
+class Shuffled(Stateful):
+    """Draws the order of each pass from a generator that goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng, self.order = np.random.default_rng(0), []
+
+    def __iter__(self):
+        if not self._begin:
+            self.order = self.rng.permutation(8).tolist()
+        self._next, self._begin = self._begin, 0
+        while self._next < 4:
+            self._next += 1
+            yield np.array(self.order[2 * self._next - 2 : 2 * self._next])
+
+    def state_dict(self):
+        state = self.rng.bit_generator.state
+        return {"next": self._next, "order": self.order, "rng": state}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.order, self.rng.bit_generator.state = state["order"], state["rng"]
+
+
+@pytest.mark.parametrize("num_batches", [3, 4, 5, 8, 9])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_loader_with_an_order_of_its_own_goes_on_in_it(num_batches, is_seen):
+    strategy = armillary.distribute.DefaultStrategy()
+
+    def read_on(dataset):
+        while True:
+            yield from dataset
+            if is_seen:  # The end of the pass is, before the next one begins.
+                yield None
+
+    dataset = strategy.distribute_dataset(Shuffled())
+    batches = read_on(dataset)
+    for _ in range(num_batches + (is_seen and num_batches // 4)):
+        last = next(batches)
+    assert (last is None) == (is_seen and num_batches % 4 == 0)
+    position = dataset.get_state()
+    assert position["exhausted"] == (last is None)
+    rest = [np.ravel(b).tolist() for b in itertools.islice(batches, 9) if b is not None]
+    again = strategy.distribute_dataset(Shuffled())
+    again.set_state(position)
+    restored = (np.ravel(b).tolist() for b in read_on(again) if b is not None)
+    assert list(itertools.islice(restored, len(rest))) == rest
+
+
+def test_a_map_of_grain_may_use_its_buffer_again():
+    buffer = np.zeros(2, np.int64)
+
+    def fill(batch):
+        buffer[:] = batch
+        return buffer
+
+    # Not below: threads of Grain read ahead there.
+    source = as_source(grain.MapDataset.range(8).to_iter_dataset().batch(2).map(fill))
+    iterator = source.make_iterator(0)
+    batches = [next(iterator) for _ in range(4)]
+    assert np.concatenate(batches).tolist() == list(range(8))
 
 
 def test_a_generator_can_be_read_once():

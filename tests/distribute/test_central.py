@@ -77,7 +77,7 @@ def test_no_device_of_a_replica_holds_state_between_steps():
         wait_for(lambda: count_on(devices, shape) == 0, "no array is left", 5)
     mirrored = armillary.MirroredStrategy(jax.devices()[1:5])
     armillary.function(lambda: mirrored.run(lambda: model.kernel[...] * 2))()
-    assert count_on(devices, shape) == 4
+    wait_for(lambda: count_on(devices, shape) == 4, "the result is gone", 5)
 
 
 def test_an_array_of_the_user_outlives_the_step_that_takes_it_in():

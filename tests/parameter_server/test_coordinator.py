@@ -94,6 +94,19 @@ def test_results_are_arguments_of_other_calls(coordinator):
         coordinator.join()
 
 
+def test_arguments_are_those_of_the_call(coordinator):
+    gate, numbers = coordinator.schedule(lambda: time.sleep(0.5)), np.zeros(2)
+
+    def add(numbers, gate):
+        return numbers.sum()
+
+    values = []
+    for count in range(5):
+        numbers[:] = count
+        values.append(coordinator.schedule(add, args=(numbers, gate)))
+    assert coordinator.fetch(values) == [2 * count for count in range(5)]
+
+
 def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
     schedule = problem.start(coordinator)
     model = problem.model

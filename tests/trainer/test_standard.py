@@ -151,6 +151,39 @@ def test_a_step_that_is_compiled_already_is_an_error(jit):
         Trainer([np.ones(2)]).train(1)
 
 
+frozen_model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+frozen = jax.jit(lambda x: frozen_model(x))
+
+
+@pytest.mark.parametrize(
+    ("compile_step", "is_global"), [(True, False), (True, True), (False, False)]
+)
+def test_a_compiled_function_over_a_model_sees_it_as_it_is(compile_step, is_global):
+    class Trainer(Base):
+        def __init__(self, dataset):
+            super().__init__(dataset, Options(compile_step=compile_step))
+            self.model, self.sums = frozen_model, jnp.zeros(())
+            if not is_global:
+                self.fn = frozen
+
+        def train_step(self, iterator):
+            kernel = self.model.kernel
+            kernel[...] = kernel[...] + 1
+            fn = frozen if is_global else self.fn
+            self.sums += fn(next(iterator))[0, 0]
+
+    kernel, batch = frozen_model.kernel, np.ones((1, 1), np.float32)
+    kernel[...] = jnp.ones((1, 1))
+    frozen.clear_cache()
+    assert frozen(batch) == 1  # Its program holds the array of now.
+    trainer = Trainer([batch] * 4)
+    trainer.train(2)
+    assert trainer.sums == 2 + 3
+    assert frozen(batch) == 3  # And not a value of the trace.
+    trainer.train(2)
+    assert trainer.sums == 2 + 3 + 4 + 5
+
+
 def test_another_dataset_is_started_on():
     trainer = Trainer(make_batches(2))
     trainer.train(5)

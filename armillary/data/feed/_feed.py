@@ -149,7 +149,7 @@ class Feed(Generic[T]):
             try:
                 return self.queue.head()
             except StopIteration:
-                self._note_ends()
+                self._note_ends(with_rest=True)
                 return None
 
     def read_on(self) -> None:
@@ -231,10 +231,10 @@ class Feed(Generic[T]):
                 )
         self.seek(self.positions)
 
-    def _note_ends(self) -> None:
-        """Marks the passes as finished of which all was used."""
+    def _note_ends(self, *, with_rest: bool = False) -> None:
+        """Marks passes as finished of which all was used, or all but a step's rest."""
         for reader in self.readers:
-            if reader.has_ended and reader.used is reader.position:
+            if reader.has_ended and (with_rest or reader.used is reader.position):
                 reader.position = replace(reader.position, is_exhausted=True)
                 reader.used = reader.position
 

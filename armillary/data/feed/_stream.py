@@ -24,6 +24,7 @@ from armillary.typing import PyTree
 T = TypeVar("T")
 
 _EXIT_TIMEOUT_SECONDS = 5.0
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def read_batches(
     source: Source, position: Position, note: Callable[[SourceBatch], None]
 ) -> "Prefetcher[SourceBatch]":
     """Returns the batches of one pass, on from a position; `note` is told of each."""
-    if position.is_exhausted:
+    keeps_order = getattr(source, "keeps_order", False)
+    if position.is_exhausted and (position.source is None or not keeps_order):
         return Prefetcher(iter(()), 0)
     iterator = source.make_iterator(position.epoch)
     if position.source is not None:
@@ -147,6 +149,11 @@ def read_batches(
                 "Build the data set as it was when the state was saved, or leave the "
                 "dataset out of the checkpoint."
             ) from error
+    if position.is_exhausted:
+        # A loader gets to its next order over the end of the last one.
+        while next(iterator, _END) is not _END:
+            continue
+        return Prefetcher(iter(()), 0)
     has_positions = source.is_repositionable
 
     def read() -> Iterator[SourceBatch]:

@@ -42,6 +42,8 @@ def as_numpy(leaf: Any) -> Any:
 def _is_numeric(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if isinstance(leaf, np.ma.MaskedArray):
+        return False  # A device has no mask.
     # Kind "V" holds structured types, and also bfloat16 and its relatives.
     return isinstance(leaf, np.ndarray | np.generic) and (
         leaf.dtype.kind in "biufc" or jax.dtypes.issubdtype(leaf.dtype, np.number)
@@ -61,8 +63,8 @@ def _find_problem(batch: Batch, name: str) -> Exception:
         return TypeError(
             f"{name} has leaves that are not arrays of numbers, but every leaf must be "
             f"an array with the examples on its first axis:\n{_list(wrong)}\n"
-            "Convert them in the data set, as in `np.asarray(values)`, or leave them "
-            "out."
+            "Convert them in the data set, as in `np.asarray(values)` (a masked array "
+            "by `values.filled(0)`), or leave them out."
         )
     flat = [path for path, leaf in named if not np.ndim(leaf)]
     if flat:

@@ -75,9 +75,11 @@ def as_source(source: Any) -> Source:
         return from_iterator(source)
     name = f"iterable {type(source).__name__}"
     if has_methods(source, *_STATE_DICT):
-        return IterableSource(
+        made = IterableSource(
             lambda epoch: LoaderIterator(source), name, is_repositionable=True
         )
+        made.keeps_order = True
+        return made
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
         return IterableSource(lambda epoch: iter(source), name)
     if isinstance(source, Callable):
@@ -98,16 +100,29 @@ def _is_kind(value: Any, library: str, path: str) -> bool:
 
 
 def _from_grain(dataset: Any, kind: str) -> IterableSource:
-    # Each batch of Grain is a new one.
-    made = IterableSource(lambda epoch: iter(dataset), f"grain.{kind}", copies=False)
+    made = IterableSource(
+        lambda epoch: iter(dataset),
+        f"grain.{kind}",
+        # Its own batches are new ones; what is done to them may use a buffer again.
+        copies=not _ends_in_batches(dataset),
+    )
     if kind != "DataLoader":  # Its positions have it, and Grain compares.
         made.order_of_examples = _find_grain_order(dataset)
     return made
 
 
+def _ends_in_batches(dataset: Any) -> bool:
+    """Returns whether the last that Grain does is to batch."""
+    node = dataset
+    while "Prefetch" in (name := type(node).__name__) and node.parents:
+        node = node.parents[0]
+    operations = getattr(node, "_operations", ())
+    return "Batch" in (type(operations[-1]).__name__ if operations else name)
+
+
 def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
     """Returns what the meaning of a position depends on, which Grain does not save."""
-    order: dict[str, list[int]] = {}
+    order: dict[str, list[int]] = {"shuffle seed": [], "batch size": [], "examples": []}
     nodes = [dataset]
     for node in nodes:
         parents = getattr(node, "parents", ())
@@ -120,7 +135,7 @@ def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
         }
         for name, value in found.items():
             if value is not False:
-                order.setdefault(name, []).append(value)
+                order[name].append(value)
     return order
 
 
@@ -158,13 +173,15 @@ def _from_torch(loader: Any, kind: str) -> IterableSource:
             return _TorchIterator(loader, _as_arrays_of_torch)
         return map(_as_arrays_of_torch, loader)
 
-    return IterableSource(
+    made = IterableSource(
         make,
         f"torch {type(loader).__name__}",
-        # Without a batch size, it gives what the data set gives, perhaps a buffer.
-        copies=loader.batch_size is None and loader.batch_sampler is None,
+        # The user's own may use a buffer again, and so may a data set of batches.
+        copies=loader.collate_fn is not sys.modules["torch"].utils.data.default_collate,
         is_repositionable=has_position,
     )
+    made.keeps_order = has_position
+    return made
 
 
 class _TorchIterator(LoaderIterator):
@@ -213,7 +230,7 @@ def _from_huggingface_stream(dataset: Any, kind: str) -> IterableSource:
         return LoaderIterator(dataset, _as_columns, functools.partial(begin, epoch))
 
     name = f"Hugging Face {kind}{' with a shuffle buffer' if has_buffer else ''}"
-    return IterableSource(make, name, copies=False, is_repositionable=not has_buffer)
+    return IterableSource(make, name, is_repositionable=not has_buffer)
 
 
 def _has_buffer(examples: Any) -> bool:

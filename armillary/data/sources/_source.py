@@ -73,6 +73,7 @@ class IterableSource:
         self.is_endless = False
         self.num_batches: int | None = None
         self.order_of_examples: dict[str, Any] = {}
+        self.keeps_order = False  # from one pass to the next, in its position
         self._make, self._copies = make, copies
         self._is_repositionable = is_repositionable
         self._unused: Any = None

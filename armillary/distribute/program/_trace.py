@@ -176,7 +176,9 @@ class _Tracing(NamedTuple):
         """Traces the step; returns what plain values it changed, and drew from."""
         state = self.flat.state
         before = before or state.look()
-        get_states = _find_generators(before, Walk(self._functions))
+        functions = Walk(self._functions)
+        functions.forget_programs()
+        get_states = _find_generators(before, functions)
         states = {name: get_state() for name, get_state in get_states.items()}
         try:
             step, changes = self._trace(before)
@@ -184,6 +186,8 @@ class _Tracing(NamedTuple):
             if not is_in_trace():
                 take_tracers(state.roots)
             raise
+        finally:
+            functions.forget_programs()
         drawn = [name for name, get in get_states.items() if get() != states[name]]
         return step, changes, drawn
 
