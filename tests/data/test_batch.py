@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from armillary.data import as_source
+from armillary.data import InputOptions, as_source, from_arrays
 from armillary.data.sources._batch import check_batch
+from armillary.distribute import DefaultStrategy
 from armillary.errors import BatchSizeError
 
 
@@ -75,6 +76,22 @@ def test_leaves_that_are_not_arrays_are_all_named():
     assert "and 94 more" in message
     assert "y012" not in message
     assert "np.asarray(values)" in message
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2", ">i8", "<f8", ">c8"])
+@pytest.mark.parametrize("place_on_device", [False, True])
+def test_other_orders_of_bytes_are_turned(dtype, place_on_device):
+    rows = np.arange(6).astype(dtype)
+    options = InputOptions(place_on_device=place_on_device)
+    source = from_arrays(rows, batch_size=2)
+    dataset = DefaultStrategy().distribute_dataset(source, options)
+    np.testing.assert_array_equal(np.concatenate(list(dataset)), np.arange(6))
+    assert dataset.element_spec.dtype.isnative
+
+
+def test_extended_precision_is_named():
+    with pytest.raises(TypeError, match=f"ndarray of dtype {np.dtype(np.longdouble)}"):
+        check_batch(np.ones(2, np.longdouble), lambda: "A batch")
 
 
 def test_a_mask_is_not_lost():

@@ -42,12 +42,14 @@ def as_numpy(leaf: Any) -> Any:
 def _is_numeric(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    if isinstance(leaf, np.ma.MaskedArray):
-        return False  # A device has no mask.
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return False
+    # A device has no mask, and no extended precision (g, G).
+    if isinstance(leaf, np.ma.MaskedArray) or leaf.dtype.char in "gG":
+        return False
     # Kind "V" holds structured types, and also bfloat16 and its relatives.
-    return isinstance(leaf, np.ndarray | np.generic) and (
-        leaf.dtype.kind in "biufc" or jax.dtypes.issubdtype(leaf.dtype, np.number)
-    )
+    kind = leaf.dtype.kind
+    return kind in "biufc" or jax.dtypes.issubdtype(leaf.dtype, np.number)
 
 
 def _find_problem(batch: Batch, name: str) -> Exception:
@@ -86,7 +88,8 @@ def _find_problem(batch: Batch, name: str) -> Exception:
 
 def canonical_dtype(leaf: Any) -> np.dtype:
     """Returns the dtype that `leaf` has on a device (int64 is int32 there)."""
-    return np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    # Files of other machines have their order of bytes.
+    return np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("=")))
 
 
 def as_device_values(
