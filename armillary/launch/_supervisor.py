@@ -163,8 +163,8 @@ class _Group:
         self.restarts = Restarts(most, pause, is_evaluator=is_evaluator)
         self.children: list[Process] = []
         self._tails: dict[str, deque[str]] = {}
-        # Whether those that run wait to join one that will never come.
-        self._is_in_vain = False
+        # Whether processes of this program join, and now one that will never come.
+        self._joins = self._is_in_vain = False
         self._ender: asyncio.Task[None] | None = None
 
     async def run(self) -> ExitCode:
@@ -215,6 +215,7 @@ class _Group:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
                 # Who never came to its strategy shows the line that it is stuck at.
                 joins = any("joining" in child.told for child in self.children)
+                joins &= not self._is_in_vain
                 for child in self.running:
                     child.is_asked = True
                     is_lost = joins and not child.told and number == signal.SIGTERM
@@ -323,6 +324,7 @@ class _Group:
         # What is told late is of an earlier attempt.
         if child in self.children:
             self.restarts.hear(word, *values)
+            self._joins |= word == "joining"
             if word == "joined":
                 self._job.machines.meet(self.children.index(child))
             elif word == "failed" and not self._is_evaluator:
@@ -338,11 +340,15 @@ class _Group:
                 child.send_signal(signal.SIGKILL)
 
     def _give_up_join(self) -> None:
-        """Ends those that wait for one that will never join them."""
-        is_waiting = self.running and all(child.is_joining for child in self.running)
-        is_short = len(self.running) < len(self.children)
+        """Ends those that wait for one that will never join them, or are about to."""
+        ended = [child for child in self.children if child.ended.done()]
+        failed = [child for child in ended if child.ended.result().returncode]
+        never_came = self._joins and any("joining" not in c.told for c in failed)
+        has_joined = any("joined" in child.told for child in self.children)
+        is_waiting = all(child.is_joining for child in self.running)
+        is_waiting |= never_came and not has_joined
         is_known = self._is_in_vain or self._supervisor.stop is not None
-        if is_waiting and is_short and not is_known:
+        if self.running and ended and is_waiting and not is_known:
             self._is_in_vain = True
             # Others may fail by themselves, in the same way.
             self.end_after(_JOIN_SECONDS, _JOIN_SECONDS)

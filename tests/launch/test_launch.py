@@ -303,6 +303,29 @@ def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
     assert "s, while others needed it." in stderr
 
 
+def test_nobody_comes_to_wait_for_a_worker_that_failed_before(launcher):
+    start = time.monotonic()
+    code, _, stderr = launcher.run(
+        """
+        from armillary import _launcher
+        if restarts == 0 and index == 2:
+            _launcher.tell("joining")
+            mark("joining")
+        if index == 0:
+            wait_for_mark("joining")
+            os._exit(1)
+        time.sleep(300)  # As one that imports.
+        """,
+        "--workers 3 --grace-seconds 300 --max-restarts 1 --pause-seconds 0",
+        PYTHONPATH=str(REPOSITORY),
+    )
+    assert code == ExitCode.TOO_MANY_RESTARTS
+    assert time.monotonic() - start < 100
+    assert stderr.count("2 of 3 still run, and wait in vain to join it.") == 2
+    assert stderr.count("SIGTERM: sent to worker 1, 2, which still ran.") == 2
+    assert "in <module>" not in stderr
+
+
 def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
     code, _, stderr = launcher.run(
         """
