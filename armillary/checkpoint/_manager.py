@@ -393,7 +393,7 @@ class CheckpointManager:
     def _step(self) -> int | None:
         if self._read_step is None and self.checkpoint_interval is not None:
             raise ValueError(
-                f"`checkpoint_interval` is {self.checkpoint_interval}, but there is no "
+                "`checkpoint_interval` is given, but there is no "
                 "`step_counter` to measure it with. Use "
                 "`CheckpointManager(..., step_counter=optimizer.step)`."
             )

@@ -168,7 +168,7 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
             "is 'Auto', .*Or use `\"auto\"`": (
                 lambda d: make(d, checkpoint_interval="Auto")
             ),
-            "is 5, but there is no `step_counter`": (
+            "is given, but there is no `step_counter`": (
                 lambda d: make(d, checkpoint_interval=5).save(check_interval=True)
             ),
         },

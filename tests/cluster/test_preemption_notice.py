@@ -103,7 +103,8 @@ child = os.fork()
 if not child:
     # Python drops signals that come within the fork.
     os.write(writer, b"x")
-    time.sleep(60)
+    for _ in range(600):  # One that comes as a sleep begins waits for its end.
+        time.sleep(0.1)
     os._exit(0)
 os.read(reader, 1)
 os.kill(child, signal.SIGTERM)

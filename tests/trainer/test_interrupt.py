@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import weakref
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -46,13 +47,20 @@ def make_data(prefetch):
     return armillary.distribute.DefaultStrategy().distribute_dataset(data, options)
 
 
+def is_finalizing(frame):
+    """Returns whether Python would print an interrupt here, and go on."""
+    while frame is not None and frame.f_code.co_filename != weakref.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextlib.contextmanager
 def interrupted(files, num_lines):
     """Has Ctrl-C come after some lines of files."""
     lines = iter(range(num_lines))
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename not in files:
+        if frame.f_code.co_filename not in files or is_finalizing(frame):
             return None
         if event == "line" and next(lines, None) is None:
             sys.settrace(None)
