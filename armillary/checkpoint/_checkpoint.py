@@ -272,13 +272,20 @@ def _read_state(name: str, value: Any) -> Any:
     state = value.get_state()
     try:
         # The text is a copy too: the object may change its state while it is written.
-        return json.loads(json.dumps(state))
+        return json.loads(json.dumps(state), object_pairs_hook=_as_dictionary)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`{name}` of type {type(value).__name__} has a `get_state` whose result "
             f"cannot be written as JSON ({error}). Return dictionaries, lists, strings "
             "and Python numbers (`int(value)`), and keep arrays in attributes."
         ) from error
+
+
+def _as_dictionary(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns what JSON holds, unless two keys became one, such as `1` and `"1"`."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"of the keys {[key for key, _ in pairs]!r:.80}, two are one")
+    return found
 
 
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:

@@ -186,8 +186,9 @@ class Walk:
     @functools.cached_property
     def compiled(self) -> list[Any]:
         """The functions of `jax.jit` that lead to slots."""
-        values = (self.nodes[key].value for key in self.leading_to_slots)
-        return [value for value in values if isinstance(value, COMPILED_FUNCTION)]
+        nodes, kind = self.nodes, COMPILED_FUNCTION
+        found = [key for key, node in nodes.items() if isinstance(node.value, kind)]
+        return [nodes[key].value for key in found if key in self.leading_to_slots]
 
     def forget_programs(self) -> None:
         """Has these be traced again: their programs hold what the slots held."""

@@ -157,6 +157,9 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
                     data=Position({"array": np.zeros(3)})
                 ).read_content()
             ),
+            r"`data` .* JSON \(of the keys \['1', '1'\], two are one\)": (
+                lambda _: Checkpoint(data=Position({1: 5, "1": 7})).read_content()
+            ),
         },
         ValueError: {
             "finds 1 paths that name two arrays.*h/1": (
