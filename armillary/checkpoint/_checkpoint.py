@@ -131,7 +131,11 @@ class Checkpoint:
         return restored[0]
 
     def check_followed(self, trainer: Any) -> None:
-        """Raises if it holds arrays in another place than the one that steps assign."""
+        """Checks that it holds no array in a place which steps of a trainer leave.
+
+        Raises:
+            ValueError: If it holds one that they replace elsewhere, which is not saved.
+        """
         slots, own = find_slots(trainer, ""), {slot.key for slot in self._find_slots()}
         unsaved = [slot for slot in slots if slot.key not in own]
         assigned = {

@@ -111,6 +111,39 @@ def test_state_in_arguments_is_updated(traces):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("num_replicas", [None, 1, 2])
+def test_objects_with_state_that_are_returned_are_themselves(
+    num_replicas, make_mirrored
+):
+    def step(variable, other):
+        add(variable)
+        return {"variable": variable, "again": [other], "twice": variable[...] * 2}
+
+    if num_replicas is None:
+        call = armillary.function(step)
+    else:
+        strategy = make_mirrored(num_replicas)
+        call = functools.partial(lambda *args: strategy.run(step, args))
+    variable, other = nnx.Variable(jnp.zeros(())), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    for count in range(1, 4):
+        result = call(variable, other)
+        assert result["variable"] is variable
+        assert result["again"][0] is other
+        assert variable[...] == count
+    # One that replaces it belongs to another result.
+    holder = Holder(variable=variable)
+
+    @armillary.function
+    def read():
+        add(holder.variable)
+        return holder.variable
+
+    assert read() is variable
+    holder.variable = nnx.Variable(jnp.zeros(()))
+    assert read() is holder.variable
+    assert holder.variable[...] == 1
+
+
 def test_arrays_that_the_user_holds_or_puts_into_a_slot_stay_valid():
     count, mine = nnx.Variable(jnp.zeros(3)), jnp.full(3, 7.0)
     held = count[...]

@@ -112,6 +112,28 @@ def test_step_outputs_keep_what_is_no_array():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_objects_that_steps_return_are_as_they_were_after_each(compile_step):
+    class Count(StandardEvaluator):
+        def __init__(self):
+            options = armillary.StandardEvaluatorOptions(compile_step=compile_step)
+            super().__init__([np.ones(2)] * 3, options)
+            self.sum = nnx.metrics.Average("x")
+
+        def eval_step(self, iterator):
+            self.sum.update(x=next(iterator))
+            return self.sum.count, [self.sum]
+
+        def eval_reduce(self, state, outputs):
+            count, (metric,) = outputs
+            return [*(state or []), (int(count[...]), float(metric.total[...]))]
+
+        def eval_end(self, state):
+            return {"seen": state}
+
+    assert Count().evaluate(-1)["seen"] == [(2, 2), (4, 4), (6, 6)]
+
+
 def test_one_object_may_train_and_evaluate():
     class Task(armillary.StandardTrainer, Evaluator):
         def __init__(self):

@@ -217,7 +217,12 @@ class _Program:
 
         arrays = tuple(leaves[i] for i in positions)
         self.step: TracedStep = trace_step(
-            call_body, flat, arrays, user_fn=function.fn, owner="the function"
+            call_body,
+            flat,
+            arrays,
+            user_fn=function.fn,
+            owner="the function",
+            is_live=True,
         )
         state.watch()
         if not state.is_current():
@@ -255,6 +260,8 @@ class _Program:
         flat = self._flat
         if flat.signature != state.signature() or state.changes_since(flat.state):
             return False
+        if any(map(flat.state.holds, self.step.static_results)):
+            return False  # Other objects are to be returned.
         flat.rebind(state)
         return True
 

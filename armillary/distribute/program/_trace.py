@@ -120,12 +120,15 @@ def trace_step(
     refusal: Callable[[str, dict[str, str]], str] | None = None,
     taken: Sequence[int] | None = None,
     before: Walk | None = None,
+    is_live: bool = False,
 ) -> TracedStep:
     """Traces `fn(*arguments)` with the state lifted, a step that had effects twice.
 
-    `before` is what a look at the state would find, if nothing has run since.
+    `before` is what a look at the state would find, if nothing has run since. Where
+    objects with state are among the results, these are copies as they were when it
+    ended, or the objects themselves if they are to be live.
     """
-    tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken)
+    tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken, is_live)
     step, changes, drawn = tracing.trace(before)
     if changes and refusal is not None:
         raise StateStructureError(refusal(tracing.name, changes))
@@ -165,6 +168,7 @@ class _Tracing(NamedTuple):
     user_fn: Callable[..., Any]
     owner: str
     taken: Sequence[int] | None
+    is_live: bool
 
     @property
     def name(self) -> str:
@@ -205,12 +209,13 @@ class _Tracing(NamedTuple):
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
             with state.swapped(slots), lifted(state, self.flat.strategy):
                 result = self.fn(*arguments)
+                is_leaf = state.holds if self.is_live else None
+                values, tree = jax.tree.flatten(result, is_leaf=is_leaf)
                 walk = state.look()
                 new = state.find_new_places(walk)
                 after = state.collect(slots, self.name, new)
             pairs = zip(slots, after, strict=True)
             changed[:] = [i for i, (old, new) in enumerate(pairs) if old is not new]
-            values, tree = jax.tree.flatten(result)
             static = [ARRAY if isinstance(v, jax.Array) else v for v in values]
             # Here, because a walk that outlives the trace would hold its tracers.
             changes = state.changes_between(before, walk)
