@@ -381,14 +381,8 @@ class CheckpointManager:
             raise
 
     def close(self) -> None:
-        """Waits like `sync`, and ends the threads that write.
-
-        The manager can still be used; the next save starts them again.
-        """
-        try:
-            self.sync()
-        finally:
-            self._writer.close()
+        """Waits like `sync`; the manager can still be used."""
+        self.sync()
 
     def _step(self) -> int | None:
         if self._read_step is None and self.checkpoint_interval is not None:

@@ -2,10 +2,11 @@
 
 Three items make a folder: `arrays` (a flat dictionary from path to array), `manifest`
 and `header` (JSON). Orbax writes them under a temporary name, and renames the folder
-when all is on the disk. Before `write` returns, it has copied device memory, or, for
-CPU devices, holds a reference that keeps XLA from reusing a donated buffer (tested).
-A typed random key is stored as its data, small unsigned integers as bytes. An array
-goes back to where the program's own is: sharding, memory kind, and whether it is bound.
+when all is on the disk. When `write_folder` returns, it has copied device memory, or,
+for CPU devices, holds a reference that keeps XLA from reusing a donated buffer
+(tested). A typed random key is stored as its data, small unsigned integers as bytes. An
+array goes back to where the program's own is: sharding, memory kind, and whether it is
+bound.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import json
 import logging
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -141,84 +142,71 @@ def as_restored(stored: Any, target: Any) -> Any:
     return stored
 
 
-class Store:
-    """Writes in the background, one folder at a time."""
+def write_folder(
+    path: epath.Path,
+    *,
+    arrays: Mapping[str, jax.Array | np.ndarray],
+    manifest: Mapping[str, Any],
+    header: Mapping[str, Any],
+    earlier: Sequence[threading.Thread],
+) -> Callable[[], None]:
+    """Starts writing a new folder; returns once the arrays may change again.
 
-    def __init__(self) -> None:
-        self._writer: Any = None
-        self._earlier: Sequence[threading.Thread] = ()
+    What it returns waits until the folder is complete, or raises the error that
+    prevented it. The folder gets its name after `earlier` threads have ended.
+    """
+    import orbax.checkpoint as ocp
 
-    def write(
-        self,
-        path: epath.Path,
-        *,
-        arrays: Mapping[str, jax.Array | np.ndarray],
-        manifest: Mapping[str, Any],
-        header: Mapping[str, Any],
-        earlier: Sequence[threading.Thread] = (),
-    ) -> None:
-        """Starts writing a new folder; returns once the arrays may change again."""
-        import orbax.checkpoint as ocp
+    _quiet_failures()
+    items: dict[str, Any] = {
+        "manifest": ocp.args.JsonSave(manifest),
+        "header": ocp.args.JsonSave(header),
+    }
+    if arrays:
+        items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
+    writer = _make_writer(earlier)
+    writer.save(path, args=ocp.args.Composite(**items))
 
-        if self._writer is None:
-            _quiet_failures()
-            self._writer = self._make_writer()
-        items: dict[str, Any] = {
-            "manifest": ocp.args.JsonSave(manifest),
-            "header": ocp.args.JsonSave(header),
-        }
-        if arrays:
-            items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
-        # It gets its name after saves of other directories, of which it may speak.
-        self._earlier = earlier
-        self._writer.save(path, args=ocp.args.Composite(**items))
+    def wait() -> None:
+        writer.wait_until_finished()
+        writer.close()  # The threads of one that failed end by themselves.
 
-    def wait(self) -> None:
-        """Waits until the folder is complete, or raises the error that prevented it."""
-        if self._writer is not None:
-            self._writer.wait_until_finished()
+    return wait
 
-    def close(self) -> None:
-        """Waits, then ends the threads of the writer. A later write starts new ones."""
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            writer.close()
 
-    def _make_writer(self) -> Any:
-        import orbax.checkpoint as ocp
+def _make_writer(earlier: Sequence[threading.Thread]) -> Any:
+    import orbax.checkpoint as ocp
 
-        alone = _alone()
-        handler: Any = ocp.CompositeCheckpointHandler(
-            # Compressing would take three quarters of a save's processor time, which
-            # steps on a CPU lack meanwhile, to make trained weights 7 % smaller.
-            arrays=ocp.PyTreeCheckpointHandler(
-                use_compression=False, multiprocessing_options=alone
-            ),
-            manifest=ocp.JsonCheckpointHandler(
-                _MANIFEST_FILE, multiprocessing_options=alone
-            ),
-            header=ocp.JsonCheckpointHandler(
-                HEADER_FILE, multiprocessing_options=alone
-            ),
-            composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
-        )
-        finalize = handler.finalize
+    alone = _alone()
+    handler: Any = ocp.CompositeCheckpointHandler(
+        # Compressing would take three quarters of a save's processor time, which
+        # steps on a CPU lack meanwhile, to make trained weights 7 % smaller.
+        arrays=ocp.PyTreeCheckpointHandler(
+            use_compression=False, multiprocessing_options=alone
+        ),
+        manifest=ocp.JsonCheckpointHandler(
+            _MANIFEST_FILE, multiprocessing_options=alone
+        ),
+        header=ocp.JsonCheckpointHandler(HEADER_FILE, multiprocessing_options=alone),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+    )
+    finalize = handler.finalize
 
-        def finalize_durably(directory: epath.Path) -> None:
-            finalize(directory)
-            # ORDER: after all items are written, and before the folder is renamed.
-            write_checksums(directory)
-            sync_tree(directory)
-            for thread in self._earlier:
-                thread.join()
+    def finalize_durably(directory: epath.Path) -> None:
+        finalize(directory)
+        # ORDER: after all items are written, and before the folder is renamed.
+        write_checksums(directory)
+        sync_tree(directory)
+        for thread in earlier:
+            thread.join()
 
-        # No subclass: Orbax looks up what a handler takes by its exact type.
-        handler.finalize = finalize_durably
-        # A directory that cannot be made must be an error of `save`.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        return ocp.AsyncCheckpointer(
-            handler, async_options=options, multiprocessing_options=alone
-        )
+    # No subclass: Orbax looks up what a handler takes by its exact type.
+    handler.finalize = finalize_durably
+    # A directory that cannot be made must be an error of `save`.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return ocp.AsyncCheckpointer(
+        handler, async_options=options, multiprocessing_options=alone
+    )
 
 
 def read_description(
@@ -271,7 +259,7 @@ def _alone() -> Any:
 
 @functools.cache
 def _quiet_failures() -> None:
-    """Drops lines of Orbax on a failed save, which hide the error of `Store.wait`."""
+    """Drops lines of Orbax on a failed save, which hide the error of its end."""
 
     def is_news(record: logging.LogRecord) -> bool:
         frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()

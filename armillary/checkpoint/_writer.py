@@ -26,7 +26,7 @@ from armillary._process import is_first
 from armillary.checkpoint import _folder
 from armillary.checkpoint._best import Mark, read_best, write_best
 from armillary.checkpoint._folder import Saved, sync_name
-from armillary.checkpoint._store import Content, Store, as_stored
+from armillary.checkpoint._store import Content, as_stored, write_folder
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError
@@ -76,7 +76,6 @@ class Writer:
         self._max_to_keep = max_to_keep
         self._keep_every_hours = keep_every_hours
         self._peers = get_peers()
-        self._store = Store()
         self._preserved_at = time()
         self._has_cleaned = False
         self._is_saving = False
@@ -122,9 +121,6 @@ class Writer:
             # Nobody answers any more, but what was started can still be completed.
             self._wait()
 
-    def close(self) -> None:
-        self._store.close()
-
     def _as_arrays(self, content: Content) -> dict[str, Any]:
         return {
             name: as_stored(leaf, self._peers)
@@ -155,7 +151,7 @@ class Writer:
             saved.append(self._describe(path, number, saved, bool(arrays)))
             if mark is not None:
                 write_best(self._directory, saved[-1], mark)
-            self._store.write(
+            wait = write_folder(
                 path,
                 arrays=arrays,
                 manifest={
@@ -164,6 +160,7 @@ class Writer:
                     "evaluation": content.evaluation,
                 },
                 header=saved[-1].as_json(),
+                # It may speak of them, so that they get their names first.
                 earlier=find_running(),
             )
         except Exception as error:
@@ -171,7 +168,7 @@ class Writer:
         _finish_before_exit()
         _writers.add(self)
         self.thread = threading.Thread(
-            target=self._finish, args=(path, saved), name="armillary-checkpoint"
+            target=self._finish, args=(path, saved, wait), name="armillary-checkpoint"
         )
         self.thread.start()
         return str(path)
@@ -188,9 +185,11 @@ class Writer:
         serial, saved_at = last.serial + 1 if last else 1, max(time(), earliest)
         return Saved(path, number, serial, saved_at, self._preserved_at, has_arrays)
 
-    def _finish(self, path: epath.Path, saved: list[Saved]) -> None:
+    def _finish(
+        self, path: epath.Path, saved: list[Saved], wait: Callable[[], None]
+    ) -> None:
         try:
-            self._store.wait()
+            wait()
             self._write_seconds = monotonic() - self._began
             # ORDER: before an older checkpoint goes.
             sync_name(path)
@@ -254,7 +253,6 @@ class Writer:
 
     def _fail(self, path: epath.Path, error: Exception) -> CheckpointError:
         """Gives back the space of a save that failed, and returns what to say."""
-        self._store = Store()  # The threads of one that failed end by themselves.
         # What another thread of Orbax still writes is removed before the next save.
         self._has_cleaned = False
         with contextlib.suppress(OSError):

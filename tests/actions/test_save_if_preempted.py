@@ -15,8 +15,7 @@ import pytest
 from flax import nnx
 
 from armillary.actions import SaveCheckpointIfPreempted
-from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.checkpoint._store import Store
+from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.cluster import TerminationConfig
 from armillary.controller._controller import Controller
 from armillary.errors import CheckpointError
@@ -149,13 +148,18 @@ def test_a_signal_while_the_program_ends_does_not_change_its_exit_code(tmp_path)
 def test_a_save_in_the_background_is_complete_before_the_next_one(
     tmp_path, monkeypatch
 ):
-    wait, is_released = Store.wait, threading.Event()
+    write, is_released = _writer.write_folder, threading.Event()
 
-    def wait_slowly(store: Store) -> None:
-        assert is_released.wait(60.0)
-        wait(store)
+    def write_slowly(*args: Any, **kwargs: Any) -> Callable[[], None]:
+        wait = write(*args, **kwargs)
 
-    monkeypatch.setattr(Store, "wait", wait_slowly)
+        def wait_slowly() -> None:
+            assert is_released.wait(60.0)
+            wait()
+
+        return wait_slowly
+
+    monkeypatch.setattr(_writer, "write_folder", write_slowly)
 
     def terminate_while_saving() -> None:
         assert not saved_names(manager)
@@ -202,14 +206,17 @@ def test_training_that_goes_on_saves_once_for_each_notice(tmp_path, caplog):
 
 
 def fail_to_save(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    succeed = getattr(Store, method)
+    write = _writer.write_folder
 
-    def fail(store: Store, *args: Any, **kwargs: Any) -> None:
-        if method == "wait":
-            succeed(store, *args, **kwargs)
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Store, method, fail)
+    def write_and_fail(*args: Any, **kwargs: Any) -> Callable[[], None]:
+        wait = write(*args, **kwargs)
+        return lambda: fail(wait())
+
+    replacement = fail if method == "write" else write_and_fail
+    monkeypatch.setattr(_writer, "write_folder", replacement)
 
 
 # At once, or in the background.

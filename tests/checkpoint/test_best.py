@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import armillary
 from armillary import _cli
 from armillary.checkpoint import Checkpoint, CheckpointManager, _folder, _writer
-from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
 from armillary.report import _page
 from armillary.report._run_files import read_run
@@ -124,7 +123,7 @@ def killed_at(index, folder, disk):
             (_writer, "write_best"),
             (_writer, "sync_name"),
             (_folder, "remove"),
-            (Store, "write"),
+            (_writer, "write_folder"),
         ):
             patch.setattr(owner, name, wrap(getattr(owner, name)))
         yield lambda: len(points) >= index

@@ -55,12 +55,15 @@ def test_a_program_that_ends_right_after_save_completes_it_quietly(
 @pytest.mark.slow
 def test_a_save_that_fails_as_the_program_ends_is_logged(tmp_path):
     child = run(
-        "from armillary.checkpoint._store import Store\n"
-        "wait = Store.wait\n"
-        "def fail(store):\n"
-        "    wait(store)\n"
-        "    raise OSError('No space left on device')\n"
-        "Store.wait = fail\n"
+        "from armillary.checkpoint import _writer\n"
+        "write = _writer.write_folder\n"
+        "def write_and_fail(*args, **kwargs):\n"
+        "    wait = write(*args, **kwargs)\n"
+        "    def fail():\n"
+        "        wait()\n"
+        "        raise OSError('No space left on device')\n"
+        "    return fail\n"
+        "_writer.write_folder = write_and_fail\n"
         "save(3)\n",
         tmp_path,
     )

@@ -4,14 +4,14 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import armillary
-from armillary.checkpoint import Checkpoint, CheckpointManager, _folder
-from armillary.checkpoint._store import Store
+from armillary.checkpoint import Checkpoint, CheckpointManager, _folder, _writer
 from armillary.errors import CheckpointError
 
 # Orbax closes its event loop at the first array that fails, and TensorStore calls it
@@ -96,21 +96,24 @@ def test_a_full_disk_is_an_error_costs_no_checkpoint_and_may_be_survived(
 def test_a_save_that_failed_is_raised_once_and_tried_again(
     tmp_path, monkeypatch, place
 ):
-    wait = Store.wait
+    write: Callable[..., Any] = _writer.write_folder
 
     def fail(*args: object, **kwargs: object) -> None:
-        if place == "wait":
-            wait(*args)
         raise OSError("No space left on device")
+
+    def write_and_fail(*args: object, **kwargs: object) -> Callable[[], None]:
+        wait = write(*args, **kwargs)
+        return lambda: fail(wait())
 
     run = Run()
     manager = make_manager(run, tmp_path)
     controller = make_controller(run, manager)
     with monkeypatch.context() as patch:
         if place == "copy":
-            patch.setattr("armillary.checkpoint._writer.as_stored", fail)
+            patch.setattr(_writer, "as_stored", fail)
         else:
-            patch.setattr(Store, place, fail)
+            replacement = fail if place == "write" else write_and_fail
+            patch.setattr(_writer, "write_folder", replacement)
         with pytest.raises(CheckpointError, match="0` failed: OSError: No space left"):
             controller.save_checkpoint()
 

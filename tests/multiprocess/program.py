@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,7 @@ from jax.experimental import multihost_utils
 
 import armillary
 from armillary.actions import _files
-from armillary.checkpoint import _reader
-from armillary.checkpoint._store import Store
+from armillary.checkpoint import _reader, _writer
 from armillary.data import from_arrays
 from tests.multiprocess.sharded import sharded
 from tests.problems import CNN, MLP, Classifier, make_digits, read_state
@@ -199,8 +199,13 @@ def preempted(
         start = int(step[...])
         if signal_at != -1:
             # Its first save is running when the signal comes.
-            wait = Store.wait
-            Store.wait = lambda store: (time.sleep(0.5), wait(store))[1]
+            write = _writer.write_folder
+
+            def write_slowly(*args: Any, **kwargs: Any) -> Callable[[], None]:
+                wait = write(*args, **kwargs)
+                return lambda: (time.sleep(0.5), wait())[1]
+
+            _writer.write_folder = write_slowly
         controller.train(steps)
     state = {path: digest(value) for path, value in read_state(trainer).items()}
     return {"start": start, "state": state}
