@@ -1,10 +1,9 @@
 """Checks of arguments, each sentence written once; lists and numbers in messages."""
 
-import functools
 import math
 import os
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
@@ -138,18 +137,6 @@ def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> 
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must have "
             f"{listed}, which it lacks. {fix}"
         )
-
-
-def ascii_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns what reads numbers of a command line, without `1_0` and other scripts."""
-
-    @functools.wraps(kind)  # `argparse` shows the name.
-    def read(text: str) -> Any:
-        if "_" in text or not text.isascii():
-            raise ValueError(text)
-        return kind(text)
-
-    return read
 
 
 def list_lines(lines: Iterable[str], most: int = 20) -> str:

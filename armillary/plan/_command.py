@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from armillary._checks import ascii_number
 from armillary._process import ExitCode
 from armillary.errors import PlanError
 
@@ -18,8 +17,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("factory", metavar="FILE:FUNCTION", help=function)
     devices = 'such as "v5e:16x16", "h100:8x8", or, with --abstract, their number'
     add("--topology", required=True, metavar="DEVICES", help=devices)
-    number, each = ascii_number(int), "examples of each replica"
-    add("--per-replica-batch", type=number, metavar="N", help=each)
+    each = "examples of each replica"
+    add("--per-replica-batch", type=int, metavar="N", help=each)
     add("--find-batch", action="store_true", help="look for the largest that fits")
     add("--abstract", action="store_true", help="compile nothing")
     add("--json", type=Path, metavar="FILE", help="write the plan there too")
