@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import time
@@ -32,7 +33,7 @@ from armillary.checkpoint._checkpoint import has_position
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
-from armillary.controller._run import Run, StopRequest
+from armillary.controller._run import Run
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import is_divided, is_key
@@ -119,36 +120,6 @@ def read_end(directory: str) -> str | None:
         return (epath.Path(directory) / FILE_NAME).read_text()
     except OSError:
         return None
-
-
-def watch_checkpoints(
-    manager: "CheckpointManager",
-    stop: StopRequest,
-    timeout: float | None,
-    timeout_fn: Callable[[], bool] | None,
-) -> Iterator[str]:
-    """Yields every checkpoint once, oldest first, until training has ended."""
-    seen: set[str] = set()
-    seconds = float("inf") if timeout is None else timeout
-    last_at = time.monotonic()
-    old_end, old_end_counts = read_end(manager.directory), last_at + _OLD_END_SECONDS
-    while stop.reason is None:
-        # ORDER: the clock is read before the directory, so that a checkpoint written
-        # in the last moment of the wait is still found; so is the end of training.
-        now, end = time.monotonic(), read_end(manager.directory)
-        new = [path for path in manager.checkpoints if path not in seen]
-        remaining = last_at + seconds - now
-        if new:
-            seen.add(new[0])
-            yield new[0]
-        elif end is not None and (end != old_end or now >= old_end_counts):
-            return
-        elif remaining > 0:
-            time.sleep(min(_POLL_SECONDS, remaining))
-            continue
-        elif timeout_fn is None or timeout_fn():
-            return
-        last_at = time.monotonic()
 
 
 def restore_if_good(restore: Callable[[str], object], path: str) -> bool:
@@ -252,12 +223,33 @@ class Saving:
     def watch(
         self, timeout: float | None, timeout_fn: Callable[[], bool] | None
     ) -> Iterator[str]:
-        """Yields the checkpoints of another job, one at a time, to be evaluated."""
-        assert self.manager is not None  # The controller has looked.
+        """Yields each checkpoint of another job once, until its training has ended."""
+        manager, stop = self.manager, self._run.stop
+        assert manager is not None  # The controller has looked.
+        seen: set[str] = set()
+        seconds = math.inf if timeout is None else timeout
+        last_at, old_end = time.monotonic(), read_end(manager.directory)
+        old_end_counts = last_at + _OLD_END_SECONDS
         self._is_watching = True
         try:
-            stop = self._run.stop
-            yield from watch_checkpoints(self.manager, stop, timeout, timeout_fn)
+            while stop.reason is None:
+                # ORDER: the clock is read before the directory, so that a checkpoint
+                # written in the last moment of the wait is still found; so is the end
+                # of training.
+                now, end = time.monotonic(), read_end(manager.directory)
+                new = [path for path in manager.checkpoints if path not in seen]
+                remaining = last_at + seconds - now
+                if new:
+                    seen.add(new[0])
+                    yield new[0]
+                elif end is not None and (end != old_end or now >= old_end_counts):
+                    return
+                elif remaining > 0:
+                    time.sleep(min(_POLL_SECONDS, remaining))
+                    continue
+                elif timeout_fn is None or timeout_fn():
+                    return
+                last_at = time.monotonic()
         finally:
             self._is_watching = False
 

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,11 @@ from armillary._process import Process
 from armillary.controller import _saving
 from armillary.controller._run import StopRequest
 from armillary.controller._saving import (
+    Saving,
     announce_ends,
     end_training,
     read_end,
     training_in,
-    watch_checkpoints,
 )
 
 
@@ -34,8 +36,9 @@ class Folder:
 
 
 def watch(look, timeout=0.0, timeout_fn=None, stop=None):
-    stop = StopRequest() if stop is None else stop
-    return watch_checkpoints(Folder(look), stop, timeout, timeout_fn)
+    run: Any = SimpleNamespace(stop=stop or StopRequest(), trainer=None)
+    manager: Any = Folder(look)
+    return Saving(run, manager).watch(timeout, timeout_fn)
 
 
 def test_each_checkpoint_comes_once_oldest_first():
