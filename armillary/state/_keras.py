@@ -60,6 +60,9 @@ class KerasSlot(Slot):
         if variable.name == _SEED_NAME:
             self.role = Role.RANDOM_KEY
 
+    def is_parameter(self) -> bool:
+        return self.variable.trainable
+
 
 def keras_module() -> Any:
     module = sys.modules.get("keras")

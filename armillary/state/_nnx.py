@@ -32,6 +32,11 @@ class NnxSlot(Slot):
         is_state = isinstance(value, nnx.State)
         return is_state and treedef.num_leaves == self.treedef.num_leaves
 
+    def is_parameter(self) -> bool:
+        from flax import nnx
+
+        return isinstance(self.variable, nnx.Param)
+
     def is_of_optimizer(self) -> list[bool]:
         from flax import nnx
 
@@ -46,12 +51,6 @@ class NnxSlot(Slot):
             move_back()
 
         return restore
-
-
-def is_parameter(slot: Slot) -> bool:
-    from flax import nnx
-
-    return isinstance(slot.variable, nnx.Param)
 
 
 def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:

@@ -206,6 +206,10 @@ class Slot:
         self.write(leaves)
         return lambda: self.put(old)
 
+    def is_parameter(self) -> bool:
+        """Returns whether it is a variable of a kind that is trained."""
+        return False
+
     def is_of_optimizer(self) -> list[bool]:
         """Returns, for each array, whether it is part of an optimizer's state."""
 

@@ -193,7 +193,7 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
         for path, array, is_of_optimizer in columns:
             if isinstance(slot, _nnx.NnxSlot):
                 kind = type(slot.variable)
-                yield _row(path, array, kind.__name__, _nnx.is_parameter(slot))
+                yield _row(path, array, kind.__name__, slot.is_parameter())
             elif slot.variable is None:
                 # A scalar in an attribute is a loss, a rate or a count.
                 is_parameter = _is_number(array) and array.shape != ()

@@ -33,10 +33,8 @@ from armillary.distribute.program._trace import (
 )
 from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError, StateStructureError
-from armillary.state._keras import KerasSlot
 from armillary.state._lift import State
-from armillary.state._nnx import NnxSlot
-from armillary.state._slots import Role, Slot, describe
+from armillary.state._slots import Role, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._runner import StepMethod, recorded_reads
@@ -347,7 +345,7 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     learned = [
         i
         for i, slot in owners.items()
-        if slot.role is Role.BATCH_STATISTIC or _is_parameter(slot)
+        if slot.role is Role.BATCH_STATISTIC or slot.is_parameter()
     ]
     if learned:
         raise StateStructureError(
@@ -368,19 +366,6 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
             name,
             _list(state, drawn),
         )
-
-
-def _is_parameter(slot: Slot) -> bool:
-    if isinstance(slot, KerasSlot):
-        return slot.variable.trainable
-    return _is_nnx(slot, "Param")
-
-
-def _is_nnx(slot: Slot, kind: str) -> bool:
-    """Returns whether a slot is a variable of a kind of Flax, which may be unloaded."""
-    if not isinstance(slot, NnxSlot):
-        return False
-    return isinstance(slot.variable, getattr(sys.modules["flax.nnx"], kind))
 
 
 def _list(state: State, indices: Sequence[int]) -> str:
