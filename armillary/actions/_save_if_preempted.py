@@ -7,7 +7,7 @@ from armillary._logging import logger
 from armillary._process import ExitCode
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
-from armillary.cluster._preemption import PreemptionNotice, TerminationConfig
+from armillary.cluster._preemption import PreemptionNotice, TerminationConfig, kept
 from armillary.errors import CheckpointError
 from armillary.typing import Output
 
@@ -85,10 +85,12 @@ class SaveCheckpointIfPreempted:
         ending = f"ends with exit code {code.value} ({code.name})"
         ending = "calls `exit_fn`" if self._exit_fn else ending
         logger.info("preempted: %s; saved %s; %s.", found, path, ending)
-        with self._notice.kept():
-            if self._exit_fn is None:
-                sys.exit(code)
-            self._exit_fn()
+        # A later signal must not change the exit code while the processes say goodbye.
+        kept.add(self._notice)
+        if self._exit_fn is None:
+            sys.exit(code)
+        self._exit_fn()  # An error of it ends the program, too.
+        kept.remove(self._notice)
 
     def close(self) -> None:
         """Stops listening, and gives SIGTERM its former meaning.
@@ -96,7 +98,7 @@ class SaveCheckpointIfPreempted:
         A notice that came after the last loop is not acted on any more.
         """
         notice = self._notice
-        is_over = self._has_acted or notice.is_closed or notice.is_kept
+        is_over = self._has_acted or notice.is_closed or notice in kept
         if notice.source is not None and not is_over:
             text = "%s came after the last loop, so nothing was saved because of it."
             logger.warning(text, notice.source)

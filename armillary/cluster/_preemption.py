@@ -5,13 +5,12 @@ any lock. So it only sets an attribute, and whoever trains looks at it between l
 """
 
 import atexit
-import contextlib
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -49,7 +48,8 @@ class TerminationConfig:
 
 
 _POLL_SECONDS = 1.0
-_kept: "set[PreemptionNotice]" = set()
+kept: "set[PreemptionNotice]" = set()
+"""Those for which the program is ending: they listen until it has ended."""
 
 
 class PreemptionNotice:
@@ -76,22 +76,9 @@ class PreemptionNotice:
         if self._is_installed():
             signal.signal(signal.SIGTERM, self._handler)
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Listens until the program has ended, if the code under it ends it."""
-        # A later signal must not change the exit code while the processes say goodbye.
-        _kept.add(self)
-        yield  # No `finally`: what raises here ends the program.
-        _kept.remove(self)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the program is ending because of the code under `kept`."""
-        return self in _kept
-
     def close(self) -> None:
         """Stops listening, and lets SIGTERM be what it was."""
-        if self.is_kept:
+        if self in kept:
             return
         self.is_closed = True
         if self._is_installed():
@@ -109,7 +96,7 @@ class PreemptionNotice:
 def _ignore_if_kept() -> None:
     # Python ends by making each handler of its own, but not one that ignores, the
     # default again. Not before: programs that are started would ignore SIGTERM too.
-    if any(notice._is_installed() for notice in _kept):
+    if any(notice._is_installed() for notice in kept):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
