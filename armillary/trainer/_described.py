@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
+from armillary.distribute.strategies._layouts import SingleLayout
 from armillary.trainer._guard import Health
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
 from armillary.trainer._runner import LoopOptions, distribute, flatten_datasets
@@ -78,7 +79,7 @@ def described(
             health = None
             if options.on_non_finite is not None:
                 health = Health.start(len(flat.state.paths))
-                health = _placed(health, everywhere(mesh))
+                health = SingleLayout(everywhere(mesh)).describe(health)
             fn, types = program.describe(chunk.inputs, health)
             yield DescribedLoop(
                 fn=fn,
@@ -133,7 +134,7 @@ def _describe_chunk(
     ]
     return Chunk(
         arrays=arrays,
-        resident=[_placed(each, everywhere(mesh)) for each in resident],
+        resident=[SingleLayout(everywhere(mesh)).describe(each) for each in resident],
         types=types,
         num_steps=capacity,
         capacity=capacity,
@@ -148,11 +149,4 @@ def _count_held(types: PyTree) -> int:
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(types)
-    )
-
-
-def _placed(types: PyTree, sharding: NamedSharding) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        types,
     )

@@ -6,7 +6,6 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
-from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -100,7 +99,8 @@ class PerReplica:
 
     def parts(self) -> dict[int, jax.Array]:
         """Returns `values` by the number of the replica."""
-        held = list_active(self.active_replicas)
+        held = self.active_replicas
+        held = range(held) if isinstance(held, int) else held
         if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
@@ -159,10 +159,6 @@ def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
 
 def count_active(active: Active) -> int:
     return active if isinstance(active, int) else len(active)
-
-
-def list_active(active: Active) -> Sequence[int]:
-    return range(active) if isinstance(active, int) else active
 
 
 def array_of(leaf: Any) -> Any:
