@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from armillary._process import ExitCode
-from armillary.launch._process import Ending
+from armillary.launch._process import Ending, Process
 
 MAX_PAUSE_SECONDS = 60.0
 MOST_ALIKE = 3
@@ -148,3 +148,16 @@ class Restarts:
             why = f"the same failure {self._alike} times"
         said = f": {words.rstrip('.')}" if words else ""
         return ExitCode.TOO_MANY_RESTARTS, "", f"{why} without a newer checkpoint{said}"
+
+
+def waits_in_vain(children: Sequence[Process], joins: bool) -> bool:
+    """Returns whether those that run wait, or are going to, for one that has ended."""
+    ended = [child for child in children if child.ended.done()]
+    running = [child for child in children if child not in ended]
+    if not (running and ended):
+        return False
+    # One that failed before it came, of a program whose processes join.
+    failed = [child for child in ended if child.ended.result().returncode]
+    never_came = joins and any("joining" not in child.told for child in failed)
+    has_joined = any("joined" in child.told for child in children)
+    return (never_came and not has_joined) or all(each.is_joining for each in running)

@@ -28,6 +28,7 @@ from armillary.launch._restarts import (
     find_named,
     find_stop_code,
     find_stopped,
+    waits_in_vain,
 )
 
 EVALUATOR = "evaluator"
@@ -214,8 +215,7 @@ class _Group:
                 if self.running:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
                 # Who never came to its strategy shows the line that it is stuck at.
-                joins = any("joining" in child.told for child in self.children)
-                joins &= not self._is_in_vain
+                joins = not self._is_in_vain and self._joins
                 for child in self.running:
                     child.is_asked = True
                     is_lost = joins and not child.told and number == signal.SIGTERM
@@ -341,14 +341,8 @@ class _Group:
 
     def _give_up_join(self) -> None:
         """Ends those that wait for one that will never join them, or are about to."""
-        ended = [child for child in self.children if child.ended.done()]
-        failed = [child for child in ended if child.ended.result().returncode]
-        never_came = self._joins and any("joining" not in c.told for c in failed)
-        has_joined = any("joined" in child.told for child in self.children)
-        is_waiting = all(child.is_joining for child in self.running)
-        is_waiting |= never_came and not has_joined
         is_known = self._is_in_vain or self._supervisor.stop is not None
-        if self.running and ended and is_waiting and not is_known:
+        if not is_known and waits_in_vain(self.children, self._joins):
             self._is_in_vain = True
             # Others may fail by themselves, in the same way.
             self.end_after(_JOIN_SECONDS, _JOIN_SECONDS)

@@ -120,16 +120,19 @@ def test_objects_that_steps_return_are_as_they_were_after_each(compile_step):
             super().__init__([np.ones(2)] * 3, options)
             self.sum = nnx.metrics.Average("x")
 
+        def eval_begin(self):
+            return []
+
         def eval_step(self, iterator):
             self.sum.update(x=next(iterator))
             return self.sum.count, [self.sum]
 
-        def eval_reduce(self, state, outputs):
-            count, (metric,) = outputs
-            return [*(state or []), (int(count[...]), float(metric.total[...]))]
+        def eval_reduce(self, state, step_outputs):
+            count, (metric,) = step_outputs
+            return [*state, (int(count[...]), float(metric.total[...]))]
 
-        def eval_end(self, state):
-            return {"seen": state}
+        def eval_end(self, *state):
+            return {"seen": state[0]}
 
     assert Count().evaluate(-1)["seen"] == [(2, 2), (4, 4), (6, 6)]
 
