@@ -21,7 +21,8 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # How the lifeline names a process that ends the others.
 _NAMED = re.compile(
     r"Process (\d+) of \d+ (?:is gone|has failed|has not joined)|"
-    r"process (\d+) of .*\(stopped\?\)"
+    r"process (\d+) of .*\(stopped\?\)|"
+    r"Another process has failed:\s+process (\d+) of"
 )
 
 
@@ -53,10 +54,10 @@ def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | N
 def find_named(words: Sequence[str]) -> set[int]:
     """Returns the processes of which others say that they ended the attempt."""
     return {
-        int(match[1] or match[2])
+        int(match[match.lastindex or 0])
         for index, said in enumerate(words)
         for match in _NAMED.finditer(said)
-        if int(match[1] or match[2]) != index
+        if int(match[match.lastindex or 0]) != index
     }
 
 

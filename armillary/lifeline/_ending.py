@@ -11,14 +11,14 @@ import faulthandler
 import linecache
 import math
 import os
+import re
 import signal
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from armillary._launcher import tell
@@ -37,6 +37,9 @@ MAKERS = (
 _STDLIB = sysconfig.get_path("stdlib")
 DEBUGGER = tuple(os.path.join(_STDLIB, name) for name in ("bdb.py", "pdb.py", "cmd.py"))
 _PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
+# What `faulthandler` prints.
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
+_LINE = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$', re.MULTILINE)
 _SILENT_SECONDS = 3.0
 """Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
 _LEAST_SECONDS, _TIMES_LONGEST = 300.0, 5.0
@@ -99,6 +102,14 @@ class Place(NamedTuple):
 
     phase: str
     moves: int = 0  # It changes whenever the program goes on.
+
+
+class Line(NamedTuple):
+    """Where one function of a stack is."""
+
+    file: str
+    number: str  # `???` where it has only begun.
+    function: str
 
 
 class Pace:
@@ -210,39 +221,50 @@ def find_line(phase: str) -> str:
 
     While data is awaited, also those of other threads, which may read it.
     """
-    frames = sys._current_frames()
-    main = frames.pop(threading.main_thread().ident or 0, None)
-    if main is None:
+    stacks = _read_stacks()
+    main = stacks.pop(threading.main_thread().ident or 0, [])
+    if not main:
         return "(the main thread has ended)"
-    lines = [_describe(_find_users(main) or main)]
-    users = map(_find_users, frames.values() if phase in ("data", "evaluating") else ())
-    others = dict.fromkeys(_describe(frame) for frame in users if frame is not None)
+    lines = [_describe(_find_users(main) or main[0])]
+    users = map(_find_users, stacks.values() if phase in ("data", "evaluating") else ())
+    others = dict.fromkeys(_describe(line) for line in users if line is not None)
     lines += [f"while a thread reads ahead at {line}" for line in others]
     return ", ".join(lines[:_MOST_LINES])
 
 
 def is_in(files: tuple[str, ...], thread: int | None = None) -> bool:
     """Returns whether a thread, by its `ident`, or the main one, is in some files."""
-    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
-    return any(each.f_code.co_filename.endswith(files) for each in _outward(frame))
+    stack = _read_stacks().get(thread or threading.main_thread().ident or 0, [])
+    return any(line.file.endswith(files) for line in stack)
 
 
-def _find_users(frame: FrameType | None) -> FrameType | None:
-    frames = _outward(frame)
-    return next((f for f in frames if not is_library_file(f.f_code.co_filename)), None)
+def _read_stacks() -> dict[int, list[Line]]:
+    """Returns the innermost hundred lines of each thread, the innermost first."""
+    # Not by frames: other threads go on meanwhile, and where a frame was called from is
+    # memory that may be gone then (CPython 3.11).
+    file = os.memfd_create("stacks")
+    try:
+        faulthandler.dump_traceback(file)
+        text = os.pread(file, os.fstat(file).st_size, 0).decode(
+            "unicode_escape", "replace"
+        )
+    finally:
+        os.close(file)
+    _, *parts = _THREAD.split(text)
+    return {
+        int(ident, 16): [Line(*found) for found in _LINE.findall(stack)]
+        for ident, stack in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _find_users(stack: list[Line]) -> Line | None:
+    return next((line for line in stack if not is_library_file(line.file)), None)
 
 
-def _describe(frame: FrameType) -> str:
-    # A frame that has only begun is at no line yet.
-    name, number = frame.f_code.co_filename, frame.f_lineno or 0
-    text = linecache.getline(name, number).strip()
-    place = f"{name}:{number} in {frame.f_code.co_name}"
+def _describe(line: Line) -> str:
+    number = int(line.number) if line.number.isdigit() else 0
+    text = linecache.getline(line.file, number).strip()
+    place = f"{line.file}:{line.number} in {line.function}"
     return f"{place}: {text}" if text else place
 
 

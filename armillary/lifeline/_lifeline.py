@@ -208,8 +208,16 @@ class Lifeline:
         self._loop = asyncio.get_running_loop()
         await self._tree.open()
         self._is_open.set()
+        said = ""
         while not self._is_done.is_set():
-            self._beat(time.monotonic())
+            try:
+                self._beat(time.monotonic())
+            except Exception as error:
+                set_timer(math.inf)  # Nobody may be there to set it again.
+                text = f"What watches this process has failed: {error!r}\n"
+                if text != said:
+                    os.write(2, text.encode(errors="replace"))
+                said = text
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
         # What follows takes some seconds, and the timer is left to see that through.

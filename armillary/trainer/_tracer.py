@@ -17,7 +17,7 @@ import jax
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.data._layout import Active
-from armillary.data.feed._chunks import Chunk
+from armillary.data.feed._chunks import Chunk, check_pieces
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._compare import check_same_program
@@ -276,6 +276,7 @@ def run_eagerly(
         except MoreBatches:
             return
         check_taken(method.name, list(map(len, taken)))
+        check_pieces(taken)
         FlatState(state, method.strategy).settle(())
         feed.commit_taken()
         yield result, all(batches[-1].is_last for batches in taken)

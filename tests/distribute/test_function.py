@@ -1,4 +1,7 @@
+import array
+import copy
 import functools
+import random
 import threading
 
 import jax
@@ -229,6 +232,53 @@ def test_equal_static_arguments_of_different_types_are_told_apart(first, second)
 
     assert kind(first) == type(first).__name__
     assert kind(second) == type(second).__name__
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        ({1}, lambda s: s.add(5)),
+        (bytearray([1]), lambda s: s.append(5)),
+        (array.array("d", [1]), lambda s: s.append(5)),
+    ],
+)
+def test_what_changes_in_place_is_another_argument(first, change, make_mirrored):
+    strategy = make_mirrored(2)
+
+    def double(x, values):
+        return x * max(values["of"])
+
+    calls = (
+        armillary.function(double),
+        lambda *args: strategy.reduce("mean", strategy.run(double, args)),
+    )
+    for call in calls:
+        values = {"of": copy.copy(first)}
+        assert call(jnp.ones(()), values) == 1
+        change(values["of"])
+        assert call(jnp.ones(()), values) == 5
+
+
+@pytest.mark.parametrize(
+    "argument", [iter([1.0]), np.random.default_rng(0), random.Random(0)]
+)
+def test_what_is_drawn_from_is_no_argument(argument):
+    kind = type(argument).__name__
+    with pytest.raises(CapturedStateError, match=f"`take` is of type {kind}.*next"):
+
+        @armillary.function
+        def take(source):
+            return jnp.zeros(())
+
+        take([argument])
+
+
+def test_a_generator_is_no_function():
+    def make():
+        yield jnp.zeros(())
+
+    with pytest.raises(TypeError, match="`make` is a generator or a coroutine"):
+        armillary.function(make)
 
 
 def test_a_zero_has_a_sign_as_a_static_argument_too():

@@ -323,6 +323,11 @@ def test_what_failed_first_is_blamed(endings, words, first):
     assert find_first(found, find_named([words, "", ""])) == first
 
 
+def test_who_failed_where_all_agree_is_named():
+    said = "PeerError: Another process has failed:\n  process 1 of 2: KeyError: 'x'\nRe"
+    assert find_named([said, ""]) == {1}
+
+
 def test_who_does_not_answer_is_ended_at_once_and_no_other():
     gone = "Process 1 of 3 is gone (step, a line)."
     quiet = "process 2 of 3: step for 9 s; it has not answered for 9 s (stopped?)"

@@ -1,6 +1,7 @@
 """Processes tell each other what they do; here they are threads with real sockets."""
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -108,6 +109,25 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
         assert f"Process {dead} of {count} is gone (outside of loops, " in reason
         assert "test_lifeline.py:" in reason
         assert job.lifelines[index].wait_for_verdict(0.0) == reason
+
+
+def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
+    job, timers, is_broken = start(2), [], True
+
+    def fail(files):
+        if is_broken:
+            raise OSError("too many open files")
+        return False
+
+    monkeypatch.setattr(module, "set_timer", timers.append)
+    monkeypatch.setattr(module, "is_in", fail)
+    until(lambda: timers[-2:] == [math.inf] * 2)
+    is_broken = False
+    job.lifelines[0].watch(7.0, lambda: Place("step", 1))
+    until(lambda: timers[-1] == 7.0)
+    assert job.reasons == [None] * 2
+    text = "What watches this process has failed: OSError('too many open files')"
+    assert capfd.readouterr().err.count(text) == 2  # Once for each.
 
 
 def test_a_process_that_came_to_its_end_is_not_missed(start):

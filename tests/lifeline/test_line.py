@@ -2,7 +2,6 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
 from armillary.lifeline import _ending
 
@@ -41,8 +40,16 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
 
 
 def test_a_function_that_has_only_begun_is_at_no_line():
-    frame = SimpleNamespace(f_code=json.loads.__code__, f_lineno=None)
-    assert _ending._describe(frame).endswith(":0 in loads")
+    line = _ending.Line(json.__file__, "???", "loads")
+    assert _ending._describe(line) == f"{json.__file__}:??? in loads"
+
+
+def test_files_may_have_any_name(tmp_path):
+    path = tmp_path / 'jörg "x" in y.py'
+    path.write_text("found = look()")
+    names = {"look": lambda: _ending._read_stacks()[threading.get_ident()][2]}
+    exec(compile(path.read_text(), path, "exec"), names)
+    assert names["found"] == (str(path), "1", "<module>")
 
 
 def test_compiling_is_told_by_the_stack():

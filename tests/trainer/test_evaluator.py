@@ -8,7 +8,7 @@ from flax import nnx
 import armillary
 from armillary import StandardEvaluator, StandardEvaluatorOptions
 from armillary.data import from_arrays
-from armillary.errors import DatasetStateError, StateStructureError
+from armillary.errors import BatchSizeError, DatasetStateError, StateStructureError
 from tests.problems import MLP, make_batches, make_digits, make_strategy
 
 
@@ -112,6 +112,34 @@ def test_step_outputs_keep_what_is_no_array():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compile_step", [True, False])
+@pytest.mark.parametrize("sizes", [(5, 4), (4, 5), (6, 2), (5, 3), (5,)])
+def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
+    strategy = make_strategy(4)
+
+    class Count(StandardEvaluator):
+        def __init__(self):
+            options = armillary.StandardEvaluatorOptions(compile_step=compile_step)
+            data = [
+                strategy.distribute_dataset(from_arrays(np.ones(12), batch_size=size))
+                for size in sizes
+            ]
+            super().__init__(data, options)
+            self.strategy = strategy
+            self.sums = nnx.metrics.Average("x")
+
+        def eval_step(self, iterators):
+            for iterator in iterators * (3 - len(iterators)):
+                batch = next(iterator)
+                strategy.run(lambda b: self.sums.update(x=b), args=(batch,))
+
+        def eval_end(self, *state):
+            return {"count": self.sums.count[...]}
+
+    with pytest.raises(BatchSizeError, match=r"one of dataset \d has .* in pieces"):
+        Count().evaluate(-1)
+
+
 @pytest.mark.parametrize("compile_step", [True, False])
 def test_objects_that_steps_return_are_as_they_were_after_each(compile_step):
     class Count(StandardEvaluator):

@@ -92,6 +92,7 @@ class ChunkBuilder:
             if len(batches) < count:
                 return None
             step.append(batches)
+        check_pieces(step)
         return step
 
     def _begin(self, readers: Sequence[BatchReader], step: Step) -> Chunk:
@@ -184,6 +185,26 @@ class ChunkBuilder:
             chunk.arrays[index] = readers[index].gather.send(
                 arrays, 1, chunk.num_replicas[index]
             )
+
+
+def check_pieces(step: Step) -> None:
+    """Checks that an evaluation takes batches together that it has whole, or both cut.
+
+    Raises:
+        BatchSizeError: If examples would meet others than they do on one replica.
+    """
+    ends = [batch.is_last for batches in step for batch in batches]
+    is_several = len(ends) > len(step)
+    if len(ends) == 1 or all(ends) or not (any(ends) or is_several):
+        return
+    cut = next(i for i, each in enumerate(step) if not all(b.is_last for b in each))
+    raise BatchSizeError(
+        f"A step takes {len(ends)} batches together, but one of dataset {cut} has a "
+        "number of examples that the replicas cannot share equally, so that it runs in "
+        "pieces, which would meet other examples than on one replica. Use batch sizes "
+        "that are multiples of the number of replicas, or "
+        '`InputOptions(remainder="pad")` or `"drop"`.'
+    )
 
 
 def _sign(step: Step) -> tuple[tuple[Hashable, ...], ...]:

@@ -1,13 +1,17 @@
 """Compiles a step of the user's own loop, with the state it reaches."""
 
+import array
 import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from armillary._checks import check_instance
@@ -26,6 +30,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
+from armillary.errors import CapturedStateError
 from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -35,6 +40,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
+_DRAWN_FROM = Iterator, np.random.Generator, np.random.RandomState, random.Random
 _num_compiled = collections.Counter[Any]()  # by code
 
 
@@ -87,6 +93,11 @@ def function(
     check_instance("strategy", strategy, Strategy | None, fix)
     fix = 'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.'
     check_instance("compiler_options", compiler_options, Mapping | None, fix)
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        raise TypeError(
+            f"`{fn.__name__}` is a generator or a coroutine, which runs only when its "
+            "program has ended. Return what it gives, such as a tuple of arrays."
+        )
     if fn is None:
         return functools.partial(
             function, strategy=strategy, compiler_options=compiler_options
@@ -203,6 +214,7 @@ class _Program:
         leaves: list[Any],
         treedef: Any,
     ) -> None:
+        _check_arguments(function.name, leaves)
         self._fn, self._strategy = function.fn, strategy
         self._flat = flat = FlatState(state, strategy)
         static = [None if is_array(leaf) else leaf for leaf in leaves]
@@ -210,8 +222,8 @@ class _Program:
 
         def call_body(*arrays: Any) -> PyTree:
             values = list(static)
-            for position, array in zip(positions, arrays, strict=True):
-                values[position] = array
+            for position, value in zip(positions, arrays, strict=True):
+                values[position] = value
             args, kwargs = treedef.unflatten(values)
             return function.body(*args, **kwargs)
 
@@ -314,6 +326,17 @@ def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
     return arrays if is_moved else None
 
 
+def _check_arguments(name: str, leaves: list[Any]) -> None:
+    for leaf in leaves:
+        # A distributed iterator says it itself, and where to take a batch.
+        if isinstance(leaf, _DRAWN_FROM) and not hasattr(leaf, "get_next"):
+            raise CapturedStateError(
+                f"An argument of `{name}` is of type {type(leaf).__name__}: what it "
+                "gives while the function is traced would be a constant of each call. "
+                "Pass what it gives: `next(iterator)`, or numbers."
+            )
+
+
 def code_of(fn: Callable[..., Any]) -> Any:
     """Returns what is equal for functions that differ only in what they captured."""
     while isinstance(fn, functools.partial):
@@ -349,4 +372,8 @@ def identity_of(value: Any) -> Any:
     """Returns equal keys exactly for values that a compiled program may share."""
     if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
         return type(value), repr(value)  # 0.0 equals -0.0, and NaN not itself.
+    if isinstance(value, set):
+        return set, frozenset(map(identity_of, value))
+    if isinstance(value, bytearray | array.array):
+        return type(value), repr(value)
     return id(value)

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import check_callable, check_one_of, check_positive_int
-from armillary._jaxpr import walk_equations
+from armillary._jaxpr import Dataflow, walk_equations
 from armillary._traceback import hides_frames
 from armillary.distribute.replica._context import lifted_state, require_replica_context
 from armillary.distribute.replica._proof import DIVISOR
@@ -21,6 +21,9 @@ from armillary.state._lift import State, strong
 from armillary.state._nnx import is_node
 from armillary.state._nnx import is_variable as is_nnx_variable
 from armillary.typing import PyTree
+
+AVERAGE = "armillary average"
+"""Marks what `compute_average_loss` returns."""
 
 
 class _Local(threading.local):
@@ -289,19 +292,33 @@ def _accumulate(
     return _Found(loss, outputs, slots, gradients)
 
 
+class _FindAverage(Dataflow[bool]):
+    """Finds what is made of the result of `compute_average_loss`."""
+
+    nothing = False
+
+    def join(self, facts: Iterable[bool]) -> bool:
+        return any(facts)
+
+    def transfer(self, equation: Any, operands: list[bool]) -> list[bool] | None:
+        return [True] if equation.params.get("name") == AVERAGE else None
+
+
 def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
-    is_scaled = any(
-        equation.params.get("name") == DIVISOR for equation in walk_equations(program)
-    )
-    if not is_scaled and op is None:
+    inputs = [False] * len(program.jaxpr.invars)
+    is_average = _FindAverage().run(program, inputs)[0]  # the loss
+    if not is_average and op is None:
         raise ValueError(
             f"The loss of `value_and_grad` is accumulated over {count} parts of "
             "`batch`, but `op` is not given, and `compute_average_loss` did not make "
             'it. Pass `op="mean"` for a mean over the examples that it gets, '
             '`op="sum"` for a sum of them, whatever that is divided by.'
         )
-    if is_scaled and op == "sum":
+    names = [equation.params.get("name") for equation in walk_equations(program)]
+    if op == "sum" and DIVISOR in names:
         raise ValueError(
             '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
-            "loss, and divides by the number of examples that it gets. Leave `op` out."
+            "loss, and divides by the number of examples that it gets, or "
+            "`scale_regularization_loss`, which each part would add. Leave `op` out, "
+            "with `compute_average_loss`."
         )

@@ -14,7 +14,7 @@ from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
-from armillary.distribute.replica._gradient import num_parts, split_aux
+from armillary.distribute.replica._gradient import AVERAGE, num_parts, split_aux
 from armillary.distribute.replica._proof import DIVISOR, WEIGHT
 from armillary.distribute.replica._values import AXIS_NAME, ReduceOp, count_active
 from armillary.state._lift import State
@@ -230,7 +230,7 @@ def compute_average_loss(
         context.was_asked = True  # Any divisor here is one for all replicas.
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-    return _divide(total, divisor).astype(losses.dtype)
+    return mark(_divide(total, divisor).astype(losses.dtype), AVERAGE)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
