@@ -253,6 +253,26 @@ class SummaryTrainer(Trainer):
         ), 0
 
 
+class MixedTrainer(OwnScaleTrainer):
+    """Has a penalty, which says nothing of what the loss is divided by."""
+
+    def scaled(self, losses, batch):
+        armillary.compute_average_loss(losses)  # What nothing is made of.
+        penalty = armillary.scale_regularization_loss(jnp.sum(losses) * 0)
+        return jnp.sum(losses) / 32 + penalty
+
+
+class ScalarTrainer(Trainer):
+    def step_fn(self, batch):
+        batch = {**batch, "rate": jnp.float32(0.1)}
+        return armillary.value_and_grad(
+            lambda batch: jnp.mean(self.model(batch["image"])),
+            self.model,
+            batch=batch,
+            op="mean",
+        ), 0
+
+
 def train_with(kind, count=4, batch_size=32):
     return lambda: kind(
         make_strategy(0), batch_size=batch_size, accumulate_steps=count
@@ -267,11 +287,17 @@ def train_with(kind, count=4, batch_size=32):
             "`op` is not given, and `compute_average_loss` did not make it": (
                 train_with(OwnScaleTrainer)
             ),
+            "is not given, and `compute_average_loss` did not": (
+                train_with(MixedTrainer)
+            ),
             r"returned an array of shape \(\) beside the loss, for a part of 8": (
                 train_with(SummaryTrainer)
             ),
         },
         BatchSizeError: {
+            r"`batch` .* shapes \[\(32, .*\(\)\], but the first axis": (
+                train_with(ScalarTrainer)
+            ),
             "`accumulate_steps` is 3, but `batch` has 32 examples on each replica": (
                 train_with(Trainer, 3)
             ),

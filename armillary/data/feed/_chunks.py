@@ -188,11 +188,7 @@ class ChunkBuilder:
 
 
 def check_pieces(step: Step) -> None:
-    """Checks that an evaluation takes batches together that it has whole, or both cut.
-
-    Raises:
-        BatchSizeError: If examples would meet others than they do on one replica.
-    """
+    """Raises if batches that a step takes together are cut into pieces unlike."""
     ends = [batch.is_last for batches in step for batch in batches]
     is_several = len(ends) > len(step)
     if len(ends) == 1 or all(ends) or not (any(ends) or is_several):

@@ -242,7 +242,15 @@ def _accumulate(
 ) -> _Found:
     """Returns the loss and gradients of a batch from those of its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
-    size = len(jax.tree.leaves(batch)[0])
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or () in sizes:
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+        raise BatchSizeError(
+            f"`batch` of `value_and_grad` has arrays of shapes {shapes}, but the first "
+            "axis of all must count the same examples. Leave what is no example to "
+            "the loss function itself."
+        )
+    ((size,),) = sizes
     if size % count:
         raise BatchSizeError(
             f"`accumulate_steps` is {count}, but `batch` has {size} examples on each "
