@@ -7,7 +7,7 @@ lazily; each place counts once, under the name that it is reached by first.
 import inspect
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -136,16 +136,11 @@ class Checkpoint:
         Raises:
             ValueError: If it holds one that they replace elsewhere, which is not saved.
         """
-        slots, own = find_slots(trainer, ""), {slot.key for slot in self._find_slots()}
-        unsaved = [slot for slot in slots if slot.key not in own]
-        assigned = {
-            id(leaf): path
-            for slot in unsaved
-            for path, leaf in zip(slot.paths, slot.read(), strict=True)
-        }
+        places, own = find_slots(trainer, ""), self._find_slots()
+        assigned = {id(leaf): path for path, leaf in _read_others(places, own)}
         lines = [
             f"{path}: steps assign `trainer.{assigned[id(leaf)].replace('/', '.')}`"
-            for path, leaf in self.read_leaves().items()
+            for path, leaf in _read_others(own, places)
             if id(leaf) in assigned
         ]
         if lines:
@@ -258,6 +253,16 @@ class Checkpoint:
 
     def _find_slots(self) -> Sequence[Slot]:
         return State([(value, name) for name, value in self.objects.items()]).slots
+
+
+def _read_others(
+    slots: Sequence[Slot], known: Sequence[Slot]
+) -> Iterator[tuple[str, Any]]:
+    """Yields paths and arrays of places that are not among known ones."""
+    keys = {slot.key for slot in known}
+    for slot in slots:
+        if slot.key not in keys:
+            yield from zip(slot.paths, slot.read(), strict=True)
 
 
 def has_position(value: Any) -> bool:

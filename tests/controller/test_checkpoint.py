@@ -102,6 +102,10 @@ def test_a_dictionary_that_steps_replace_is_not_saved_for_ever(tmp_path, is_nest
         train(params=held, step=trainer.step)
     assert "`Checkpoint(trainer=trainer)`" in str(info.value)
     train(trainer=trainer, params=held)
+    # Arrays that begin as one may stand in several places that are saved or not.
+    trainer.copies = [trainer.step[...], *trainer.params.values()]
+    tmp_path /= "other"
+    train(step=trainer.step)
 
 
 @pytest.mark.parametrize(
