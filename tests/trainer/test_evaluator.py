@@ -128,9 +128,9 @@ def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
             self.strategy = strategy
             self.sums = nnx.metrics.Average("x")
 
-        def eval_step(self, iterators):
-            for iterator in iterators * (3 - len(iterators)):
-                batch = next(iterator)
+        def eval_step(self, iterator):
+            for each in iterator * (3 - len(iterator)):
+                batch = next(each)
                 strategy.run(lambda b: self.sums.update(x=b), args=(batch,))
 
         def eval_end(self, *state):
