@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import create_global_step
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.state._lift import State
 from armillary.state._slots import describe, is_array
 from armillary.trainer._hooks import without_python
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
@@ -121,13 +119,10 @@ class StepTrainer(StandardTrainer):
                 "the step, and its metrics. Write `return state, metrics`, with `{}` "
                 "if there are none."
             )
-        held = SimpleNamespace(state=self.state)
-        found = State([(held, "")])
-        before, held.state = found.read(), result[0]
-        # It raises if more than values differ: nobody else looks at eager steps.
-        found.collect(before, "step")
         self.state = result[0]
         add_metrics(self._metrics, result[1], batch)
+
+    _run.__name__ = "step"
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):

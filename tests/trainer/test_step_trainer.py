@@ -266,7 +266,6 @@ def count(state, batch):
     return {**state, "rate": state["rate"] * 0.9}, {}
 
 
-@pytest.mark.parametrize("compile_step", [True, False])
 @pytest.mark.parametrize(
     ("step", "error", "message"),
     [
@@ -283,10 +282,9 @@ def count(state, batch):
         ),
     ],
 )
-def test_what_a_step_must_not_return(step, error, message, compile_step):
-    state, data = {"w": jnp.zeros(3), "rate": 0.5}, from_arrays(DATA, batch_size=8)
-    options = armillary.StandardTrainerOptions(compile_step=compile_step)
-    trainer = armillary.StepTrainer(step, state, data, options=options)
+def test_what_a_step_must_not_return(step, error, message):
+    state = {"w": jnp.zeros(3), "rate": 0.5}
+    trainer = armillary.StepTrainer(step, state, from_arrays(DATA, batch_size=8))
     with pytest.raises(error, match=re.escape(message)):
         trainer.train(1)
 
