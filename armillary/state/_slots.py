@@ -154,7 +154,9 @@ class Slot:
             return [value]
         leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_claimed)
         if treedef != self.treedef and not self._is_alike(value, treedef):
-            raise StateStructureError(self._describe_change(value, treedef))
+            raise StateStructureError(
+                f"{self.path}: tree structure {self.treedef} became {treedef}"
+            )
         rows = zip(self._leaf_paths, self.is_dynamic, self._static, leaves, strict=True)
         changes = [
             f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
@@ -165,16 +167,6 @@ class Slot:
         if changes:
             raise StateStructureError("\n".join(changes))
         return [leaves[i] for i in self._positions]
-
-    def _describe_change(self, value: PyTree, treedef: Any) -> str:
-        flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=self._is_claimed)
-        old, new = self._leaf_paths, [join_keys(self.path, keys) for keys, _ in flat]
-        lost = ", ".join(path for path in old if path not in new)
-        gained = ", ".join(path for path in new if path not in old)
-        change = f"lost {lost or 'nothing'} and gained {gained or 'nothing'}"
-        if not lost and not gained:  # but a node has another type
-            change = f"{self.treedef} became {treedef}"
-        return f"{self.path}: tree structure {change}"
 
     def _is_alike(self, value: Any, treedef: Any) -> bool:
         """Returns whether another structure is as good as the one that was found."""

@@ -1,7 +1,7 @@
 """Trainer and evaluator around pure functions of any pytree and a batch."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ from armillary._checks import check_callable, check_instance, check_methods
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import create_global_step
+from armillary.errors import StateStructureError
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.state._slots import describe, is_array
+from armillary.state._slots import describe, is_array, is_equal, join_keys
 from armillary.trainer._hooks import without_python
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -119,10 +120,9 @@ class StepTrainer(StandardTrainer):
                 "the step, and its metrics. Write `return state, metrics`, with `{}` "
                 "if there are none."
             )
+        check_state(self.state, result[0])
         self.state = result[0]
         add_metrics(self._metrics, result[1], batch)
-
-    _run.__name__ = "step"
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):
@@ -282,3 +282,35 @@ def _own(leaf: Any) -> Any:
         raise TypeError(
             f"`state` has the leaf {leaf!r:.80}, of which JAX makes no array: {error}"
         ) from error
+
+
+def check_state(before: PyTree, after: PyTree) -> None:
+    """Raises, with the place, if a step returns another kind of state than it took."""
+    for problem in _find_changes(before, after):
+        raise StateStructureError(
+            f"`step` must return a state like the one that it takes, but {problem}. "
+            "Return all of it, in the same order, with the same shapes and dtypes."
+        )
+
+
+def _find_changes(before: PyTree, after: PyTree) -> Iterator[str]:
+    flatten = jax.tree_util.tree_flatten_with_path
+    old, new = (
+        {join_keys("state", keys): leaf for keys, leaf in flatten(tree)[0]}
+        for tree in (before, after)
+    )
+    for place in dict.fromkeys([*old, *new]):
+        if place not in new:
+            yield f"`{place}` is gone"
+        elif place not in old:
+            yield f"`{place}` is new"
+        elif not is_array(old[place]):
+            if not is_equal(old[place], new[place]):
+                yield (
+                    f"`{place}`, which is no array but {old[place]!r:.40}, became "
+                    f"{describe(new[place])}: begin with `jnp.asarray(...)`"
+                )
+        elif (now := describe(new[place])) != (was := describe(old[place])):
+            yield f"`{place}` was {was} and became {now}"
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        yield "its structure changed: a node has another type, or other static fields"
