@@ -74,12 +74,17 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: ParameterServerStrategy) -> None:
         start_ray(strategy.cluster_resolver)
-        self.strategy = strategy
+        self._strategy = strategy
         self._variables = Variables(strategy.num_ps, strategy.variable_partitioner)
         self._scheduler = Scheduler(strategy, self._variables)
         self._tasks: dict[Any, ScheduledTask] = {}
         self._left_out: list[Any] = []
         self._named = {id(strategy): "strategy", id(self): "nothing"}
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
 
     def schedule(
         self,
@@ -217,7 +222,7 @@ class ClusterCoordinator:
     def shutdown(self) -> None:
         """Ends workers and parameter servers; the variables keep what they held."""
         self._scheduler.stop()
-        self.strategy.coordinator = None
+        self._strategy.coordinator = None
 
     def _get_task(
         self, fn: Callable[..., Any], leaves: list[Any], tree: Any

@@ -165,8 +165,13 @@ def test_a_service_with_a_loopback_address_listens_there_only(host, is_loopback)
 class OwnResolver(ClusterResolver):
     """The least that a resolver of a user's own can be."""
 
-    def __init__(self):
-        self.task_type, self.task_id = "worker", 1
+    @property
+    def task_type(self):
+        return "worker"
+
+    @property
+    def task_id(self):
+        return 1
 
     def cluster_spec(self):
         return ClusterSpec(WORKERS)

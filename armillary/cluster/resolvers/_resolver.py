@@ -42,15 +42,19 @@ class ClusterResolver(ABC):
     `process_plan` instead of relying on `cluster_spec`.
     """
 
-    task_type: str | None = None
-    """The job of this process, such as `"worker"`, or None if it is not known."""
-
-    task_id: int | None = None
-    """The index of this process in its job, or None if it is not known."""
-
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the cluster; none if this process is on its own."""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, such as `"worker"`, or None if it is not known."""
+        return None
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, or None if it is not known."""
+        return None
 
     def process_plan(self) -> ProcessPlan:
         """Returns what this process needs to join the others.
@@ -85,11 +89,21 @@ class SimpleClusterResolver(ClusterResolver):
         self._cluster_spec = ClusterSpec(cluster_spec)
         if task_type is not None or task_id is not None:
             check_task(self._cluster_spec, task_type, task_id)
-        self.task_type, self.task_id = task_type, task_id
+        self._task_type, self._task_id = task_type, task_id
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the cluster."""
         return self._cluster_spec
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process."""
+        return self._task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job."""
+        return self._task_id
 
 
 class TFConfigClusterResolver(SimpleClusterResolver):

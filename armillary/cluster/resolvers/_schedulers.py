@@ -60,7 +60,7 @@ class ScheduledResolver(SimpleClusterResolver):
         self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
         self._plan = plan
         if plan.process_id is not None:  # Or JAX finds out.
-            self.task_type, self.task_id = plan.task_type, plan.task_id
+            self._task_type, self._task_id = plan.task_type, plan.task_id
 
     def _hold_worker(
         self, index: int, count: int, address: str, gpus: tuple[int, ...] | None = None
