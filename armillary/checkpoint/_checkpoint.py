@@ -7,7 +7,7 @@ lazily; each place counts once, under the name that it is reached by first.
 import inspect
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,7 @@ from armillary.errors import CheckpointError
 from armillary.state import _keras
 from armillary.state._holders import is_frozen
 from armillary.state._lift import State, find_slots
-from armillary.state._slots import Slot
+from armillary.state._slots import Role, Slot
 from armillary.state._walk import Walk
 
 
@@ -130,25 +130,12 @@ class Checkpoint:
         assert restored is not None  # or there is an error
         return restored[0]
 
-    def check_followed(self, trainer: Any) -> None:
-        """Checks that it holds no array in a place which steps of a trainer leave.
-
-        Raises:
-            ValueError: If it holds one that they replace elsewhere, which is not saved.
-        """
-        places, own = find_slots(trainer, ""), self._find_slots()
-        assigned = {id(leaf): path for path, leaf in _read_others(places, own)}
-        lines = [
-            f"{path}: steps assign `trainer.{assigned[id(leaf)].replace('/', '.')}`"
-            for path, leaf in _read_others(own, places)
-            if id(leaf) in assigned
-        ]
-        if lines:
-            raise ValueError(
-                f"`Checkpoint` would save the first value of {len(lines)} arrays for "
-                f"ever, since steps put new ones elsewhere:\n{list_lines(lines, 10)}\n"
-                "Give what refers to them: `Checkpoint(trainer=trainer)`."
-            )
+    def find_missing(self, trainer: Any) -> list[str]:
+        """Returns the paths in a trainer that it lacks, but for metrics."""
+        own = {slot.key for slot in self._find_slots()}
+        slots = [slot for slot in find_slots(trainer) if slot.key not in own]
+        kept = [slot for slot in slots if slot.role is not Role.METRIC]
+        return [path for slot in kept for path in slot.paths]
 
     def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.
@@ -255,16 +242,6 @@ class Checkpoint:
         return State([(value, name) for name, value in self.objects.items()]).slots
 
 
-def _read_others(
-    slots: Sequence[Slot], known: Sequence[Slot]
-) -> Iterator[tuple[str, Any]]:
-    """Yields paths and arrays of places that are not among known ones."""
-    keys = {slot.key for slot in known}
-    for slot in slots:
-        if slot.key not in keys:
-            yield from zip(slot.paths, slot.read(), strict=True)
-
-
 def has_position(value: Any) -> bool:
     """Returns whether an object has a state of what JSON can hold."""
     return not isinstance(value, type) and all(
@@ -293,7 +270,9 @@ def _read_state(name: str, value: Any) -> Any:
 def _as_dictionary(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Returns what JSON holds, unless two keys became one, such as `1` and `"1"`."""
     if len(found := dict(pairs)) < len(pairs):
-        raise ValueError(f"of the keys {[key for key, _ in pairs]!r:.80}, two are one")
+        keys = [key for key, _ in pairs]
+        twice = {key for key in keys if keys.count(key) > 1}
+        raise ValueError(f"several of its keys become {twice!r:.80}")
     return found
 
 

@@ -25,11 +25,12 @@ import jax
 import numpy as np
 from etils import epath
 
+from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary.actions._conditions import NewBestMetric, find_parts, tell
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
-from armillary.checkpoint._checkpoint import has_position
+from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
@@ -144,9 +145,7 @@ class Saving:
     def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
         self.manager, self._run = manager, run
         if manager is not None and isinstance(run.trainer, StandardTrainer):
-            checkpoint = manager.checkpoint
-            if all(held is not run.trainer for held in checkpoint.objects.values()):
-                checkpoint.check_followed(run.trainer)
+            _warn_of_missing_arrays(run.trainer, manager.checkpoint)
         self.evaluated: int | None = None
         # The step at which an evaluation follows, -1 for where the data ends; and
         # actions that have had its output.
@@ -330,6 +329,20 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
     before, now = (jax.random.key_data(x) if is_key(x) else x for x in (before, now))
     return is_equal(np.asarray(before), np.asarray(now))
+
+
+def _warn_of_missing_arrays(trainer: Any, checkpoint: Checkpoint) -> None:
+    """Warns if checkpoints lack arrays of a trainer."""
+    if any(value is trainer for value in checkpoint.objects.values()):
+        return
+    if missing := checkpoint.find_missing(trainer):
+        logger.warning(
+            "`Checkpoint` leaves out %s of the trainer, with which a run that resumes "
+            "begins anew, also where it holds a dictionary that steps replace:\n%s\n"
+            "Save all that the trainer holds: `Checkpoint(trainer=trainer)`.",
+            counted(len(missing), "array"),
+            list_lines(missing, 5),
+        )
 
 
 def _warn_of_missing(

@@ -239,7 +239,8 @@ class DistributedDataset:
         position = decode_position(state, self.source_name)
         if not position.is_between_passes:
             check_same_order(state.get(_ORDER, {}), self._order)
-            if isinstance(self.source, IndexedDataset) and not self.is_endless:
+            is_ours = isinstance(self.source, IndexedDataset)
+            if is_ours and not self.is_endless and "epoch" in position.source:
                 # One that repeats its examples counts all as one pass.
                 position = replace(position, epoch=position.source["epoch"])
         reader = self._reader

@@ -285,8 +285,8 @@ class Strategy:
                 raise DoubleReductionError(
                     "`strategy.reduce` was asked for the sum of a value that is equal "
                     f"on all {leaf.num_active} replicas: it was reduced in the step, or"
-                    " no argument of `strategy.run` is a batch. Use the value as it is "
-                    "(ReduceOp.MEAN), or pass batches of a distributed dataset."
+                    " depends on no values of a batch. Use it as it is (ReduceOp.MEAN) "
+                    'or, to count over replicas, `all_reduce("sum", n)` within `run`.'
                 )
             if axis is None:
                 return _REDUCE[op](leaf.active, 0)

@@ -151,8 +151,9 @@ class Restarts:
         return ExitCode.TOO_MANY_RESTARTS, "", f"{why} without a newer checkpoint{said}"
 
 
-def waits_in_vain(children: Sequence[Process], joins: bool) -> bool:
+def waits_in_vain(children: Sequence[Process]) -> bool:
     """Returns whether those that run wait, or are going to, for one that has ended."""
+    joins = any("joining" in child.told for child in children)
     ended = [child for child in children if child.ended.done()]
     running = [child for child in children if child not in ended]
     if not (running and ended):

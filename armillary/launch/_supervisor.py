@@ -164,8 +164,8 @@ class _Group:
         self.restarts = Restarts(most, pause, is_evaluator=is_evaluator)
         self.children: list[Process] = []
         self._tails: dict[str, deque[str]] = {}
-        # Whether processes of this program join, and now one that will never come.
-        self._joins = self._is_in_vain = False
+        # Whether those that run wait to join one that will never come.
+        self._is_in_vain = False
         self._ender: asyncio.Task[None] | None = None
 
     async def run(self) -> ExitCode:
@@ -215,7 +215,8 @@ class _Group:
                 if self.running:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
                 # Who never came to its strategy shows the line that it is stuck at.
-                joins = not self._is_in_vain and self._joins
+                joins = any("joining" in child.told for child in self.children)
+                joins &= not self._is_in_vain
                 for child in self.running:
                     child.is_asked = True
                     is_lost = joins and not child.told and number == signal.SIGTERM
@@ -324,7 +325,6 @@ class _Group:
         # What is told late is of an earlier attempt.
         if child in self.children:
             self.restarts.hear(word, *values)
-            self._joins |= word == "joining"
             if word == "joined":
                 self._job.machines.meet(self.children.index(child))
             elif word == "failed" and not self._is_evaluator:
@@ -342,7 +342,7 @@ class _Group:
     def _give_up_join(self) -> None:
         """Ends those that wait for one that will never join them, or are about to."""
         is_known = self._is_in_vain or self._supervisor.stop is not None
-        if not is_known and waits_in_vain(self.children, self._joins):
+        if not is_known and waits_in_vain(self.children):
             self._is_in_vain = True
             # Others may fail by themselves, in the same way.
             self.end_after(_JOIN_SECONDS, _JOIN_SECONDS)

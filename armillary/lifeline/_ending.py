@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ _PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
 # What `faulthandler` prints.
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\x[89a-f][0-9a-f]|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _SILENT_SECONDS = 3.0
 """Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
 _LEAST_SECONDS, _TIMES_LONGEST = 300.0, 5.0
@@ -221,12 +223,13 @@ def find_line(phase: str) -> str:
 
     While data is awaited, also those of other threads, which may read it.
     """
-    stacks = _read_stacks()
-    main = stacks.pop(threading.main_thread().ident or 0, [])
+    stacks, main_ident = _dump_stacks(), threading.main_thread().ident or 0
+    main = _read_stack(stacks, main_ident)
     if not main:
         return "(the main thread has ended)"
     lines = [_describe(_find_users(main) or main[0])]
-    users = map(_find_users, stacks.values() if phase in ("data", "evaluating") else ())
+    idents = stacks.keys() - {main_ident} if phase in ("data", "evaluating") else ()
+    users = (_find_users(_read_stack(stacks, ident)) for ident in idents)
     others = dict.fromkeys(_describe(line) for line in users if line is not None)
     lines += [f"while a thread reads ahead at {line}" for line in others]
     return ", ".join(lines[:_MOST_LINES])
@@ -234,27 +237,47 @@ def find_line(phase: str) -> str:
 
 def is_in(files: tuple[str, ...], thread: int | None = None) -> bool:
     """Returns whether a thread, by its `ident`, or the main one, is in some files."""
-    stack = _read_stacks().get(thread or threading.main_thread().ident or 0, [])
+    ident = thread or threading.main_thread().ident or 0
+    stack = _read_stack(_dump_stacks(), ident)
     return any(line.file.endswith(files) for line in stack)
 
 
-def _read_stacks() -> dict[int, list[Line]]:
-    """Returns the innermost hundred lines of each thread, the innermost first."""
+def _dump_stacks() -> dict[int, str]:
+    """Returns the innermost hundred lines of each of a hundred threads, as text."""
     # Not by frames: other threads go on meanwhile, and where a frame was called from is
     # memory that may be gone then (CPython 3.11).
-    file = os.memfd_create("stacks")
     try:
-        faulthandler.dump_traceback(file)
-        text = os.pread(file, os.fstat(file).st_size, 0).decode(
-            "unicode_escape", "replace"
-        )
-    finally:
-        os.close(file)
-    _, *parts = _THREAD.split(text)
-    return {
-        int(ident, 16): [Line(*found) for found in _LINE.findall(stack)]
-        for ident, stack in zip(parts[::2], parts[1::2], strict=True)
-    }
+        # Python that was built for old systems cannot make files in memory.
+        is_new = hasattr(os, "memfd_create")
+        with (
+            open(os.memfd_create("stacks"), "w+b", buffering=0)
+            if is_new
+            else tempfile.TemporaryFile(buffering=0) as file
+        ):
+            faulthandler.dump_traceback(file.fileno())
+            file.seek(0)
+            _, *parts = _THREAD.split(file.read().decode("ascii", "replace"))
+    except OSError:  # No more files may be open, or the disk is full.
+        return {}
+    idents = (int(ident, 16) for ident in parts[::2])
+    return dict(zip(idents, parts[1::2], strict=True))
+
+
+def _read_stack(stacks: dict[int, str], ident: int) -> list[Line]:
+    """Returns the lines of a thread, the innermost first."""
+    if ident in stacks:
+        found = _LINE.findall(stacks[ident])
+        return [Line(_ESCAPED.sub(_unescape, file), *rest) for file, *rest in found]
+    lines, frame = [], sys._current_frames().get(ident)
+    while frame is not None:
+        code = frame.f_code
+        lines.append(Line(code.co_filename, str(frame.f_lineno or "???"), code.co_name))
+        frame = frame.f_back
+    return lines
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return chr(int(match[0][2:], 16))
 
 
 def _find_users(stack: list[Line]) -> Line | None:

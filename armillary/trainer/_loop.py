@@ -108,6 +108,15 @@ class Loop:
             self.reopen()
         return num_done + 1
 
+    def find_left(self) -> list[int]:
+        """Returns which datasets have batches that no step took, at the end."""
+        return [
+            index
+            for index, reader in enumerate(self.feed.readers)
+            if not (reader.dataset.is_endless or reader.dataset.is_agreed)
+            and (index in self.feed.rests or reader.peek() is not None)
+        ]
+
     def set_chunk_size(self, num_steps: int) -> None:
         """Decides, once, how many steps a chunk has: other sizes are other programs."""
         if self._steps_per_chunk is None:

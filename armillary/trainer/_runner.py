@@ -175,6 +175,7 @@ class Run:
     options: Any
     steps_per_loop: int | None = None
     loop: Any = None  # what ran last, a `Loop` or an `AsynchronousLoop`
+    has_warned: bool = False  # of data that resumes or ends otherwise than one thinks
     # The datasets as a strategy has them, and of which nest they were made.
     _parts: Sequence[DistributedDataset] = ()
     _nest: PyTree = None

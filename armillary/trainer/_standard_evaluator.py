@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_num_steps
+from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._feed import Feed
@@ -160,6 +161,14 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
+            if num_steps == -1 and not run.has_warned and (left := loop.find_left()):
+                run.has_warned = True
+                logger.warning(
+                    "An evaluation ended where a step lacked a batch, and left out "
+                    "batches of dataset %s. To count all of several data sets, give "
+                    "the `Controller` a dictionary of evaluators.",
+                    ", ".join(map(str, left)),
+                )
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from armillary._checks import check_positive_int
+from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
@@ -161,6 +162,17 @@ class StandardTrainer(Runner, AbstractTrainer):
             is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
             if is_raw and not self._has_own_train():
                 parts = run.distribute(strategy)
+        ours = [each for each in parts if isinstance(each, DistributedDataset)]
+        lost = [each.source_name for each in ours if not each.is_repositionable]
+        if lost and not run.has_warned:
+            run.has_warned = True
+            logger.warning(
+                "No checkpoint holds the position in the training data (%s), which has "
+                "none: a run that resumes reads it from its beginning, and counts "
+                "`epochs` anew. Use `armillary.data.from_arrays`, Grain, TFRecords, or "
+                "a loader with `state_dict` and `load_state_dict`.",
+                ", ".join(lost),
+            )
         return [
             each
             if isinstance(each, DistributedDataset) and each.is_repositionable

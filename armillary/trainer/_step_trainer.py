@@ -89,6 +89,13 @@ class StepTrainer(StandardTrainer):
         self.strategy = get_strategy() if strategy is None else strategy
         super().__init__(train_dataset, options)
         check_callable("step", step)
+        if options is not None and options.accumulate_steps > 1:
+            raise ValueError(
+                f"`accumulate_steps` is {options.accumulate_steps}, but a pure step "
+                "makes its gradients itself. Add those of smaller batches up by "
+                "`optax.MultiSteps(optimizer, every_k_schedule=k)`, or those of parts "
+                "of a batch by `jax.lax.scan` in the step."
+            )
         if not any(map(_is_data, jax.tree.leaves(state))):
             raise ValueError(
                 f"`state` is {state!r:.80}, which has no array, so that no step could "

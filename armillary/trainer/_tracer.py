@@ -260,7 +260,6 @@ def run_eagerly(
     """
     while all(reader.peek() is not None for reader in feed.readers):
         state = State([(method.owner, "")])
-        state.forget_programs()
         flat = FlatState(state, method.strategy)
         every = tuple(range(len(state.paths)))
         state.write(flat.join(every, *flat.take(every)))
@@ -274,6 +273,7 @@ def run_eagerly(
             ):
                 result = method(jax.tree.unflatten(structure, iterators))
         except MoreBatches:
+            feed.note_ends(with_rest=True)
             return
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)

@@ -14,8 +14,8 @@ from tests.mistakes import mistakes
 class Sum(armillary.StandardTrainer):
     """Adds its data up."""
 
-    def __init__(self, dataset):
-        super().__init__(dataset)
+    def __init__(self, dataset, options=None):
+        super().__init__(dataset, options)
         self.total, self.step = jnp.zeros(()), jnp.zeros((), jnp.int32)
 
     def train_step(self, iterator):
@@ -100,15 +100,16 @@ class Pairs(Sum):
 
 
 @pytest.mark.parametrize("compile_step", [True, False])
-def test_the_rest_of_a_step_ends_an_epoch(compile_step, tmp_path):
+@pytest.mark.parametrize("num_batches", [1, 4, 5])
+def test_the_rest_of_a_step_ends_an_epoch(compile_step, num_batches):
     options = armillary.StandardTrainerOptions(compile_step=compile_step)
-    trainer = Pairs([*BATCHES, np.full(2, 5.0)])
-    trainer.options = options
+    trainer = Pairs([*BATCHES, np.full(2, 5.0)][:num_batches], options)
     controller = Controller(
         trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
     )
     controller.train(epochs=3)
-    assert (trainer.step, trainer.total) == (6, 3 * 20)
+    num_steps = 3 * (num_batches // 2)
+    assert (trainer.step, trainer.total) == (num_steps, 10 * num_steps)
 
 
 def test_an_iterator_has_one_epoch():

@@ -308,11 +308,11 @@ def test_nobody_comes_to_wait_for_a_worker_that_failed_before(launcher):
     code, _, stderr = launcher.run(
         """
         from armillary import _launcher
-        if restarts == 0 and index == 2:
+        if index == 2:
             _launcher.tell("joining")
-            mark("joining")
+            mark(f"joining_{restarts}")
         if index == 0:
-            wait_for_mark("joining")
+            wait_for_mark(f"joining_{restarts}")
             os._exit(1)
         time.sleep(300)  # As one that imports.
         """,

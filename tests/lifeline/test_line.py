@@ -1,7 +1,11 @@
 """The line that is named is the user's."""
 
 import json
+import os
 import threading
+from typing import Any
+
+import pytest
 
 from armillary.lifeline import _ending
 
@@ -45,11 +49,35 @@ def test_a_function_that_has_only_begun_is_at_no_line():
 
 
 def test_files_may_have_any_name(tmp_path):
-    path = tmp_path / 'jörg "x" in y.py'
-    path.write_text("found = look()")
-    names = {"look": lambda: _ending._read_stacks()[threading.get_ident()][2]}
-    exec(compile(path.read_text(), path, "exec"), names)
-    assert names["found"] == (str(path), "1", "<module>")
+    for name in ('jörg "x" in \u4f60.py', r"a\new\x41\u1.py"):
+        path = tmp_path / name
+        path.write_text("found = find()")
+        names: dict[str, Any] = {"find": lambda: read_own()[3]}
+        exec(compile(path.read_text(), path, "exec"), names)
+        assert names["found"] == (str(path), "1", "<module>")
+
+
+def read_own():
+    return _ending._read_stack(_ending._dump_stacks(), threading.get_ident())
+
+
+@pytest.mark.parametrize("lacks", ["files in memory", "files", "room"])
+def test_lines_are_found_where_something_lacks(lacks, monkeypatch):
+    if lacks == "files in memory":
+        monkeypatch.delattr(os, "memfd_create")
+    if lacks == "files":
+        monkeypatch.setattr(os, "memfd_create", lambda _: os.open("/nowhere", 0))
+    may_go = threading.Event()
+    num_threads = 120 if lacks == "room" else 1
+    threads = [threading.Thread(target=may_go.wait) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert "test_line.py" in _ending.find_line("step")
+    finally:
+        may_go.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_compiling_is_told_by_the_stack():

@@ -111,7 +111,6 @@ def test_step_outputs_keep_what_is_no_array():
     assert Named(make_batches(2)).evaluate(-1) == {"seen": [("x", 1.0), ("x", 2.0)]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compile_step", [True, False])
 @pytest.mark.parametrize("sizes", [(5, 4), (4, 5), (6, 2), (5, 3), (5,)])
 def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
@@ -141,6 +140,26 @@ def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
 
 
 @pytest.mark.parametrize("compile_step", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "left"), [((3, 3), ""), ((3, 5), "1"), ((4, 3), "0"), ((3,), "")]
+)
+def test_an_evaluation_says_once_what_it_left(lengths, left, compile_step, caplog):
+    class Count(StandardEvaluator):
+        def eval_step(self, iterator):
+            for each in iterator:
+                next(each)
+
+    options = StandardEvaluatorOptions(compile_step=compile_step)
+    data = [from_arrays(np.ones(length), batch_size=1) for length in lengths]
+    evaluator = Count(data, options)
+    for _ in range(2):
+        evaluator.evaluate(-1)
+    said = f"left out batches of dataset {left}. To count all"
+    assert caplog.text.count(said) == bool(left)
+    assert caplog.text.count("left out") == bool(left)
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
 def test_objects_that_steps_return_are_as_they_were_after_each(compile_step):
     class Count(StandardEvaluator):
         def __init__(self):
@@ -165,6 +184,7 @@ def test_objects_that_steps_return_are_as_they_were_after_each(compile_step):
     assert Count().evaluate(-1)["seen"] == [(2, 2), (4, 4), (6, 6)]
 
 
+@pytest.mark.slow
 def test_one_object_may_train_and_evaluate():
     class Task(armillary.StandardTrainer, Evaluator):
         def __init__(self):

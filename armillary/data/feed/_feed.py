@@ -65,6 +65,7 @@ class Feed(Generic[T]):
         self._is_cut_off = False
         self.offset = 0  # How many steps of the current chunk were used.
         self.is_started = self.is_closed = False
+        self.rests: set[int] = set()  # Of which a step took batches, and lacked others.
 
     def start(
         self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
@@ -92,7 +93,7 @@ class Feed(Generic[T]):
             return [None] * len(self._datasets)
         with self._announcing(), self.reading():
             batches = [reader.peek() for reader in self.readers]
-        self._note_ends()
+        self.note_ends()
         return batches
 
     def next_chunk(self) -> T | None:
@@ -149,7 +150,7 @@ class Feed(Generic[T]):
             try:
                 return self.queue.head()
             except StopIteration:
-                self._note_ends(with_rest=True)
+                self.note_ends(with_rest=True)
                 return None
 
     def read_on(self) -> None:
@@ -231,10 +232,13 @@ class Feed(Generic[T]):
                 )
         self.seek(self.positions)
 
-    def _note_ends(self, *, with_rest: bool = False) -> None:
+    def note_ends(self, *, with_rest: bool = False) -> None:
         """Marks passes as finished of which all was used, or all but a step's rest."""
-        for reader in self.readers:
-            if reader.has_ended and (with_rest or reader.used is reader.position):
+        for index, reader in enumerate(self.readers):
+            is_used = reader.used is reader.position
+            if not is_used:
+                self.rests.add(index)
+            if reader.has_ended and (with_rest or is_used):
                 reader.position = replace(reader.position, is_exhausted=True)
                 reader.used = reader.position
 

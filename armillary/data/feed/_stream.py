@@ -17,14 +17,13 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary._process import READER_THREADS
 from armillary.data.sources._batch import as_device_values, check_batch
-from armillary.data.sources._source import Source
+from armillary.data.sources._source import IterableSource, Source
 from armillary.errors import DatasetStateError
 from armillary.typing import PyTree
 
 T = TypeVar("T")
 
 _EXIT_TIMEOUT_SECONDS = 5.0
-_END = object()
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,9 @@ def read_batches(
     source: Source, position: Position, note: Callable[[SourceBatch], None]
 ) -> "Prefetcher[SourceBatch]":
     """Returns the batches of one pass, on from a position; `note` is told of each."""
-    keeps_order = getattr(source, "keeps_order", False)
-    if position.is_exhausted and (position.source is None or not keeps_order):
+    if position.is_exhausted:
+        if position.source is not None and isinstance(source, IterableSource):
+            source.finish(position.source)
         return Prefetcher(iter(()), 0)
     iterator = source.make_iterator(position.epoch)
     if position.source is not None:
@@ -149,11 +149,6 @@ def read_batches(
                 "Build the data set as it was when the state was saved, or leave the "
                 "dataset out of the checkpoint."
             ) from error
-    if position.is_exhausted:
-        # A loader gets to its next order over the end of the last one.
-        while next(iterator, _END) is not _END:
-            continue
-        return Prefetcher(iter(()), 0)
     has_positions = source.is_repositionable
 
     def read() -> Iterator[SourceBatch]:

@@ -45,7 +45,7 @@ def _is_numeric(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray | np.generic):
         return False
     # A device has no mask, and no extended precision (g, G).
-    if isinstance(leaf, np.ma.MaskedArray) or leaf.dtype.char in "gG":
+    if np.ma.is_masked(leaf) or leaf.dtype.char in "gG":
         return False
     # Kind "V" holds structured types, and also bfloat16 and its relatives.
     kind = leaf.dtype.kind

@@ -114,10 +114,12 @@ def _from_grain(dataset: Any, kind: str) -> IterableSource:
 def _ends_in_batches(dataset: Any) -> bool:
     """Returns whether the last that Grain does is to batch."""
     node = dataset
-    while "Prefetch" in (name := type(node).__name__) and node.parents:
+    while "Prefetch" in type(node).__name__ and node.parents:
         node = node.parents[0]
-    operations = getattr(node, "_operations", ())
-    return "Batch" in (type(operations[-1]).__name__ if operations else name)
+    last = [node, *getattr(node, "_operations", ())][-1]
+    kind, made_by = type(last), getattr(last, "_batch_fn", last)
+    modules = (kind.__module__, getattr(made_by, "__module__", None) or "grain")
+    return "Batch" in kind.__name__ and all(m.startswith("grain") for m in modules)
 
 
 def _find_grain_order(dataset: Any) -> dict[str, list[int]]:

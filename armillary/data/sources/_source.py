@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 import numpy as np
 
+from armillary._logging import logger
 from armillary.data.sources._batch import as_numpy
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch
@@ -85,6 +86,12 @@ class IterableSource:
             self._is_repositionable = has_methods(self._unused, *POSITION)
         return self._is_repositionable
 
+    def finish(self, state: Any) -> None:
+        """Goes to the end of a pass, if the order of the next one depends on it."""
+        iterator = self._make(0) if self.keeps_order else None
+        if isinstance(iterator, LoaderIterator):
+            iterator.finish(state)
+
     def make_iterator(self, epoch: int) -> "OwnIterator":
         iterator, self._unused = self._unused, None
         if iterator is None:
@@ -138,6 +145,19 @@ class LoaderIterator:
         self._begin()
         self.loader.load_state_dict(state)
         self._iterator = iter(self.loader)
+
+    def finish(self, state: Any) -> None:
+        """Goes to the end of a pass, or to the next one's beginning if that is it."""
+        try:
+            self.set_state(copy.deepcopy(state))
+            is_next = next(self, None) is not None
+        except Exception as error:
+            logger.warning(
+                "A loader begins anew, since its state is refused: %r", error
+            )
+        else:
+            if is_next:
+                self.set_state(copy.deepcopy(state))
 
     def _open(self) -> Iterator[Any]:
         if self._iterator is None:

@@ -5,8 +5,8 @@ import collections
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import GeneratorType, ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -40,7 +40,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
-_DRAWN_FROM = Iterator, np.random.Generator, np.random.RandomState, random.Random
+_ITERATORS = GeneratorType, type(iter([])), map, zip, enumerate
+_DRAWN_FROM = np.random.Generator, np.random.RandomState, random.Random, *_ITERATORS
 _num_compiled = collections.Counter[Any]()  # by code
 
 
@@ -86,6 +87,9 @@ def function(
 
     Returns:
         A function with the same signature; a decorator if `fn` is left out.
+
+    Raises:
+        TypeError: If `fn` is a generator or a coroutine, or an argument is wrong.
     """
     fix = "Write `@armillary.function` above a function."
     check_instance("fn", fn, Callable | None, fix)
@@ -95,8 +99,9 @@ def function(
     check_instance("compiler_options", compiler_options, Mapping | None, fix)
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         raise TypeError(
-            f"`{fn.__name__}` is a generator or a coroutine, which runs only when its "
-            "program has ended. Return what it gives, such as a tuple of arrays."
+            f"`{getattr(fn, '__name__', 'fn')}` is a generator or a coroutine, which "
+            "runs only when its program has ended. Return what it gives, such as a "
+            "tuple of arrays."
         )
     if fn is None:
         return functools.partial(
@@ -328,8 +333,7 @@ def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
 
 def _check_arguments(name: str, leaves: list[Any]) -> None:
     for leaf in leaves:
-        # A distributed iterator says it itself, and where to take a batch.
-        if isinstance(leaf, _DRAWN_FROM) and not hasattr(leaf, "get_next"):
+        if isinstance(leaf, _DRAWN_FROM):
             raise CapturedStateError(
                 f"An argument of `{name}` is of type {type(leaf).__name__}: what it "
                 "gives while the function is traced would be a constant of each call. "
@@ -375,5 +379,5 @@ def identity_of(value: Any) -> Any:
     if isinstance(value, set):
         return set, frozenset(map(identity_of, value))
     if isinstance(value, bytearray | array.array):
-        return type(value), repr(value)
+        return type(value), getattr(value, "typecode", ""), bytes(value)
     return id(value)
