@@ -37,7 +37,7 @@ def all_reduce(op, value):
             ),
         },
         DoubleReductionError: {
-            r"no argument of `strategy\.run` is": lambda s, _: s.reduce(
+            r"depends on no values of a batch. Use it": lambda s, _: s.reduce(
                 "sum", s.run(lambda x: jnp.sum(x), args=(jnp.ones(4),))
             ),
         },
