@@ -84,11 +84,9 @@ class Loops:
         else:
             self._display.log_start()
             data = getattr(self._run.trainer, "train_dataset", None)
-            is_endless = getattr(data, "is_endless", False)
-            end = (
-                "it is stopped: the data has no end" if is_endless else "the data ends"
-            )
-            end = f"step {target}" if target != -1 else end
+            end = f"step {target}" if target != -1 else "the data ends"
+            if target == -1 and getattr(data, "is_endless", False):
+                end = "it is stopped: the data has no end"
             log_line("train", step, f"training until {end}...")
             with self._run.scope():
                 self._run.trainer.prepare(self.num_steps_at(step))

@@ -41,7 +41,6 @@ class State:
         self.slots: tuple[Slot, ...] = tuple(
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         )
-        self.forget_programs = self._walk.forget_programs
         self._nodes = [
             node.value for node in self._walk.nodes.values() if _nnx.is_node(node.value)
         ]
@@ -125,8 +124,8 @@ class State:
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Holds `leaves` in the slots for a while, in the current trace."""
-        undo: list[Callable[[], None]] = [self.forget_programs]
-        self.forget_programs()
+        self._walk.forget_programs()
+        undo: list[Callable[[], None]] = [self._walk.forget_programs]
         try:
             for slot, start, stop in self.ranges:
                 undo.append(slot.swap(leaves[start:stop]))

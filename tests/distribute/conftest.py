@@ -9,6 +9,7 @@ import pytest
 
 from armillary import MirroredStrategy
 from armillary.distribute import PerReplica, Strategy
+from tests.problems import Notes
 
 MakeStrategy = Callable[[int], Strategy]
 PutRows = Callable[..., PerReplica]
@@ -49,3 +50,9 @@ def put_rows() -> PutRows:
         return layout.wrap(layout.place(stacked), num_active or len(stacked))
 
     return put
+
+
+@pytest.fixture
+def traces() -> Notes:
+    """Notes how often Python runs the code of a function."""
+    return Notes()

@@ -75,11 +75,12 @@ def as_source(source: Any) -> Source:
         return from_iterator(source)
     name = f"iterable {type(source).__name__}"
     if has_methods(source, *_STATE_DICT):
-        made = IterableSource(
-            lambda epoch: LoaderIterator(source), name, is_repositionable=True
+        return IterableSource(
+            lambda epoch: LoaderIterator(source),
+            name,
+            is_repositionable=True,
+            keeps_order=True,
         )
-        made.keeps_order = True
-        return made
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
         return IterableSource(lambda epoch: iter(source), name)
     if isinstance(source, Callable):
@@ -175,15 +176,14 @@ def _from_torch(loader: Any, kind: str) -> IterableSource:
             return _TorchIterator(loader, _as_arrays_of_torch)
         return map(_as_arrays_of_torch, loader)
 
-    made = IterableSource(
+    return IterableSource(
         make,
         f"torch {type(loader).__name__}",
         # The user's own may use a buffer again, and so may a data set of batches.
         copies=loader.collate_fn is not sys.modules["torch"].utils.data.default_collate,
         is_repositionable=has_position,
+        keeps_order=has_position,
     )
-    made.keeps_order = has_position
-    return made
 
 
 class _TorchIterator(LoaderIterator):

@@ -57,7 +57,10 @@ class Source(Protocol):
 
 
 class IterableSource:
-    """Makes an iterator for every pass; `copies` if batches may be one buffer."""
+    """Makes an iterator for every pass; `copies` if batches may be one buffer.
+
+    It `keeps_order` if loaders carry that from one pass to the next in their position.
+    """
 
     full_size = None
 
@@ -68,14 +71,14 @@ class IterableSource:
         *,
         copies: bool = True,
         is_repositionable: bool | None = None,
+        keeps_order: bool = False,
     ) -> None:
         self.name = name
         # What is known of its data; the last is what a position depends on.
         self.is_endless = False
         self.num_batches: int | None = None
         self.order_of_examples: dict[str, Any] = {}
-        self.keeps_order = False  # from one pass to the next, in its position
-        self._make, self._copies = make, copies
+        self._make, self._copies, self._keeps_order = make, copies, keeps_order
         self._is_repositionable = is_repositionable
         self._unused: Any = None
 
@@ -88,9 +91,8 @@ class IterableSource:
 
     def finish(self, state: Any) -> None:
         """Goes to the end of a pass, if the order of the next one depends on it."""
-        iterator = self._make(0) if self.keeps_order else None
-        if isinstance(iterator, LoaderIterator):
-            iterator.finish(state)
+        if self._keeps_order:
+            self._make(0).finish(state)
 
     def make_iterator(self, epoch: int) -> "OwnIterator":
         iterator, self._unused = self._unused, None

@@ -314,15 +314,15 @@ class _FindAverage(Dataflow[bool]):
 
 def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
     inputs = [False] * len(program.jaxpr.invars)
-    is_average = _FindAverage().run(program, inputs)[0]  # the loss
-    if not is_average and op is None:
+    # Of what it gives, the loss is the first.
+    if op is None and not _FindAverage().run(program, inputs)[0]:
         raise ValueError(
             f"The loss of `value_and_grad` is accumulated over {count} parts of "
             "`batch`, but `op` is not given, and `compute_average_loss` did not make "
             'it. Pass `op="mean"` for a mean over the examples that it gets, '
             '`op="sum"` for a sum of them, whatever that is divided by.'
         )
-    names = [equation.params.get("name") for equation in walk_equations(program)]
+    names = (equation.params.get("name") for equation in walk_equations(program))
     if op == "sum" and DIVISOR in names:
         raise ValueError(
             '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
