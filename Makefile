@@ -89,8 +89,11 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 bench-ps: .venv/dev-installed
 	$(BIN)/python -m benchmarks.parameter_server --json bench.json
 
+# After the crash of a worker pytest-xdist may wait for ever: such a run ends at once.
+SHARED := -n $(WORKERS) --dist loadgroup --max-worker-restart=0
+
 # Daily work: no test that takes long, starts processes or checks the benchmarks.
-QUICK := -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not multiprocess" \
+QUICK := -m pytest $(SHARED) -m "not slow and not multiprocess" \
   --ignore=tests/benchmarks
 
 quick: .venv/dev-installed
@@ -126,11 +129,11 @@ versions-short: .venv/dev-installed oldest
 	  $(OLDEST)/python $(BIN)/python
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=20
+	$(BIN)/python -m pytest $(SHARED) --durations=20
 
 # Also what proves again what other tests or cases do.
 test-all: .venv/dev-installed
-	ARMILLARY_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	ARMILLARY_TESTS=all $(BIN)/python -m pytest $(SHARED)
 
 # Not in the environment of the tests: these are large, and PyTorch for GPUs does not go
 # with the pins of JAX for GPUs.
@@ -164,7 +167,7 @@ plans: .venv/dev-installed .venv-plans/installed
 # Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
 differential: .venv/dev-installed
 	ARMILLARY_TESTS=all ARMILLARY_DIFFERENTIAL=all \
-	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/differential \
+	  $(BIN)/python -m pytest $(SHARED) tests/differential \
 	  --deselect tests/differential/test_complete.py::test_the_page_lists_the_cases
 	$(BIN)/python -m tests.differential.page
 

@@ -36,7 +36,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
 from armillary.goodput._stopwatch import Category
-from armillary.lifeline._ending import DEBUGGER, MAKERS, is_in
+from armillary.lifeline._ending import DEBUGGER, MAKERS, is_in, read_stack
 from armillary.state._summarize import ModelSummary, summarize
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -117,13 +117,16 @@ class Display:
         self, watched: int, line: "LiveLine | None", is_over: threading.Event
     ) -> None:
         """Looks at the thread that is watched; a phase begins when it is first seen."""
-        seen: tuple[Category, float] | None = None
+        seen = last = None
         stopwatch, since = self._run.goodput, 0.0
         while not is_over.wait(_LOOK_SECONDS if line is None else _REFRESH_SECONDS):
             category, began = stopwatch.category, stopwatch.began
-            if category is None or is_in(DEBUGGER, watched):
+            # Only where it stands still is a stack what it is.
+            stack = read_stack(watched) if last == (category, began) else []
+            last = category, began
+            if category is None or is_in(DEBUGGER, stack):
                 continue
-            if is_in(MAKERS, watched):
+            if is_in(MAKERS, stack):
                 category, began = Category.COMPILING, 0.0
             if seen != (category, began):
                 seen, since = (category, began), time.perf_counter()

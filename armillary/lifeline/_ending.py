@@ -8,14 +8,14 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import linecache
 import math
+import operator
 import os
-import re
 import signal
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,10 +38,6 @@ MAKERS = (
 _STDLIB = sysconfig.get_path("stdlib")
 DEBUGGER = tuple(os.path.join(_STDLIB, name) for name in ("bdb.py", "pdb.py", "cmd.py"))
 _PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
-# What `faulthandler` prints.
-_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
-_LINE = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$', re.MULTILINE)
-_ESCAPED = re.compile(r"\\x[89a-f][0-9a-f]|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _SILENT_SECONDS = 3.0
 """Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
 _LEAST_SECONDS, _TIMES_LONGEST = 300.0, 5.0
@@ -110,7 +106,7 @@ class Line(NamedTuple):
     """Where one function of a stack is."""
 
     file: str
-    number: str  # `???` where it has only begun.
+    number: int  # 0 where it has only begun.
     function: str
 
 
@@ -180,11 +176,11 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
     )
 
 
-def has_company(phase: str) -> bool:
+def has_company(phase: str, stack: list[Line]) -> bool:
     """Returns whether a person is there, or another program that it has started."""
-    if hasattr(sys, "ps1") or "pydevd" in sys.modules or is_in(DEBUGGER):
+    if hasattr(sys, "ps1") or "pydevd" in sys.modules or is_in(DEBUGGER, stack):
         return True
-    return phase == START and is_in(_PROGRAMS)
+    return phase == START and is_in(_PROGRAMS, stack)
 
 
 def read_work_seconds(phase: str) -> float:
@@ -218,66 +214,43 @@ def set_timer(limit_seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
-def find_line(phase: str) -> str:
+def find_line(phase: str, stack: list[Line] | None = None) -> str:
     """Returns the innermost line of the user's code in the main thread.
 
     While data is awaited, also those of other threads, which may read it.
     """
-    stacks, main_ident = _dump_stacks(), threading.main_thread().ident or 0
-    main = _read_stack(stacks, main_ident)
+    main = read_stack() if stack is None else stack
     if not main:
         return "(the main thread has ended)"
     lines = [_describe(_find_users(main) or main[0])]
-    idents = stacks.keys() - {main_ident} if phase in ("data", "evaluating") else ()
-    users = (_find_users(_read_stack(stacks, ident)) for ident in idents)
+    threads = threading.enumerate() if phase in ("data", "evaluating") else ()
+    idents = [
+        thread.ident for thread in threads if thread is not threading.main_thread()
+    ]
+    users = (_find_users(read_stack(ident)) for ident in idents)
     others = dict.fromkeys(_describe(line) for line in users if line is not None)
     lines += [f"while a thread reads ahead at {line}" for line in others]
     return ", ".join(lines[:_MOST_LINES])
 
 
-def is_in(files: tuple[str, ...], thread: int | None = None) -> bool:
-    """Returns whether a thread, by its `ident`, or the main one, is in some files."""
-    ident = thread or threading.main_thread().ident or 0
-    stack = _read_stack(_dump_stacks(), ident)
+def is_in(files: tuple[str, ...], stack: list[Line]) -> bool:
+    """Returns whether a stack goes through some files."""
     return any(line.file.endswith(files) for line in stack)
 
 
-def _dump_stacks() -> dict[int, str]:
-    """Returns the innermost hundred lines of each of a hundred threads, as text."""
-    # Not by frames: other threads go on meanwhile, and where a frame was called from is
-    # memory that may be gone then (CPython 3.11).
-    try:
-        # Python that was built for old systems cannot make files in memory.
-        is_new = hasattr(os, "memfd_create")
-        with (
-            open(os.memfd_create("stacks"), "w+b", buffering=0)
-            if is_new
-            else tempfile.TemporaryFile(buffering=0) as file
-        ):
-            faulthandler.dump_traceback(file.fileno())
-            file.seek(0)
-            _, *parts = _THREAD.split(file.read().decode("ascii", "replace"))
-    except OSError:  # No more files may be open, or the disk is full.
-        return {}
-    idents = (int(ident, 16) for ident in parts[::2])
-    return dict(zip(idents, parts[1::2], strict=True))
-
-
-def _read_stack(stacks: dict[int, str], ident: int) -> list[Line]:
-    """Returns the lines of a thread, the innermost first."""
-    if ident in stacks:
-        found = _LINE.findall(stacks[ident])
-        return [Line(_ESCAPED.sub(_unescape, file), *rest) for file, *rest in found]
-    lines, frame = [], sys._current_frames().get(ident)
-    while frame is not None:
-        code = frame.f_code
-        lines.append(Line(code.co_filename, str(frame.f_lineno or "???"), code.co_name))
-        frame = frame.f_back
-    return lines
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return chr(int(match[0][2:], 16))
+def read_stack(thread: int | None = None) -> list[Line]:
+    """Returns where a thread is, by its `ident`, or the main one; innermost first."""
+    # ORDER: one call in C, in which no other thread goes on: CPython 3.11 crashes now
+    # and then where a frame ends that is being looked at, and where `faulthandler`
+    # meets a thread that begins.
+    ident = thread or threading.main_thread().ident
+    found = map(dict.get, iter(sys._current_frames, None), [ident])
+    outward = itertools.accumulate(
+        itertools.chain(found, itertools.repeat("f_back")), getattr
+    )
+    frames = itertools.takewhile(bool, outward)
+    places = list(map(operator.attrgetter("f_code", "f_lineno"), frames))
+    return [Line(code.co_filename, line or 0, code.co_name) for code, line in places]
 
 
 def _find_users(stack: list[Line]) -> Line | None:
@@ -285,8 +258,7 @@ def _find_users(stack: list[Line]) -> Line | None:
 
 
 def _describe(line: Line) -> str:
-    number = int(line.number) if line.number.isdigit() else 0
-    text = linecache.getline(line.file, number).strip()
+    text = linecache.getline(line.file, line.number).strip()
     place = f"{line.file}:{line.number} in {line.function}"
     return f"{place}: {text}" if text else place
 

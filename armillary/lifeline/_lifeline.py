@@ -32,6 +32,7 @@ from armillary.lifeline._ending import (
     has_company,
     is_in,
     leave,
+    read_stack,
     read_work_seconds,
     set_timer,
 )
@@ -61,7 +62,8 @@ class Lifeline:
         self.answers = self._tree.answers
         # All have joined, or this process would not be here.
         known = {_CHIEF, self._tree.parent or _CHIEF, *self._tree.members}
-        start = Report("start", "a line that it has not told", 0.0)
+        self._line = "a line that it has not told"  # Where it began to be watched.
+        start = Report("start", self._line, 0.0)
         seen = Sighting(start, time.monotonic())
         self._sightings = dict.fromkeys(sorted(known), seen)
         self._fresh: set[int] = set()  # Of whom it has heard since it has told.
@@ -70,7 +72,8 @@ class Lifeline:
         self._rule: float | None = math.inf
         self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
         self._last_rule: float | None = None
-        self._timer_rule: float | None = math.inf
+        self._timer_rule = self._allowed = self._rule
+        self._last_place: Place | None = None
         self._pace, self._beat_at = Pace(time.monotonic()), math.inf
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
@@ -115,9 +118,10 @@ class Lifeline:
         if rule != math.inf:
             self.start()
             # At once: if it is stopped now, the others know where.
+            self._line = find_line(OUTSIDE)
             self._tell()
             if rule != self._timer_rule:
-                self._set_timer()
+                self._set_timer(rule)
 
     def rest(self) -> None:
         """Watches no longer what comes before a controller."""
@@ -237,7 +241,7 @@ class Lifeline:
             self._pace.skip(late)
         self._beat_at = now
         own = self._report(now)
-        self._set_timer()
+        self._set_timer(self._allowed)
         self._pass_reports(own, now)
         self._tree.pass_on()
         for index, (failure, at) in self._failures.items():
@@ -253,25 +257,28 @@ class Lifeline:
             if text is not None:
                 self._conclude(text)
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, rule: float | None) -> None:
         """Ends this process some seconds after its limit, unless it is set again."""
-        self._timer_rule = rule = self._find_rule()
+        self._timer_rule = rule
         set_timer(self._pace.find_limit(rule))
 
-    def _find_rule(self) -> float | None:
-        is_excused = self._rule is None and has_company(self._find_place().phase)
-        return math.inf if is_excused else self._rule
-
     def _report(self, now: float) -> Report:
-        is_compiling = is_in(COMPILER)
-        place = Place("compiling") if is_compiling else self._find_place()
-        rule = math.inf if is_compiling else self._find_rule()
-        pace = self._pace
+        """Returns what this process does."""
+        place, pace, rule = self._find_place(), self._pace, self._rule
+        # A program that goes on is left alone: its stack changes while one reads it.
+        is_still = place == self._last_place
+        stack = read_stack() if is_still else []
+        self._last_place = place
+        if rule is None and has_company(place.phase, stack):
+            rule = math.inf
+        self._allowed = rule
+        if is_in(COMPILER, stack):
+            place, rule = Place("compiling"), math.inf
         pace.look(place, read_work_seconds(place.phase), now)
         limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
         return Report(
             phase=place.phase,
-            line=find_line(place.phase),
+            line=find_line(place.phase, stack) if is_still else self._line,
             quiet_seconds=now - pace.began,
             limit_seconds=None if limit == math.inf else limit,
             has_ended=self._has_ended,

@@ -18,7 +18,7 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._ending import Place
+from armillary.lifeline._ending import COMPILER, Line, Place
 from armillary.lifeline._lifeline import Lifeline
 from armillary.lifeline._tree import (
     Ends,
@@ -116,7 +116,7 @@ def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     job, timers, is_broken = start(2), [], True
     own = {lifeline._thread for lifeline in job.lifelines}
 
-    def fail(files):
+    def fail(*arguments):
         # Not that of the process that runs the tests.
         if is_broken and threading.current_thread() in own:
             raise OSError("too many open files")
@@ -131,6 +131,32 @@ def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     assert job.reasons == [None] * 2
     text = "What watches this process has failed: OSError('too many open files')"
     assert capfd.readouterr().err.count(text) == 2  # Once for each.
+
+
+def test_a_program_that_goes_on_is_left_alone(start, monkeypatch):
+    job, reads, moves = start(1), [], iter(range(10**9))
+    (lifeline,) = job.lifelines
+
+    def read() -> list[Line]:
+        if threading.current_thread() is lifeline._thread:
+            reads.append(None)
+        return [Line(COMPILER[0], 1, "compile")]
+
+    monkeypatch.setattr(module, "read_stack", read)
+    with lifeline.watching(0.3, lambda: Place("step", next(moves))):
+        time.sleep(0.6)
+        reads.clear()
+        time.sleep(0.6)
+        assert not reads
+        report = lifeline._sightings[0].report
+        assert (report.phase, report.limit_seconds) == ("step", 0.3)
+        assert "test_lifeline.py:" in report.line
+    # It may compile for as long as that takes.
+    with lifeline.watching(0.3, lambda: Place("step", 1)):
+        time.sleep(1.0)
+        report = lifeline._sightings[0].report
+        assert (report.phase, report.limit_seconds) == ("compiling", None)
+    assert job.reasons == [None]
 
 
 def test_a_process_that_came_to_its_end_is_not_missed(start):
