@@ -73,7 +73,7 @@ class Lifeline:
         self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
         self._last_rule: float | None = None
         self._timer_rule = self._allowed = self._rule
-        self._last_place: Place | None = None
+        self._last_place = Place(OUTSIDE)
         self._pace, self._beat_at = Pace(time.monotonic()), math.inf
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
