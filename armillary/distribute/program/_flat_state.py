@@ -278,13 +278,11 @@ def _put(
     leaves: Sequence[jax.Array], shardings: Sequence[Any], copies: Sequence[bool] = ()
 ) -> list[jax.Array]:
     """Puts arrays where they live, some as copies; `None` is where they are."""
-    placed, targets = list(leaves), {}
-    copies = copies or [False] * len(placed)
+    copies = copies or [False] * len(leaves)
+    copied = iter(_copy([*itertools.compress(leaves, copies)]))
+    pairs = zip(leaves, copies, strict=True)
+    placed, targets = [next(copied) if is_copy else x for x, is_copy in pairs], {}
     for n, (target, is_copy) in enumerate(zip(shardings, copies, strict=True)):
-        if is_copy:
-            # `device_put(..., may_alias=False)` still shares memory with one of the
-            # devices.
-            placed[n] = placed[n].copy()
         # Outputs of a program are committed to their devices. If it began with arrays
         # that are not, it would be compiled again for them.
         if target is None or (placed[n].sharding == target and placed[n].committed):
@@ -300,3 +298,11 @@ def _put(
     for n, array in zip(targets, moved, strict=True):
         placed[n] = array
     return placed
+
+
+def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Copies arrays where they are, with no program to be compiled for each shape."""
+    # To other devices, `may_alias=False` still shares memory with one of them. Of an
+    # array of several processes, it asks where it is to be.
+    homes = [None if each.is_fully_addressable else each.sharding for each in arrays]
+    return jax.device_put(arrays, homes, may_alias=False)
