@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from armillary._launcher import tell
 from armillary._process import ExitCode, get_process
@@ -245,9 +245,8 @@ def read_stack(thread: int | None = None) -> list[Line]:
     # meets a thread that begins.
     ident = thread or threading.main_thread().ident
     found = map(dict.get, iter(sys._current_frames, None), [ident])
-    outward = itertools.accumulate(
-        itertools.chain(found, itertools.repeat("f_back")), getattr
-    )
+    steps = itertools.chain(found, itertools.repeat("f_back"))
+    outward = itertools.accumulate(steps, cast(Any, getattr))
     frames = itertools.takewhile(bool, outward)
     places = list(map(operator.attrgetter("f_code", "f_lineno"), frames))
     return [Line(code.co_filename, line or 0, code.co_name) for code, line in places]

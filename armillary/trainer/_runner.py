@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -150,8 +151,13 @@ class StandardEvaluatorOptions(LoopOptions):
     """
 
 
+_FOREIGN = re.compile(
+    r"on_(\w+_)?(start|begin|end)|(training|validation|test)_(step|epoch_end)"
+)
+
+
 def check_hooks(owner: Any, base: type, *hooks: str) -> None:
-    """Raises if a class has a method named nearly as a hook that it leaves out."""
+    """Raises if a method is named nearly as a hook, or as one of another library."""
     kinds = [kind for kind in type(owner).__mro__ if kind not in base.__mro__]
     own = {name: each for kind in kinds for name, each in vars(kind).items()}
     left_out = set(hooks).difference(own)
@@ -159,11 +165,12 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
         if hasattr(base, name) or not inspect.isfunction(value):
             continue
         meant = name.replace("start", "begin").replace("finish", "end")
-        for hook in difflib.get_close_matches(meant, left_out, n=1, cutoff=0.85):
+        near = difflib.get_close_matches(meant, left_out, n=1, cutoff=0.85)
+        if near or _FOREIGN.fullmatch(name):
+            called = ", ".join(f"`{hook}`" for hook in near or hooks)
             raise TypeError(
-                f"`{type(owner).__name__}.{name}` would never be called: the method is "
-                f"called `{hook}`. Rename it, or, if it is one of your own, call it "
-                f"`_{name}`."
+                f"`{type(owner).__name__}.{name}` would never be called: a loop calls "
+                f"{called}. Rename it, or, if it is one of your own, call it `_{name}`."
             )
 
 

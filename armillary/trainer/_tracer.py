@@ -152,7 +152,7 @@ class StepPrograms:
     ) -> tuple[TracedStep, tuple[int, ...]]:
         method, flat = self._method, self.flat
         assert flat is not None
-        taken = [0] * len(batches)
+        taken, returned = [0] * len(batches), []
 
         def fn(*arguments: Any) -> PyTree:
             triples = zip(self._gathers, arguments, active, strict=True)
@@ -163,6 +163,7 @@ class StepPrograms:
                 for i, (gather, offered, count) in enumerate(triples)
             ]
             result = method(self._structure.unflatten(iterators))
+            returned[:] = jax.tree.leaves(result)
             taken[:] = [iterator.num_taken for iterator in iterators]
             return result
 
@@ -185,6 +186,15 @@ class StepPrograms:
                 "data ends."
             ) from None
         flat.state.watch()
+        if returned and not (self._traces or method.keep_results):
+            logger.warning(
+                "What `%s` returns is dropped. Update a metric in it, and return what "
+                "that computes from `%s`.",
+                method.name,
+                "eval_end` or `eval_reduce"
+                if method.is_evaluation
+                else "train_loop_end",
+            )
         if was_current and not flat.state.is_current():
             # The step set something to what it is after each of its runs.
             flat.rebind(self._search())

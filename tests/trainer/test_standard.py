@@ -367,8 +367,37 @@ def test_outputs_keep_the_order_of_their_names():
 def test_a_misspelt_hook_is_an_error(base, name, hook):
     names = ["train_step", "eval_step", name]
     kind = type("Kind", (base,), {each: lambda *args: None for each in names})
-    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* called `{hook}`. Ren"):
+    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* calls `{hook}`. Ren"):
         kind(make_batches(1))
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "hooks"),
+    [
+        (Base, "on_train_end", "`train_loop_begin`, `train_step`, `train_loop_end`"),
+        (Base, "on_epoch_begin", "`train_loop_begin`"),
+        (Base, "training_step", ".*`train_step`"),
+        (armillary.StandardEvaluator, "validation_step", "`eval_begin`, `eval_step`"),
+    ],
+)
+def test_a_hook_of_another_library_is_an_error(base, name, hooks):
+    names = ["train_step", "eval_step", name]
+    kind = type("Kind", (base,), {each: lambda *args: None for each in names})
+    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* calls {hooks}"):
+        kind(make_batches(1))
+
+
+def test_what_a_step_returns_is_not_dropped_in_silence(caplog):
+    class Kind(armillary.StandardTrainer):
+        # A type checker says so too.
+        def train_step(self, iterator):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return {"loss": next(iterator)["x"].sum()}
+
+    trainer = Kind(make_batches(4))
+    trainer.train(1)
+    trainer.train(3)
+    said = "What `train_step` returns is dropped. Update a metric in it, and return"
+    assert caplog.text.count(said) == 1
 
 
 def test_a_method_beside_its_hook_is_the_users_own():
