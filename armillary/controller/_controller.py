@@ -152,7 +152,7 @@ class Controller:
             checkpoint_manager.bind_step_counter(global_step)
             if trainer is not None:
                 checkpoint_manager.bind_evaluation(self._saving)
-                warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
+                warn_of_unsaved(self._actions, trainer, checkpoint_manager.checkpoint)
             is_resumed = self.restore_checkpoint() is not None
         get_lifeline().rest()
         tell(self._actions, "bind_step_counter", global_step)

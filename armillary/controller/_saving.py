@@ -40,6 +40,7 @@ from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import is_divided, is_key
 from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.goodput._stopwatch import Category
+from armillary.state._holders import held_by
 from armillary.state._slots import is_equal
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -373,9 +374,19 @@ def _warn_of_missing(
             return
 
 
-def warn_of_unsaved(actions: Iterable[Any], objects: Mapping[str, Any]) -> None:
-    """Warns of actions with a state that checkpoints of these objects do not hold."""
-    saved = [id(value) for value in objects.values()]
+def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> None:
+    """Warns of states that checkpoints do not hold."""
+    saved = [id(value) for value in held.objects.values()]
+    for name, value in held_by(trainer):
+        # Of data, a trainer saves the position, and an evaluation needs none.
+        is_data = isinstance(value, IndexedDataset | DistributedDataset)
+        if has_position(value) and not (is_data or id(value) in saved):
+            logger.warning(
+                "`%s` of the trainer has a `get_state` that the `Checkpoint` leaves "
+                "out, so a restart forgets it. Name it there: `Checkpoint(..., "
+                "%s=trainer.%s)`.",
+                *(name, name, name),
+            )
     for part in find_parts(actions):
         if id(part) in saved or not has_position(part):
             continue

@@ -118,6 +118,33 @@ def test_what_a_checkpoint_lacks_of_a_trainer_is_warned_of_once(tmp_path, caplog
     assert caplog.text.count(lost) == 1
 
 
+class Sampler:
+    def get_state(self):
+        return 0
+
+    def set_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_state_that_a_trainer_holds_is_named_if_it_is_not_saved(
+    tmp_path, caplog, is_named
+):
+    trainer = Descent({"w": jnp.ones(3)})
+    trainer.sampler, trainer.data = Sampler(), trainer.train_dataset
+    named = {"sampler": trainer.sampler} if is_named else {}
+    manager = CheckpointManager(Checkpoint(trainer=trainer, **named), tmp_path)
+    Controller(
+        trainer=trainer,
+        global_step=trainer.step,
+        steps_per_loop=1,
+        checkpoint_manager=manager,
+    )
+    said = "Name it there: `Checkpoint(..., sampler=trainer.sampler)`."
+    assert caplog.text.count(said) == (not is_named)
+    assert caplog.text.count("leaves out") == (not is_named)
+
+
 @pytest.mark.parametrize(
     ("interval", "steps"), [(4, [2, 6, 10, 12]), (1000, [2, 12]), (None, [10, 12])]
 )
