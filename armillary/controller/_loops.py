@@ -59,6 +59,7 @@ class Loops:
         self._pending: deque[StartedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
         self._last_end, self._seconds_per_loop = 0.0, float("inf")
+        self._epoch = ""  # Which begins, to be told.
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
@@ -70,15 +71,19 @@ class Loops:
             epoch = self._run.trainer.begin_epoch(epochs)
         if epoch:
             self._display.log_start()
-        done = f"{epochs} of {epochs} epochs are done."
-        said = f"epoch {epoch} of {epochs}" if epoch else done
-        log_line("train", self._run.read_step(), said)
+            self._epoch = f"epoch {epoch} of {epochs}"
+        else:
+            done = f"{epochs} of {epochs} epochs are done."
+            log_line("train", self._run.read_step(), done)
         return epoch > 0
 
     def train_until(self, target: int, epochs: int | None = None) -> bool:
         """Trains to step `target`, -1 for the data's end; returns if it may go on."""
         stop = self._run.stop
         start = step = self._run.read_step()
+        if self._epoch:  # Here, after the evaluation of the last one.
+            log_line("train", step, self._epoch)
+            self._epoch = ""
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
         else:
