@@ -117,13 +117,11 @@ class Display:
         self, watched: int, line: "LiveLine | None", is_over: threading.Event
     ) -> None:
         """Looks at the thread that is watched; a phase begins when it is first seen."""
-        seen = last = None
+        seen: tuple[Category, float] | None = None
         stopwatch, since = self._run.goodput, 0.0
         while not is_over.wait(_LOOK_SECONDS if line is None else _REFRESH_SECONDS):
             category, began = stopwatch.category, stopwatch.began
-            # Only where it stands still is a stack what it is.
-            stack = read_stack(watched) if last == (category, began) else []
-            last = category, began
+            stack = read_stack(watched)
             if category is None or is_in(DEBUGGER, stack):
                 continue
             if is_in(MAKERS, stack):

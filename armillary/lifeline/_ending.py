@@ -8,6 +8,8 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import gc
 import itertools
 import linecache
 import math
@@ -223,11 +225,10 @@ def find_line(phase: str, stack: list[Line] | None = None) -> str:
     if not main:
         return "(the main thread has ended)"
     lines = [_describe(_find_users(main) or main[0])]
-    threads = threading.enumerate() if phase in ("data", "evaluating") else ()
-    idents = [
-        thread.ident for thread in threads if thread is not threading.main_thread()
-    ]
-    users = (_find_users(read_stack(ident)) for ident in idents)
+    idents: set[int] = set()
+    if phase in ("data", "evaluating"):
+        idents = _at_once(map(set, iter(sys._current_frames, None)).__next__)
+    users = map(_find_users, map(read_stack, idents - {threading.main_thread().ident}))
     others = dict.fromkeys(_describe(line) for line in users if line is not None)
     lines += [f"while a thread reads ahead at {line}" for line in others]
     return ", ".join(lines[:_MOST_LINES])
@@ -240,16 +241,31 @@ def is_in(files: tuple[str, ...], stack: list[Line]) -> bool:
 
 def read_stack(thread: int | None = None) -> list[Line]:
     """Returns where a thread is, by its `ident`, or the main one; innermost first."""
-    # ORDER: one call in C, in which no other thread goes on: CPython 3.11 crashes now
-    # and then where a frame ends that is being looked at, and where `faulthandler`
-    # meets a thread that begins.
     ident = thread or threading.main_thread().ident
     found = map(dict.get, iter(sys._current_frames, None), [ident])
     steps = itertools.chain(found, itertools.repeat("f_back"))
     outward = itertools.accumulate(steps, cast(Any, getattr))
     frames = itertools.takewhile(bool, outward)
-    places = list(map(operator.attrgetter("f_code", "f_lineno"), frames))
-    return [Line(code.co_filename, line or 0, code.co_name) for code, line in places]
+    places = map(operator.attrgetter("f_code", "f_lineno"), frames)
+    stack = _at_once(functools.partial(list, places))
+    return [Line(code.co_filename, line or 0, code.co_name) for code, line in stack]
+
+
+def _at_once(read: Callable[[], Any]) -> Any:
+    """Calls a function of C while no other thread goes on.
+
+    CPython 3.11 crashed now and then where a frame that was looked at ended meanwhile,
+    and `faulthandler` where a thread began.
+    """
+    # ORDER: all in one call. The collector of garbage calls functions of Python, in
+    # which another thread may take over.
+    off, on = (gc.disable, gc.enable) if gc.isenabled() else (int, int)
+    try:
+        _, found, _ = list(map(operator.call, (off, read, on)))
+    except BaseException:
+        on()
+        raise
+    return found
 
 
 def _find_users(stack: list[Line]) -> Line | None:

@@ -62,8 +62,7 @@ class Lifeline:
         self.answers = self._tree.answers
         # All have joined, or this process would not be here.
         known = {_CHIEF, self._tree.parent or _CHIEF, *self._tree.members}
-        self._line = "a line that it has not told"  # Where it began to be watched.
-        start = Report("start", self._line, 0.0)
+        start = Report("start", "a line that it has not told", 0.0)
         seen = Sighting(start, time.monotonic())
         self._sightings = dict.fromkeys(sorted(known), seen)
         self._fresh: set[int] = set()  # Of whom it has heard since it has told.
@@ -73,7 +72,6 @@ class Lifeline:
         self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
         self._last_rule: float | None = None
         self._timer_rule = self._allowed = self._rule
-        self._last_place = Place(OUTSIDE)
         self._pace, self._beat_at = Pace(time.monotonic()), math.inf
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
@@ -118,7 +116,6 @@ class Lifeline:
         if rule != math.inf:
             self.start()
             # At once: if it is stopped now, the others know where.
-            self._line = find_line(OUTSIDE)
             self._tell()
             if rule != self._timer_rule:
                 self._set_timer(rule)
@@ -265,10 +262,7 @@ class Lifeline:
     def _report(self, now: float) -> Report:
         """Returns what this process does."""
         place, pace, rule = self._find_place(), self._pace, self._rule
-        # A program that goes on is left alone: its stack changes while one reads it.
-        is_still = place == self._last_place
-        stack = read_stack() if is_still else []
-        self._last_place = place
+        stack = read_stack()
         if rule is None and has_company(place.phase, stack):
             rule = math.inf
         self._allowed = rule
@@ -278,7 +272,7 @@ class Lifeline:
         limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
         return Report(
             phase=place.phase,
-            line=find_line(place.phase, stack) if is_still else self._line,
+            line=find_line(place.phase, stack),
             quiet_seconds=now - pace.began,
             limit_seconds=None if limit == math.inf else limit,
             has_ended=self._has_ended,

@@ -151,8 +151,14 @@ class StandardEvaluatorOptions(LoopOptions):
     """
 
 
+_HOOKS = (
+    "a trainer has `train_loop_begin`, `train_step` and `train_loop_end`, and an "
+    "evaluator `eval_begin`, `eval_step`, `eval_reduce` and `eval_end`"
+)
+# Of Keras and Lightning.
 _FOREIGN = re.compile(
-    r"on_(\w+_)?(start|begin|end)|(training|validation|test)_(step|epoch_end)"
+    r"on_((fit|train|validation|test)(_epoch|_batch)?|epoch)_(start|begin|end)|"
+    r"(training|validation|test)_(step|epoch_end)|configure_optimizers"
 )
 
 
@@ -161,17 +167,20 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
     kinds = [kind for kind in type(owner).__mro__ if kind not in base.__mro__]
     own = {name: each for kind in kinds for name, each in vars(kind).items()}
     left_out = set(hooks).difference(own)
-    for name, value in own.items():
-        if hasattr(base, name) or not inspect.isfunction(value):
+    own = {name: each for name, each in own.items() if inspect.isfunction(each)}
+    named = {name for each in own.values() for name in each.__code__.co_names}
+    for name in own:
+        if hasattr(base, name) or name in named:
             continue
         meant = name.replace("start", "begin").replace("finish", "end")
         near = difflib.get_close_matches(meant, left_out, n=1, cutoff=0.85)
-        if near or _FOREIGN.fullmatch(name):
-            called = ", ".join(f"`{hook}`" for hook in near or hooks)
-            raise TypeError(
-                f"`{type(owner).__name__}.{name}` would never be called: a loop calls "
-                f"{called}. Rename it, or, if it is one of your own, call it `_{name}`."
-            )
+        if not (near or _FOREIGN.fullmatch(name)):
+            continue
+        fix = f"the method is called `{near[0]}`" if near else _HOOKS
+        raise TypeError(
+            f"`{type(owner).__name__}.{name}` would never be called: {fix}. Rename it, "
+            f"or, if it is one of your own, call it `_{name}`."
+        )
 
 
 @dataclass

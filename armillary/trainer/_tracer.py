@@ -67,7 +67,7 @@ class StepPrograms:
         self._warnings = MetricWarnings(
             method.name, replicas, is_evaluation=method.is_evaluation
         )
-        self._has_traced_hooks = False
+        self._has_traced_hooks = self._drops = False
         self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
         self.flat: FlatState | None = None  # the state, after `find_state`
         self.batches_per_step: tuple[int, ...] = ()
@@ -186,14 +186,14 @@ class StepPrograms:
                 "data ends."
             ) from None
         flat.state.watch()
-        if returned and not (self._traces or method.keep_results):
+        if returned and not (self._drops or method.keep_results):
+            self._drops, evaluates = True, method.is_evaluation
             logger.warning(
                 "What `%s` returns is dropped. Update a metric in it, and return what "
-                "that computes from `%s`.",
+                "that computes from `%s`%s.",
                 method.name,
-                "eval_end` or `eval_reduce"
-                if method.is_evaluation
-                else "train_loop_end",
+                "eval_end" if evaluates else "train_loop_end",
+                "; or begin a sum in `eval_begin`, for `eval_reduce`" * evaluates,
             )
         if was_current and not flat.state.is_current():
             # The step set something to what it is after each of its runs.

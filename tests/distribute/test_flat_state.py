@@ -258,3 +258,41 @@ def test_a_variable_may_hold_a_python_number():
     for _ in range(3):
         count(counter)
     assert int(counter[...]) == 3
+
+
+@pytest.mark.parametrize("kind", ["keys", "numbers"])
+@pytest.mark.parametrize("place", ["free", "second device", "both devices"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_user_put_into_a_state_stays_whole_and_where_it_is(name, place, kind):
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self, strategy):
+            source = from_arrays({"x": np.ones((4, 1), np.float32)}, batch_size=2)
+            super().__init__(strategy.distribute_dataset(source))
+            self.strategy, self.held = strategy, jnp.zeros(())
+
+        def train_step(self, iterator):
+            next(iterator)
+            held = self.held
+            self.held = jax.vmap(lambda x: change(x))(held)
+
+    def change(x):
+        return jax.random.fold_in(x, 1) if kind == "keys" else x + 1
+
+    held = jax.random.split(jax.random.key(0), 3)
+    held = held if kind == "keys" else jnp.arange(3.0)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    if place != "free":
+        held = jax.device_put(held, jax.devices()[1] if "second" in place else both)
+    homes, expected = held.sharding, jax.jit(jax.vmap(change))(held)
+    trainer = Trainer(STRATEGIES[name]())
+    trainer.held = held
+    trainer.train(1)
+    assert not held.is_deleted()
+    if name == "default":
+        assert trainer.held.sharding == homes
+    found, expected = (
+        np.asarray(jax.random.key_data(x) if kind == "keys" else x)
+        for x in (trainer.held, expected)
+    )
+    np.testing.assert_array_equal(found, expected)

@@ -1,9 +1,13 @@
 """The line that is named is the user's."""
 
+import gc
 import json
 import linecache
 import sys
 import threading
+import time
+
+import pytest
 
 from armillary.lifeline import _ending
 
@@ -54,7 +58,8 @@ def test_a_thread_that_has_ended_has_no_stack():
 
 
 def test_a_stack_is_read_at_one_moment():
-    is_over, kept = threading.Event(), sys.getswitchinterval()
+    has_begun, is_over = threading.Event(), threading.Event()
+    kept = sys.getswitchinterval(), gc.get_threshold()
 
     def left(depth: int) -> None:
         left(depth - 1) if depth else None
@@ -63,27 +68,54 @@ def test_a_stack_is_read_at_one_moment():
         right(depth - 1) if depth else None
 
     def work() -> None:
+        has_begun.set()
         while not is_over.is_set():
             left(20)
             right(20)
 
+    # The collector calls functions of Python, between which threads may change.
+    gc.callbacks.append(pause)
     thread = threading.Thread(target=work)
     thread.start()
+    has_begun.wait(10)
     sys.setswitchinterval(1e-5)
+    gc.set_threshold(10, 10, 10)
+    seen, end = set(), time.monotonic() + 2
     try:
-        stacks = [_ending.read_stack(thread.ident) for _ in range(5000)]
+        while time.monotonic() < end:
+            stack = _ending.read_stack(thread.ident)
+            *inner, worker = [line for line in stack if line.file == __file__]
+            if names := {line.function for line in inner}:
+                line = linecache.getline(__file__, worker.number)
+                assert names == {line.strip().removesuffix("(20)")}
+                seen.update(names)
     finally:
-        sys.setswitchinterval(kept)
+        sys.setswitchinterval(kept[0])
+        gc.set_threshold(*kept[1])
+        gc.callbacks.remove(pause)
         is_over.set()
         thread.join()
-    depths = set()
-    for stack in stacks:
-        *inner, worker = [line for line in stack if line.file == __file__]
-        if names := {line.function for line in inner}:
-            line = linecache.getline(__file__, worker.number)
-            assert names == {line.strip().removesuffix("(20)")}
-            depths.add(len(inner))
-    assert len(depths) > 5
+    assert seen == {"left", "right"}
+    assert gc.isenabled()
+
+
+def pause(*_: object) -> None:
+    for _ in range(100):
+        continue
+
+
+def test_the_collector_is_as_it_was_after_a_read_also_one_that_fails(monkeypatch):
+    monkeypatch.setattr(sys, "_current_frames", lambda: {}["thread"])
+    with pytest.raises(KeyError):
+        _ending.read_stack()
+    assert gc.isenabled()
+    monkeypatch.undo()
+    gc.disable()
+    try:
+        assert _ending.read_stack()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_compiling_is_told_by_the_stack():

@@ -367,34 +367,44 @@ def test_outputs_keep_the_order_of_their_names():
 def test_a_misspelt_hook_is_an_error(base, name, hook):
     names = ["train_step", "eval_step", name]
     kind = type("Kind", (base,), {each: lambda *args: None for each in names})
-    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* calls `{hook}`. Ren"):
+    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* called `{hook}`. Ren"):
         kind(make_batches(1))
 
 
-@pytest.mark.parametrize(
-    ("base", "name", "hooks"),
-    [
-        (Base, "on_train_end", "`train_loop_begin`, `train_step`, `train_loop_end`"),
-        (Base, "on_epoch_begin", "`train_loop_begin`"),
-        (Base, "training_step", ".*`train_step`"),
-        (armillary.StandardEvaluator, "validation_step", "`eval_begin`, `eval_step`"),
-    ],
-)
-def test_a_hook_of_another_library_is_an_error(base, name, hooks):
+@pytest.mark.parametrize("base", [Base, armillary.StandardEvaluator])
+@pytest.mark.parametrize("name", ["on_train_end", "on_epoch_begin", "validation_step"])
+def test_a_hook_of_another_library_is_an_error(base, name):
     names = ["train_step", "eval_step", name]
     kind = type("Kind", (base,), {each: lambda *args: None for each in names})
-    with pytest.raises(TypeError, match=f"`Kind.{name}` would .* calls {hooks}"):
+    with pytest.raises(TypeError, match=f"`Kind.{name}` would never .*, `eval_step`, "):
         kind(make_batches(1))
+
+
+def test_a_method_that_a_step_calls_may_have_any_name():
+    class Ported:
+        def training_step(self, batch):
+            return batch["x"].sum()
+
+    class Kind(Ported, armillary.StandardTrainer):
+        def train_step(self, iterator):
+            self.training_step(next(iterator))
+
+        def on_save_end(self):
+            """Of no library."""
+
+    Kind(make_batches(1)).train(1)
 
 
 def test_what_a_step_returns_is_not_dropped_in_silence(caplog):
     class Kind(armillary.StandardTrainer):
         # A type checker says so too.
         def train_step(self, iterator):  # pyright: ignore[reportIncompatibleMethodOverride]
-            return {"loss": next(iterator)["x"].sum()}
+            return {"loss": next(iterator)["x"].sum() * self.rate}
 
     trainer = Kind(make_batches(4))
+    trainer.rate = 1.0
     trainer.train(1)
+    trainer.rate = 2.0
     trainer.train(3)
     said = "What `train_step` returns is dropped. Update a metric in it, and return"
     assert caplog.text.count(said) == 1

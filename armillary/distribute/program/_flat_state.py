@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 
 from armillary.distribute._dispatch import uninterrupted
-from armillary.distribute._global_arrays import as_global
+from armillary.distribute._global_arrays import as_global, is_key
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same
 from armillary.errors import StateStructureError
@@ -302,7 +302,10 @@ def _put(
 
 def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     """Copies arrays where they are, with no program to be compiled for each shape."""
-    # To other devices, `may_alias=False` still shares memory with one of them. Of an
-    # array of several processes, it asks where it is to be.
-    homes = [None if each.is_fully_addressable else each.sharding for each in arrays]
-    return jax.device_put(arrays, homes, may_alias=False)
+    # With `may_alias=False`, an array that goes to other devices still shares memory
+    # with one of them, and keys go to the first device.
+    plain = [each for each in arrays if not is_key(each)]
+    # An array that spans processes needs its sharding named.
+    homes = [None if each.is_fully_addressable else each.sharding for each in plain]
+    copied = iter(jax.device_put(plain, homes, may_alias=False))
+    return [each.copy() if is_key(each) else next(copied) for each in arrays]
