@@ -193,7 +193,8 @@ class StepPrograms:
                 "that computes from `%s`%s.",
                 method.name,
                 "eval_end" if evaluates else "train_loop_end",
-                "; or begin a sum in `eval_begin`, for `eval_reduce`" * evaluates,
+                "; or have `eval_begin` return a state, and write `eval_reduce`"
+                * evaluates,
             )
         if was_current and not flat.state.is_current():
             # The step set something to what it is after each of its runs.
