@@ -260,8 +260,9 @@ def _at_once(read: Callable[[], Any]) -> Any:
     # ORDER: all in one call. The collector of garbage calls functions of Python, in
     # which another thread may take over.
     off, on = (gc.disable, gc.enable) if gc.isenabled() else (int, int)
+    calls: list[Any] = [off, read, on]
     try:
-        _, found, _ = list(map(operator.call, (off, read, on)))
+        _, found, _ = list(map(operator.call, calls))
     except BaseException:
         on()
         raise

@@ -100,7 +100,7 @@ def test_a_stack_is_read_at_one_moment():
 
 
 def pause(*_: object) -> None:
-    for _ in range(100):
+    for _number in range(100):
         continue
 
 
