@@ -121,8 +121,7 @@ class Display:
         stopwatch, since = self._run.goodput, 0.0
         while not is_over.wait(_LOOK_SECONDS if line is None else _REFRESH_SECONDS):
             category, began = stopwatch.category, stopwatch.began
-            stack = read_stack(watched)
-            if category is None or is_in(DEBUGGER, stack):
+            if category is None or is_in(DEBUGGER, stack := read_stack(watched)):
                 continue
             if is_in(MAKERS, stack):
                 category, began = Category.COMPILING, 0.0

@@ -71,7 +71,7 @@ class Lifeline:
         self._rule: float | None = math.inf
         self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
         self._last_rule: float | None = None
-        self._timer_rule = self._allowed = self._rule
+        self._timer_rule: float | None = math.inf
         self._pace, self._beat_at = Pace(time.monotonic()), math.inf
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ class Lifeline:
     def _tell(self) -> None:
         if self._count > 1:
             now = time.monotonic()
-            self._call(self._pass_reports, self._report(now), now)
+            self._call(self._pass_reports, self._report(now)[0], now)
 
     def _tell_how_it_ends(self) -> None:
         if self._is_done.is_set():
@@ -237,8 +237,8 @@ class Lifeline:
         if (late := now - self._beat_at) > _LATE_SECONDS:
             self._pace.skip(late)
         self._beat_at = now
-        own = self._report(now)
-        self._set_timer(self._allowed)
+        own, rule = self._report(now)
+        self._set_timer(rule)
         self._pass_reports(own, now)
         self._tree.pass_on()
         for index, (failure, at) in self._failures.items():
@@ -259,24 +259,25 @@ class Lifeline:
         self._timer_rule = rule
         set_timer(self._pace.find_limit(rule))
 
-    def _report(self, now: float) -> Report:
-        """Returns what this process does."""
+    def _report(self, now: float) -> tuple[Report, float | None]:
+        """Returns what this process does, and the rule for its timer."""
         place, pace, rule = self._find_place(), self._pace, self._rule
         stack = read_stack()
         if rule is None and has_company(place.phase, stack):
             rule = math.inf
-        self._allowed = rule
+        timer_rule = rule
         if is_in(COMPILER, stack):
             place, rule = Place("compiling"), math.inf
         pace.look(place, read_work_seconds(place.phase), now)
         limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
-        return Report(
+        report = Report(
             phase=place.phase,
             line=find_line(place.phase, stack),
             quiet_seconds=now - pace.began,
             limit_seconds=None if limit == math.inf else limit,
             has_ended=self._has_ended,
         )
+        return report, timer_rule
 
     def _pass_reports(self, own: Report, now: float) -> None:
         """Tells the parent of all behind, and the children of itself and process 0."""

@@ -278,6 +278,8 @@ def _put(
     leaves: Sequence[jax.Array], shardings: Sequence[Any], copies: Sequence[bool] = ()
 ) -> list[jax.Array]:
     """Puts arrays where they live, some as copies; `None` is where they are."""
+    if not leaves:
+        return []  # As between most loops: to put nothing takes time, too.
     copies = copies or [False] * len(leaves)
     copied = iter(_copy([*itertools.compress(leaves, copies)]))
     pairs = zip(leaves, copies, strict=True)
