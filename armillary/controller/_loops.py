@@ -19,6 +19,7 @@ from armillary._checks import check_positive_int
 from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._records import find_numbers
+from armillary._stack import with_room
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._display import Display
 from armillary.controller._outputs import (
@@ -77,6 +78,7 @@ class Loops:
             log_line("train", self._run.read_step(), done)
         return epoch > 0
 
+    @with_room
     def train_until(self, target: int, epochs: int | None = None) -> bool:
         """Trains to step `target`, -1 for the data's end; returns if it may go on."""
         stop = self._run.stop

@@ -12,6 +12,7 @@ import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_num_steps
 from armillary._logging import logger
+from armillary._stack import with_room
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._feed import Feed
@@ -129,6 +130,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         return None
 
     @hides_frames
+    @with_room
     def evaluate(self, num_steps: int) -> Output:
         """Runs `num_steps` batches through `eval_step`, or all there are.
 
