@@ -32,8 +32,8 @@ _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 _PROCESSES = "Leave it out: the processes are those that the strategy has joined."
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
 
-# Keywords of Orbit and `tf.distribute`, and what to write here. Where the name alone
-# says too little, the class or function stands before it.
+# Keywords of Orbit, `tf.distribute` and Lightning, and what to write here. Where the
+# name alone says too little, the class or function stands before it.
 ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
@@ -41,6 +41,11 @@ ANSWERS = {
     "StandardEvaluatorOptions.on_non_finite": _TRAINER_ONLY,
     "StandardEvaluatorOptions.check_replicas_every": _TRAINER_ONLY,
     "Controller.eval_steps": "Methods take it: `train_and_evaluate(eval_steps=...)`.",
+    "max_epochs": "Methods take it: `train(epochs=...)`.",
+    "log_every_n_steps": "It is called `log_interval` here.",
+    "monitor": "It is called `keep_best` here.",
+    "mode": "Say so with `higher_is_better=True`, or `False`.",
+    "save_top_k": "Leave it out: `keep_best` keeps the best besides the newest.",
     "enable_async_checkpointing": "Leave it out: every save goes on in the background.",
     "hang_timeout": "It is called `hang_timeout_seconds` here.",
     "checkpoint_name": "Leave it out: a checkpoint is a folder named for its step.",

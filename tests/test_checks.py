@@ -26,12 +26,15 @@ OLD = {
     actions.PeriodicAction: ["global_step"],
     actions.SaveCheckpointIfPreempted: ["cluster_resolver"],
     cluster.TerminationConfig: ["termination_watcher_fn"],
-    armillary.CheckpointManager: ["checkpoint_name"],
+    armillary.CheckpointManager: ["checkpoint_name", "monitor", "mode", "save_top_k"],
     summary.SummaryManager: ["summary_fn", "global_step"],
     armillary.MirroredStrategy: ["cross_device_ops"],
     armillary.MultiWorkerMirroredStrategy: ["communication"],
     armillary.TPUStrategy: ["tpu_cluster_resolver", "experimental_device_assignment"],
-    armillary.Controller: ["enable_async_checkpointing", "hang_timeout", "eval_steps"],
+    armillary.Controller: [
+        *("enable_async_checkpointing", "hang_timeout", "eval_steps"),
+        *("max_epochs", "log_every_n_steps"),
+    ],
 }
 
 

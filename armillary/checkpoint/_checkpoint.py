@@ -55,7 +55,12 @@ class Checkpoint:
         DatasetStateError: If a data source cannot be repositioned.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *unnamed: Any, **objects: Any) -> None:
+        if unnamed:
+            raise TypeError(
+                f"`Checkpoint` got a `{type(unnamed[0]).__name__}` without a name, by "
+                "which a restore would find it. Use `Checkpoint(trainer=trainer)`."
+            )
         if not objects:
             raise ValueError(
                 "`Checkpoint()` names no objects, but it must hold at least one. Use "

@@ -296,7 +296,8 @@ def check_state(before: PyTree, after: PyTree) -> None:
     for problem in _find_changes(before, after):
         raise StateStructureError(
             f"`step` must return a state like the one that it takes, but {problem}. "
-            "Return all of it, in the same order, with the same shapes and dtypes."
+            "Return all of it, in the same order, with the same shapes and dtypes, and "
+            "the metrics after it: `return state, metrics`."
         )
 
 

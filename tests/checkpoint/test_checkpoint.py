@@ -138,6 +138,9 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
     {
         TypeError: {
             # What a checkpoint may hold.
+            r"got a `Frozen` without a name.*`Checkpoint\(trainer=trainer\)`": (
+                lambda _: Checkpoint(FROZEN)
+            ),
             NOTHING % "type int": lambda _: Checkpoint(thing=3),
             NOTHING % "type SimpleNamespace": (
                 lambda _: Checkpoint(thing=SimpleNamespace(name="x"))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import armillary
 from tests.problems import make_strategy
@@ -115,6 +116,45 @@ def test_evaluators_and_functions_are_led_to_their_results():
     assert "return it from `eval_step`" in first
     assert second.startswith(START.format("double"))
     assert "return it, and read it after the call." in second
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(()))
+
+
+class Mistaken(Trainer):
+    def __init__(self, step):
+        super().__init__(make_strategy(2), None)
+        self.model, self.step = Model(), step
+
+    def train_step(self, iterator):
+        self.step(self, iterator)
+
+
+def compile_a_closure(trainer, iterator):
+    @nnx.jit
+    def double():
+        trainer.model.weight[...] *= 2
+
+    trainer.strategy.run(double)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "line"),
+    [
+        (lambda _, batch: batch["x"], TypeError, "`batch = next(iterator)`"),
+        (lambda _, batch: batch.x, AttributeError, "`batch = next(iterator)`"),
+        (lambda _, it: next(it)["x"].mean(), AttributeError, "run(replica_fn"),
+        (lambda _, it: next(it)["x"] * 2, TypeError, "run(replica_fn"),
+        (lambda _, it: jnp.sum(next(it)["x"]), TypeError, "run(replica_fn"),
+        (lambda _, it: jax.lax.psum(next(it), "replica"), NameError, "run(replica_fn"),
+        (compile_a_closure, Exception, "nnx.jit(fn)(self.model, batch)"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_write(step, kind, line):
+    notes = notes_of(Mistaken(step), kind)
+    assert len(notes) == 1 and line in notes[0], notes
 
 
 def test_other_errors_and_those_of_the_library_get_no_such_note():

@@ -272,6 +272,7 @@ def count(state, batch):
         (drop, StateStructureError, "`state/rate` is gone"),
         (widen, StateStructureError, "`state/w` was float32 (3,) and became"),
         (count, StateStructureError, "`state/rate`, which is no array but 0.5, became"),
+        (lambda s, _: ({}, s), StateStructureError, "`return state, metrics`"),
         (lambda state, batch: state, TypeError, "it must return a pair"),
         (lambda state, batch: (state, 0, 1), TypeError, "returned 3 values, but it"),
         (lambda state, batch: (state, 3.0), TypeError, "must be a dictionary"),

@@ -32,6 +32,19 @@ _READING = {
     "the function": "return it, and read it after the call",
 }
 _MOST_ARRAYS = 20
+# What a message has in it, and what to write instead.
+_MISTAKES = {
+    "unbound axis name": f"The axis of replicas is called {AXIS_NAME!r}, and is there "
+    "inside `strategy.run`, under every strategy: put the code into a function, and "
+    "call it with `strategy.run(replica_fn, args=(batch,))`.",
+    "'StepIterator' object": "The step gets an iterator, and takes each batch from it: "
+    "`batch = next(iterator)`.",
+    "PerReplica": "Outside `strategy.run`, a batch holds a `PerReplica`: a value for "
+    "each replica. Put the code into a function, and call it with "
+    "`strategy.run(replica_fn, args=(batch,))`.",
+    "different trace level": "Flax transforms what a function gets, and not what "
+    "it finds around it: give the model to it, as in `nnx.jit(fn)(self.model, batch)`.",
+}
 
 
 def add_notes(
@@ -47,12 +60,8 @@ def add_notes(
             f"`jax.debug.print`; to read it, {_READING[owner]}. On one device, a "
             "trainer with `compile_step=False` in its options runs line by line."
         )
-    elif "unbound axis name" in str(error):
-        error.add_note(
-            f"The axis of replicas is called {AXIS_NAME!r}, and is there inside "
-            "`strategy.run`, under every strategy: put the code into a function, and "
-            "call it with `strategy.run(replica_fn, args=(batch,))`."
-        )
+    elif notes := [note for key, note in _MISTAKES.items() if key in str(error)]:
+        error.add_note(notes[0])
     elif arguments and owner != "the function":
         is_stacked = get_strategy().layout.stacked
         shown = []
