@@ -51,9 +51,10 @@ class Launcher:
             role, index = json.loads(os.environ["TF_CONFIG"])["task"].values()
             restarts = int(os.environ["ARMILLARY_RESTART_COUNT"])
             def mark(name, text=""):
-                with open(name + ".new", "w") as file:
+                new = f".{name}.{os.getpid()}"  # Several workers may write one name.
+                with open(new, "w") as file:
                     file.write(str(text))
-                os.rename(name + ".new", name)
+                os.rename(new, name)
             name = index if role == "worker" else role
             mark(f"pid_{name}_{restarts}", os.getpid())
             def wait_for_mark(name):
