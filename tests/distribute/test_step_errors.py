@@ -148,7 +148,7 @@ def compile_a_closure(trainer, iterator):
         (lambda _, it: next(it)["x"].mean(), AttributeError, "run(replica_fn"),
         (lambda _, it: next(it)["x"] * 2, TypeError, "run(replica_fn"),
         (lambda _, it: jnp.sum(next(it)["x"]), TypeError, "run(replica_fn"),
-        (lambda _, it: jax.lax.psum(next(it), "replica"), NameError, "run(replica_fn"),
+        (lambda _, it: jax.lax.psum(next(it), "replica"), NameError, "The axis of"),
         (compile_a_closure, Exception, "nnx.jit(fn)(self.model, batch)"),
     ],
 )
