@@ -15,7 +15,7 @@ OLDEST_PIP = $(OLDEST)/python -m pip --disable-pip-version-check -qq install \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short oldest test test-all docs libraries plan-wheels plans dist differential soak check lint format types layers spelling budgets clean
+.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short oldest test test-all docs libraries plan-wheels plans dist differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -27,7 +27,7 @@ help:
 	@echo "make versions  the quick tests with the oldest and the newest JAX; 15 minutes"
 	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
 	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
-	@echo "make check     lint, types, layers, spelling and budgets of lines"
+	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
 	@echo "make bench-ps  measure parameter servers; about 7 minutes"
@@ -198,7 +198,7 @@ docs: .venv/docs-installed
 	  -c docs/site . docs/_build
 	@echo "The site is docs/_build/index.html."
 
-check: lint types layers spelling budgets
+check: lint types layers spelling
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .
@@ -216,10 +216,6 @@ layers: .venv/dev-installed
 
 spelling: .venv/dev-installed
 	$(BIN)/typos
-
-# How many lines and files each folder of the library may have: tests/meta/budgets.toml.
-budgets: .venv/dev-installed
-	$(BIN)/python -m pytest -q -n 0 tests/meta/test_budgets.py
 
 clean:
 	rm -rf .venv .venv-oldest .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
