@@ -10,12 +10,23 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 OLDEST := .venv-oldest/bin
 OLDEST_PIP = $(OLDEST)/python -m pip --disable-pip-version-check -qq install \
   -c .venv-oldest/constraints.txt
+# JAX 0.11 and later need Python 3.12, so the newest releases are two sets: one for
+# Python 3.11, one for later ones. The other set is tested with the other Python.
+OTHER := .venv-other/bin
+OTHER_PIP = $(OTHER)/python -m pip --disable-pip-version-check -qq install \
+  -c constraints.txt
+OTHER_PYTHON ?= $(shell $(BIN)/python tests/versions/find_python.py other)
+NEWEST_PYTHON ?= $(shell $(BIN)/python tests/versions/find_python.py newest)
+# An index with builds of the day, which JAX's guide to installing names.
+NIGHTLY_INDEX ?=
+NIGHTLY_PIP = .venv-nightly/bin/python -m pip --disable-pip-version-check -q install \
+  --upgrade
 
 # The tests start some hundred processes: none should compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short oldest test test-all docs libraries plan-wheels plans dist differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short compare-sets oldest other quick-other nightly test test-all docs libraries plan-wheels plans dist differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -24,7 +35,8 @@ help:
 	@echo "make test-all  run every case of every test; about 21 minutes on 2 cores"
 	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
 	@echo "make soak      let 1,000 faults happen to jobs (KILLS=60: ten minutes); hours"
-	@echo "make versions  the quick tests with the oldest and the newest JAX; 15 minutes"
+	@echo "make versions  the quick tests with the oldest and the newest JAX; 20 minutes"
+	@echo "make nightly   the quick tests with the JAX of today, for a scheduled job"
 	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
 	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
 	@echo "make check     lint, types, layers and spelling"
@@ -120,13 +132,65 @@ quick: .venv/dev-installed
 
 oldest: .venv-oldest/demo-installed
 
+# The newest releases for the Python that `.venv` does not have, if there is one.
+.venv-other/made: .venv/made constraints.txt
+	@echo "Creating .venv-other with $(OTHER_PYTHON) ..."
+	@"$(OTHER_PYTHON)" -m venv $(@D)
+	@$(OTHER_PIP) pip
+	@touch $@
+
+.venv-other/demo-installed: .venv-other/made pyproject.toml
+	@echo "Installing the newest set for the other Python (a minute the first time) ..."
+	@$(OTHER_PIP) -e '.[examples,keras]'
+	@touch $@
+
+.venv-other/dev-installed: .venv-other/demo-installed
+	@echo "Installing the development tools ..."
+	@$(OTHER_PIP) -e '.[report,tensorboard]' --group dev
+	@touch $@
+
+NO_OTHER := No Python was found on the other side of 3.12, so one set of the newest \
+  releases is not tested. Name a Python: make OTHER_PYTHON=python3.13 ...
+
+other: .venv/made
+	@if [ -n "$(OTHER_PYTHON)" ]; then $(MAKE) .venv-other/demo-installed; \
+	else echo "$(NO_OTHER)"; fi
+
+quick-other: .venv/made
+	@if [ -n "$(OTHER_PYTHON)" ]; then \
+	  $(MAKE) .venv-other/dev-installed && $(OTHER)/python $(QUICK); \
+	else echo "$(NO_OTHER)"; fi
+
+# Those that are installed.
+SETS = $$(for folder in .venv-oldest .venv .venv-other; do \
+  if [ -e $$folder/demo-installed ]; then echo $$folder/bin/python; fi; done)
+SHORT := --steps 60 --steps-per-loop 20
+
 versions: quick .venv-oldest/dev-installed
 	$(OLDEST)/python $(QUICK)
-	$(BIN)/python -m tests.versions.across $(OLDEST)/python $(BIN)/python
+	@$(MAKE) quick-other
+	$(BIN)/python -m tests.versions.across $(SETS)
 
-versions-short: .venv/dev-installed oldest
-	$(BIN)/python -m tests.versions.across --steps 60 --steps-per-loop 20 \
-	  $(OLDEST)/python $(BIN)/python
+compare-sets: .venv/demo-installed
+	$(BIN)/python -m tests.versions.across $(SHORT) $(SETS)
+
+versions-short: .venv/dev-installed oldest other compare-sets
+
+# For a scheduled job. The environment is made anew, because it has no pins.
+nightly: .venv/made
+	@[ -n "$(NEWEST_PYTHON)" ] || { echo "Name a Python: make nightly NEWEST_PYTHON=..."; exit 1; }
+	@rm -rf .venv-nightly nightly
+	@"$(NEWEST_PYTHON)" -m venv .venv-nightly
+	@echo "Installing the JAX of today (a few minutes) ..."
+	@$(NIGHTLY_PIP) -e '.[examples,report,tensorboard]' --group dev
+	@$(NIGHTLY_PIP) --pre $(addprefix --extra-index-url ,$(NIGHTLY_INDEX)) jax jaxlib flax
+	@mkdir nightly
+	@.venv-nightly/bin/python -m pip list --format=freeze > nightly/releases.txt
+	@grep -E '^(jax|jaxlib|flax)==' nightly/releases.txt
+	@.venv-nightly/bin/python $(QUICK) -rfE > nightly/tests.txt 2>&1; status=$$?; \
+	  grep -E '^(FAILED|ERROR)' nightly/tests.txt; tail -n 1 nightly/tests.txt; \
+	  echo "nightly/tests.txt has the failures, nightly/releases.txt the releases."; \
+	  exit $$status
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest $(SHARED) --durations=20
@@ -218,5 +282,5 @@ spelling: .venv/dev-installed
 	$(BIN)/typos
 
 clean:
-	rm -rf .venv .venv-oldest .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-other .venv-nightly nightly .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,12 @@
 """What differs between the releases of JAX that the library runs on."""
 
 import functools
+import json
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +21,26 @@ except ImportError:  # JAX 0.8 and 0.9
 XLA_LIMITS_PROGRAMS = jax.__version_info__ >= (0, 9, 2)
 """Whether XLA knows `xla_gpu_execution_terminate_timeout`: unknown flags are fatal."""
 
-NEWEST_TESTED = (0, 10, 2)
-"""The newest release of JAX that the tests run with, as in `constraints.txt`."""
+# An option of one compilation has the name of a flag, but an unknown one is an error.
+_FIND_UNKNOWN = """
+import json, sys
+import jax
+
+lowered = jax.jit(lambda x: x + 1).lower(1.0)
+unknown = []
+for name, value in json.loads(sys.argv[1]).items():
+    try:
+        lowered.compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError:
+        unknown.append(name)
+print(json.dumps(unknown))
+"""
+
+NEWEST_TESTED = (0, 12, 0, 1)
+"""The newest release of JAX that the tests run with, as in `constraints.txt`.
+
+JAX 0.11 and later need Python 3.12. On Python 3.11 the tests run with JAX 0.10.2.
+"""
 
 
 def get_trace_state() -> Any:
@@ -32,10 +55,55 @@ def get_mapped_axes(equation: Any) -> Any:
     return parameters.get("newly_manual_axes", before)
 
 
+def count_scan_operands(equation: Any) -> tuple[int, int]:
+    """Returns how many operands of a `scan` are constants, and how many are its carry.
+
+    JAX 0.8 to 0.10 have parameters for both numbers, and JAX 0.11 has a tree instead.
+    The shapes tell them in every release: the body receives constants and the carry as
+    they are, but only one element of each sequence.
+    """
+    inputs = equation.params["jaxpr"].jaxpr.invars
+    outputs = equation.params["jaxpr"].jaxpr.outvars
+    num_whole = _count_equal_shapes(equation.invars, inputs)
+    num_carry = _count_equal_shapes(equation.outvars, outputs)
+    return num_whole - num_carry, num_carry
+
+
+def _count_equal_shapes(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Returns how many atoms have the same shape outside of a program and in it."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(one.aval.shape == other.aval.shape for one, other in pairs)
+
+
+def find_unknown_flags(flags: Mapping[str, str]) -> list[str]:
+    """Returns the flags that the installed XLA does not know.
+
+    XLA ends a process that has an unknown flag in `XLA_FLAGS`. A test checks that the
+    tested releases know all flags of the library. For a newer JAX, another process
+    tries the flags, because this one must not start its devices yet.
+    """
+    if not flags or not is_untested():
+        return []
+    environment = {name: os.environ[name] for name in os.environ if name != "XLA_FLAGS"}
+    answer = subprocess.run(
+        [sys.executable, "-c", _FIND_UNKNOWN, json.dumps(dict(flags))],
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(answer.stdout)
+
+
+def is_untested() -> bool:
+    """Returns whether JAX is newer than every release that the tests run with."""
+    return jax.__version_info__ > NEWEST_TESTED
+
+
 @functools.cache
 def warn_if_untested() -> None:
     """Says once that JAX is newer than what the tests run with."""
-    if jax.__version_info__ <= NEWEST_TESTED or not get_process().is_chief:
+    if not is_untested() or not get_process().is_chief:
         return
     tested = ".".join(map(str, NEWEST_TESTED))
     logging.getLogger("armillary").warning(

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core, source_info_util
 from jax.extend.core.primitives import jit_p
 
-from armillary._jax_compat import get_trace_state
+from armillary._jax_compat import count_scan_operands, get_trace_state
 from armillary._traceback import is_library_file
 
 Fact = TypeVar("Fact")
@@ -255,10 +255,9 @@ class Dataflow(Generic[Fact]):
         return self._enter(equation, equation.params["jaxprs"].solve, inputs)
 
     def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
-        params = equation.params
-        body = params["jaxpr"]
-        first = params["num_consts"]
-        last = first + params["num_carry"]
+        body = equation.params["jaxpr"]
+        first, num_carry = count_scan_operands(equation)
+        last = first + num_carry
         carry = operands[first:last]
         while True:
             inputs = [*operands[:first], *carry, *operands[last:]]

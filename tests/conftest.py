@@ -5,8 +5,11 @@ a test starts inherit it.
 """
 
 import gc
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -38,39 +41,55 @@ os.environ.setdefault(OPTIMIZE_LESS.upper(), "1")
 # Threads of OpenBLAS wait in loops for work: a tenth of the start of a process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import jax
-import pytest
-from jax._src import compiler  # noqa: TID251
-
 # XLA's emitters of fused loops take half of the time that it compiles programs as small
-# as these, and to divide one over threads takes a fifth of the rest. The flags are for
-# processes that tests start; here XLA has read its flags once there are devices, and
-# `make_options` says them with each program, so that `optimized` can leave them out.
+# as these, and to divide one over threads takes a fifth of the rest.
 QUICK_COMPILATION = {
-    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_use_fusion_emitters": False,  # unknown to JAX 0.11 and later
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-jax.devices()
-OPTIMIZED_FLAGS = os.environ["XLA_FLAGS"]
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        OPTIMIZED_FLAGS,
-        *(f"--{k}={str(v).lower()}" for k, v in QUICK_COMPILATION.items()),
-    ]
-)
-compile_options = compiler.get_compile_options
+KNOWN_OPTIONS_PROGRAM = """
+import json, sys
+import jax
+
+lowered = jax.jit(lambda x: x + 1).lower(1.0)
+known = {}
+for name, value in json.loads(sys.argv[1]).items():
+    try:
+        lowered.compile(compiler_options={name: value})
+        known[name] = value
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+print(json.dumps(known))
+"""
+FLAGS_MARK = "ARMILLARY_TEST_FLAGS"
 
 
-def make_options(*args: Any, **kwargs: Any) -> Any:
-    options = compile_options(*args, **kwargs)
-    debug_options = options.executable_build_options.debug_options
-    if debug_options.xla_llvm_disable_expensive_passes:  # As `OPTIMIZE_LESS` says.
-        overrides = [*options.env_option_overrides, *QUICK_COMPILATION.items()]
-        options.env_option_overrides = overrides
-    return options
+def find_known(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that the installed XLA knows.
+
+    An unknown flag in `XLA_FLAGS` ends a process. An unknown option of one compilation
+    is an exception, so a process without these flags compiles once with each option.
+    """
+    answer = subprocess.run(
+        [sys.executable, "-c", KNOWN_OPTIONS_PROGRAM, json.dumps(options)],
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(answer.stdout)
 
 
-compiler.get_compile_options = make_options
+# The workers of pytest-xdist and the processes of tests inherit the flags.
+if FLAGS_MARK not in os.environ:
+    known = find_known(QUICK_COMPILATION)
+    flags = [f"--{name}={str(value).lower()}" for name, value in known.items()]
+    os.environ[FLAGS_MARK] = " ".join(flags)
+    os.environ["XLA_FLAGS"] += " " + os.environ[FLAGS_MARK]
+
+import jax
+import pytest
 
 
 def forget_devices() -> dict[str, str]:
@@ -135,13 +154,15 @@ def sigterm() -> Iterator[None]:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Compiles programs as users do, here and in processes: for proofs of equal bits.
+    """Compiles programs with XLA's optimizations: for proofs of equal bits.
 
-    Other programs are compiled in a third of the time.
+    Processes that the test starts optimize too. All keep the flags of
+    `QUICK_COMPILATION`, because XLA has read them here, and processes whose bits are
+    compared need the same flags. Without the fixture, programs are compiled in a third
+    of the time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(OPTIMIZE_LESS.upper(), "0")
-        patch.setenv("XLA_FLAGS", OPTIMIZED_FLAGS)
         jax.config.update(OPTIMIZE_LESS, False)
         yield
     jax.config.update(OPTIMIZE_LESS, os.environ[OPTIMIZE_LESS.upper()] != "0")

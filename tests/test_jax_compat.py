@@ -30,9 +30,22 @@ def test_a_newer_jax_is_one_line(newer, caplog):
     assert record.name == "armillary"
     assert record.levelname == "WARNING"
     message = record.getMessage()
-    assert message.startswith("JAX 99.1.0 is newer than 0.10.2, the newest release")
-    assert message.endswith('pip install "jax==0.10.2".')
+    newest = ".".join(map(str, _jax_compat.NEWEST_TESTED))
+    assert message.startswith(f"JAX 99.1.0 is newer than {newest}, the newest release")
+    assert message.endswith(f'pip install "jax=={newest}".')
     assert "\n" not in message
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_newer_jax_is_asked_which_flags_it_knows(newer):
+    flags = {"xla_cpu_collective_timeout_seconds": "5", "xla_no_such_flag": "1"}
+    assert _jax_compat.find_unknown_flags(flags) == ["xla_no_such_flag"]
+
+
+def test_a_tested_jax_knows_all_flags_of_the_library(monkeypatch):
+    monkeypatch.setattr(_jax_compat.subprocess, "run", None)
+    assert _jax_compat.find_unknown_flags({"xla_some_flag": "1"}) == []
 
 
 def test_a_tested_jax_is_none(newer, monkeypatch, caplog):

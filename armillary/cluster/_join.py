@@ -22,7 +22,7 @@ from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary._checks import check_not_negative_int, check_one_of, check_seconds
-from armillary._jax_compat import XLA_LIMITS_PROGRAMS
+from armillary._jax_compat import XLA_LIMITS_PROGRAMS, find_unknown_flags
 from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._process import Process, set_process
@@ -237,9 +237,15 @@ def _apply(options: CommunicationOptions) -> None:
             "`communication_options` depends on it. Set the variable `JAX_PLATFORMS`, "
             "for example to `cuda`, or leave the options out."
         )
-    flags = [
-        f"--{name}={value}" for name, value in options._find_flags(platform).items()
-    ]
+    values = options._find_flags(platform)
+    if unknown := find_unknown_flags(values):
+        raise ClusterError(
+            f"`communication_options` is {options}, but the XLA of JAX "
+            f"{jax.__version__} does not know the flag `{unknown[0]}`, by which it "
+            "would follow them. Leave the options out, or install a release of JAX "
+            "that Armillary is tested with (docs/which_jax.md)."
+        )
+    flags = [f"--{name}={value}" for name, value in values.items()]
     # Of two values the last one counts.
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 

@@ -6,6 +6,7 @@ write to the terminal. It writes the answer beside the request::
     python _compile_worker.py FOLDER  # request.json, program.bin -> answer.json, hlo
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -14,23 +15,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Autotuning and Triton's products want a device to try things on.
+WITHOUT_DEVICE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     platform, name = request["platform"], request["topology"]
-    details = {}
+    details, options = {}, request["compiler_options"]
     os.environ["JAX_PLATFORMS"] = "cpu"
     if platform == "cuda":
         details = {"target_config": request["config"], "topology": name}
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-        # Autotuning and Triton's products want a device to try things on.
-        os.environ["XLA_FLAGS"] = (
-            "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-        )
     import jax
     from jax.experimental import mesh_utils, topologies
 
     jax.devices("cpu")  # This loads the plugins for other platforms too.
+    if platform == "cuda":
+        options = {**find_known(WITHOUT_DEVICE), **options}
     topology = topologies.get_topology_desc(
         platform=platform, topology_name=name, **details
     )
@@ -44,7 +46,7 @@ def main(folder: Path) -> None:
     mesh = jax.sharding.Mesh(devices, tuple(request["mesh_axes"]))
     began = time.perf_counter()
     program = (folder / "program.bin").read_bytes()
-    compiled = compile_exported(program, mesh, platform, request["compiler_options"])
+    compiled = compile_exported(program, mesh, platform, options)
     seconds = time.perf_counter() - began
     (folder / "hlo.txt").write_text(compiled.as_text())
     found = compiled.memory_analysis()
@@ -57,6 +59,19 @@ def main(folder: Path) -> None:
     }
     answer = {"seconds": seconds, "memory": memory}
     (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def find_known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that this release of XLA knows."""
+    import jax
+
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    known = {}
+    for name, value in options.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options={name: value})
+            known[name] = value
+    return known
 
 
 def compile_exported(

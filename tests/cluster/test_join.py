@@ -66,6 +66,14 @@ def test_options_reach_xla_before_the_processes_join(monkeypatch):
     assert os.environ["XLA_FLAGS"].split() == expected.split()
 
 
+def test_a_flag_that_xla_does_not_know_is_an_error_before_xla_reads_it(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setattr(_join, "find_unknown_flags", list)
+    with pytest.raises(ClusterError, match="flag `xla_cpu_collective_timeout_seconds`"):
+        _join._apply(CommunicationOptions(timeout_seconds=5))
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1"
+
+
 JOIN = """
     import armillary, sys, time
     from armillary.cluster import CommunicationOptions, SimpleClusterResolver

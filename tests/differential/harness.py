@@ -124,6 +124,8 @@ class Case:
         tolerance: Largest relative difference: more if a library computes in float32.
         options: Sets of options of the trainer to try.
         setting: Makes a context in which the trainer runs.
+        is_here: Whether the installed releases have the construct. Older releases
+            lack it, and only the page shows the case there.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Case:
     tolerance: float = 1e-8
     options: tuple[dict[str, Any], ...] = ({},)
     setting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_here: bool = True
 
     def take_whole(self, state: Any, batch: Batch, num_replicas: int) -> None:
         """Takes a step in plain JAX."""

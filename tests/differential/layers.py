@@ -1,5 +1,6 @@
 """Every layer and every metric of Flax NNX, and changes to a model between loops."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.differential.harness import (
 Call = Callable[[Any, Any], Any]
 AT_TWO = ((2, 1), (1, 1, 1))
 MEAN_NOTE = "batch statistics are the mean of each replica's own"
+HAS_ROPE = hasattr(nnx, "RoPE")  # Flax 0.12.12 has it.
 KEY_NOTE = "each replica draws from its own key"
 
 
@@ -57,6 +59,7 @@ def layer(
     note: str = "",
     tolerance: float = 1e-8,
     between: Callable[[Any, int], None] | None = None,
+    is_here: bool = True,
     **options: Any,
 ) -> Case:
     """Returns a case that trains one layer."""
@@ -69,6 +72,7 @@ def layer(
         return error(call(model, see(batch["x"])), batch)
 
     rest = {"note": note, "tolerance": tolerance, "between": between}
+    rest["is_here"] = is_here
     if between is not None:
         rest["loops"] = AT_TWO
     return build(name, make_layer, losses, **rest)
@@ -105,6 +109,23 @@ def _attention(**options: Any) -> nnx.MultiHeadAttention:
         param_dtype=jnp.float64,
         rngs=_rngs(),
     )
+
+
+class _Rotated(nnx.Module):
+    """A layer, and what it makes turned by its positions."""
+
+    def __init__(self, rope: Any) -> None:
+        self.linear = nnx.Linear(2, 2, param_dtype=jnp.float64, rngs=_rngs())
+        self.rope = rope
+
+    def __call__(self, x: Any) -> Any:
+        return self.rope(self.linear(x))
+
+
+def _attention_with_rope() -> nnx.MultiHeadAttention:
+    rope = nnx.RoPE(embedding_size=4, max_seq_len=4)
+    attend = functools.partial(nnx.dot_product_attention_with_rope, rope=rope)
+    return _attention(qkv_features=8, attention_fn=attend)
 
 
 def _attend_causally(model: Any, x: Any) -> Any:
@@ -325,6 +346,20 @@ LAYERS = [
         call=lambda model, x: nnx.dot_product_attention(
             *jnp.split(model(x).reshape(-1, 2, 2, 3), 3, -1)
         ),
+    ),
+    layer(
+        "nnx.RoPE",
+        lambda **_: _Rotated(nnx.RoPE(embedding_size=2, max_seq_len=4)),
+        see=sequence,
+        tolerance=1e-5,
+        is_here=HAS_ROPE,
+    ),
+    layer(
+        "nnx.RoPE (in nnx.MultiHeadAttention)",
+        lambda **_: _attention_with_rope(),
+        see=sequence,
+        tolerance=1e-5,
+        is_here=HAS_ROPE,
     ),
     layer("nnx.SimpleCell", _rnn(nnx.SimpleCell), see=sequence),
     layer("nnx.GRUCell", _rnn(nnx.GRUCell), see=sequence),

@@ -429,6 +429,20 @@ AUTODIFF = {
     ),
 }
 
+# JAX 0.12 has these.
+INLINED: dict[str, Losses] = {
+    "jax.Inline (XLA_EARLY)": lambda w, b: jax.jit(
+        squared, inline=jax.Inline.XLA_EARLY
+    )(w, b),
+    "jax.Inline (JAX_EARLY, of a loop)": lambda w, b: jax.jit(
+        _doubled_in_a_loop, inline=jax.Inline.JAX_EARLY
+    )(w, b),
+}
+
+
+def _doubled_in_a_loop(w: Any, b: Batch) -> Any:
+    return jax.lax.fori_loop(0, 2, lambda _, v: 2 * v, squared(w, b))
+
 
 def _in_scope(w: Any, b: Batch) -> Any:
     with jax.named_scope("transpose"):
@@ -792,7 +806,10 @@ NNX = [
 ]
 
 CONTROL_CASES = functions("", CONTROL)
-AUTODIFF_CASES = functions("", AUTODIFF)
+AUTODIFF_CASES = [
+    *functions("", AUTODIFF),
+    *functions("", INLINED, is_here=hasattr(jax, "Inline")),
+]
 CALLBACK_CASES = functions("", CALLBACKS)
 SPARSE_CASES = functions("", SPARSE)
 CASES: list[Case] = [

@@ -13,8 +13,9 @@ from tests.differential.suite import CASES, GROUP, groups
 IS_FULL = os.environ.get("ARMILLARY_DIFFERENTIAL") == "all"
 SAMPLED_EVERY = 73
 REPLICAS = (0, 1, 2, 4) if IS_FULL else (2,)
-SAMPLE = [case for case in CASES if can_merge(case)][::SAMPLED_EVERY]
-GROUPS = groups(CASES if IS_FULL else SAMPLE)
+RUNNABLE = [case for case in CASES if case.is_here]
+SAMPLE = [case for case in RUNNABLE if can_merge(case)][::SAMPLED_EVERY]
+GROUPS = groups(RUNNABLE if IS_FULL else SAMPLE)
 
 
 def _name(cases: list[Case]) -> str:

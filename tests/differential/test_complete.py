@@ -33,8 +33,11 @@ WITHOUT_A_CASE: dict[str, dict[str, str]] = {
     "is like the other projections": {"optax.projections": "projection_vector"},
     "is a type or describes one": {
         "optax.perturbations": "Gumbel Normal",
-        "jax": "Array Device NamedSharding P Ref ShapeDtypeStruct Shard typeof ds",
-        "jax.random": "key_dtype key_impl",
+        "jax": """
+            Array CompilerEffortLevel Device NamedSharding P Ref ShapeDtypeStruct Shard
+            typeof ds
+        """,
+        "jax.random": "Key key_dtype key_impl",
         "nnx": "Module RNNCellBase Carry StateAxes",
         "nnx.metrics": "Metric MetricState Pytree Variable",
     },
@@ -46,7 +49,7 @@ WITHOUT_A_CASE: dict[str, dict[str, str]] = {
             make_array_from_callback make_array_from_process_local_data
             make_array_from_single_device_arrays make_mesh process_count process_index
             process_indices print_environment_info array_garbage_collection_guard
-            thread_guard
+            thread_guard get_abstract_mesh get_mesh use_abstract_mesh
         """,
     },
     "spreads over devices by itself: `Strategy.run` does that": {

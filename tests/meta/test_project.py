@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.markers import Marker
 
 import armillary
 from armillary._jax_compat import NEWEST_TESTED
@@ -62,21 +63,34 @@ def test_changelog_begins_with_the_version_of_the_package():
     assert versions[0] == armillary.__version__ == PROJECT["project"]["version"]
 
 
-def read_pins(name: str) -> dict[str, str]:
-    lines = (REPOSITORY / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines)
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MARKER = r'; python_version (<|>=) "3\.\d+"'
+
+
+def read_pins(name: str, python: str = PYTHONS[-1]) -> dict[str, str]:
+    """Returns the version of each package on a release of Python."""
+    pins: dict[str, str] = {}
+    for line in (REPOSITORY / name).read_text().splitlines():
+        pin, _, marker = line.partition("; ")
+        if marker and not Marker(marker).evaluate({"python_version": python}):
+            continue
+        package, version = pin.split("==")
+        assert package not in pins, f"{name} pins {package} twice for Python {python}."
+        pins[package] = version
+    return pins
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-oldest.txt"])
 def test_constraints_are_plain_sorted_pins(name):
     lines = (REPOSITORY / name).read_text().splitlines()
     assert lines == sorted(lines)
-    wrong = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)]
-    assert not wrong
+    pin = rf"[a-z0-9-]+==[\w.]+({MARKER})?"
+    assert not [line for line in lines if not re.fullmatch(pin, line)]
 
 
-def test_every_dependency_is_pinned():
-    pinned = read_pins("constraints.txt").keys()
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_dependency_is_pinned(python):
+    pinned = read_pins("constraints.txt", python).keys()
     project = PROJECT["project"]
     groups = [
         project["dependencies"],

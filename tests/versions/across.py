@@ -1,8 +1,9 @@
-"""Trains on one set of releases and goes on with another, both ways.
+"""Trains on each set of releases and continues with another set.
 
-Each Python given imports every module and runs `examples/digits.py`. Then each goes on
-from a middle checkpoint of the other, and its losses are compared with those of the run
-that nobody stopped. Nothing of the library is imported here::
+Each Python imports every module and runs `examples/digits.py`. Then the second Python
+continues from a middle checkpoint of the first, the third from one of the second, and
+the first from one of the last. The losses must equal the losses of the run that was not
+interrupted. Nothing of the library is imported here::
 
     python -m tests.versions.across .venv-oldest/bin/python .venv/bin/python
 """
@@ -102,12 +103,12 @@ def compare(name: str, found: dict[int, float], expected: dict[int, float]) -> N
 def main() -> None:
     """Runs all of it, in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pythons", nargs=2)
+    parser.add_argument("pythons", nargs="+")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--steps-per-loop", type=int, default=100)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2) as pool:
-        places = [Path(temporary) / name for name in ("first", "second")]
+        places = [Path(temporary) / str(i) for i in range(len(options.pythons))]
 
         def begin(python: str, place: Path) -> str:
             run(python, "-c", IMPORT_ALL)
@@ -117,8 +118,12 @@ def main() -> None:
         for release, place in zip(releases, places, strict=True):
             print(f"JAX {release}: loss {losses(place)}", flush=True)
 
+        if len(releases) == 1:
+            print("There is one set of releases, and no other set to continue with.")
+            return
+
         def go_on(number: int) -> None:
-            place, other = places[number], 1 - number
+            place, other = places[number], (number + 1) % len(places)
             name = f"JAX {releases[number]}, then {releases[other]}"
             copy = Path(temporary) / f"after-{place.name}"
             middle = cut(place, copy)
@@ -126,8 +131,8 @@ def main() -> None:
             rest = {step: loss for step, loss in losses(place).items() if step > middle}
             compare(name, losses(copy), rest)
 
-        list(pool.map(go_on, (0, 1)))
-    print("Both go on where the other was stopped.")
+        list(pool.map(go_on, range(len(places))))
+    print(f"All {len(places)} sets continue where another set was stopped.")
 
 
 if __name__ == "__main__":
