@@ -43,6 +43,7 @@ from armillary.state._slots import (
     PLAIN,
     Role,
     Slot,
+    are_constant,
     are_plain,
     describe,
     is_array,
@@ -94,30 +95,38 @@ class Walk:
         value, path, _, _, above = task
         if type(value) in PLAIN:
             return
-        if is_array(value):
-            if not self._add_place(task):
-                self.constants.append((path, value))
-            return
-        if _nnx.is_variable(value) and id(value) not in self.slots:
-            self._add(_nnx.NnxSlot(value, path), None)
-        elif _keras.is_variable(value) and id(value) not in self.slots:
-            if not _keras.is_unset(value):
-                self._add(_keras.KerasSlot(value, path), None)
-        elif not is_claimed(value) and self._add_place(task):
+        is_nest = type(value) in (dict, list) and are_plain(children_of(value))
+        if not is_nest and self._add_state(task):
             return
         if above is not None:
             self.edges[above[0]].append((above[1], id(value)))
         if id(value) in self.nodes:
             return
         parts = parts_of(value)
+        if parts or is_mutable_leaf(value):
+            self.nodes[id(value)] = Node(value, path, parts)
+            self._push(value, path, parts)
+
+    def _add_state(self, task: _Task) -> bool:
+        """Adds what holds arrays; returns whether that is all there is to look at."""
+        value, path = task.value, task.path
+        if is_array(value):
+            if not self._add_place(task):
+                self.constants.append((path, value))
+            return True
         if task.part is not None and isinstance(value, getattr(jax, "Ref", ())):
             raise StateStructureError(
                 f"`{path}` holds a `jax.Ref`, which neither strategies nor checkpoints "
                 "carry. Use an `nnx.Variable`, or an array that the step assigns."
             )
-        if parts or is_mutable_leaf(value):
-            self.nodes[id(value)] = Node(value, path, parts)
-            self._push(value, path, parts)
+        if _nnx.is_variable(value) and id(value) not in self.slots:
+            self._add(_nnx.NnxSlot(value, path), None)
+        elif _keras.is_variable(value) and id(value) not in self.slots:
+            if not _keras.is_unset(value):
+                self._add(_keras.KerasSlot(value, path), None)
+        elif not is_claimed(value):
+            return self._add_place(task)
+        return False
 
     def _push(self, value: Any, path: str, parts: list[Part]) -> None:
         is_node = _nnx.is_node(value)
@@ -127,7 +136,7 @@ class Walk:
         averages = map(id, _keras.batch_statistics(value))
         self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
         for part in reversed(parts):
-            if are_plain(part.values):
+            if are_constant(part.values):
                 continue
             for name, held in reversed(part.pairs):
                 if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
@@ -252,6 +261,8 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
         raise RecursionError("no tree")
     children = children_of(value)
     if are_plain(children):  # as most values have none
+        return False
+    if type(children) in (list, tuple) and are_constant(children):
         return False
     above = (*above, id(value))
     found = [

@@ -349,7 +349,7 @@ def code_of(fn: Callable[..., Any]) -> Any:
 
 
 def _strategy_of(fn: Callable[..., Any]) -> Strategy:
-    found = (value for _, value in captured(fn) if isinstance(value, Strategy))
+    found = (value for _, value in captured(fn) if issubclass(type(value), Strategy))
     return next(found, None) or get_strategy()
 
 

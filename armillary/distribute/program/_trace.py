@@ -340,7 +340,7 @@ def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
     for node in (node for walk in walks for node in walk.nodes.values()):
         for part in node.parts:
             for name, value in part.pairs:
-                if isinstance(value, kinds):
+                if issubclass(type(value), kinds):
                     path = part.kind.join(node.path, name)
                     found[path] = functools.partial(pickle.dumps, value)
     return found
