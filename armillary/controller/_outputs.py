@@ -136,11 +136,36 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
             "must return a dictionary of scalars or `None`. Return the value under a "
             'name, such as `{"loss": loss}`.'
         )
-    for leaf in jax.tree.leaves(output):
-        if isinstance(leaf, jax.Array):
-            # All copies start before the first one is waited for.
-            leaf.copy_to_host_async()
+    seen: dict[str, tuple[Any, ...]] = {}
+    for path, value in _walk(output):
+        name = "/".join(map(str, path))
+        other = seen.setdefault(name, path)
+        if other != path:
+            raise ValueError(
+                f"`{source}` returned two values that are both called {name!r}: at "
+                f"{_show(other)} and at {_show(path)}. Rename one of them."
+            )
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, jax.Array):
+                # All copies start before the first one is waited for.
+                leaf.copy_to_host_async()
     return _fetch(output, source)
+
+
+def _walk(
+    output: Mapping[Any, Any], parents: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields each value of nested mappings with the keys that lead to it."""
+    for name, value in output.items():
+        path = (*parents, name)
+        if isinstance(value, Mapping):
+            yield from _walk(value, path)
+        else:
+            yield path, value
+
+
+def _show(path: tuple[Any, ...]) -> str:
+    return "`output" + "".join(f"[{name!r}]" for name in path) + "`"
 
 
 def _fetch(output: Mapping[str, Any], source: str) -> dict[str, Any]:
