@@ -116,6 +116,13 @@ class Curves:
         self.file.write(record, step, **fields)
         self.summary_manager.write_summaries(output, step=step)
 
+    def resume_at(self, step: int) -> None:
+        """Notes where a restored run continues, if the manager can."""
+        # A manager of the user's own may have the methods of Orbit's alone.
+        resume_at = getattr(self.summary_manager, "resume_at", None)
+        if resume_at is not None:
+            resume_at(step)
+
     def flush(self) -> None:
         self.summary_manager.flush()
         self.file.flush()

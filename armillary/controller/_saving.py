@@ -310,6 +310,9 @@ class Saving:
             step = run.read_step()
             run.goodput.mark("restore", step)
             tell(run.train_actions, "resume_at", step)
+            if run.trainer is not None:
+                for curves in {run.curves, run.eval_curves}:
+                    curves.resume_at(step)
             _warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 
