@@ -144,7 +144,7 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             roots = [(self.fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
-            state = State(roots)
+            state = State(roots, functions=(self.fn,))
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and self.body is self.fn:
                 # A transformation of NNX has lifted what the arguments hold already.
