@@ -108,13 +108,24 @@ def check_instance(
 
 
 def check_path(name: str, value: Any) -> str:
-    """Returns a path as a string, or raises if `value` is none, or an empty one."""
+    """Returns an absolute path as a string, with the home folder for a leading `~`.
+
+    A path of a user means what it meant when it was given, wherever the program goes
+    afterwards. Addresses with a scheme, such as `gs://`, stay as they are.
+    """
     if not isinstance(value, str | os.PathLike):
         _refuse_kind(name, value, "a path. Use a string or a `pathlib.Path`.")
     if not (text := os.fspath(value)).strip() or "\0" in text:
         fix = f'Use `{name}="."` for the working directory.'
         _refuse(name, text, f"a path that is not empty and has no NUL. {fix}")
-    return text
+    if "://" in text:
+        return text
+
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        fix = f'Write the whole path, or `{name}="./{text}"` for a name with a tilde.'
+        _refuse(name, text, f"a path whose home folder this machine knows. {fix}")
+    return os.path.abspath(expanded)
 
 
 def check_callable(name: str, value: Any) -> None:

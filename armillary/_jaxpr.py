@@ -291,3 +291,77 @@ def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:
     """Returns the inputs that each result of a program depends on, by their number."""
     inputs = [frozenset({i}) for i in range(len(program.jaxpr.invars))]
     return _Dependencies().run(program, inputs)
+
+
+_CALLS = {
+    "checkpoint",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "remat2",
+}
+_BRANCHES_AND_LOOPS = {"cond", "scan", "while"}
+_IDENTITIES = {"copy", "copy_p", "optimization_barrier", "sharding_constraint"}
+_COMPUTED = -1
+
+
+class _Identities(Dataflow[frozenset[int]]):
+    """Follows which input a value is, bit for bit; `_COMPUTED` for all other values.
+
+    The empty set stands for "nothing known yet", so that a join adds nothing to it.
+    """
+
+    nothing = frozenset({_COMPUTED})
+
+    def join(self, facts: Iterable[frozenset[int]]) -> frozenset[int]:
+        return frozenset().union(*facts)
+
+    def transfer(
+        self, equation: Any, operands: list[frozenset[int]]
+    ) -> list[frozenset[int]] | None:
+        name = equation.primitive.name
+        if name in _IDENTITIES:
+            return operands
+        if name in _BRANCHES_AND_LOOPS:
+            return None
+        if name == "shard_map":
+            return self._follow_map(equation, operands)
+        if name in _CALLS and _is_call(equation, next(programs_in(equation))):
+            return None
+        return [self.nothing] * len(equation.outvars)
+
+    def decide(self, equation: Any, decides: frozenset[int]) -> frozenset[int]:
+        # A branch that returns its operand returns that, whatever decided.
+        del equation, decides
+        return frozenset()
+
+    def _follow_map(
+        self, equation: Any, operands: list[frozenset[int]]
+    ) -> list[frozenset[int]]:
+        """Follows what is whole on each device: parts may be put together otherwise."""
+        params = equation.params
+        inputs = [
+            self.nothing if any(spec) else fact
+            for fact, spec in zip(operands, params["in_specs"], strict=True)
+        ]
+        results = self._enter(equation, params["jaxpr"], inputs)
+        return [
+            self.nothing if any(spec) else fact
+            for fact, spec in zip(results, params["out_specs"], strict=True)
+        ]
+
+
+def find_unchanged(program: core.ClosedJaxpr, numbers: Sequence[int]) -> list[bool]:
+    """Returns whether each of the first results is the input with its number.
+
+    `jax.checkpoint` and loops hand values through, which Python cannot see: the result
+    is another tracer. The same bits in the same places count as the same value.
+    """
+    inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
+    facts = _Identities().run(program, [frozenset({i}) for i in range(len(inputs))])
+    return [
+        fact == {number} and output.aval.shape == inputs[number].aval.shape
+        for number, fact, output in zip(numbers, facts, outputs, strict=False)
+    ]

@@ -80,8 +80,20 @@ def from_json(value: Any) -> Any:
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Returns values as services show them: by path, and a list as a string."""
-    return dict(_flatten(as_json(values), ""))
+    """Returns values as services show them: by path, and a list as a string.
+
+    Raises:
+        ValueError: If two of them get one path.
+    """
+    found: dict[str, bool | int | float | str] = {}
+    for path, value in _flatten(as_json(values), ""):
+        if path in found:
+            raise ValueError(
+                f"`hyperparameters` has two values that are both called {path!r}. "
+                "Rename one of them."
+            )
+        found[path] = value
+    return found
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:

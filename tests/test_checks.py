@@ -6,6 +6,7 @@ import pytest
 
 import armillary
 from armillary import actions, cluster, summary
+from armillary._checks import check_path
 from armillary._traceback import ANSWERS
 
 # Where each of these keywords stood.
@@ -79,3 +80,29 @@ def test_a_keyword_that_there_is_not_is_answered_with_what_there_is(kind, name, 
         kind(**{name: 3})
     assert f"`{name}` is 3, but `{kind.__qualname__}` has no such" in str(caught.value)
     assert answer in str(caught.value)
+
+
+def test_a_path_means_what_it_meant_when_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    paths = {
+        text: check_path("directory", text)
+        for text in ("~/run", "~", "run", "./~/run", "gs://bucket/~/run")
+    }
+
+    assert paths == {
+        "~/run": f"{tmp_path}/run",
+        "~": str(tmp_path),
+        "run": f"{tmp_path}/run",
+        "./~/run": f"{tmp_path}/~/run",
+        "gs://bucket/~/run": "gs://bucket/~/run",
+    }
+
+
+def test_a_home_folder_that_is_not_there_is_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"`directory` is '~nobody-of-this-name/run'.*`directory=\"\./~",
+    ):
+        check_path("directory", "~nobody-of-this-name/run")

@@ -21,6 +21,7 @@ from armillary._checks import (
     check_positive_int,
     list_lines,
 )
+from armillary._jaxpr import find_unchanged
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary._records import write_whole
@@ -178,30 +179,50 @@ class ExportModel:
         device = jax.local_devices()[0]
         constants = [jax.device_put(leaf, device) for leaf in leaves]
 
+        def call(leaves: list[Any], *args: Any) -> tuple[dict[int, Any], Any]:
+            with state.swapped(leaves):
+                result = self.model(*args)
+                now = state.read()
+            pairs = enumerate(zip(leaves, now, strict=True))
+            return {i: new for i, (old, new) in pairs if old is not new}, result
+
         # Not `self.model`: a program is traced once for each function.
         def program(*args: Any) -> Any:
-            with state.swapped(constants):
-                result = self.model(*args)
-                now = zip(state.paths, constants, state.read(), strict=True)
-                changed = [path for path, old, new in now if old is not new]
-            if changed:
-                raise ValueError(
-                    f"`model` changes {len(changed)} of the arrays that it reaches, "
-                    "but an exported program has nowhere to keep them:\n"
-                    f"{list_lines(changed)}\n"
-                    "Export a function that calls `model.eval()` first."
-                )
+            written, result = call(constants, *args)
+            touched[:] = written
             return result
 
+        touched: list[int] = []
         with state.attributes_kept():
             make = export.export(jax.jit(program), platforms=self._platforms)
             exported = make(*self._specs)
+            if touched:
+                # `nnx.remat` writes what it only reads: the program tells them apart.
+                traced = jax.make_jaxpr(lambda *given: list(call(*given)[0].values()))
+                written = traced(constants, *self._specs)
+                self._check_unchanged(state, touched, find_unchanged(written, touched))
         if exported.nr_devices > 1:
             raise ValueError(
                 f"`model` became a program for {exported.nr_devices} devices, but an "
                 "export is for one. Leave out constraints of sharding."
             )
         return exported
+
+    def _check_unchanged(
+        self, state: State, touched: list[int], is_same: list[bool]
+    ) -> None:
+        changed = [
+            state.paths[number]
+            for number, same in zip(touched, is_same, strict=True)
+            if not same
+        ]
+        if changed:
+            raise ValueError(
+                f"`model` changes {len(changed)} of the arrays that it reaches, "
+                "but an exported program has nowhere to keep them:\n"
+                f"{list_lines(changed)}\n"
+                "Export a function that calls `model.eval()` first."
+            )
 
 
 def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree, ...]:

@@ -13,12 +13,17 @@ So the last file of a checkpoint lists sizes and CRC-32 sums of the others, and 
 itself: against disks and copies, and not against someone who means it.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import errno
+import functools
+import glob
 import json
 import os
 import re
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,8 +69,31 @@ class Saved:
 
 def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
     """Returns a path that stays good when the working directory changes."""
-    text = check_path(name, path)
-    return epath.Path(text if "://" in text else os.path.abspath(text))
+    return epath.Path(check_path(name, path))
+
+
+def as_plain(path: epath.Path) -> epath.Path:
+    """Returns the same place under a path that Orbax can write to and read from.
+
+    Orbax looks for its own files by patterns (`directory.glob`, 0.12.8), in which the
+    brackets of a name such as `lr=[0.1,0.2]` stand for a set of characters. It would
+    find none, and leave a checkpoint that nobody can read.
+    """
+    text = str(path)
+    has_pattern = glob.escape(text) != text or "\\" in text
+    if "://" in text or not has_pattern:
+        return path
+    return epath.Path(_make_link(str(path.parent))) / path.name
+
+
+@functools.cache
+def _make_link(directory: str) -> str:
+    """Returns a link to a directory, which lasts as long as the process."""
+    folder = tempfile.mkdtemp(prefix="armillary-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    link = os.path.join(folder, "run")
+    os.symlink(directory, link)
+    return link
 
 
 # What JSON that nobody of ours wrote may lead to.

@@ -25,7 +25,12 @@ from etils import epath
 
 from armillary._checks import list_lines
 from armillary._process import get_process
-from armillary.checkpoint._folder import HEADER_FILE, sync_tree, write_checksums
+from armillary.checkpoint._folder import (
+    HEADER_FILE,
+    as_plain,
+    sync_tree,
+    write_checksums,
+)
 from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
@@ -164,8 +169,9 @@ def write_folder(
     }
     if arrays:
         items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
-    writer = _make_writer(earlier)
-    writer.save(path, args=ocp.args.Composite(**items))
+    smallest = min(arrays, key=lambda name: arrays[name].nbytes, default=None)
+    writer = _make_writer(earlier, smallest)
+    writer.save(as_plain(path), args=ocp.args.Composite(**items))
 
     def wait() -> None:
         writer.wait_until_finished()
@@ -174,7 +180,7 @@ def write_folder(
     return wait
 
 
-def _make_writer(earlier: Sequence[threading.Thread]) -> Any:
+def _make_writer(earlier: Sequence[threading.Thread], smallest: str | None) -> Any:
     import orbax.checkpoint as ocp
 
     alone = _alone()
@@ -194,7 +200,10 @@ def _make_writer(earlier: Sequence[threading.Thread]) -> Any:
 
     def finalize_durably(directory: epath.Path) -> None:
         finalize(directory)
-        # ORDER: after all items are written, and before the folder is renamed.
+        # ORDER: after all items are written, and before the folder is renamed. Files
+        # that are as Orbax wrote them may still be none that it can read.
+        if smallest is not None:
+            read_arrays(directory, {smallest: None})
         write_checksums(directory)
         sync_tree(directory)
         for thread in earlier:
@@ -242,7 +251,7 @@ def read_arrays(
         tree = ocp.args.PyTreeRestore(
             item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True
         )
-        return reader.restore(path / "arrays", args=tree)
+        return reader.restore(as_plain(path) / "arrays", args=tree)
 
 
 def _alone() -> Any:

@@ -15,6 +15,7 @@ from armillary._checks import (
     check_not_negative,
     check_num_steps,
     check_one_of,
+    check_path,
     check_positive_int,
 )
 from armillary._logging import ensure_visible
@@ -137,9 +138,12 @@ class Controller:
         self.hyperparameters = dict(hyperparameters or {})
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
-        both = summary_dir, eval_summary_dir
-        folders = [each and os.path.abspath(each) for each in both]
-        if eval_summary_manager is None and folders[1] not in (None, folders[0]):
+        has_own_dir = eval_summary_dir is not None and (
+            summary_dir is None
+            or check_path("eval_summary_dir", eval_summary_dir)
+            != check_path("summary_dir", summary_dir)
+        )
+        if eval_summary_manager is None and has_own_dir:
             self.eval_summary_manager = self._make_manager(eval_summary_dir)
         self._run = run = Run(self, steps_per_loop)
         self._display = Display(run, progress)

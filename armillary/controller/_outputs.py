@@ -116,6 +116,13 @@ class Curves:
         self.file.write(record, step, **fields)
         self.summary_manager.write_summaries(output, step=step)
 
+    def resume_at(self, step: int) -> None:
+        """Notes where a restored run continues, if the manager can."""
+        # A manager of the user's own may have the methods of Orbit's alone.
+        resume_at = getattr(self.summary_manager, "resume_at", None)
+        if resume_at is not None:
+            resume_at(step)
+
     def flush(self) -> None:
         self.summary_manager.flush()
         self.file.flush()
@@ -136,11 +143,36 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
             "must return a dictionary of scalars or `None`. Return the value under a "
             'name, such as `{"loss": loss}`.'
         )
-    for leaf in jax.tree.leaves(output):
-        if isinstance(leaf, jax.Array):
-            # All copies start before the first one is waited for.
-            leaf.copy_to_host_async()
+    seen: dict[str, tuple[Any, ...]] = {}
+    for path, value in _walk(output):
+        name = "/".join(map(str, path))
+        other = seen.setdefault(name, path)
+        if other != path:
+            raise ValueError(
+                f"`{source}` returned two values that are both called {name!r}: at "
+                f"{_show(other)} and at {_show(path)}. Rename one of them."
+            )
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, jax.Array):
+                # All copies start before the first one is waited for.
+                leaf.copy_to_host_async()
     return _fetch(output, source)
+
+
+def _walk(
+    output: Mapping[Any, Any], parents: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields each value of nested mappings with the keys that lead to it."""
+    for name, value in output.items():
+        path = (*parents, name)
+        if isinstance(value, Mapping):
+            yield from _walk(value, path)
+        else:
+            yield path, value
+
+
+def _show(path: tuple[Any, ...]) -> str:
+    return "`output" + "".join(f"[{name!r}]" for name in path) + "`"
 
 
 def _fetch(output: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,8 @@ _POLL_SECONDS = 1.0
 _OLD_END_SECONDS = 300.0
 # What the end of this program says, by directory.
 _ends: dict[str, str] = {}
+# The thread that trains in each directory, as the only item of a list of its own.
+_threads: dict[str, list[threading.Thread]] = {}
 
 
 @contextlib.contextmanager
@@ -64,14 +67,37 @@ def training_in(directory: str | None) -> Iterator[None]:
     if directory is None or not get_process().is_chief:
         yield
         return
-    with contextlib.nullcontext() if "://" in directory else _locked(directory):
+    with _held_by_thread(directory), _locked(directory):
         _ends.pop(directory, None)
         (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
         yield
 
 
 @contextlib.contextmanager
+def _held_by_thread(directory: str) -> Iterator[None]:
+    """Refuses a second thread of this process: the lock of a file is the process's."""
+    own = [threading.current_thread()]
+    found = _threads.setdefault(directory, own)
+    if found is own:
+        try:
+            yield
+        finally:
+            del _threads[directory]
+    elif found == own:  # A call within a call.
+        yield
+    else:
+        raise CheckpointError(
+            f"`{directory}` is where the thread {found[0].name!r} of this process "
+            "trains, and two runs would delete each other's checkpoints. Wait for "
+            "that one, or use another directory for this one."
+        )
+
+
+@contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
+    if "://" in directory:
+        yield
+        return
     path, host = os.path.join(directory, _LOCK), platform.node()
     os.makedirs(directory, exist_ok=True)
     with open(path, "a+") as file:
@@ -310,6 +336,9 @@ class Saving:
             step = run.read_step()
             run.goodput.mark("restore", step)
             tell(run.train_actions, "resume_at", step)
+            if run.trainer is not None:
+                for curves in {run.curves, run.eval_curves}:
+                    curves.resume_at(step)
             _warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 

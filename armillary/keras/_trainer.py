@@ -16,10 +16,11 @@ import numpy as np
 
 from armillary._optional import import_optional
 from armillary.data._dataset import DistributedDataset
+from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._context import get_strategy, require_replica_context
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._reductions import all_reduce
-from armillary.state._keras import check_backend
+from armillary.state._keras import check_backend, set_value, value_of
 from armillary.trainer._hooks import without_python
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -114,11 +115,36 @@ def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
     return loss
 
 
+@contextlib.contextmanager
+def _averaged_weights(model: Any) -> Iterator[None]:
+    """Puts the averages of `use_ema` into a model, and its own weights back."""
+    optimizer = getattr(model, "optimizer", None)
+    averages = getattr(optimizer, "inner_optimizer", optimizer)
+    # Before the first step the averages are zeros.
+    has_averages = getattr(averages, "use_ema", False) and bool(
+        as_local(value_of(averages.iterations))
+    )
+    if not has_averages:
+        yield
+        return
+
+    variables = model.trainable_variables
+    weights = [value_of(variable) for variable in variables]
+    averages.finalize_variable_values(variables)
+    try:
+        yield
+    finally:
+        for variable, weight in zip(variables, weights, strict=True):
+            set_value(variable, weight)
+
+
 class KerasEvaluator(StandardEvaluator):
     """Evaluates a compiled Keras model, as `model.evaluate` does, for a `Controller`.
 
-    Every example counts once, whatever the batch size and the number of replicas. What
-    is refused is what `KerasTrainer` refuses, and a `test_step` of the model's own.
+    If the optimizer averages the weights (`use_ema=True`), the averages are evaluated,
+    which `model.fit` leaves in the model when it ends. Every example counts once,
+    whatever the batch size and the number of replicas. What is refused is what
+    `KerasTrainer` refuses, and a `test_step` of the model's own.
 
     Args:
         model: A model on which `compile` was called.
@@ -134,6 +160,11 @@ class KerasEvaluator(StandardEvaluator):
     ) -> None:
         super().__init__(prepare(model, eval_dataset), options)
         self.model = model
+
+    def evaluate(self, num_steps: int) -> Output:
+        """Evaluates the model, with the averages of its weights if there are any."""
+        with _averaged_weights(self.model):
+            return super().evaluate(num_steps)
 
     def eval_begin(self) -> None:
         """Resets the metrics of the model."""
@@ -154,7 +185,10 @@ class KerasTrainer(StandardTrainer):
     """Trains a compiled Keras model, as `model.fit` does, for a `Controller`.
 
     Each loop returns the loss and the metrics of the model. Layers with batch
-    statistics use those of each replica's share of the batch.
+    statistics use those of each replica's share of the batch. An optimizer with
+    `use_ema=True` keeps its averages beside the weights: put them into the model after
+    training with `model.optimizer.finalize_variable_values(model.trainable_variables)`,
+    which `model.fit` does when it ends.
 
     Args:
         model: A model on which `compile` was called. `train_step` of a subclass is not

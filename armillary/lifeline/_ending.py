@@ -7,7 +7,6 @@ reaches it.
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import gc
 import itertools
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from armillary._launcher import tell
 from armillary._process import ExitCode, get_process
 from armillary._traceback import is_library_file
+from armillary.lifeline._watchdog import Watchdog
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # XLA's compiler, and where a program is traced, looked at, and lowered before.
@@ -50,13 +50,13 @@ _TIMER_SECONDS = 10.0
 _UNWIND_SECONDS = 3.0
 _FINISH_SECONDS = 8.0
 _PAUSE_SECONDS = 0.05
-_LONGEST_TIMER_SECONDS = 1e6
 _MOST_LINES = 4
 
 OUTSIDE, START, JOIN, END = "outside of loops", "start_up", "joining", "ending"
 _DEVICE_PHASES = ("stepping", "evaluating")
 
 _unfinished: list[Callable[[], bool]] = []
+_watchdog = Watchdog()
 _is_ending, _has_said = False, threading.Event()
 
 
@@ -185,35 +185,49 @@ def has_company(phase: str, stack: list[Line]) -> bool:
     return phase == START and is_in(_PROGRAMS, stack)
 
 
-def read_work_seconds(phase: str) -> float:
-    """Returns how long the program has kept a processor busy."""
-    # Where it waits for devices, other threads may do so in a loop.
-    ident = threading.main_thread().ident
-    if phase not in _DEVICE_PHASES or not hasattr(time, "pthread_getcpuclockid"):
-        return time.process_time() + _read_work_of_children()
-    return time.clock_gettime(time.pthread_getcpuclockid(ident or 0))
+def waits_for_itself(phase: str) -> bool:
+    """Returns whether a program that is alone waits for code or data of its own.
+
+    Nobody else waits for it then, and it may take as long as it likes: an upload after
+    a loop, data that is staged. Devices may hang, so a program that waits for these is
+    watched.
+    """
+    return phase not in _DEVICE_PHASES
+
+
+def read_work_seconds(phase: str, thread: threading.Thread | None = None) -> float:
+    """Returns how long the program has kept a processor busy.
+
+    While a thread waits for devices, only its own time counts: other threads may wait
+    for them in a loop.
+    """
+    if phase in _DEVICE_PHASES:
+        native_id = (thread or threading.main_thread()).native_id
+        stat = Path(f"/proc/self/task/{native_id}/stat")
+        with contextlib.suppress(OSError):  # Not on macOS, or the thread has ended.
+            return _read_work(stat)
+    return time.process_time() + _read_work_of_children()
+
+
+def _read_work(stat: Path) -> float:
+    """Returns the processor time of a process or thread, in seconds."""
+    fields = stat.read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_work_of_children() -> float:
     """Returns how long processes that this one has started have worked."""
-    seconds, tick = sum(os.times()[2:4]), os.sysconf("SC_CLK_TCK")
+    seconds = sum(os.times()[2:4])
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # It, or one of them, has ended.
             for child in path.read_text().split():
-                stat = Path("/proc", child, "stat").read_text().rpartition(")")[2]
-                seconds += sum(map(int, stat.split()[11:13])) / tick
+                seconds += _read_work(Path("/proc", child, "stat"))
     return seconds
 
 
 def set_timer(limit_seconds: float) -> None:
     """Ends this process after its limit, with all stacks, unless it is set again."""
-    # A thread in C, which needs no interpreter.
-    # Ctrl-Z stops a program with a terminal, and the timer does not.
-    if limit_seconds == math.inf or os.isatty(0):
-        faulthandler.cancel_dump_traceback_later()
-    else:
-        seconds = min(limit_seconds, _LONGEST_TIMER_SECONDS) + _TIMER_SECONDS
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    _watchdog.set_limit(limit_seconds + _TIMER_SECONDS, str(get_process()))
 
 
 def find_line(phase: str, stack: list[Line] | None = None) -> str:
@@ -328,6 +342,9 @@ def put_off_aborts() -> None:
         if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):
             sleep = ctypes.cast(library.sleep, ctypes.c_void_p)
             library.signal(signal.SIGABRT, sleep)
+
+
+os.register_at_fork(after_in_child=_watchdog.let_go)
 
 
 @atexit.register

@@ -7,14 +7,13 @@ hears of process 0 and of its parent. Between two loops it carries what all agre
 import asyncio
 import atexit
 import contextlib
-import faulthandler
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from armillary._launcher import tell
 from armillary._process import ExitCode
@@ -35,6 +34,7 @@ from armillary.lifeline._ending import (
     read_stack,
     read_work_seconds,
     set_timer,
+    waits_for_itself,
 )
 from armillary.lifeline._tree import Ends, Tree, find_place
 
@@ -47,6 +47,14 @@ _LATE_SECONDS = 10.0  # A beat that comes later tells that the process was stopp
 _PAUSE_SECONDS = 0.01
 _MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
+
+
+class Watched(NamedTuple):
+    """What a program does: how long it may take, where it is, and in which thread."""
+
+    rule: float | None  # Seconds; what `Pace` finds if `None`.
+    find_place: Callable[[], Place]
+    thread: threading.Thread = threading.main_thread()
 
 
 class Lifeline:
@@ -67,9 +75,9 @@ class Lifeline:
         self._sightings = dict.fromkeys(sorted(known), seen)
         self._fresh: set[int] = set()  # Of whom it has heard since it has told.
         self._failures: dict[int, tuple[str, float]] = {}
-        # How long it may be where it is: see `watching`.
-        self._rule: float | None = math.inf
-        self._find_place: Callable[[], Place] = lambda: Place(OUTSIDE)
+        # What runs now: calls of controllers, the last one last, or what `watch` set.
+        self._calls: dict[object, Watched] = {}
+        self._between = Watched(math.inf, lambda: Place(OUTSIDE))
         self._last_rule: float | None = None
         self._timer_rule: float | None = math.inf
         self._pace, self._beat_at = Pace(time.monotonic()), math.inf
@@ -99,20 +107,27 @@ class Lifeline:
     ) -> Iterator[None]:
         """Tells what the program does, and ends it if that takes too long.
 
-        That is `rule` seconds, or if `None` what `Pace` finds.
+        That is `rule` seconds, or if `None` what `Pace` finds. Several threads may do
+        so at a time, and end in any order: the call that began last counts.
         """
-        before, self._last_rule = (self._rule, self._find_place), rule
-        self.watch(rule, find_place)
+        token, self._last_rule = object(), rule
+        # ORDER: the limit counts from the first look at the new place.
+        self._pace.restart(time.monotonic())
+        thread = threading.current_thread()
+        self._calls[token] = Watched(rule, find_place, thread)
+        self._begin(rule)
         try:
             yield
         finally:
-            self._rule, self._find_place = before
+            self._calls.pop(token, None)
 
     def watch(self, rule: float | None, find_place: Callable[[], Place]) -> None:
-        """Watches from here on; see `watching`."""
-        # ORDER: the limit counts from the first look at the new place.
+        """Watches from here on, but for what `watching` watches."""
         self._pace.restart(time.monotonic())
-        self._rule, self._find_place = rule, find_place
+        self._between = Watched(rule, find_place)
+        self._begin(rule)
+
+    def _begin(self, rule: float | None) -> None:
         if rule != math.inf:
             self.start()
             # At once: if it is stopped now, the others know where.
@@ -123,6 +138,11 @@ class Lifeline:
     def rest(self) -> None:
         """Watches no longer what comes before a controller."""
         self.watch(math.inf, lambda: Place(OUTSIDE))
+
+    @property
+    def _now(self) -> "Watched":
+        calls = list(self._calls.values())  # at once, as threads may begin and end
+        return calls[-1] if calls else self._between
 
     def conclude(self, text: str) -> None:
         """Ends this process for a reason, unless a person is there."""
@@ -195,6 +215,7 @@ class Lifeline:
             return
         if self._count == 1:
             return  # Nobody waits for what it still does.
+        self._calls.clear()
         self.watch(self._last_rule, lambda: Place(END))
         error = getattr(sys, "last_value", None)
         if error is not None:
@@ -235,7 +256,7 @@ class Lifeline:
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
         if (late := now - self._beat_at) > _LATE_SECONDS:
-            self._pace.skip(late)
+            self._skip(late)
         self._beat_at = now
         own, rule = self._report(now)
         self._set_timer(rule)
@@ -254,6 +275,18 @@ class Lifeline:
             if text is not None:
                 self._conclude(text)
 
+    def _skip(self, seconds: float) -> None:
+        """Leaves out a time in which this process was suspended.
+
+        A scheduler suspends all processes of a job together: the others could not
+        report either.
+        """
+        self._pace.skip(seconds)
+        self._sightings = {
+            index: seen._replace(time=seen.time + seconds)
+            for index, seen in self._sightings.items()
+        }
+
     def _set_timer(self, rule: float | None) -> None:
         """Ends this process some seconds after its limit, unless it is set again."""
         self._timer_rule = rule
@@ -261,14 +294,17 @@ class Lifeline:
 
     def _report(self, now: float) -> tuple[Report, float | None]:
         """Returns what this process does, and the rule for its timer."""
-        place, pace, rule = self._find_place(), self._pace, self._rule
-        stack = read_stack()
+        watched, pace = self._now, self._pace
+        place, rule = watched.find_place(), watched.rule
+        stack = read_stack(watched.thread.ident)
         if rule is None and has_company(place.phase, stack):
+            rule = math.inf
+        if rule is None and self._count == 1 and waits_for_itself(place.phase):
             rule = math.inf
         timer_rule = rule
         if is_in(COMPILER, stack):
             place, rule = Place("compiling"), math.inf
-        pace.look(place, read_work_seconds(place.phase), now)
+        pace.look(place, read_work_seconds(place.phase, watched.thread), now)
         limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
         report = Report(
             phase=place.phase,
@@ -377,7 +413,4 @@ def _let_go_in_child() -> None:
     _current._tree.let_go()
 
 
-# A child has no timer, and would wait for it when it ends.
-os.register_at_fork(
-    before=faulthandler.cancel_dump_traceback_later, after_in_child=_let_go_in_child
-)
+os.register_at_fork(after_in_child=_let_go_in_child)

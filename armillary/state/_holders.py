@@ -11,6 +11,7 @@ import dis
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -214,9 +215,14 @@ def is_unchanging(part: Part) -> bool:
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields what a holder holds, by name."""
+    """Yields what a holder holds, by name, except for weak proxies.
+
+    A proxy whose object is gone raises an error whatever it is asked.
+    """
     for part in parts_of(holder):
-        yield from part.pairs
+        for name, value in part.pairs:
+            if type(value) not in weakref.ProxyTypes:
+                yield name, value
 
 
 def is_mutable_leaf(value: Any) -> bool:

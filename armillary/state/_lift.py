@@ -8,7 +8,7 @@ change hands. What else Python has done to them stays done, as under `jax.jit`.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,23 +20,32 @@ from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._holders import ATTRIBUTES
 from armillary.state._slots import ABSENT, Slot, describe
-from armillary.state._walk import Walk, Watch, find_differences, find_facts
+from armillary.state._walk import (
+    CodeWatch,
+    Walk,
+    Watch,
+    find_differences,
+    find_facts,
+)
 
 
 class State:
     """The slots that `roots` reach, read and written as one flat list of arrays.
 
     `reads` are the attributes of the first root that steps have looked at so far, which
-    grows with them; `None` if nobody keeps count: then everything matters.
+    grows with them; `None` if nobody keeps count: then everything matters. `functions`
+    are those that a program is made of: what their code reads by name is watched, too.
     """
 
     def __init__(
         self,
         roots: Sequence[tuple[Any, str]],
         reads: set[str] | None = None,
+        functions: Collection[Callable[..., Any]] = (),
     ) -> None:
         warn_if_untested()  # Every step begins here.
         self.roots, self._reads = tuple(roots), reads
+        self._functions = functions
         self._walk = Walk(self.roots)
         self.slots: tuple[Slot, ...] = tuple(
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
@@ -59,17 +68,22 @@ class State:
     def _watch(self) -> Watch:
         return Watch(self._walk, self._names)
 
+    @functools.cached_property
+    def _code_watch(self) -> CodeWatch:
+        return CodeWatch(self._walk, self._names, self._functions)
+
     def search_again(self) -> "State":
-        return State(self.roots, self._reads)
+        return State(self.roots, self._reads, self._functions)
 
     def watch(self) -> None:
         """Begins to watch what the steps have looked at by now."""
         self.__dict__.pop("_watch", None)
-        _ = self._watch
+        self.__dict__.pop("_code_watch", None)
+        _ = self._watch, self._code_watch
 
     def is_current(self) -> bool:
         """Returns whether a new search would find the same, but for what slots hold."""
-        return self._watch.is_current()
+        return self._watch.is_current() and self._code_watch.is_current()
 
     def signature(self) -> tuple[Any, ...]:
         """Returns what a compiled program depends on, but for plain values."""
@@ -86,7 +100,10 @@ class State:
 
     def changes_since(self, old: "State") -> dict[str, str]:
         """Returns, by path, what is another than in `old`, but for arrays."""
-        before, now = (find_facts(each._walk, self._names) for each in (old, self))
+        before, now = (
+            {**each._code_watch.facts(), **find_facts(each._walk, self._names)}
+            for each in (old, self)
+        )
         return find_differences(before, now)
 
     def note_read(self, name: str) -> None:

@@ -7,8 +7,10 @@ for tracers, and put back, while the object that owns the place stays the same o
 
 import enum
 import functools
+import itertools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +26,13 @@ PLAIN = frozenset(
     {
         *(str, bytes, int, float, complex, bool, type(None), type, slice, range),
         *(types.ModuleType, types.BuiltinFunctionType, types.CodeType),
+        # One that is dead raises whatever it is asked, even for its class.
+        *weakref.ProxyTypes,
     }
 )
 """Types of values that hold nothing, and are told apart by looking at them."""
+
+_PLAIN_OR_TUPLE = PLAIN | {tuple}
 
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 """What a place holds that is not there."""
@@ -35,6 +41,23 @@ ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 def are_plain(values: Iterable[object]) -> bool:
     """Returns whether none of many values is a holder or an array."""
     return PLAIN.issuperset(map(type, values))
+
+
+def are_constant(values: Sequence[object]) -> bool:
+    """Returns whether many values are plain, or tuples of plain values at any depth.
+
+    A list of files with their labels has a million of them: Python looks at each in C.
+    """
+    while True:
+        kinds = set(map(type, values))
+        if kinds <= PLAIN:
+            return True
+        if not kinds <= _PLAIN_OR_TUPLE:
+            return False
+        tuples: Any = values
+        if len(kinds) > 1:
+            tuples = [value for value in values if type(value) is tuple]
+        values = list(itertools.chain.from_iterable(tuples))
 
 
 def is_array(value: object) -> bool:

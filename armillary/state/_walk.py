@@ -23,9 +23,11 @@ import jax
 
 from armillary.errors import StateStructureError
 from armillary.state import _keras, _nnx
+from armillary.state._code import Code
 from armillary.state._holders import (
     ATTRIBUTES,
     COMPILED_FUNCTION,
+    FUNCTION_TYPES,
     ITEMS,
     METADATA,
     SEQUENCE,
@@ -43,6 +45,7 @@ from armillary.state._slots import (
     PLAIN,
     Role,
     Slot,
+    are_constant,
     are_plain,
     describe,
     is_array,
@@ -74,8 +77,11 @@ class _Task(NamedTuple):
 class Walk:
     """One walk over pairs of an object and its path; slots come in a fixed order."""
 
-    def __init__(self, roots: Iterable[tuple[Any, str]]) -> None:
+    def __init__(
+        self, roots: Iterable[tuple[Any, str]], *, finds_slots: bool = True
+    ) -> None:
         self.roots = tuple(roots)
+        self._finds_slots = finds_slots
         self.nodes: dict[int, Node] = {}
         self.slots: dict[Any, Slot] = {}
         # Which holders each one leads to, with the name of the place.
@@ -94,30 +100,40 @@ class Walk:
         value, path, _, _, above = task
         if type(value) in PLAIN:
             return
-        if is_array(value):
-            if not self._add_place(task):
-                self.constants.append((path, value))
-            return
-        if _nnx.is_variable(value) and id(value) not in self.slots:
-            self._add(_nnx.NnxSlot(value, path), None)
-        elif _keras.is_variable(value) and id(value) not in self.slots:
-            if not _keras.is_unset(value):
-                self._add(_keras.KerasSlot(value, path), None)
-        elif not is_claimed(value) and self._add_place(task):
+        if not self._finds_slots:
+            if is_array(value):
+                return
+        elif not _is_plain_nest(value) and self._add_state(task):
             return
         if above is not None:
             self.edges[above[0]].append((above[1], id(value)))
         if id(value) in self.nodes:
             return
         parts = parts_of(value)
+        if parts or is_mutable_leaf(value):
+            self.nodes[id(value)] = Node(value, path, parts)
+            self._push(value, path, parts)
+
+    def _add_state(self, task: _Task) -> bool:
+        """Adds what holds arrays; returns whether that is all there is to look at."""
+        value, path = task.value, task.path
+        if is_array(value):
+            if not self._add_place(task):
+                self.constants.append((path, value))
+            return True
         if task.part is not None and isinstance(value, getattr(jax, "Ref", ())):
             raise StateStructureError(
                 f"`{path}` holds a `jax.Ref`, which neither strategies nor checkpoints "
                 "carry. Use an `nnx.Variable`, or an array that the step assigns."
             )
-        if parts or is_mutable_leaf(value):
-            self.nodes[id(value)] = Node(value, path, parts)
-            self._push(value, path, parts)
+        if _nnx.is_variable(value) and id(value) not in self.slots:
+            self._add(_nnx.NnxSlot(value, path), None)
+        elif _keras.is_variable(value) and id(value) not in self.slots:
+            if not _keras.is_unset(value):
+                self._add(_keras.KerasSlot(value, path), None)
+        elif not is_claimed(value):
+            return self._add_place(task)
+        return False
 
     def _push(self, value: Any, path: str, parts: list[Part]) -> None:
         is_node = _nnx.is_node(value)
@@ -127,7 +143,7 @@ class Walk:
         averages = map(id, _keras.batch_statistics(value))
         self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
         for part in reversed(parts):
-            if are_plain(part.values):
+            if are_constant(part.values):
                 continue
             for name, held in reversed(part.pairs):
                 if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
@@ -246,12 +262,18 @@ def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> se
     return reached
 
 
+def _is_plain_nest(value: Any) -> bool:
+    return type(value) in (dict, list) and are_plain(children_of(value))
+
+
 def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     """Returns whether `value` is a tree, as JAX knows them, with arrays in it."""
     if len(above) > _MAX_TREE_DEPTH or id(value) in above:
         raise RecursionError("no tree")
     children = children_of(value)
     if are_plain(children):  # as most values have none
+        return False
+    if type(children) in (list, tuple) and are_constant(children):
         return False
     above = (*above, id(value))
     found = [
@@ -268,7 +290,13 @@ class Watch:
     Of the first root, the attributes of these names matter; `None` stands for all.
     """
 
-    def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        names: Collection[str] | None,
+        *,
+        copies_large: bool | None = None,
+    ) -> None:
         reached, leading = walk.reached_from(names), walk.leading_to_slots
         root = 0 if names is None else id(walk.roots[0][0])
         without: dict[int, set[Any]] = collections.defaultdict(set)
@@ -305,7 +333,9 @@ class Watch:
                     held += part.values
         rest = itertools.chain.from_iterable(_pick(*look) for look in self._looks)
         self._held = [*held, *rest, _END]
-        self._copies = walk.copy(reached | leading, is_read=names is not None)
+        if copies_large is None:
+            copies_large = names is not None
+        self._copies = walk.copy(reached | leading, is_read=copies_large)
 
     def is_current(self) -> bool:
         """Returns whether the holders hold what they held at first."""
@@ -320,6 +350,41 @@ class Watch:
             and all(now == before for now, before in self._metadata)
             and all(is_equal(now, before) for now, before in self._copies)
         )
+
+
+class CodeWatch:
+    """Watches what code reads by name, apart from what leads to state.
+
+    That is the code of `functions`, of those that a walk found, and of the classes of
+    the objects among these.
+    """
+
+    def __init__(
+        self, walk: Walk, names: Collection[str] | None, functions: Collection[Any]
+    ) -> None:
+        held = [walk.nodes[key].value for key in walk.reached_from(names)]
+        found = [each for each in held if issubclass(type(each), FUNCTION_TYPES)]
+        code = Code([*functions, *found], held)
+        self._places = list(code.places.values())
+        values = [
+            (value, path)
+            for value, path in code.values()
+            if id(value) not in walk.leading_to_slots
+        ]
+        self._walk = Walk(values, finds_slots=False)
+        self._watch = Watch(self._walk, None, copies_large=True)
+
+    def is_current(self) -> bool:
+        """Returns whether the names stand for what they stood for, unchanged."""
+        is_same = all(place.read() is place.value for place in self._places)
+        return is_same and self._watch.is_current()
+
+    def facts(self) -> dict[tuple[str, Any], Any]:
+        """Returns what the names stood for, by path."""
+        facts = find_facts(self._walk, None)
+        for place in self._places:
+            facts.setdefault((place.path, None), self._walk.fact(place.value))
+        return facts
 
 
 def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list[Any]:

@@ -70,10 +70,11 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If there is no such file, or one cannot be read.
     """
-    check_path("run_dir", run_dir)
+    folder_of_run = Path(check_path("run_dir", run_dir))
     timed: list[tuple[float, dict[str, Any]]] = []
-    for path in _find_files(Path(run_dir)):
-        folder = path.parent.name if path.parent.parent == Path(run_dir) else ""
+    for path in _find_files(folder_of_run):
+        is_below = path.parent.parent == folder_of_run
+        folder = path.parent.name if is_below else ""
         latest = -math.inf
         for _, record in read_lines(path):
             if not (isinstance(record, dict) and record.keys() >= _FIELDS):

@@ -33,6 +33,7 @@ class SummaryWriter(Protocol):
 
     A writer that is to write a `Histogram`, an `Image`, a `Text` or hyperparameters has
     `histogram`, `image`, `text` or `hyperparameters` too, as `TensorBoardWriter` does.
+    A writer with a method `resume(step)` learns where a restored run continues.
     """
 
     def scalar(self, tag: str, value: float, step: int) -> None:
@@ -106,13 +107,21 @@ class TensorBoardWriter:
         start.value[0].tensor.float_val.append(0.0)
         self._write_summary(start, 0)
 
+    def resume(self, step: int) -> None:
+        """Lets TensorBoard drop what was written about later steps than this one."""
+        start = {"status": "START"}
+        self._write_event(step + 1, session_log=start)
+
     def _write(self, tag: str, step: int, **content: Any) -> None:
         self._write_summary({"value": [{"tag": tag, **content}]}, step)
 
     def _write_summary(self, summary: Any, step: int) -> None:
+        self._write_event(step, summary=summary)
+
+    def _write_event(self, step: int, **content: Any) -> None:
         # No type checker sees the names of a generated module.
         proto = importlib.import_module("tensorboardX.proto.event_pb2")
-        event = proto.Event(wall_time=time.time(), step=step, summary=summary)
+        event = proto.Event(wall_time=time.time(), step=step, **content)
         self._events.write_event(event)
 
     def flush(self) -> None:
@@ -160,6 +169,9 @@ class SummaryManager:
         """The directory of the outermost values."""
         self._makers = makers
         self._writers: dict[str, list[Any]] = {}
+        # The step of the last restore, and of the last one that training went on from.
+        self._restored_at: int | None = None
+        self._resumed_at: int | None = None
 
     def write_summaries(self, values: Output, *, step: int) -> None:
         """Writes all of `values`; of several processes, the chief does.
@@ -185,6 +197,7 @@ class SummaryManager:
         known = jax.tree.map(as_local, [value for *_, value in entries])
         if not get_process().is_chief:
             return
+        self._resume_before(int(step))
         for (parents, tag, _), value in zip(entries, known, strict=True):
             if not isinstance(value, Summary) and np.shape(value):
                 # A copy on the host: of several processes, only this one counts.
@@ -206,6 +219,30 @@ class SummaryManager:
         if values and self.summary_dir is not None and get_process().is_chief:
             self._write((), "hyperparameters", flatten(values))
 
+    def resume_at(self, step: int) -> None:
+        """Notes that a run was restored at a step, which a `Controller` calls.
+
+        If values of later steps follow, the writers are told first. TensorBoard then
+        shows these steps once, although the run has written about them before.
+
+        Args:
+            step: The global step of the checkpoint.
+        """
+        self._restored_at = int(step)
+
+    def _resume_before(self, step: int) -> None:
+        """Tells the writers of a restore if values of a later step come."""
+        # Where a restored model is only evaluated, what came later stays.
+        if self._restored_at is None or step <= self._restored_at:
+            return
+        self._resumed_at, self._restored_at = self._restored_at, None
+        for writer in itertools.chain(*self._writers.values()):
+            self._resume(writer)
+
+    def _resume(self, writer: Any) -> None:
+        if self._resumed_at is not None and hasattr(writer, "resume"):
+            writer.resume(self._resumed_at)
+
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
         for writer in itertools.chain(*self._writers.values()):
@@ -221,7 +258,10 @@ class SummaryManager:
         """Calls a method of each writer of a directory that has it."""
         directory = os.path.join(str(self.summary_dir), *parents)
         if directory not in self._writers:
-            self._writers[directory] = [make(directory) for make in self._makers]
+            writers = [make(directory) for make in self._makers]
+            self._writers[directory] = writers
+            for writer in writers:
+                self._resume(writer)
         able = [each for each in self._writers[directory] if hasattr(each, method)]
         if not able and method != "hyperparameters":
             raise AttributeError(f"none of the writers has a method {method!r}")

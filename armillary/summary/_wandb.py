@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from armillary._checks import check_path
 from armillary._optional import import_optional
 from armillary.summary._summary_manager import as_png
 
@@ -35,7 +36,8 @@ class WandbWriter:
 
     def __init__(self, run_dir: str | os.PathLike[str], **options: Any) -> None:
         self._wandb = import_optional("wandb", "Weights & Biases", "wandb")
-        self._run_dir, self._options = Path(os.path.abspath(run_dir)), options
+        self._run_dir = Path(check_path("run_dir", run_dir))
+        self._options = options
         self._run: Any = None
         self._num_writers = 0
         # Values of one step go together.

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -145,11 +146,21 @@ def find_effect(owner: Any, name: str) -> str | None:
         or type(owner).__setattr__ is not object.__setattr__
     ):
         return "it is no plain method of a plain class"
+    if not _is_text_of(definition, method.__code__):
+        return "its file has changed since the program was started"
     reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
     for statement in definition.body:
         if not reader.computes(statement):
             return f"`{ast.unparse(statement)}` is not known to be part of a program"
     return None
+
+
+def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
+    """Returns whether a text is what was compiled: a file may be edited meanwhile."""
+    module = compile(ast.Module([definition], []), "<hook>", "exec")
+    [own] = [each for each in module.co_consts if isinstance(each, types.CodeType)]
+    parts = ("co_name", "co_code", "co_names", "co_varnames", "co_consts")
+    return all(getattr(own, part) == getattr(code, part) for part in parts)
 
 
 class _Reader:

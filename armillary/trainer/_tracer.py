@@ -9,7 +9,7 @@ device line by line, where a debugger stops and `print` shows values.
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -63,6 +63,8 @@ class StepPrograms:
         self._shapes: list[_Leaves] = []
         # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
+        # The step, and the hooks in its program; shared with the state.
+        self._functions: list[Callable[..., Any]] = [method.fn]
         replicas = method.strategy.num_replicas_in_sync
         self._warnings = MetricWarnings(
             method.name, replicas, is_evaluation=method.is_evaluation
@@ -94,7 +96,7 @@ class StepPrograms:
         return self.flat
 
     def _search(self) -> State:
-        return State([(self._method.owner, "")], self._reads)
+        return State([(self._method.owner, "")], self._reads, self._functions)
 
     def _doubt(self, changes: Collection[str]) -> None:
         """Has all traced again: whether a step read what changed shows then."""
@@ -124,6 +126,8 @@ class StepPrograms:
         if is_asked or not need_python(owner):
             with recorded_reads(owner, flat.state.note_read):
                 hooks = trace_hooks(owner, flat, is_asked=is_asked)
+        if hooks is not None:
+            self._functions[1:] = owner.train_loop_begin, owner.train_loop_end
         flat.state.watch()
         if hooks is None:
             # What Python does where a loop begins may put state where there was none.

@@ -76,7 +76,6 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
     """
     path = check_path("directory", directory)
     if "://" not in path:
-        path = os.path.abspath(path)
         os.makedirs(path, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

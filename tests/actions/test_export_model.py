@@ -143,6 +143,21 @@ def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_pat
     model(IMAGES)  # No tracer was left behind.
 
 
+@pytest.mark.parametrize("polymorphic_batch_size", [False, True])
+def test_a_model_with_remat_is_exported(polymorphic_batch_size, tmp_path):
+    dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+    def predict(images):
+        return nnx.remat(lambda dense, images: dense(images))(dense, images)
+
+    export = make(tmp_path, predict, polymorphic_batch_size=polymorphic_batch_size)
+    export()
+
+    (path,) = export.file_manager.managed_files
+    images = IMAGES if polymorphic_batch_size else IMAGES[:1]
+    np.testing.assert_allclose(load(path).call(images), predict(images), rtol=1e-5)
+
+
 def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
     strategy = make_strategy(2)
     trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1))

@@ -21,6 +21,7 @@ from armillary.checkpoint._store import (
     describe_leaves,
     stored_sharding,
 )
+from armillary.errors import CheckpointError
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -199,3 +200,46 @@ def test_a_number_of_python_is_restored_as_it_was(make_manager, number):
     manager.restore_or_initialize()
     restored = variable.get_value()
     assert (restored, type(restored)) == (number, type(number))
+
+
+# The names that sweeps make, and others that mean something to a shell or a pattern.
+ODD_NAMES = ["lr=[0.1,0.2]", "run [a]", "[1]", "a\\b", "{a}", "what?", "*", "é %20#"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_checkpoint_is_restored_from_a_directory_of_any_name(
+    name, tmp_path, make_manager
+):
+    saved = SimpleNamespace(weights=jnp.arange(6.0), count=jnp.ones((), jnp.int32))
+    manager = make_manager(Checkpoint(model=saved), tmp_path / name)
+    manager.save(1)
+    manager.sync()
+    restored = SimpleNamespace(weights=jnp.zeros(6), count=jnp.zeros((), jnp.int32))
+
+    make_manager(Checkpoint(model=restored), tmp_path / name).restore_or_initialize()
+
+    np.testing.assert_array_equal(restored.weights, saved.weights)
+    assert restored.count == 1
+    assert (tmp_path / name / "checkpoint_1").is_dir()
+
+
+def test_what_cannot_be_read_back_is_no_checkpoint(make_manager, monkeypatch):
+    saved = SimpleNamespace(weights=jnp.arange(6.0))
+    manager = make_manager(Checkpoint(model=saved), max_to_keep=1)
+    first = manager.save(1)
+    manager.sync()
+    # As where Orbax finds nothing to put together, and leaves it at that.
+    monkeypatch.setattr(
+        "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files",
+        leave_files_apart,
+    )
+
+    manager.save(2)
+    with pytest.raises(CheckpointError, match=r"checkpoint_2` failed"):
+        manager.sync()
+
+    assert manager.checkpoints == [first]
+
+
+async def leave_files_apart(*args, **kwargs):
+    del args, kwargs

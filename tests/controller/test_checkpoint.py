@@ -255,6 +255,28 @@ def test_two_processes_do_not_train_in_one_directory(tmp_path, caplog, host):
     assert (tmp_path / ".lock").read_text() == f"{os.getpid()} on {platform.node()}"
 
 
+def test_two_threads_do_not_train_in_one_directory(tmp_path):
+    errors = []
+
+    def train_beside(_):
+        controller = make_controller(Run(), tmp_path)
+
+        def train():
+            with pytest.raises(CheckpointError, match="the thread 'MainThread' of thi"):
+                controller.train(4)
+            errors.append("refused")
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
+    controller = make_controller(Run(), tmp_path, train_actions=[train_beside])
+    controller.train(2)
+
+    assert errors == ["refused"]
+    make_controller(Run(), tmp_path).train(4)
+
+
 def test_save_checkpoint_always_writes(tmp_path):
     run = Run()
     controller = make_controller(run, tmp_path)

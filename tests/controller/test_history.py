@@ -75,3 +75,28 @@ def test_a_history_is_that_of_one_call(controller):
     nothing = controller.train(8)
     assert (nothing.steps, dict(nothing)) == ([], {})
     assert repr(nothing) == "History(0 records: no scalars)"
+
+
+@pytest.mark.parametrize(
+    ("output", "places"),
+    [
+        ({"a/b": 1.0, "a": {"b": 2.0}}, ["output['a/b']", "output['a']['b']"]),
+        ({1: 1.0, "1": 2.0}, ["output[1]", "output['1']"]),
+    ],
+)
+def test_two_values_of_one_name_are_refused(output, places):
+    controller = make_controller(lambda _: output, steps_per_loop=2)
+
+    with pytest.raises(ValueError, match="both called") as caught:
+        controller.train(2)
+    assert all(place in str(caught.value) for place in places)
+
+
+def test_keys_of_several_types_are_no_riddle():
+    controller = make_controller(
+        lambda _: {0: jnp.ones(()), "v": 2.0}, steps_per_loop=2
+    )
+
+    history = controller.train(2)
+
+    assert dict(history) == {"0": [1.0], "v": [2.0]}

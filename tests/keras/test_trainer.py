@@ -130,3 +130,40 @@ def test_a_step_of_the_models_own_is_not_dropped(problem, keras):
     model.compile(loss="mse")
     with pytest.raises(TypeError, match=r"has a `train_step` of its own"):
         armillary.keras.KerasTrainer(model, make_data(problem))
+
+
+@pytest.mark.parametrize("frequency", [None, 3])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_averaged_weights_are_those_of_fit(problem, keras, frequency, num_replicas):
+    def make():
+        options = {"ema_momentum": 0.9, "ema_overwrite_frequency": frequency}
+        optimizer = keras.optimizers.SGD(0.05, use_ema=True, **options)
+        return problem.make_model(optimizer=optimizer)
+
+    def evaluate(model):
+        return model.evaluate(
+            problem.x, problem.y, batch_size=BATCH_SIZE, verbose=0, return_dict=True
+        )
+
+    model = make()
+    untrained = evaluate(model)
+    fit(problem, model, 2)
+    trained = evaluate(model)
+    with make_strategy(num_replicas).scope():
+        ours = make()
+        trainer = armillary.keras.KerasTrainer(ours, make_data(problem, repeat=True))
+        evaluator = armillary.keras.KerasEvaluator(ours, make_data(problem))
+
+        first = to_floats(evaluator.evaluate(-1))
+        trainer.train(2 * STEPS)
+        before = problem.read(ours)
+        last = to_floats(evaluator.evaluate(-1))
+
+    # Before the first step the averages are zeros, and no weights.
+    assert first == pytest.approx(untrained, rel=1e-5)
+    assert last == pytest.approx(trained, rel=1e-5)
+    for a, b in zip(problem.read(ours), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    ours.optimizer.finalize_variable_values(ours.trainable_variables)
+    for a, b in zip(problem.read(ours), problem.read(model), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)

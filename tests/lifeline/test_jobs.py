@@ -119,8 +119,26 @@ def test_a_process_that_holds_the_interpreter_ends_with_its_stack(start, count):
     job = start("gil", count, limit_seconds=HANG_TIMEOUT)
     job.wait_for_step(20)
     codes = job.wait_for_ends(list(range(count)), HANG_TIMEOUT + 30.0)
-    assert codes == [ExitCode.FAILED, ExitCode.RESTART_REQUESTED][:count]
-    assert re.search(r"Timeout (.*\n)+  File .*program.py.* in act", job.output(0))
+    assert codes == [-signal.SIGKILL, ExitCode.RESTART_REQUESTED][:count]
+    output = job.output(0)
+    assert re.search(
+        r"Timeout: it has run no Python (.*\n)+  File .*py.* in act", output
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_job_that_is_suspended_for_longer_than_its_limit_goes_on(start, count):
+    job = start("suspend", count, limit_seconds=HANG_TIMEOUT)
+    job.wait_for_step(20)
+    for process in job.processes:
+        process.send_signal(signal.SIGSTOP)
+    # Longer than the limit, and than the watchdog waits after that.
+    time.sleep(HANG_TIMEOUT + 15.0)
+    step_then = int((job.folder / "at_0").read_text())
+    for process in job.processes:
+        process.send_signal(signal.SIGCONT)
+    job.wait_for_step(step_then + 40)
+    assert "ERROR" not in job.output(0)
 
 
 def test_a_process_that_the_others_wait_for_is_named_once(start):

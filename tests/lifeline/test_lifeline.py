@@ -135,7 +135,9 @@ def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
 
 def test_a_program_may_compile_for_as_long_as_that_takes(start, monkeypatch):
     job = start(1)
-    monkeypatch.setattr(module, "read_stack", lambda: [Line(COMPILER[0], 1, "compile")])
+    monkeypatch.setattr(
+        module, "read_stack", lambda _: [Line(COMPILER[0], 1, "compile")]
+    )
     with job.lifelines[0].watching(0.3, lambda: Place("step", 1)):
         time.sleep(1.0)
         report = job.lifelines[0]._sightings[0].report
@@ -224,6 +226,66 @@ def test_a_program_alone_is_watched_too(start):
     with job.lifelines[0].watching(0.3, lambda: Place("action", 1)):
         job.wait(0)
     assert "process 0 of 1: action for" in (job.reasons[0] or "")
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit"), [("action", None), ("data", None), ("stepping", 300.0)]
+)
+def test_a_program_alone_may_wait_for_itself_without_a_limit(start, phase, limit):
+    job = start(1)
+    with job.lifelines[0].watching(None, lambda: Place(phase, 1)):
+        report, _ = job.lifelines[0]._report(time.monotonic())
+    assert report.limit_seconds == limit
+
+
+def test_calls_of_two_threads_end_in_any_order(start):
+    lifeline = start(1).lifelines[0]
+    first = lifeline.watching(30.0, lambda: Place("step", 1))
+    second = lifeline.watching(20.0, lambda: Place("data", 2))
+    first.__enter__()
+    second.__enter__()
+    assert lifeline._report(time.monotonic())[0].phase == "data"
+
+    first.__exit__(None, None, None)
+    assert lifeline._report(time.monotonic())[0].limit_seconds == 20.0
+
+    second.__exit__(None, None, None)
+    assert lifeline._report(time.monotonic())[0].limit_seconds is None
+
+
+def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
+    lifeline, is_there, is_done = (
+        start(1).lifelines[0],
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def train_in_a_thread():
+        with lifeline.watching(30.0, lambda: Place("step", 1)):
+            is_there.set()
+            is_done.wait()
+
+    thread = threading.Thread(target=train_in_a_thread)
+    thread.start()
+    is_there.wait()
+    line = lifeline._report(time.monotonic())[0].line
+    is_done.set()
+    thread.join()
+
+    assert "in train_in_a_thread: is_done.wait()" in line
+
+
+def test_a_time_in_which_all_were_suspended_does_not_count(start):
+    lifeline = start(2).lifelines[0]
+    with lifeline.watching(30.0, lambda: Place("step", 1)):
+        until(lambda: lifeline._sightings[1].report.phase != "start")
+        now = time.monotonic()
+        lifeline._beat(now)
+        lifeline._beat(now + 1000.0)
+
+    assert lifeline.verdict is None
+    # The clock of this test goes on where it was.
+    lifeline._skip(-1000.0)
 
 
 def test_those_who_are_missing_are_named_to_all_who_came(monkeypatch):

@@ -5,6 +5,7 @@ import functools
 import pathlib
 import threading
 import types
+import weakref
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.state._lift import find_slots
+from armillary.state._lift import State, find_slots
 from armillary.state._slots import Role
 from armillary.state._walk import Walk
 from tests.problems import Holder
@@ -310,3 +311,39 @@ def test_a_module_that_two_attributes_lead_to_is_reached_from_both():
 def test_a_variable_without_arrays_is_a_slot_without_arrays(value):
     (slot,) = find_slots(Holder(v=nnx.Variable(value)))
     assert slot.paths == () and slot.read() == []
+
+
+def test_a_long_list_of_plain_tuples_is_looked_at_as_one():
+    files = [(f"image_{i}", i, ("train", 0.5)) for i in range(1000)]
+
+    walk = Walk([(Holder(files=files, kernel=jnp.ones(2)), "")])
+
+    assert len(walk.nodes) < 10
+    assert [slot.path for slot in walk.slots.values()] == ["kernel"]
+
+
+@pytest.mark.parametrize("wrap", [lambda value: (0, value), lambda value: (0, [value])])
+def test_an_array_among_many_plain_tuples_is_found(wrap):
+    found = Holder(rows=[*((f"{i}", i) for i in range(100)), wrap(jnp.ones(2))])
+    walk = Walk([(found, "")])
+
+    paths = [slot.path for slot in walk.slots.values()]
+    assert [*paths, *(path for path, _ in walk.constants)] != []
+
+
+def test_a_list_within_many_tuples_is_watched():
+    inner = [1]
+    state = State([(Holder(rows=[("a", 1), ("b", inner)], kernel=jnp.ones(2)), "")])
+    state.watch()
+    assert state.is_current()
+
+    inner.append(2)
+
+    assert not state.is_current()
+
+
+def test_a_proxy_whose_object_is_gone_holds_nothing():
+    gone = weakref.proxy(Holder())
+    trainer = Holder(gone=gone, several=[gone, (gone,)], kernel=jnp.ones(2))
+
+    assert find_paths(trainer) == ["kernel"]

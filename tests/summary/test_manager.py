@@ -135,7 +135,7 @@ def test_without_a_directory_or_a_value_nothing_is_made(tmp_path, monkeypatch):
         manager.write_hyperparameters({})
         manager.flush()
         manager.close()
-        assert manager.summary_dir == directory
+        assert manager.summary_dir == (directory and str(tmp_path / directory))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+import armillary
 from armillary.distribute import PerReplica
 from armillary.summary import (
     Histogram,
@@ -250,3 +251,83 @@ def test_tensorboard_shows_hyperparameters_with_the_metrics(tmp_path):
     expected = {"layers": 3, "optimizer/name": "adam", "optimizer/nesterov": True}
     assert shown == expected
     assert [metric.name.tag for metric in group.metric_values] == ["loss"]
+
+
+class CrashError(Exception):
+    pass
+
+
+def test_steps_that_a_resumed_run_does_again_show_once(tmp_path):
+    def train_until(crash_at):
+        dataset = armillary.data.from_arrays(
+            {"x": np.ones((8, 1), np.float32)}, batch_size=4, repeat=True
+        )
+        trainer = Counting(dataset)
+
+        def crash(_):
+            if int(trainer.step[...]) == crash_at:
+                raise CrashError
+
+        manager = armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), tmp_path / "c", checkpoint_interval=4
+        )
+        controller = armillary.Controller(
+            trainer=trainer,
+            evaluator=trainer,
+            global_step=trainer.step,
+            steps_per_loop=1,
+            checkpoint_manager=manager,
+            summary_dir=tmp_path / "train",
+            eval_summary_dir=tmp_path / "eval",
+            train_actions=[crash],
+        )
+        try:
+            controller.train_and_evaluate(12, eval_steps=1, eval_interval=2)
+        except CrashError:
+            controller.summary_manager.flush()
+
+    for crash_at in (7, 7, 11, None):
+        train_until(crash_at)
+
+    steps = {
+        name: [step for step, _ in read_scalars(tmp_path / name)["count"]]
+        for name in ("train", "eval")
+    }
+    assert steps == {"train": [*range(1, 13)], "eval": [*range(2, 13, 2)]}
+
+
+class Counting(armillary.StandardTrainer, armillary.StandardEvaluator):
+    def __init__(self, dataset):
+        armillary.StandardTrainer.__init__(self, dataset)
+        armillary.StandardEvaluator.__init__(self, dataset)
+        self.step = armillary.create_global_step()
+
+    def train_step(self, iterator):
+        next(iterator)
+        self.step[...] += 1
+
+    def train_loop_end(self):
+        return {"count": self.step[...]}
+
+    def eval_step(self, iterator):
+        next(iterator)
+
+    def eval_end(self, *state):
+        return {"count": self.step[...]}
+
+
+def test_a_restore_that_is_only_evaluated_leaves_later_steps(tmp_path):
+    manager = SummaryManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.write_summaries({"loss": float(step)}, step=step)
+
+    manager.resume_at(1)
+    manager.write_summaries({"best": 1.0}, step=1)
+    manager.flush()
+
+    assert [step for step, _ in read_scalars(tmp_path)["loss"]] == [1, 2, 3]
+
+    manager.write_summaries({"loss": 9.0}, step=2)
+    manager.close()
+
+    assert read_scalars(tmp_path)["loss"] == [(1, 1.0), (2, 9.0)]

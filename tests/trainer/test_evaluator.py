@@ -248,6 +248,54 @@ def test_an_evaluation_that_changes_batch_statistics_is_an_error(num_replicas):
     np.testing.assert_array_equal(model.norm.mean[...], before)
 
 
+class Blocks(nnx.Module):
+    """Two layers whose activations are computed again for the gradients."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.first = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(0))
+        self.last = nnx.Linear(8, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, images):
+        def apply(model, images):
+            x = model.first(images.reshape(images.shape[0], -1))
+            return model.last(nnx.relu(model.norm(x)))
+
+        wrap = {"plain": lambda fn: fn, "remat": nnx.remat, "jit": nnx.jit}[self.kind]
+        return wrap(apply)(self, images)
+
+
+class Counting(Model):
+    def eval_end(self):
+        return {"accuracy": float(self.accuracy.compute())}
+
+
+@pytest.mark.parametrize("num_replicas", [None, 1, 2])
+def test_a_model_with_remat_is_evaluated_as_one_without(num_replicas):
+    digits = make_digits(8)
+    found = {
+        kind: Counting(Blocks(kind), num_replicas).evaluate(-1)["accuracy"]
+        for kind in ("plain", "remat", "jit")
+    }
+
+    guesses = Blocks("plain")(digits["image"]).argmax(axis=-1)
+    expected = float((guesses == digits["label"]).mean())
+    assert 0 < expected < 1
+    assert found == dict.fromkeys(found, expected)
+
+
+def test_remat_does_not_hide_statistics_that_an_evaluation_changes():
+    model = Blocks("remat")
+    model.norm.use_running_average = False
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"changes 2 arrays of a model.*:\n  model/norm/mean\n  model/norm/var\n",
+    ):
+        Model(model, 2).evaluate(-1)
+
+
 def test_an_evaluation_that_trains_is_an_error():
     class Tuning(Model):
         def eval_step(self, iterator):

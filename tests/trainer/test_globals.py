@@ -1,6 +1,7 @@
-"""Globals and class attributes are constants of a step, what hangs on a trainer is not.
+"""A step reads globals and class attributes when traced; a change is a new trace.
 
-The rule is the same in `armillary.function`, and that of `jax.jit`.
+The rule is the same in trainers, in `armillary.function` and in a loop of your own that
+calls `strategy.run`, under every strategy.
 """
 
 import types
@@ -8,6 +9,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import armillary
 from tests.problems import make_strategy
@@ -51,27 +53,114 @@ def change_globals():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_globals_and_class_attributes_are_constants_of_a_trainer(
+def test_globals_and_class_attributes_count_from_the_next_loop_on(
     num_replicas, change_globals, caplog, no_retrace
 ):
     trainer = Trainer(make_strategy(num_replicas))
     trainer.train(2)
+    with no_retrace():
+        trainer.train(2)
+    assert float(trainer.total) == 4
     change_globals()
+
+    trainer.train(2)
+    assert float(trainer.total) == 4 + 2 * 2**5
+    (record,) = caplog.records
+    for name in ("NUMBER", "CONFIG/rate", "TABLE/rate/0", "Trainer/factor", "ARRAY"):
+        assert name in record.getMessage()
 
     with no_retrace():
         trainer.train(2)
-
-    assert float(trainer.total) == 4
-    assert not caplog.records
+    assert float(trainer.total) == 4 + 4 * 2**5
 
 
-def test_globals_are_constants_of_a_function_too(change_globals, caplog):
+def test_globals_count_from_the_next_call_of_a_function_on(change_globals, no_retrace):
     fn = armillary.function(lambda x: x * helper() * Trainer.factor)
     assert fn(jnp.ones(())) == 1
     change_globals()
 
+    assert fn(jnp.ones(())) == 2**5
+    with no_retrace():
+        assert fn(jnp.ones(())) == 2**5
+
+
+class Scale:
+    """Code that a step calls, in a class."""
+
+    unused = 1.0
+
+    @property
+    def rate(self):
+        return CONFIG.rate
+
+    def __call__(self, x):
+        return x * self.rate * self.named("number")
+
+    def named(self, name):
+        return {"number": NUMBER}[name]
+
+    def never_called(self):
+        UNREAD.append(1)
+
+
+UNREAD = []
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_loop_of_ones_own_reads_what_methods_read(
+    num_replicas, change_globals, no_retrace
+):
+    strategy, scale = make_strategy(num_replicas), Scale()
+    total = nnx.Variable(jnp.zeros(()))
+
+    def step():
+        total[...] = total[...] + scale(1.0)
+
+    strategy.run(step)
+    # What no code of the step mentions may change.
+    UNREAD.append(2)
+    Scale.unused = 2.0
+    with no_retrace():
+        strategy.run(step)
+    assert float(total[...]) == 2
+    change_globals()
+
+    strategy.run(step)
+
+    assert float(total[...]) == 2 + 4
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_number_in_the_closure_of_a_helper_is_read_anew(num_replicas):
+    strategy, total = make_strategy(num_replicas), nnx.Variable(jnp.zeros(()))
+    rate = 1.0
+
+    class Helper:
+        def __call__(self):
+            return rate
+
+    helper = Helper()
+
+    def step():
+        total[...] = total[...] + helper()
+
+    strategy.run(step)
+    rate = 10.0
+    strategy.run(step)
+
+    assert float(total[...]) == 11
+
+
+def test_a_module_of_the_users_is_read_anew(monkeypatch):
+    module = types.ModuleType("settings_of_the_user")
+    module.rate = 1.0
+    monkeypatch.setitem(globals(), "SETTINGS", module)
+    fn = armillary.function(lambda x: x * SETTINGS.rate)  # noqa: F821
     assert fn(jnp.ones(())) == 1
-    assert not caplog.records
+
+    module.rate = 3.0
+
+    assert fn(jnp.ones(())) == 3
 
 
 def test_what_a_function_holds_itself_is_read_anew():

@@ -375,6 +375,17 @@ def test_a_hook_that_is_no_plain_method_needs_python():
     assert find_effect(kind(), "train_loop_end") == "its code cannot be read"
 
 
+def test_the_text_of_a_file_that_was_edited_is_not_what_runs(tmp_path):
+    path = tmp_path / "hooks.py"
+    text = "def train_loop_end(self):\n    print('a loop has ended')\n"
+    names = {}
+    exec(compile(text, str(path), "exec"), names)
+    path.write_text("def train_loop_end(self):\n    return {}\n")
+    kind = type("Written", (Property,), {"train_loop_end": names["train_loop_end"]})
+
+    assert "file has changed" in str(find_effect(kind(), "train_loop_end"))
+
+
 def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():
     class Pending(armillary.trainer.PendingLoops):
         may_overlap = True

@@ -144,7 +144,7 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             roots = [(self.fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
-            state = State(roots)
+            state = State(roots, functions=(self.fn,))
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and self.body is self.fn:
                 # A transformation of NNX has lifted what the arguments hold already.
@@ -349,7 +349,7 @@ def code_of(fn: Callable[..., Any]) -> Any:
 
 
 def _strategy_of(fn: Callable[..., Any]) -> Strategy:
-    found = (value for _, value in captured(fn) if isinstance(value, Strategy))
+    found = (value for _, value in captured(fn) if issubclass(type(value), Strategy))
     return next(found, None) or get_strategy()
 
 

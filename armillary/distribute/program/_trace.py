@@ -6,6 +6,7 @@ constant, slots that changed shape, arrays that are left where they outlive the 
 
 import contextlib
 import functools
+import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,12 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import list_lines
-from armillary._jaxpr import call_program, is_in_trace, take_inputs
+from armillary._jaxpr import (
+    call_program,
+    find_unchanged,
+    is_in_trace,
+    take_inputs,
+)
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import add_notes
 from armillary.distribute.replica._context import lifted
@@ -235,8 +241,9 @@ class _Tracing(NamedTuple):
             self._check_nothing_left()
         check_captured(traced.jaxpr, state, user_fn, owner)
         changes, tree, static = results
-        program = self._without_unused(traced.jaxpr)
-        step = TracedStep(program, tuple(changed), tree, static, Fingerprint(program))
+        program, written = _without_unchanged(traced.jaxpr, changed)
+        program = self._without_unused(program)
+        step = TracedStep(program, tuple(written), tree, static, Fingerprint(program))
         return step, changes
 
     def _check_nothing_left(self) -> None:
@@ -262,6 +269,26 @@ class _Tracing(NamedTuple):
             for index, batch in enumerate(batches):
                 is_used += [index < count] * len(jax.tree.leaves(batch))
         return take_inputs(program, is_used)
+
+
+def _without_unchanged(
+    program: core.ClosedJaxpr, changed: list[int]
+) -> tuple[core.ClosedJaxpr, list[int]]:
+    """Leaves out the slots that the program returns as it got them.
+
+    `nnx.remat` writes all variables of its function, whether these changed or not.
+    """
+    is_written = [not each for each in find_unchanged(program, changed)]
+    if all(is_written):
+        return program, changed
+
+    outvars = program.jaxpr.outvars
+    results = outvars[len(changed) :]
+    jaxpr = program.jaxpr.replace(
+        outvars=[*itertools.compress(outvars, is_written), *results]
+    )
+    written = list(itertools.compress(changed, is_written))
+    return core.ClosedJaxpr(jaxpr, program.consts), written
 
 
 @contextlib.contextmanager
@@ -313,7 +340,7 @@ def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
     for node in (node for walk in walks for node in walk.nodes.values()):
         for part in node.parts:
             for name, value in part.pairs:
-                if isinstance(value, kinds):
+                if issubclass(type(value), kinds):
                     path = part.kind.join(node.path, name)
                     found[path] = functools.partial(pickle.dumps, value)
     return found

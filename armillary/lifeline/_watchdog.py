@@ -1,0 +1,192 @@
+"""A process beside this one that ends it if its interpreter no longer runs.
+
+C code that keeps the interpreter's lock stops every thread of Python, the lifeline too.
+So the lifeline sends its limit through a pipe every second, and the watchdog counts for
+how long nothing has come. A timer in this process could not do that: its clock goes on
+while a scheduler, a container or a virtual machine has the process suspended, and it
+would end a job that was only paused.
+
+The watchdog runs this file as a program, without Armillary. It is no child of the
+process it watches, so that a program which waits for all its children does not wait for
+it.
+"""
+
+import contextlib
+import faulthandler
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+_TICK_SECONDS = 1.0
+_LATE_SECONDS = 3.0
+"""A tick that takes longer tells that the watchdog was suspended, and likely all."""
+_DUMP_SECONDS = 2.0
+# Signals of this kind have no other meaning; macOS has none, and shows no stacks.
+_DUMP_SIGNAL = getattr(signal, "SIGRTMAX", 1) - 1
+
+
+class Watchdog:
+    """The end of the pipe in the process that is watched."""
+
+    def __init__(self) -> None:
+        self._pipe: int | None = None
+        self._starting: int | None = None
+        self._lock = threading.Lock()
+
+    def set_limit(self, limit_seconds: float, who: str) -> None:
+        """Ends this process in so many seconds, unless this is called again.
+
+        Args:
+            limit_seconds: Seconds in which the process must be able to run, and in
+                which it is not suspended; infinite for no limit.
+            who: The name of the process in the message, such as `"process 0 of 2"`.
+        """
+        with self._lock:
+            self._reap()
+            if self._pipe is None and limit_seconds < math.inf and _is_python():
+                self._start()
+            if self._pipe is None:
+                return
+            # A watchdog that somebody has ended, or that cannot keep up, is left alone.
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(self._pipe, f"{limit_seconds} {who}\n".encode())
+
+    def let_go(self) -> None:
+        """Leaves the watchdog to the parent, in a process that was forked."""
+        if self._pipe is not None:
+            os.close(self._pipe)
+        self.__init__()
+
+    def _start(self) -> None:
+        if _DUMP_SIGNAL:
+            faulthandler.register(_DUMP_SIGNAL, file=2, all_threads=True)
+        read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        script = os.path.abspath(__file__)
+        command = [sys.executable, "-I", "-S", script, str(os.getpid())]
+        # A reader of the standard output waits for nobody else than this process.
+        actions = [
+            (os.POSIX_SPAWN_DUP2, read, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        ]
+        self._starting = os.posix_spawn(
+            sys.executable, command, os.environ, file_actions=actions
+        )
+        os.close(read)
+
+    def _reap(self) -> None:
+        """Forgets the process that has started the watchdog, once it has ended."""
+        if self._starting is None:
+            return
+        try:
+            ended, _ = os.waitpid(self._starting, os.WNOHANG)
+        except ChildProcessError:  # The program waits for all its children.
+            ended = self._starting
+        if ended:
+            self._starting = None
+
+
+def _is_python() -> bool:
+    # In a program that embeds Python, `sys.executable` may be that program.
+    return "py" in os.path.basename(sys.executable or "")
+
+
+class Idle:
+    """For how long a process could have run, and has not said anything."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.limit_seconds = math.inf
+        self.who = "a process"
+
+    def restart(self, lines: str) -> None:
+        """Counts from now on; the last line has the limit, and the process's name."""
+        limit, _, self.who = lines.splitlines()[-1].partition(" ")
+        self.limit_seconds = float(limit)
+        self.seconds = 0.0
+
+    def tick(self, seconds: float, *, is_stopped: bool) -> bool:
+        """Counts some more seconds; returns whether the limit is reached."""
+        was_suspended = seconds > _LATE_SECONDS
+        if not was_suspended and not is_stopped:
+            self.seconds += seconds
+        return self.seconds >= self.limit_seconds
+
+
+def read_state(pid: int) -> tuple[str, str]:
+    """Returns the state of a process, such as `"S"`, and when it was started.
+
+    Raises:
+        ProcessLookupError: If it has ended.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except FileNotFoundError:
+        pass
+    if os.path.isdir("/proc/self"):
+        raise ProcessLookupError(pid)
+    # Not above: macOS alone needs it, and it takes most of the time of the start.
+    import subprocess
+
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not found.stdout.strip():
+        raise ProcessLookupError(pid)
+    state, _, start = found.stdout.strip().partition(" ")
+    return state, start.strip()
+
+
+def _watch(pid: int) -> None:
+    idle = Idle()
+    _, started = read_state(pid)
+    last = time.monotonic()
+    while True:
+        ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
+        if ready:
+            # A whole number of lines, as each is written at once.
+            text = os.read(0, 1 << 16).decode()
+            if not text:
+                return  # The process has ended.
+            idle.restart(text)
+        state, start = read_state(pid)
+        if start != started:
+            return
+        now = time.monotonic()
+        if idle.tick(now - last, is_stopped=state[0] in "Tt"):
+            _end(pid, idle)
+            return
+        last = now
+
+
+def _end(pid: int, idle: Idle) -> None:
+    text = (
+        f"ERROR: {idle.who}: Timeout: it has run no Python for {idle.seconds:.0f} "
+        "seconds, so it is killed. C code that keeps the interpreter's lock is one "
+        "reason. The stacks of its threads:\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    if _DUMP_SIGNAL:
+        os.kill(pid, _DUMP_SIGNAL)
+        time.sleep(_DUMP_SECONDS)
+    os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Watches the process with the number that is the first argument."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # It ends with the other process.
+    if os.fork():
+        os._exit(0)
+    with contextlib.suppress(ProcessLookupError):
+        _watch(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

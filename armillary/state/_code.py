@@ -1,0 +1,164 @@
+"""The values that a user's code reads by name: globals and class attributes.
+
+A program that is traced has them as constants. So the functions that a step may call
+are read, without running any: the names that their code looks up in its module, in
+other modules of the user's and in classes, and what these names stand for. A class or a
+module has many names, and only those count that occur in this code.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from armillary._traceback import is_library
+from armillary.state._holders import (
+    FUNCTION_TYPES,
+    entries_of,
+    global_names,
+    is_opaque,
+)
+from armillary.state._slots import ABSENT, PLAIN
+
+
+class Place(NamedTuple):
+    """A name in a namespace, and what it stood for when the code was read."""
+
+    path: str
+    read: Callable[[], Any]
+    value: Any
+
+
+class Code:
+    """The places that functions may read, and functions that these may call.
+
+    `objects` are those that the functions work with: code reaches their classes.
+    """
+
+    def __init__(self, functions: Iterable[Any], objects: Iterable[Any]) -> None:
+        self.places: dict[tuple[int, str], Place] = {}
+        self._functions: set[int] = set()
+        self._names: set[str] = set()
+        # Classes and modules, in which the names are looked up that code mentions.
+        self._spaces: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
+        for function in functions:
+            self._add(function)
+        for value in objects:
+            self._add_classes(type(value))
+        num_names = -1
+        while num_names < len(self._names):
+            num_names = len(self._names)
+            for space in list(self._spaces.values()):
+                self._look_into(space)
+
+    def _add(self, value: Any) -> None:
+        """Follows what a name stands for."""
+        kind = type(value)
+        if issubclass(kind, type):
+            self._add_classes(value)
+        elif issubclass(kind, types.ModuleType):
+            if not is_library(value.__name__):
+                self._spaces.setdefault(id(value), value)
+        elif issubclass(kind, FUNCTION_TYPES):
+            self._add_function(value)
+        elif kind not in PLAIN:
+            self._add_classes(kind)
+
+    def _add_classes(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if not is_opaque(base):
+                self._spaces.setdefault(id(base), base)
+
+    def _add_function(self, function: Any) -> None:
+        if id(function) in self._functions:
+            return
+        self._functions.add(id(function))
+        entries = entries_of(function)
+        code = entries.pop("code", None)
+        if code is not None:
+            self._names |= names_in(code)
+            for name in global_names(function) & entries.keys():
+                self._add_place(function.__globals__, function.__globals__, name, name)
+            cells = function.__closure__ or ()
+            for name, cell in zip(code.co_freevars, cells, strict=True):
+                self._add_cell(name, cell)
+        for value in entries.values():
+            self._add(value)
+
+    def _look_into(self, space: Any) -> None:
+        """Follows the names of a class or module that code mentions."""
+        is_class = isinstance(space, type)
+        for name in self._names & vars(space).keys():
+            value = vars(space)[name]
+            called = _function_of(value)
+            if called is not None:
+                self._add_function(called)
+            elif not (is_class and hasattr(type(value), "__get__")):
+                path = f"{space.__name__}/{name}"
+                self._add_place(space, vars(space), name, path)
+                self._add(value)
+        for name in _SPECIAL & vars(space).keys() if is_class else ():
+            called = _function_of(vars(space)[name])
+            if called is not None:
+                self._add_function(called)
+
+    def _add_place(
+        self, owner: Any, names: Mapping[str, Any], name: str, path: str
+    ) -> None:
+        if (id(owner), name) not in self.places:
+            read = functools.partial(names.get, name, ABSENT)
+            self.places[id(owner), name] = Place(path, read, names[name])
+
+    def _add_cell(self, name: str, cell: types.CellType) -> None:
+        def read() -> Any:
+            try:
+                return cell.cell_contents
+            except ValueError:  # The name is not assigned.
+                return ABSENT
+
+        if (id(cell), name) not in self.places:
+            self.places[id(cell), name] = Place(name, read, read())
+
+    def values(self) -> Iterator[tuple[Any, str]]:
+        """Yields what the places hold that can change in itself, with its path."""
+        for place in self.places.values():
+            kind = type(place.value)
+            is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
+            if kind not in PLAIN and not is_code:
+                yield place.value, place.path
+
+
+# Python calls these without their names.
+_SPECIAL = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "post_init", "call", "getattr", "getitem", "enter", "exit", "iter"),
+        *("next", "len", "contains", "bool", "add", "radd", "sub", "rsub", "mul"),
+        *("rmul", "matmul", "rmatmul", "truediv", "rtruediv", "pow", "neg", "eq"),
+        *("lt", "gt", "le", "ge", "float", "int", "jax_array"),
+    )
+)
+
+
+def _function_of(value: Any) -> Callable[..., Any] | None:
+    """Returns the function that a name in a class or module calls, if it does."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, functools.cached_property):
+        return value.func
+    return value if isinstance(value, FUNCTION_TYPES) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the names that code looks up, also in calls of `getattr` with a text."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+        elif isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+    return frozenset(names)

@@ -1,0 +1,86 @@
+"""Which results of a program are its inputs, whatever calls and loops they pass."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from armillary._jaxpr import find_unchanged
+
+ROWS = jnp.ones((3, 2))
+FLAG = jnp.ones((), bool)
+
+
+def in_scan(change):
+    def body(carry, row):
+        return change(carry), row
+
+    return lambda a, rows: lax.scan(body, a, rows)
+
+
+def in_replicas(spec):
+    def program(a, rows):
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        fn = jax.shard_map(
+            lambda a, rows: (a, rows),
+            mesh=mesh,
+            in_specs=(P(), spec),
+            out_specs=(P(), spec),
+            check_vma=False,
+        )
+        return fn(a, rows)
+
+    return program
+
+
+@jax.custom_vjp
+def with_own_gradient(a, b):
+    return a, 2 * b
+
+
+with_own_gradient.defvjp(lambda a, b: (with_own_gradient(a, b), None), lambda _, g: g)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "expected"),
+    [
+        (lambda a, b: (a, b), (1.0, 2.0), [True, True]),
+        (lambda a, b: (b, a), (1.0, 2.0), [False, False]),
+        (lambda a, b: (a + 0, b), (1.0, 2.0), [False, True]),
+        (jax.jit(lambda a, b: (a, a * b)), (1.0, 2.0), [True, False]),
+        (jax.checkpoint(lambda a, b: (a, jnp.sin(b))), (1.0, 2.0), [True, False]),
+        (jax.checkpoint(jax.jit(lambda a, b: (b, a))), (1.0, 2.0), [False, False]),
+        (with_own_gradient, (1.0, 2.0), [True, False]),
+        (in_scan(lambda a: a), (1.0, ROWS), [True, True]),
+        (in_scan(lambda a: 2 * a), (1.0, ROWS), [False, True]),
+        # A constant of the loop comes out once for each of its steps.
+        (
+            lambda a, b: lax.scan(lambda c, _: (c, a), b, None, length=1)[::-1],
+            (jnp.ones(()), jnp.ones(())),
+            [False, True],
+        ),
+        # The carry changes places only in the second step.
+        (
+            lambda a, b: lax.fori_loop(0, 3, lambda _, ab: ab[::-1], (a, b)),
+            (1.0, 2.0),
+            [False, False],
+        ),
+        (
+            lambda a, b: lax.fori_loop(0, 3, lambda _, ab: ab, (a, b)),
+            (1.0, 2.0),
+            [1, 1],
+        ),
+        (
+            lambda a, b: lax.cond(FLAG, lambda: (a, b), lambda: (a, a)),
+            (1.0, 2.0),
+            [True, False],
+        ),
+        (in_replicas(P()), (1.0, ROWS), [True, True]),
+        (in_replicas(P("x")), (1.0, ROWS), [True, False]),
+    ],
+)
+def test_results_that_are_inputs_are_found(fn, arguments, expected):
+    program = jax.make_jaxpr(fn)(*map(jnp.asarray, arguments))
+
+    assert find_unchanged(program, [0, 1]) == expected
