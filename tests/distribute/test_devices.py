@@ -1,5 +1,10 @@
 """What single strategies are: their devices, names, arguments and resolvers."""
 
+import os
+import re
+import subprocess
+import sys
+import textwrap
 import threading
 
 import jax
@@ -9,7 +14,11 @@ import pytest
 
 import armillary
 from armillary import MirroredStrategy, OneDeviceStrategy, get_strategy
-from armillary.cluster import SimpleClusterResolver
+from armillary.cluster import (
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    TPUClusterResolver,
+)
 from armillary.distribute import DefaultStrategy
 from armillary.errors import ClusterError, DatasetStateError
 from armillary.state._lift import State
@@ -162,10 +171,79 @@ def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
     assert not hasattr(strategy, "no_such_name")
 
 
+@pytest.mark.parametrize("tpu", ["", "local", None])
+def test_on_one_machine_it_can_be_made_after_a_look_at_the_devices(tpu):
+    assert jax.devices()
+    resolver = TPUClusterResolver(tpu=tpu, environ={})
+    strategy = OnCPU(resolver)
+    assert repr(strategy) == "OnCPU(8 x cpu, 1 process)"
+    assert strategy.cluster_resolver is resolver
+    assert resolver.process_plan().is_chief
+
+
+# Before any device was used.
+FIRST = """
+    import jax
+    import armillary
+
+    class OnCPU(armillary.TPUStrategy):
+        _kind = "cpu"
+
+    strategy = OnCPU(armillary.cluster.TPUClusterResolver(tpu=""))
+    assert strategy.peers is None
+    assert not jax.distributed.is_initialized()
+    strategy.run(lambda: None)
+    print(strategy)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_on_one_machine_it_can_be_made_before_any_device_is_used():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FIRST)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"OnCPU\(\d+ x cpu, 1 process\)", done.stdout.strip())
+
+
+def make_tpu_of_two_workers():
+    workers = '"worker": ["127.0.0.1:1", "127.0.0.1:2"]'
+    config = f'{{"cluster": {{{workers}}}, "task": {{"type": "worker", "index": 1}}}}'
+    resolver = TFConfigClusterResolver(environ={"TF_CONFIG": config})
+    return armillary.TPUStrategy(resolver)
+
+
+def make_tpu_without_its_library():
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    try:
+        armillary.TPUStrategy()
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def make_tpu_by_name():
+    return armillary.TPUStrategy(TPUClusterResolver(tpu="grpc://10.0.0.2:8470"))
+
+
 @mistakes(
     {
         ClusterError: {
             "needs a TPU, but JAX found none .*rocm": OnNothing,
+            "needs a TPU, but JAX found none .*`JAX_PLATFORMS` allows cpu": (
+                lambda: armillary.TPUStrategy(TPUClusterResolver(tpu=""))
+            ),
+            # It does not wait for the other one.
+            "needs a TPU, but JAX found none .*cpu": make_tpu_of_two_workers,
+            "needs a TPU, but JAX found none .*`libtpu`": make_tpu_without_its_library,
+        },
+        ValueError: {
+            "`tpu` is 'grpc://10.0.0.2:8470', .* leave `tpu` out": make_tpu_by_name,
         },
         TypeError: {
             "`device_assignment` is 3, but `.*` has no such argument": (
