@@ -9,8 +9,10 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
+from flax import nnx
 
 import armillary
 from armillary import MirroredStrategy, OneDeviceStrategy, get_strategy
@@ -169,6 +171,62 @@ def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
     assert strategy.cluster_resolver is resolver
     assert repr(strategy) == "OnCPU(8 x cpu, 1 process)"
     assert not hasattr(strategy, "no_such_name")
+
+
+def devices_of(*arrays):
+    found = [device for array in arrays for device in array.devices()]
+    return [f"{device.platform}:{device.id}" for device in found]
+
+
+def test_what_is_made_in_the_scope_of_one_device_lies_there():
+    strategy = OneDeviceStrategy("cpu:2")
+    with strategy.scope():
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        key, array = jax.random.key(0), jnp.asarray(np.ones(3))
+        dense = keras.layers.Dense(2)
+        dense.build((None, 2))
+        step = armillary.create_global_step()
+        result = jax.jit(lambda x: x + 1)(array)
+    made = [model.kernel[...], key, array, dense.kernel.value, step[...], result]
+    assert devices_of(*made) == ["cpu:2"] * len(made)
+
+    # Nothing moves when a step uses it.
+    pointer = model.kernel[...].unsafe_buffer_pointer()
+    strategy.run(lambda: model(jnp.ones((1, 2))))
+    assert model.kernel[...].unsafe_buffer_pointer() == pointer
+
+
+def test_a_scope_places_arrays_until_it_ends_and_in_its_thread_alone():
+    seen = []
+    strategy = OneDeviceStrategy("cpu:3")
+
+    def make():
+        seen.extend(devices_of(jnp.ones(1)))
+
+    with strategy.scope():
+        with strategy.scope():
+            make()
+        make()
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+    make()
+    with pytest.raises(KeyError), strategy.scope():
+        raise KeyError
+    make()
+    assert [int(name[-1]) for name in seen] == [3, 3, 0, 0, 0]
+
+
+def test_a_strategy_that_was_set_places_arrays_until_another_one_is_set():
+    try:
+        for device in ("cpu:1", "cpu:2"):
+            armillary.distribute.set_strategy(OneDeviceStrategy(device))
+            assert devices_of(jnp.ones(1)) == [device]
+        armillary.distribute.set_strategy(MirroredStrategy(["cpu:4", "cpu:5"]))
+        assert devices_of(jnp.ones(1)) == ["cpu:0"]
+    finally:
+        armillary.distribute.set_strategy(None)
+    assert devices_of(jnp.ones(1)) == ["cpu:0"]
 
 
 @pytest.mark.parametrize("tpu", ["", "local", None])
