@@ -1,3 +1,4 @@
+import abc
 import argparse
 import collections
 import dataclasses
@@ -102,6 +103,38 @@ def test_a_module_is_found_in(wrap):
     module = linear()
     slots = find_slots(Holder(place=wrap(module)))
     assert {slot.key for slot in slots} == {id(module.kernel), id(module.bias)}
+
+
+class Abstract(abc.ABC):
+    def __init__(self) -> None:
+        self.weight = jnp.ones(1)
+
+
+def make_by_type() -> Any:
+    return type("Made", (Abstract,), {})()
+
+
+def make_by_new_class() -> Any:
+    return types.new_class("Made", (Abstract,))()
+
+
+def make_trainer() -> Any:
+    members = {"train_step": lambda self, iterator: None}
+    made = type("Made", (armillary.StandardTrainer,), members)
+    trainer: Any = made(armillary.data.from_arrays({"x": np.ones(4)}, batch_size=2))
+    trainer.weight = jnp.ones(1)
+    return trainer
+
+
+def make_record() -> Any:
+    return dataclasses.make_dataclass("Made", ["weight"])(jnp.ones(1))
+
+
+@pytest.mark.parametrize(
+    "make", [make_by_type, make_by_new_class, make_trainer, make_record]
+)
+def test_an_object_of_a_class_that_a_call_made_is_looked_into(make) -> None:
+    assert "weight" in find_paths(make())
 
 
 def test_a_pytree_attribute_is_one_slot_with_a_path_for_each_leaf():
