@@ -39,6 +39,7 @@ from armillary.controller._saving import (
 )
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.summary._summary_manager import SummaryManager
+from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 
@@ -193,6 +194,7 @@ class Controller:
             ValueError: If `steps` lies before the global step, or `epochs` cannot be
                 told, such as for data that repeats itself.
             GlobalStepError: If a loop did not advance the global step by its steps.
+            ThreadError: If another thread runs steps with the same state.
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._run.read_step(), epochs)
@@ -397,6 +399,7 @@ class Controller:
         run = self._run
         step = run.read_step()
         with (
+            claimed(self.trainer, "trains"),
             training_in(run.directory),
             run.goodput.run(step, lambda: run.stop.reason is None),
             self._display.on("train", step, target),

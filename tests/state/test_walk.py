@@ -109,18 +109,23 @@ class Abstract(abc.ABC):
     def __init__(self) -> None:
         self.weight = jnp.ones(1)
 
+    @abc.abstractmethod
+    def train_step(self, iterator: Any) -> None: ...
+
+
+MEMBERS = {"train_step": lambda self, iterator: None}
+
 
 def make_by_type() -> Any:
-    return type("Made", (Abstract,), {})()
+    return type("Made", (Abstract,), MEMBERS)()
 
 
 def make_by_new_class() -> Any:
-    return types.new_class("Made", (Abstract,))()
+    return types.new_class("Made", (Abstract,), {}, lambda body: body.update(MEMBERS))()
 
 
 def make_trainer() -> Any:
-    members = {"train_step": lambda self, iterator: None}
-    made = type("Made", (armillary.StandardTrainer,), members)
+    made = type("Made", (armillary.StandardTrainer,), MEMBERS)
     trainer: Any = made(armillary.data.from_arrays({"x": np.ones(4)}, batch_size=2))
     trainer.weight = jnp.ones(1)
     return trainer
