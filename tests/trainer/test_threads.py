@@ -176,7 +176,7 @@ def test_the_main_thread_gets_the_error_if_it_comes_second():
     first.start()
     assert has_begun.wait(SECONDS)
     try:
-        with pytest.raises(ThreadError, match="'MainThread' trains .* 'first' trains"):
+        with pytest.raises(ThreadError, match=r"'MainThread' trains .* 'first' trains"):
             trainer.train(1)
     finally:
         may_end.set()
