@@ -52,7 +52,7 @@ class TFRecordError(ArmillaryError, ValueError):
 
 
 class GlobalStepError(ArmillaryError, RuntimeError):
-    """The global step did not advance by the number of steps that were run."""
+    """The global step did not advance, or not by the number of steps that were run."""
 
 
 class NonFiniteError(ArmillaryError, FloatingPointError):
