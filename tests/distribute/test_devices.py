@@ -16,6 +16,7 @@ from flax import nnx
 
 import armillary
 from armillary import MirroredStrategy, OneDeviceStrategy, get_strategy
+from armillary.cluster import CommunicationImplementation as Implementation
 from armillary.cluster import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
@@ -285,6 +286,16 @@ def make_tpu_without_its_library():
         jax.config.update("jax_platforms", before)
 
 
+def make_worker(**options):
+    options = armillary.cluster.CommunicationOptions(**options)
+    return armillary.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def test_options_that_the_platform_can_follow_are_taken_in_a_single_process():
+    strategy = make_worker(implementation="RING", timeout_seconds=60)
+    assert strategy.num_replicas_in_sync == 8
+
+
 def make_tpu_by_name():
     return armillary.TPUStrategy(TPUClusterResolver(tpu="grpc://10.0.0.2:8470"))
 
@@ -301,9 +312,22 @@ def make_tpu_by_name():
             "needs a TPU, but JAX found none .*`libtpu`": make_tpu_without_its_library,
         },
         ValueError: {
+            # In a single process as well.
+            "`implementation` is 'NCCL', which XLA follows on gpu alone": (
+                lambda: make_worker(implementation="NCCL")
+            ),
+            "`bytes_per_pack` is 1024, which XLA follows on gpu alone": (
+                lambda: make_worker(bytes_per_pack=1024)
+            ),
             "`tpu` is 'grpc://10.0.0.2:8470', .* leave `tpu` out": make_tpu_by_name,
         },
         TypeError: {
+            "`cluster_resolver` is .*NCCL.*implementation=.NCCL": (
+                lambda: armillary.MultiWorkerMirroredStrategy(Implementation.NCCL)
+            ),
+            "`cluster_resolver` is 'ring'.*implementation=.RING": (
+                lambda: armillary.MultiWorkerMirroredStrategy("ring")
+            ),
             "`device_assignment` is 3, but `.*` has no such argument": (
                 lambda: OnCPU(device_assignment=3)
             ),

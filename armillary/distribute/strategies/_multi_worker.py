@@ -11,7 +11,11 @@ from jax.core import Tracer
 
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
-from armillary.cluster._join import CommunicationOptions, join_cluster
+from armillary.cluster._join import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    join_cluster,
+)
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
@@ -34,6 +38,7 @@ class JoinedStrategy(Strategy):
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,
     ) -> None:
+        _check_no_implementation(cluster_resolver)
         fix = "Use one of `armillary.cluster`, or leave it out."
         kind = ClusterResolver | None
         check_instance("cluster_resolver", cluster_resolver, kind, fix)
@@ -43,6 +48,8 @@ class JoinedStrategy(Strategy):
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
+        if self.peers is None and communication_options is not None:
+            communication_options.check(jax.default_backend())
         is_found_alone = self.peers is None and plan.num_processes is None
         if is_found_alone and isinstance(self._cluster_resolver, ScheduledResolver):
             self._cluster_resolver.hold_alone()
@@ -80,6 +87,18 @@ class JoinedStrategy(Strategy):
             return jax.tree.map(lambda _: local, leaf)
 
         return jax.tree.map(collect, value, is_leaf=is_per_replica)
+
+
+def _check_no_implementation(cluster_resolver: Any) -> None:
+    """Raises if the first argument is the one that old guides of TensorFlow have."""
+    choices = list(CommunicationImplementation)
+    if isinstance(cluster_resolver, str) and cluster_resolver.upper() in choices:
+        name = str(cluster_resolver).upper()
+        raise TypeError(
+            f"`cluster_resolver` is {cluster_resolver!r}, which says how values are "
+            "exchanged, and is an option. Write `communication_options="
+            f'armillary.cluster.CommunicationOptions(implementation="{name}")`.'
+        )
 
 
 def order_devices(devices: Any) -> list[Any]:
