@@ -38,6 +38,8 @@ ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
     "use_tpu_summary_optimization": "Leave it out: summaries come between loops.",
+    "recreate_iterator_for_each_eval": "Leave it out: every evaluation reads the data "
+    "from its beginning.",
     "StandardEvaluatorOptions.on_non_finite": _TRAINER_ONLY,
     "StandardEvaluatorOptions.check_replicas_every": _TRAINER_ONLY,
     "Controller.eval_steps": "Methods take it: `train_and_evaluate(eval_steps=...)`.",

@@ -87,7 +87,7 @@ class Strategy:
     home: Sharding | None = None
     """Where state lives between programs; `None` for where programs have it."""
 
-    default_device: jax.Device | None = None
+    default_device: Any = None
     """Where arrays lie that are made in the scope; `None` for JAX's own default."""
 
     # What devices are, inside `described`.

@@ -295,7 +295,7 @@ class Scope:
         self,
         strategy: "Strategy",
         replica_context: ReplicaContext | None = None,
-        device: jax.Device | None = None,
+        device: Any = None,
     ) -> None:
         self._frame = _Frame(strategy, replica_context)
         self._device = device
