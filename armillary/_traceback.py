@@ -38,6 +38,8 @@ ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
     "use_tpu_summary_optimization": "Leave it out: summaries come between loops.",
+    "recreate_iterator_for_each_eval": "Leave it out: every evaluation reads the data "
+    "from its beginning.",
     "StandardEvaluatorOptions.on_non_finite": _TRAINER_ONLY,
     "StandardEvaluatorOptions.check_replicas_every": _TRAINER_ONLY,
     "Controller.eval_steps": "Methods take it: `train_and_evaluate(eval_steps=...)`.",
@@ -64,6 +66,38 @@ ANSWERS = {
     "cross_device_ops": "Leave it out: XLA chooses how values are reduced.",
     "tpu_cluster_resolver": "It is called `resolver` here.",
     "experimental_device_assignment": "Leave it out: a replica here is one device.",
+}
+
+
+# Attributes that TensorFlow has, and what to write with Flax and Keras 3, by the name
+# of the class and the beginning of its module.
+_RENAMED_ATTRIBUTES = {
+    ("flax.", "Metric"): {
+        "reset_states": "`metric.reset()`",
+        "reset_state": "`metric.reset()`",
+        "result": "`metric.compute()`",
+        "update_state": "`metric.update(values=...)`",
+        "name": 'a name of your own, as in `{"loss": metric.compute()}`',
+    },
+    ("flax.", "Optimizer"): {
+        "iterations": "`optimizer.step`",
+        "apply_gradients": "`optimizer.update(model, gradients)`",
+        "apply": "`optimizer.update(model, gradients)`",
+        "minimize": "`nnx.value_and_grad`, and then `optimizer.update(model, "
+        "gradients)`",
+        "learning_rate": "the rate as an array of `optax.inject_hyperparams`, in "
+        "`optimizer.opt_state.hyperparams`",
+    },
+    ("keras.", "Metric"): {
+        "reset_states": "`metric.reset_state()`",
+        "reset": "`metric.reset_state()`",
+        "compute": "`metric.result()`",
+    },
+    ("keras.", "Optimizer"): {
+        "minimize": "`armillary.value_and_grad`, and then `optimizer.apply(gradients, "
+        "variables)`",
+        "step": "`optimizer.iterations`",
+    },
 }
 
 
@@ -124,6 +158,8 @@ def _leave(
     if isinstance(error, TypeError) and _answer(error, function, kwargs):
         error.__traceback__ = None  # The caller's line is yet to come.
         return
+    if isinstance(error, AttributeError):
+        _note_renamed(error)
     # A generator may be ended when Python has ended, and JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
@@ -157,6 +193,20 @@ def _answer(
         f"{answer or nearest}",
     )
     return True
+
+
+def _note_renamed(error: AttributeError) -> None:
+    """Adds what to write, if an attribute has another name in Flax or Keras 3."""
+    for kind in type(error.obj).__mro__:
+        for (module, name), attributes in _RENAMED_ATTRIBUTES.items():
+            is_of_class = kind.__name__ == name and kind.__module__.startswith(module)
+            if not is_of_class or error.name not in attributes:
+                continue
+            library = "Flax" if module == "flax." else "Keras 3"
+            note = f"With {library}, write {attributes[error.name]}."
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            return
 
 
 def _hide(error: BaseException) -> None:

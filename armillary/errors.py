@@ -31,6 +31,10 @@ class ReplicaContextError(ArmillaryError, RuntimeError):
     """A function was called in replica context that needs the other, or vice versa."""
 
 
+class ThreadError(ArmillaryError, RuntimeError):
+    """Two threads were about to run steps with the same state at the same time."""
+
+
 class BatchSizeError(ArmillaryError, ValueError):
     """A batch cannot be shared equally between replicas."""
 
@@ -48,7 +52,7 @@ class TFRecordError(ArmillaryError, ValueError):
 
 
 class GlobalStepError(ArmillaryError, RuntimeError):
-    """The global step did not advance by the number of steps that were run."""
+    """The global step did not advance, or not by the number of steps that were run."""
 
 
 class NonFiniteError(ArmillaryError, FloatingPointError):

@@ -7,7 +7,7 @@ folder with what BERT's own `create_finetuning_data.py` writes.
     python examples/bert_mrpc.py --data-dir ~/mrpc --vocabulary ~/bert/vocab.txt
 
 Without `--pretrained` the model begins at random, and so few pairs teach it little. Add
-`--preset base --pretrained ~/bert/model.safetensors` for the tutorial.
+`--preset base --pretrained ~/bert/bert_model.ckpt` for the tutorial.
 """
 
 import argparse
@@ -201,7 +201,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=Path, help="vocab.txt, for --data-dir")
     parser.add_argument("--max-length", type=positive_int, default=128, help="tokens")
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--pretrained", type=Path, help="a file of safetensors")
+    parser.add_argument(
+        "--pretrained",
+        type=Path,
+        help="a file *.safetensors, or a checkpoint of TensorFlow",
+    )
     parser.add_argument("--run-dir", type=Path, default=Path("runs/bert_mrpc"))
     parser.add_argument("--epochs", type=positive_int, default=3)
     parser.add_argument("--batch-size", type=positive_int, default=32)

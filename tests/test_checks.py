@@ -16,7 +16,11 @@ OLD = {
         "use_tf_while_loop",
         "use_tpu_summary_optimization",
     ],
-    armillary.StandardEvaluatorOptions: ["on_non_finite", "check_replicas_every"],
+    armillary.StandardEvaluatorOptions: [
+        "on_non_finite",
+        "check_replicas_every",
+        "recreate_iterator_for_each_eval",
+    ],
     armillary.data.InputOptions: [
         "experimental_fetch_to_device",
         "experimental_per_replica_buffer_size",

@@ -1,5 +1,6 @@
 """Tracebacks show the user's lines, and not those of the library."""
 
+import re
 import subprocess
 import sys
 import traceback
@@ -7,7 +8,9 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -134,3 +137,53 @@ def test_an_error_from_within_the_library_says_where_its_frames_are():
         "Armillary has left its own frames out. Set JAX_TRACEBACK_FILTERING=off to see "
         "them."
     ]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "note"),
+    [
+        (lambda trainer: trainer.loss.reset_states(), r"write `metric.reset\(\)`"),
+        (lambda trainer: trainer.loss.result(), r"write `metric.compute\(\)`"),
+        (lambda trainer: {trainer.loss.name: 0.0}, "write a name of your own"),
+        (lambda trainer: trainer.optimizer.iterations, "write `optimizer.step`"),
+        (
+            lambda trainer: trainer.optimizer.apply_gradients([]),
+            r"write `optimizer.update\(model, gradients\)`",
+        ),
+        (lambda trainer: trainer.mean.reset_states(), r"Keras 3, write .*reset_state"),
+        (lambda trainer: trainer.sgd.minimize, r"optimizer.apply\(gradients, "),
+    ],
+)
+@pytest.mark.parametrize("hook", ["train_loop_begin", "train_step", "train_loop_end"])
+def test_names_of_tensorflow_get_a_note_that_says_what_to_write(mistake, note, hook):
+    class Old(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__([np.ones((4, 3), np.float32)] * 2)
+            self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+            self.loss, self.mean = nnx.metrics.Average(), keras.metrics.Mean()
+            self.sgd = keras.optimizers.SGD()
+
+        def train_step(self, iterator):
+            next(iterator)
+
+    setattr(Old, hook, lambda self, *_: mistake(self) and None)
+    controller = armillary.Controller(
+        trainer=(trainer := Old()),
+        global_step=armillary.create_global_step(),
+        steps_per_loop=1,
+    )
+    for train in (controller.train, trainer.train):
+        with pytest.raises(AttributeError) as caught:
+            train(1)
+        notes = "\n".join(caught.value.__notes__)
+        assert len(re.findall(note, notes)) == 1
+
+
+def test_an_attribute_that_nobody_knows_gets_no_such_note():
+    def step(x):
+        return nnx.metrics.Average().no_such_name
+
+    with pytest.raises(AttributeError) as caught:
+        make_controller(1, step).train(1)
+    assert "write" not in "".join(caught.value.__notes__)

@@ -50,6 +50,8 @@ _REACH = (
     "Processes must reach each other on all ports: open them between these machines "
     "(firewall, network policy), look at its output, and start all processes again."
 )
+# JAX's error if it was told nothing and has detected no job around this process.
+_NO_JOB = "coordinator_address should be defined"
 _TIMEOUT_SECONDS = 1800.0
 """How long XLA waits on CPUs, where nothing else is said."""
 
@@ -107,6 +109,14 @@ class CommunicationOptions:
         implementation = CommunicationImplementation(self.implementation)
         # The dataclass is frozen, and the field must hold one type.
         object.__setattr__(self, "implementation", implementation)
+
+    def check(self, platform: str) -> None:
+        """Raises if XLA cannot follow these options on a platform.
+
+        Raises:
+            ValueError: If an option has no meaning there.
+        """
+        self._find_flags(platform)
 
     def _find_flags(self, platform: str) -> dict[str, str]:
         """Returns the flags by which XLA follows these options, and their values."""
@@ -185,7 +195,11 @@ def join_cluster(
         return _joined.peers
     if not jax.distributed.is_initialized():
         _apply(options)
-        if xla_bridge.backends_are_initialized():
+        is_late = xla_bridge.backends_are_initialized()
+        is_left_to_jax = plan.num_processes is None
+        if is_late and is_left_to_jax and jax.process_count() == 1:
+            return None  # JAX has its devices, and they are those of one machine.
+        if is_late:
             raise ClusterError(
                 "The strategy was made after JAX's devices had been used, but "
                 "processes must join before. Make the strategy first, ahead of every "
@@ -196,7 +210,10 @@ def join_cluster(
         alone = get_lifeline()
         with alone.watching(seconds + _MORE_SECONDS, lambda: Place(JOIN)):
             _meet(arguments, seconds)
-            _initialize(arguments)
+            has_joined = _initialize(arguments)
+        if not has_joined:
+            tell("joined")
+            return None
     elif options != CommunicationOptions():
         raise ClusterError(
             f"`communication_options` is {options}, but this program called "
@@ -283,13 +300,21 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
         raise PeerError(text)
 
 
-def _initialize(arguments: Mapping[str, Any]) -> None:
+def _initialize(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether there is a job to join; JAX looks for it without arguments."""
     # JAX's own preemption service swallows SIGTERM, even if nobody uses it.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(**arguments)
+    try:
+        jax.distributed.initialize(**arguments)
+    except ValueError as error:
+        if arguments or _NO_JOB not in str(error):
+            raise
+        return False
+
     # If all are on this machine.
     if "coordinator_bind_address" in arguments and _uses_gloo():
         keep_gloo_on(split_address(arguments["coordinator_address"])[0])
+    return True
 
 
 def _uses_gloo() -> bool:

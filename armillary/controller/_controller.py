@@ -29,6 +29,7 @@ from armillary.controller._run import (
     check_arguments,
     check_target,
     finishing,
+    is_reached,
     require,
 )
 from armillary.controller._saving import (
@@ -40,6 +41,7 @@ from armillary.controller._saving import (
 )
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.summary._summary_manager import SummaryManager
+from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 
@@ -197,9 +199,12 @@ class Controller:
             ValueError: If `steps` lies before the global step, or `epochs` cannot be
                 told, such as for data that repeats itself.
             GlobalStepError: If a loop did not advance the global step by its steps.
+            ThreadError: If another thread runs steps with the same state.
         """
         require(self, "trainer", for_method="train")
-        check_target("steps", steps, self._run.read_step(), epochs)
+        may_be_past = self._loops.may_pass_target()
+        step = self._run.read_step()
+        check_target("steps", steps, step, epochs, may_be_past=may_be_past)
         name = "checkpoint_at_completion"
         check_one_of(name, checkpoint_at_completion, (True, False))
         self._saving.expect_evaluation(None)
@@ -207,7 +212,8 @@ class Controller:
             goes_on = self._loops.begin_epoch(epochs)
             while goes_on:
                 goes_on = self._loops.train_until(steps, epochs)
-                goes_on = goes_on and self._run.read_step() != steps
+                is_done = is_reached(self._run.read_step(), steps)
+                goes_on = goes_on and not is_done
             if checkpoint_at_completion or self._run.stop.is_agreed():
                 self._saving.finish()
         return self._run.take_history()
@@ -260,7 +266,9 @@ class Controller:
             has the scalars of all loops and evaluations of this call.
         """
         require(self, "trainer", "evaluator", for_method="train_and_evaluate")
-        check_target("train_steps", train_steps, self._run.read_step(), epochs)
+        may_be_past = self._loops.may_pass_target()
+        step = self._run.read_step()
+        check_target("train_steps", train_steps, step, epochs, may_be_past=may_be_past)
         check_num_steps("eval_steps", eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
@@ -275,7 +283,7 @@ class Controller:
                     self._saving.expect_evaluation(target)
                     goes_on = self._loops.train_until(target, epochs)
                 is_left, step = False, self._run.read_step()
-                goes_on = goes_on and step != train_steps
+                goes_on = goes_on and not is_reached(step, train_steps)
                 if step != self._saving.evaluated:
                     with self._saving.evaluation(is_last=not goes_on):
                         actions = self._saving.take(self.eval_actions)
@@ -401,6 +409,7 @@ class Controller:
         run = self._run
         step = run.read_step()
         with (
+            claimed(self.trainer, "trains"),
             training_in(run.directory),
             run.goodput.run(step, lambda: run.stop.reason is None),
             self._display.on("train", step, target),

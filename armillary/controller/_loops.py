@@ -29,12 +29,13 @@ from armillary.controller._outputs import (
     format_output,
     log_line,
 )
-from armillary.controller._run import Run, Stragglers
+from armillary.controller._run import Run, Stragglers, is_reached
 from armillary.controller._saving import Saving
 from armillary.errors import GlobalStepError
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._lifeline import waiting
 from armillary.trainer._contract import PendingLoops
+from armillary.trainer._standard_trainer import StandardTrainer
 
 # How long the device runs loops that are started together. As long as nobody minds
 # that a log line or a request to stop waits.
@@ -61,6 +62,10 @@ class Loops:
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
         self._last_end, self._seconds_per_loop = 0.0, float("inf")
         self._epoch = ""  # Which begins, to be told.
+        # Whether `train(n)` advances the global step by `n`; `None` until a loop shows.
+        method = getattr(type(run.trainer), "train", None)
+        is_standard = method is StandardTrainer.train
+        self._counts_steps: bool | None = True if is_standard else None
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
@@ -86,8 +91,8 @@ class Loops:
         if self._epoch:  # Here, after the evaluation of the last one.
             log_line("train", step, self._epoch)
             self._epoch = ""
-        if step == target:
-            log_line("train", step, f"already at step {target}, nothing to train.")
+        if is_reached(step, target):
+            log_line("train", step, f"already at step {step}, nothing to train.")
         else:
             self._display.log_start()
             data = getattr(self._run.trainer, "train_dataset", None)
@@ -97,14 +102,13 @@ class Loops:
             log_line("train", step, f"training until {end}...")
             with self._run.scope():
                 self._run.trainer.prepare(self.num_steps_at(step))
-        while step != target and not stop.is_agreed():
+        while not (is_reached(step, target) or stop.is_agreed()):
             self._stragglers.look(step)
             num_steps = self.num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
             num_loops = self._num_loops_at(step, num_steps, target)
-            reached = self._start(step, num_steps, num_loops)
-            has_ended = reached == step or (reached - step) % num_steps != 0
+            reached, has_ended = self._start(step, num_steps, num_loops)
             if reached > step and self._saving.is_due(reached):
                 self.report()
                 self._saving.save()
@@ -119,6 +123,10 @@ class Loops:
             step = reached
         self._finish()
         return not stop.is_agreed()
+
+    def may_pass_target(self) -> bool:
+        """Returns whether the trainer may train past the step it is to reach."""
+        return self._counts_steps is not True
 
     def num_steps_at(self, step: int) -> int:
         """Returns how many steps the loop has that begins at a step."""
@@ -142,8 +150,12 @@ class Loops:
                 return count
         return most
 
-    def _start(self, step: int, num_steps: int, num_loops: int) -> int:
-        """Starts one to `num_loops` loops; returns the global step that they reach."""
+    def _start(self, step: int, num_steps: int, num_loops: int) -> tuple[int, bool]:
+        """Starts one to `num_loops` loops.
+
+        Returns:
+            The global step that they reach, and whether the data ends there.
+        """
         goodput = self._run.goodput
         with goodput.phase(Category.STEPPING):
             start, compiled = time.perf_counter(), goodput.compile_seconds
@@ -164,7 +176,8 @@ class Loops:
             # loop if actions need its output.
             is_first = self._last_end == 0 or self._run.train_actions
             self.report(but=0 if is_first or not started.may_overlap else 1)
-        return loops.reached
+        # A trainer written by hand says how far only with the global step.
+        return loops.reached, loops.has_ended
 
     def report(self, but: int = 0) -> None:
         """Reports all but the last `but` of the loops that were not; waits for them."""
@@ -246,6 +259,8 @@ class Loops:
             self._pending.clear()  # What was started after it has no effect.
             raise
         reached = outputs[-1][1]
+        if loops.is_counted_by_trainer:
+            self._note_advance(loops, reached - loops.step, len(outputs))
         self._seconds_per_loop = seconds / len(outputs)
         self._run.goodput.mark("loop", reached)
         speed = (reached - loops.step) / seconds
@@ -253,6 +268,22 @@ class Loops:
         self._outputs.extend((*each, speed) for each in outputs if each[1] > each[0])
         # Not before: Ctrl-C leaves it to be reported.
         self._pending.popleft()
+
+    def _note_advance(
+        self, loops: "StartedLoops", advance: int, num_loops: int
+    ) -> None:
+        """Warns once of a trainer whose `train(n)` is not `n` steps."""
+        is_exact = advance == loops.num_asked * num_loops
+        if not is_exact and self._counts_steps is not False:
+            trainer = type(self._run.trainer).__name__
+            logger.warning(
+                f"`{trainer}.train({loops.num_asked})` advances the global step by "
+                f"{advance}. `steps_per_loop` is in units of `{trainer}.train` then, "
+                "while all other numbers of steps count the global step, and training "
+                "and evaluations may begin up to a loop later than asked. If a loop "
+                "ended because of its data, set `self.data_exhausted = True`."
+            )
+        self._counts_steps = is_exact
 
     def _finish(self) -> None:
         self.report()
@@ -286,10 +317,28 @@ class StartedLoops:
             return fetched, read_step(), time.perf_counter()
 
         self.outcome = executor.submit(wait)
+        self._trainer = type(run.trainer).__name__
         if started.num_steps is not None:
             self.reached = step + started.num_steps
         else:
             self.reached = read_step() if self._data_ended else step + num_steps
+
+    @property
+    def is_counted_by_trainer(self) -> bool:
+        """Whether the global step alone says how many steps the trainer has run."""
+        return self._started.num_steps is None and not self._data_ended
+
+    @property
+    def num_asked(self) -> int:
+        return self._num_steps
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the data ends where these loops do."""
+        num_run = self._started.num_steps
+        if num_run is None:
+            return self._data_ended
+        return num_run == 0 or num_run % self._num_steps != 0
 
     def fetch(
         self, last_end: float
@@ -297,14 +346,27 @@ class StartedLoops:
         """Waits for the loops; returns steps and outputs, seconds, and their end."""
         outputs, reached, end = self.outcome.result()
         self._started.check(self.step)
-        self._check_step(reached, self._num_steps * len(outputs))
-        steps = [self.step + n * self._num_steps for n in range(len(outputs))]
-        pairs = zip(steps, [*steps[1:], reached], outputs, strict=True)
+        count = len(outputs)
+        self._check_step(reached, self._num_steps * count)
+
+        if self._started.num_steps is not None:
+            ends = [self.step + n * self._num_steps for n in range(1, count)]
+        else:
+            advance = reached - self.step
+            ends = [self.step + n * advance // count for n in range(1, count)]
+        ends.append(reached)
+        starts = [self.step, *ends[:-1]]
+        self.reached = reached
+
+        pairs = zip(starts, ends, outputs, strict=True)
         return list(pairs), end - max(self._start, last_end), end
 
     def _check_step(self, reached: int, num_asked: int) -> None:
         """Raises if the global step is not where the steps that ran have taken it."""
         num_run = self._started.num_steps
+        if num_run is None and not self._started.may_overlap:
+            self._check_advance(reached, num_asked)
+            return
         if num_run is None:
             num_run = num_asked
             if self._data_ended:
@@ -318,4 +380,17 @@ class StartedLoops:
                 "as `global_step=optimizer.step`, or count steps by "
                 "`armillary.create_global_step()` if a step makes several updates; a "
                 "trainer whose data ended early sets `self.data_exhausted = True`."
+            )
+
+    def _check_advance(self, reached: int, num_asked: int) -> None:
+        """Raises if a trainer that decides what a step is leaves the global step."""
+        has_advanced = reached > self.step
+        may_stay = reached == self.step and self._data_ended
+        if not (has_advanced or may_stay):
+            raise GlobalStepError(
+                f"`{self._trainer}.train({num_asked})` took `global_step` from "
+                f"{self.step} to {reached}, but every call must advance it, as "
+                "training would never end otherwise. Pass what the trainer advances "
+                "as `global_step`, such as `optimizer.step`; a trainer whose data "
+                "ended sets `self.data_exhausted = True`."
             )

@@ -119,12 +119,23 @@ def require(controller: Any, *attributes: str, for_method: str) -> None:
             )
 
 
-def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:
-    """Raises if training cannot go on from global step `step` up to `steps`."""
+def is_reached(step: int, target: int) -> bool:
+    """Returns whether a global step is at a target or past it; -1 is no target."""
+    return target != -1 and step >= target
+
+
+def check_target(
+    name: str, steps: Any, step: int, epochs: Any, *, may_be_past: bool
+) -> None:
+    """Raises if training cannot go on from global step `step` up to `steps`.
+
+    `may_be_past` says that the trainer ends its loops where it likes, so that the last
+    one may have gone past `steps`.
+    """
     check_num_steps(name, steps)
     if epochs is not None:
         check_positive_int("epochs", epochs)
-    if steps != -1 and steps < step:
+    if steps != -1 and steps < step and not may_be_past:
         raise ValueError(
             f"`{name}` is {steps}, but the global step is already {step}, and "
             f"`{name}` is the step to train up to. Use `{name}={step}` or more."

@@ -35,7 +35,7 @@ from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
-from armillary.controller._run import Run
+from armillary.controller._run import Run, is_reached
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import is_divided, is_key
@@ -194,7 +194,7 @@ class Saving:
         step = self._run.read_step()
         if self._expected is None or step == self.evaluated:
             return False
-        return step == self._expected or self._run.trainer.data_exhausted
+        return is_reached(step, self._expected) or self._run.trainer.data_exhausted
 
     def take(self, actions: Sequence[Action]) -> Iterator[Action]:
         """Yields the actions that lack the output of this evaluation, and counts them.

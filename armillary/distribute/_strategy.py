@@ -87,6 +87,9 @@ class Strategy:
     home: Sharding | None = None
     """Where state lives between programs; `None` for where programs have it."""
 
+    default_device: Any = None
+    """Where arrays lie that are made in the scope; `None` for JAX's own default."""
+
     # What devices are, inside `described`.
     _described_platform: str | None = None
 
@@ -185,7 +188,8 @@ class Strategy:
 
         Code under it is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
-        strategy's devices when a step first uses them.
+        strategy's devices when a step first uses them. A `OneDeviceStrategy` places
+        the arrays that are made inside on its device immediately.
 
         Raises:
             ReplicaContextError: If called inside `run`, or inside another strategy's
@@ -194,7 +198,7 @@ class Strategy:
         follow_keras()
         instead = "enter the scope around `run`"
         require_cross_replica_context("strategy.scope", instead, self)
-        return Scope(self)
+        return Scope(self, device=self.default_device)
 
     @hides_frames
     def run(

@@ -10,6 +10,7 @@ import dataclasses
 import dis
 import functools
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,8 @@ _TRANSPARENT = {
 }
 # Descriptions of modules: constants with thousands of parts.
 _CONSTANT = {"flax.nnx.graph.GraphDef", "flax.nnx.graphlib.GraphDef"}
+# Modules that make classes when they are called.
+_MAKERS = ("abc", "types")
 COMPILED_FUNCTION = type(jax.jit(lambda: None))
 FUNCTION_TYPES = (
     types.FunctionType,
@@ -152,7 +155,17 @@ def is_opaque(kind: type) -> bool:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _TRANSPARENT or name.startswith(("flax.", "equinox.")):
         return name in _CONSTANT
-    return is_library(kind.__module__)
+    return is_library(kind.__module__) and not _is_made_by_call(kind)
+
+
+def _is_made_by_call(kind: type) -> bool:
+    """Returns whether a call made a class, such as `type("Sweep", (Trainer,), {})`.
+
+    Python then names the module of the caller, which is `abc` for a class with an
+    abstract base, and `types` for a dataclass.
+    """
+    module = kind.__module__
+    return module in _MAKERS and not hasattr(sys.modules[module], kind.__qualname__)
 
 
 def part_of(source: Any, kind: Kind) -> Part:

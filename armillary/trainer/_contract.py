@@ -68,6 +68,10 @@ class AbstractTrainer(abc.ABC):
     def train(self, num_steps: int) -> Output:
         """Runs `num_steps` training steps and advances the global step by as many.
 
+        As in Orbit, a trainer may give `num_steps` another meaning, such as epochs.
+        Then `steps_per_loop` of the controller counts these, and all other numbers of
+        steps count the global step. The controller logs a warning once.
+
         Args:
             num_steps: Steps to run, at least 1.
 

@@ -22,6 +22,7 @@ from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Function
 from armillary.distribute.replica._context import get_strategy
+from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractEvaluator
 from armillary.trainer._loop import find_loop
 from armillary.trainer._runner import (
@@ -144,10 +145,11 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             ValueError: If `num_steps` is neither positive nor -1, or -1 where the
                 dataset repeats its data for ever, or the dataset belongs to another
                 strategy.
+            ThreadError: If another thread runs steps with the same state.
         """
         check_num_steps("num_steps", num_steps)
         run = self._get_eval()
-        with self._in_strategy() as strategy:
+        with claimed(self, "evaluates"), self._in_strategy() as strategy:
             state = self.eval_begin()
             last, keeps = run.loop, state is not None
             method = self._get_method(run, strategy, "eval_step", keep_results=keeps)

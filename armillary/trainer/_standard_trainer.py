@@ -18,6 +18,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import DatasetStateError, OutOfRangeError
 from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import BEGIN, END
@@ -122,6 +123,7 @@ class StandardTrainer(Runner, AbstractTrainer):
             RetraceError: If batches change their shape.
             NonFiniteError: If a step left values that are not finite, and
                 `on_non_finite` is `"raise"`.
+            ThreadError: If another thread runs steps with the same state.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
         started = self._start(num_steps, 1)
@@ -227,7 +229,7 @@ class StandardTrainer(Runner, AbstractTrainer):
     def _start(self, num_steps: int, num_loops: int) -> "StartedLoops":
         check_positive_int("num_steps", num_steps)
         run = self._get_train()
-        with self._in_strategy() as strategy:
+        with claimed(self, "trains"), self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
                 return self._start_asynchronously(run, strategy, num_steps)
             loop = self._find_loop(strategy)

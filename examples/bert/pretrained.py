@@ -1,7 +1,9 @@
 """Puts a pretrained BERT into the model of `bert.model`.
 
-Files of safetensors are read, with the names of Hugging Face. Here every array has the
-name that google-research/bert gave it, such as
+Three kinds of files are read: safetensors with the names of Hugging Face, and
+checkpoints of TensorFlow, either with the names of google-research/bert or with the
+objects of the TensorFlow Model Garden. Here every array has the name that
+google-research/bert gave it, without `bert/`, such as
 `encoder/layer_0/attention/self/query/kernel`. A kernel has the shape
 `(inputs, outputs)`.
 """
@@ -17,11 +19,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from bert.model import PRESETS, BertClassifier
+from bert.tensor_bundle import read_tensor_bundle
 
 # What the file may lack: training begins with its own.
 HEADS = ("pooler/", "classifier/")
-# What the file may have beside what the model has: the positions from 0 to 511.
-IGNORED = "/position_ids"
+# Arrays that the model does not need: statistics of an optimizer, and the positions
+# from 0 to 511.
+IGNORED = ("/adam_m", "/adam_v", "/position_ids")
 
 # Of the modules of the model.
 NAMES = {
@@ -41,12 +45,32 @@ NAMES = {
     "classifier": "classifier",
 }
 
+# Of a checkpoint of the TensorFlow Model Garden.
+LAYER = re.compile(
+    r"(\w+/)*layer_with_weights-(?P<number>\d+)/(?P<path>[\w/]+)"
+    r"/\.ATTRIBUTES/VARIABLE_VALUE"
+)
+EMBEDDINGS = [NAMES["words"], NAMES["positions"], NAMES["types"]]
+# The objects in a layer of the encoder.
+OBJECTS = {
+    "_attention_layer/_query_dense": "attention/self/query",
+    "_attention_layer/_key_dense": "attention/self/key",
+    "_attention_layer/_value_dense": "attention/self/value",
+    "_attention_layer/_output_dense": "attention/output/dense",
+    "_attention_output_dense": "attention/output/dense",
+    "_attention_layer_norm": "attention/output/LayerNorm",
+    "_intermediate_dense": "intermediate/dense",
+    "_output_dense": "output/dense",
+    "_output_layer_norm": "output/LayerNorm",
+}
+
 
 def load_pretrained(path: Path, model: BertClassifier) -> str:
     """Puts the arrays of a file into a model; nothing changes if they do not fit.
 
     Args:
-        path: A file of safetensors, or a folder with one.
+        path: A file of safetensors, a checkpoint of TensorFlow (such as
+            `bert_model.ckpt`, which is several files), or a folder with one of either.
         model: Its embeddings and encoder must have the arrays of the file, all of them
             and no others. Its pooler and classifier may have more than the file.
 
@@ -98,18 +122,101 @@ def load_pretrained(path: Path, model: BertClassifier) -> str:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file by name."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if len(files) != 1 or not files[0].is_file() or files[0].suffix != ".safetensors":
-        raise FileNotFoundError(
-            f"{path} is no file *.safetensors, and no folder with one such file. "
-            "Hugging Face has one of each BERT: `model.safetensors`."
-        )
+    """Returns the arrays of a file by name, for each kind of file."""
+    file = find_file(path)
+    if file.suffix == ".index":
+        return from_tensorflow(read_tensor_bundle(file.with_suffix("")))
     try:
-        tensors = load_file(files[0])
+        tensors = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}. Download it again.") from error
     return dict(from_hugging_face(name, array) for name, array in tensors.items())
+
+
+def find_file(path: Path) -> Path:
+    """Returns the file of safetensors, or the index of a checkpoint of TensorFlow."""
+    if path.is_dir():
+        candidates = [*path.glob("*.safetensors"), *path.glob("*.index")]
+    else:
+        candidates = [path, Path(f"{path}.index")]
+
+    kinds = (".safetensors", ".index")
+    files = [file for file in candidates if file.suffix in kinds and file.is_file()]
+    if len(files) != 1:
+        raise FileNotFoundError(
+            f"{path} is neither a file *.safetensors, nor a checkpoint of TensorFlow, "
+            f"nor a folder with one of them: {len(files)} files fit. A checkpoint "
+            "consists of `bert_model.ckpt.index` and `bert_model.ckpt.data-...`, and "
+            "its path is `bert_model.ckpt`."
+        )
+    return files[0]
+
+
+def from_tensorflow(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a checkpoint by the names of google-research/bert."""
+    if any("layer_with_weights-" in name for name in tensors):
+        return from_objects(tensors)
+
+    arrays = {}
+    for name, array in tensors.items():
+        if name == "output_weights":
+            arrays["classifier/kernel"] = array.T
+        elif name == "output_bias":
+            arrays["classifier/bias"] = array
+        else:
+            arrays[name.removeprefix("bert/")] = array
+    return arrays
+
+
+def from_objects(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a checkpoint that the Model Garden wrote, an encoder.
+
+    Its names are paths of objects, such as
+    `model/layer_with_weights-4/_attention_layer/_query_dense/kernel`. The layers are
+    numbered: three embeddings, a layer norm, the layers of the encoder, and the pooler.
+    """
+    layers: dict[int, dict[str, np.ndarray]] = {}
+    arrays = {}
+    for name, array in tensors.items():
+        match = LAYER.fullmatch(name)
+        if match is None:
+            arrays[name] = array
+        else:
+            layers.setdefault(int(match["number"]), {})[match["path"]] = array
+
+    embeddings = iter(EMBEDDINGS)
+    num_encoder_layers = 0
+    for _, layer in sorted(layers.items()):
+        if "embeddings" in layer:
+            module = {"embeddings": next(embeddings, "embeddings/unknown")}
+        elif "gamma" in layer:
+            module = {leaf: f"embeddings/LayerNorm/{leaf}" for leaf in layer}
+        elif "kernel" in layer:
+            module = {leaf: f"pooler/dense/{leaf}" for leaf in layer}
+        else:
+            prefix = f"encoder/layer_{num_encoder_layers}"
+            module = {path: f"{prefix}/{rename_in_layer(path)}" for path in layer}
+            num_encoder_layers += 1
+        for path, name in module.items():
+            arrays[name] = without_heads(name, layer[path])
+    return arrays
+
+
+def rename_in_layer(path: str) -> str:
+    """Returns the name of an array in a layer of the encoder, from that of objects."""
+    module, _, leaf = path.rpartition("/")
+    return f"{OBJECTS.get(module, module)}/{leaf}"
+
+
+def without_heads(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns an array of attention with its heads side by side in one axis."""
+    if "/attention/self/" in name and name.endswith("/kernel"):
+        return array.reshape(array.shape[0], -1)
+    if "/attention/self/" in name:
+        return array.reshape(-1)
+    if name.endswith("/attention/output/dense/kernel"):
+        return array.reshape(-1, array.shape[-1])
+    return array
 
 
 def from_hugging_face(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:

@@ -435,3 +435,30 @@ def test_a_run_that_goes_back_runs_its_periodic_actions_again(tmp_path):
     controller.restore_checkpoint(tmp_path / "checkpoint_2")
     controller.train(8)
     assert steps == [4, 8, 4, 8]
+
+
+def test_a_run_of_whole_epochs_saves_and_resumes_where_they_end(tmp_path):
+    class Epochs(Run):
+        def train(self, num_steps):
+            return super().train(7 * num_steps)
+
+    def start(run):
+        return make_controller(run, tmp_path, {"checkpoint_interval": 10})
+
+    controller = start(Epochs(fail_at=25))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        controller.train_and_evaluate(train_steps=40, eval_interval=20)
+
+    # Loops of two epochs end at 14, 28 and 42; the first save is due immediately.
+    assert controller.trainer.evaluated == []
+    run = Epochs()
+    controller = start(run)
+    assert int(run.step.get_value()) == 14
+    controller.train_and_evaluate(train_steps=40, eval_interval=20)
+    assert run.evaluated == [28, 42]
+    assert int(run.total.get_value()) == sum(range(43))
+
+    run = Epochs()
+    output = start(run).train_and_evaluate(train_steps=40, eval_interval=20)
+    assert run.evaluated == [42]
+    assert output == {"total": sum(range(43))}

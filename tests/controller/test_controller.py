@@ -98,21 +98,55 @@ def test_the_end_of_the_data_ends_training_and_says_what_to_do(caplog):
     assert trainer.step.get_value() == 12
 
 
-@pytest.mark.parametrize("advance", [3, 5, 0, -1])
-def test_wrong_advance_of_the_global_step_is_an_error(advance):
-    class Wrong(Trainer):
-        def train(self, num_steps):
-            self.step.set_value(self.step.get_value() + advance)
+class InUnitsOf(Trainer):
+    """Advances the global step by a number of steps for each that is asked for."""
 
-    trainer = Wrong()
+    def __init__(self, advance):
+        super().__init__()
+        self.advance = advance
+
+    def train(self, num_steps):
+        self.loops.append(num_steps)
+        self.step.set_value(self.step.get_value() + num_steps * self.advance)
+
+
+@pytest.mark.parametrize("advance", [0, -1])
+def test_a_global_step_that_does_not_advance_is_an_error(advance):
+    trainer = InUnitsOf(advance)
     trainer.step.set_value(jnp.int32(20))
     expected = (
-        rf"`trainer.train\(4\)` advanced `global_step` from 20 to {20 + advance}, but "
-        r"it must advance it by 4, to 24\. Pass what every.*several.*data_exhausted"
+        rf"`InUnitsOf.train\(4\)` took `global_step` from 20 to {20 + 4 * advance}, "
+        r"but every call must advance it.*data_exhausted"
     )
-
     with pytest.raises(GlobalStepError, match=expected):
         make_controller(trainer).train(30)
+
+
+def test_a_trainer_may_decide_what_a_step_is(caplog):
+    caplog.set_level("INFO", "armillary")
+    epoch = 7
+    trainer, steps = InUnitsOf(epoch), []
+    controller = make_controller(
+        trainer,
+        steps_per_loop=1,
+        eval_actions=lambda _: steps.append(trainer.step.get_value()),
+    )
+    controller.train_and_evaluate(train_steps=30, eval_interval=10)
+
+    # The first ends of epochs at or after 10, 20 and 30.
+    assert steps == [14, 21, 35]
+    assert trainer.loops == [1] * 5
+    logged = [line for line in caplog.messages if "steps/sec" in line]
+    assert [int(line.split(":")[1].split("|")[0]) for line in logged] == [
+        *range(7, 36, 7)
+    ]
+    assert caplog.text.count("train(1)` advances the global step by 7") == 1
+
+    # The run is over, also for a program that is started again.
+    controller.train(30)
+    make_controller(trainer, steps_per_loop=1).train(30)
+    assert trainer.loops == [1] * 5
+    assert caplog.text.count("already at step 35, nothing to train") == 2
 
 
 def test_output_reaches_actions_as_numpy_values():

@@ -198,10 +198,56 @@ def test_files_are_one_sequence_in_the_order_of_arrays(ten, repeat):
 
 def test_files_without_records_are_errors(tmp_path, ten):
     missing = str(tmp_path / "*.record")
-    with pytest.raises(FileNotFoundError, match=r"record`, which is no.*sorted\(glob"):
+    message = r"\*\.record`, which is no file, and no file fits it as a pattern"
+    with pytest.raises(FileNotFoundError, match=message):
         from_tfrecords([ten[0], missing], {"x": INT}, batch_size=1)
     with pytest.raises(ValueError, match="`paths` has 0 examples, but"):
         from_tfrecords(write(tmp_path), {"x": INT}, batch_size=1)
+
+
+def test_a_pattern_is_the_files_that_fit_in_sorted_order(tmp_path, ten):
+    pattern = str(tmp_path / "*.tfrecord")
+    found = from_tfrecords(pattern, {"x": INT}, batch_size=10)
+    assert read_all(found) == [list(range(10))]
+    found = from_tfrecords([ten[2], tmp_path / "[01].tf*"], {"x": INT}, batch_size=10)
+    assert read_all(found) == [[9, *range(9)]]
+
+    # A file is itself, whatever its name would be as a pattern.
+    odd = write(tmp_path, {"x": 77}, name="[ab].tfrecord")
+    assert read_all(from_tfrecords(odd, {"x": INT}, batch_size=1)) == [[77]]
+
+
+@pytest.fixture
+def remote(ten):
+    """Returns the address of a folder that holds the three files."""
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    folder = "/test_tfrecord"
+    for number, path in enumerate(ten):
+        with open(path, "rb") as file:
+            system.pipe_file(f"{folder}/{number}.tfrecord", file.read())
+    yield f"memory:/{folder}"
+    system.rm(folder, recursive=True)
+
+
+def test_addresses_and_patterns_of_them_are_read_as_local_files_are(ten, remote):
+    options = {"batch_size": 4, "shuffle_seed": 3}
+    expected = from_tfrecords(ten, {"x": INT}, **options)
+    order = read_all(expected)
+    paths = [f"{remote}/{number}.tfrecord" for number in range(3)]
+    for addresses in (paths, f"{remote}/*.tfrecord"):
+        found = from_tfrecords(addresses, {"x": INT}, **options)
+        assert read_all(found) == order
+        assert found.fingerprints() == expected.fingerprints()
+
+    with pytest.raises(FileNotFoundError, match=r"memory://.*which is no file"):
+        from_tfrecords(f"{remote}/*.record", {"x": INT}, batch_size=1)
+
+
+def test_an_address_that_needs_a_missing_package_says_so():
+    message = "`paths` has `unknown://a/b`.*Install the package.*copy the files"
+    with pytest.raises(ImportError, match=message):
+        from_tfrecords("unknown://a/b", {"x": INT}, batch_size=1)
 
 
 def encode_varint(value):

@@ -1,15 +1,27 @@
 """What single strategies are: their devices, names, arguments and resolvers."""
 
+import os
+import re
+import subprocess
+import sys
+import textwrap
 import threading
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
+from flax import nnx
 
 import armillary
 from armillary import MirroredStrategy, OneDeviceStrategy, get_strategy
-from armillary.cluster import SimpleClusterResolver
+from armillary.cluster import CommunicationImplementation as Implementation
+from armillary.cluster import (
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    TPUClusterResolver,
+)
 from armillary.distribute import DefaultStrategy
 from armillary.errors import ClusterError, DatasetStateError
 from armillary.state._lift import State
@@ -162,12 +174,160 @@ def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
     assert not hasattr(strategy, "no_such_name")
 
 
+def devices_of(*arrays):
+    found = [device for array in arrays for device in array.devices()]
+    return [f"{device.platform}:{device.id}" for device in found]
+
+
+def test_what_is_made_in_the_scope_of_one_device_lies_there():
+    strategy = OneDeviceStrategy("cpu:2")
+    with strategy.scope():
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        key, array = jax.random.key(0), jnp.asarray(np.ones(3))
+        dense = keras.layers.Dense(2)
+        dense.build((None, 2))
+        step = armillary.create_global_step()
+        result = jax.jit(lambda x: x + 1)(array)
+    made = [model.kernel[...], key, array, dense.kernel.value, step[...], result]
+    assert devices_of(*made) == ["cpu:2"] * len(made)
+
+    # Nothing moves when a step uses it.
+    pointer = model.kernel[...].unsafe_buffer_pointer()
+    strategy.run(lambda: model(jnp.ones((1, 2))))
+    assert model.kernel[...].unsafe_buffer_pointer() == pointer
+
+
+def test_a_scope_places_arrays_until_it_ends_and_in_its_thread_alone():
+    seen = []
+    strategy = OneDeviceStrategy("cpu:3")
+
+    def make():
+        seen.extend(devices_of(jnp.ones(1)))
+
+    with strategy.scope():
+        with strategy.scope():
+            make()
+        make()
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+    make()
+    with pytest.raises(KeyError), strategy.scope():
+        raise KeyError
+    make()
+    assert [int(name[-1]) for name in seen] == [3, 3, 0, 0, 0]
+
+
+def test_a_strategy_that_was_set_places_arrays_until_another_one_is_set():
+    try:
+        for device in ("cpu:1", "cpu:2"):
+            armillary.distribute.set_strategy(OneDeviceStrategy(device))
+            assert devices_of(jnp.ones(1)) == [device]
+        armillary.distribute.set_strategy(MirroredStrategy(["cpu:4", "cpu:5"]))
+        assert devices_of(jnp.ones(1)) == ["cpu:0"]
+    finally:
+        armillary.distribute.set_strategy(None)
+    assert devices_of(jnp.ones(1)) == ["cpu:0"]
+
+
+@pytest.mark.parametrize("tpu", ["", "local", None])
+def test_on_one_machine_it_can_be_made_after_a_look_at_the_devices(tpu):
+    assert jax.devices()
+    resolver = TPUClusterResolver(tpu=tpu, environ={})
+    strategy = OnCPU(resolver)
+    assert repr(strategy) == "OnCPU(8 x cpu, 1 process)"
+    assert strategy.cluster_resolver is resolver
+    assert resolver.process_plan().is_chief
+
+
+# Before any device was used.
+FIRST = """
+    import jax
+    import armillary
+
+    class OnCPU(armillary.TPUStrategy):
+        _kind = "cpu"
+
+    strategy = OnCPU(armillary.cluster.TPUClusterResolver(tpu=""))
+    assert strategy.peers is None
+    assert not jax.distributed.is_initialized()
+    strategy.run(lambda: None)
+    print(strategy)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_on_one_machine_it_can_be_made_before_any_device_is_used():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FIRST)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"OnCPU\(\d+ x cpu, 1 process\)", done.stdout.strip())
+
+
+def make_tpu_of_two_workers():
+    workers = '"worker": ["127.0.0.1:1", "127.0.0.1:2"]'
+    config = f'{{"cluster": {{{workers}}}, "task": {{"type": "worker", "index": 1}}}}'
+    resolver = TFConfigClusterResolver(environ={"TF_CONFIG": config})
+    return armillary.TPUStrategy(resolver)
+
+
+def make_tpu_without_its_library():
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    try:
+        armillary.TPUStrategy()
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def make_worker(**options):
+    options = armillary.cluster.CommunicationOptions(**options)
+    return armillary.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def test_options_that_the_platform_can_follow_are_taken_in_a_single_process():
+    strategy = make_worker(implementation="RING", timeout_seconds=60)
+    assert strategy.num_replicas_in_sync == 8
+
+
+def make_tpu_by_name():
+    return armillary.TPUStrategy(TPUClusterResolver(tpu="grpc://10.0.0.2:8470"))
+
+
 @mistakes(
     {
         ClusterError: {
             "needs a TPU, but JAX found none .*rocm": OnNothing,
+            "needs a TPU, but JAX found none .*`JAX_PLATFORMS` allows cpu": (
+                lambda: armillary.TPUStrategy(TPUClusterResolver(tpu=""))
+            ),
+            # It does not wait for the other one.
+            "needs a TPU, but JAX found none .*cpu": make_tpu_of_two_workers,
+            "needs a TPU, but JAX found none .*`libtpu`": make_tpu_without_its_library,
+        },
+        ValueError: {
+            # In a single process as well.
+            "`implementation` is 'NCCL', which XLA follows on gpu alone": (
+                lambda: make_worker(implementation="NCCL")
+            ),
+            "`bytes_per_pack` is 1024, which XLA follows on gpu alone": (
+                lambda: make_worker(bytes_per_pack=1024)
+            ),
+            "`tpu` is 'grpc://10.0.0.2:8470', .* leave `tpu` out": make_tpu_by_name,
         },
         TypeError: {
+            "`cluster_resolver` is .*NCCL.*implementation=.NCCL": (
+                lambda: armillary.MultiWorkerMirroredStrategy(Implementation.NCCL)
+            ),
+            "`cluster_resolver` is 'ring'.*implementation=.RING": (
+                lambda: armillary.MultiWorkerMirroredStrategy("ring")
+            ),
             "`device_assignment` is 3, but `.*` has no such argument": (
                 lambda: OnCPU(device_assignment=3)
             ),

@@ -70,6 +70,48 @@ def write_model(
     return path
 
 
+def as_objects(arrays: Arrays, config: Any) -> Arrays:
+    """Returns the encoder's arrays by the names that the Model Garden gives them."""
+    heads = (config.num_heads, config.hidden_size // config.num_heads)
+    layers = [
+        {"embeddings": arrays["bert/embeddings/word_embeddings"]},
+        {"embeddings": arrays["bert/embeddings/position_embeddings"]},
+        {"embeddings": arrays["bert/embeddings/token_type_embeddings"]},
+        {
+            leaf: arrays[f"bert/embeddings/LayerNorm/{leaf}"]
+            for leaf in ("gamma", "beta")
+        },
+    ]
+    for number in range(config.num_layers):
+        layer, prefix = {}, f"bert/encoder/layer_{number}"
+        for part in ("query", "key", "value"):
+            dense, name = f"{prefix}/attention/self/{part}", f"_{part}_dense"
+            kernel, bias = arrays[f"{dense}/kernel"], arrays[f"{dense}/bias"]
+            layer[f"_attention_layer/{name}/kernel"] = kernel.reshape(-1, *heads)
+            layer[f"_attention_layer/{name}/bias"] = bias.reshape(heads)
+        dense = f"{prefix}/attention/output/dense"
+        kernel = arrays[f"{dense}/kernel"].reshape(*heads, -1)
+        layer["_attention_layer/_output_dense/kernel"] = kernel
+        layer["_attention_layer/_output_dense/bias"] = arrays[f"{dense}/bias"]
+        for name, module in {
+            "_intermediate_dense": "intermediate/dense",
+            "_output_dense": "output/dense",
+            "_attention_layer_norm": "attention/output/LayerNorm",
+            "_output_layer_norm": "output/LayerNorm",
+        }.items():
+            leaves = ("kernel", "bias") if name.endswith("dense") else ("gamma", "beta")
+            for leaf in leaves:
+                layer[f"{name}/{leaf}"] = arrays[f"{prefix}/{module}/{leaf}"]
+        layers.append(layer)
+    pooler = "bert/pooler/dense"
+    layers.append({leaf: arrays[f"{pooler}/{leaf}"] for leaf in ("kernel", "bias")})
+    return {
+        f"model/layer_with_weights-{number}/{path}/.ATTRIBUTES/VARIABLE_VALUE": array
+        for number, layer in enumerate(layers)
+        for path, array in layer.items()
+    }
+
+
 def classify(
     arrays: Arrays,
     config: Any,

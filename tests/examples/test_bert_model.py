@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.bert_reference import classify, make_arrays, write_model
+from tests.examples.bert_reference import (
+    as_objects,
+    classify,
+    make_arrays,
+    write_model,
+)
+from tests.examples.bundle_writer import write_bundle
 from tests.examples.loading import load_example
 
 bert = load_example("bert.model")
@@ -68,6 +74,42 @@ def test_logits_are_those_of_the_equations_from_each_kind_of_file(tmp_path):
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
+def read_from(path):
+    model = make_model()
+    report = pretrained.load_pretrained(path, model)
+    return read_parameters(model), report
+
+
+@pytest.mark.slow
+def test_checkpoints_of_tensorflow_give_the_same_arrays_with_both_kinds_of_names(
+    tmp_path,
+):
+    expected, _ = read_from(
+        write_model(tmp_path / "model.safetensors", ARRAYS, "bert.")
+    )
+    encoder = {k: v for k, v in ARRAYS.items() if not k.startswith("output_")}
+    slot = "bert/encoder/layer_0/output/dense/bias/adam_m"
+    save_counter = "save_counter/.ATTRIBUTES/VARIABLE_VALUE"
+    by_name = {**ARRAYS, slot: np.zeros(32), "global_step": np.int64(7)}
+    by_object = {**as_objects(ARRAYS, SMALL), save_counter: np.int64(1)}
+
+    for number, arrays in enumerate([by_name, by_object]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        prefix = write_bundle(folder / "bert_model.ckpt", arrays, num_shards=2)
+        for path in (prefix, folder, folder / "bert_model.ckpt.index"):
+            found, report = read_from(path)
+            is_whole = number == 0
+            count = len(ARRAYS) if is_whole else len(encoder)
+            assert report.startswith(f"Read {count} arrays of {path}.")
+            left = "none" if is_whole else "classifier/bias, classifier/kernel"
+            assert f"left as they were: {left}." in report
+            unused = f"{slot[5:]}, global_step" if is_whole else save_counter
+            assert f"not used: {unused}." in report
+            for one, another in zip(found, expected, strict=True):
+                assert np.array_equal(one, another) or not (is_whole or one.any())
+
+
 @pytest.mark.parametrize(
     ("preset", "expected"),
     # Those that are published, with the classifier.
@@ -114,5 +156,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_read(tmp_path, changes, part
         pretrained.load_pretrained(path, model)
     path.unlink()
     for missing in (path, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"is no file \*\.safetensors"):
+        with pytest.raises(
+            FileNotFoundError, match=r"is neither a file \*\.safeten.*0 files"
+        ):
             pretrained.load_pretrained(missing, model)

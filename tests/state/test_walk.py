@@ -1,3 +1,4 @@
+import abc
 import argparse
 import collections
 import dataclasses
@@ -103,6 +104,43 @@ def test_a_module_is_found_in(wrap):
     module = linear()
     slots = find_slots(Holder(place=wrap(module)))
     assert {slot.key for slot in slots} == {id(module.kernel), id(module.bias)}
+
+
+class Abstract(abc.ABC):
+    def __init__(self) -> None:
+        self.weight = jnp.ones(1)
+
+    @abc.abstractmethod
+    def train_step(self, iterator: Any) -> None: ...
+
+
+MEMBERS = {"train_step": lambda self, iterator: None}
+
+
+def make_by_type() -> Any:
+    return type("Made", (Abstract,), MEMBERS)()
+
+
+def make_by_new_class() -> Any:
+    return types.new_class("Made", (Abstract,), {}, lambda body: body.update(MEMBERS))()
+
+
+def make_trainer() -> Any:
+    made = type("Made", (armillary.StandardTrainer,), MEMBERS)
+    trainer: Any = made(armillary.data.from_arrays({"x": np.ones(4)}, batch_size=2))
+    trainer.weight = jnp.ones(1)
+    return trainer
+
+
+def make_record() -> Any:
+    return dataclasses.make_dataclass("Made", ["weight"])(jnp.ones(1))
+
+
+@pytest.mark.parametrize(
+    "make", [make_by_type, make_by_new_class, make_trainer, make_record]
+)
+def test_an_object_of_a_class_that_a_call_made_is_looked_into(make) -> None:
+    assert "weight" in find_paths(make())
 
 
 def test_a_pytree_attribute_is_one_slot_with_a_path_for_each_leaf():

@@ -102,3 +102,23 @@ def test_each_program_is_compiled_once(
         evaluator.evaluate(2)
         evaluator.evaluate(-1)
     assert compiled == Counter()
+
+
+@pytest.mark.slow
+def test_one_device_compiles_a_step_once_in_its_scope_and_outside(
+    compiled: Counter[str],
+) -> None:
+    strategy = armillary.OneDeviceStrategy("cpu:2")
+    with strategy.scope():
+        trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.adam(1e-2))
+    trainer.train(10)
+    compiled.clear()
+
+    # The controller enters the scope around each loop, the trainer around its own.
+    controller = armillary.Controller(
+        trainer=trainer, global_step=trainer.optimizer.step, steps_per_loop=10
+    )
+    controller.train(30)
+    with strategy.scope():
+        trainer.train(10)
+    assert count_programs(compiled) == 0

@@ -55,6 +55,10 @@ class ScheduledResolver(SimpleClusterResolver):
         """Returns what this process needs to join the others."""
         return self._plan
 
+    def hold_alone(self) -> None:
+        """Holds the plan of a single process, after JAX has found no other."""
+        self._hold(ProcessPlan())
+
     def _hold(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
         address = plan.coordinator_address
         self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})

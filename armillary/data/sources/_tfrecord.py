@@ -21,6 +21,7 @@ from armillary.data.sources._example import (
     parse_examples,
     read_values,
 )
+from armillary.data.sources._files import find_files, opened
 from armillary.errors import TFRecordError
 from armillary.typing import Batch
 
@@ -54,7 +55,10 @@ def from_tfrecords(
     `docs/data.md` has an example.
 
     Args:
-        paths: One file or several, not compressed, on a file system of this machine.
+        paths: One file or several, not compressed. A pattern such as
+            `"train-*.tfrecord"` stands for the files that fit it, in sorted order. An
+            address such as `"gs://bucket/train-*.tfrecord"` is read by `fsspec`, which
+            needs the package for it (`gcsfs`).
         features: What to read of each record, by name; the rest is left out.
         batch_size: As in `from_arrays`, like all that follow.
         shuffle_seed: Seed of the order.
@@ -66,6 +70,7 @@ def from_tfrecords(
 
     Raises:
         FileNotFoundError: If there is no such file.
+        ImportError: If an address needs a package that is not installed.
         TypeError: If `features` is no dictionary of `FixedLenFeature`.
         ValueError: If there is no record, or another argument is wrong.
         TFRecordError: If a file is damaged, or records do not hold the features.
@@ -86,12 +91,7 @@ class TFRecordDataset(IndexedDataset):
     ) -> None:
         if isinstance(paths, str | os.PathLike) or not np.iterable(paths):
             paths = [paths]
-        self._paths = [check_path("paths", path) for path in paths]
-        if missing := [path for path in self._paths if not os.path.isfile(path)]:
-            raise FileNotFoundError(
-                f"`paths` has `{missing[0]}`, which is no file. Patterns are not "
-                "expanded: use `sorted(glob.glob(pattern))`."
-            )
+        self._paths = find_files([check_path("paths", path) for path in paths])
         self._features = check_features(features)
         places = [_find_records(path) for path in self._paths]
         # Where the data of each record are, and how many records the files before have.
@@ -149,9 +149,11 @@ class TFRecordDataset(IndexedDataset):
         reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
         for file, own in itertools.groupby(reads, lambda read: read[0]):
             # For each read anew: there may be any number of files, and of threads.
-            with open(self._paths[file], "rb", buffering=0) as opened:
-                number = opened.fileno()
-                pieces += [_read(number, *where) for _, *where in own]
+            with opened(self._paths[file]) as source:
+                for _, length, offset in own:
+                    part = source.read(length, offset)
+                    # Zeros stand behind the end of a file that was cut meanwhile.
+                    pieces.append(part.ljust(length, b"\0"))
         data = b"".join([*pieces, bytes(8)])  # A word can be read at every place.
         begins, ends = np.empty((2, len(rows)), np.int64)
         moved = np.cumsum(lengths) - lengths - offsets[first]
@@ -175,10 +177,10 @@ class TFRecordDataset(IndexedDataset):
 def _find_records(path: str) -> np.ndarray:
     """Returns offset and size of the data of each record of a file."""
     headers, offsets = [], []
-    with open(path, "rb", buffering=0) as opened:
-        end, offset = os.fstat(opened.fileno()).st_size, 0
+    with opened(path) as source:
+        end, offset = source.size, 0
         while offset + _HEADER.size <= end:
-            headers.append(os.pread(opened.fileno(), _HEADER.size, offset))
+            headers.append(source.read(_HEADER.size, offset))
             offsets.append(offset + _HEADER.size)
             offset = offsets[-1] + _HEADER.unpack(headers[-1])[0] + _FOOTER.size
     table = np.frombuffer(b"".join(headers), [("size", "<i8"), ("checksum", "<u4")])
@@ -199,14 +201,6 @@ def _find_records(path: str) -> np.ndarray:
             f"{offset - end} bytes before the end of the record. Copy the file anew."
         )
     return np.stack([np.array(offsets, np.int64), table["size"]], 1)
-
-
-def _read(file: int, length: int, offset: int) -> bytes:
-    """Reads so many bytes; zeros stand behind the end of a file."""
-    data = os.pread(file, length, offset)
-    while len(data) < length and (more := os.pread(file, length, offset + len(data))):
-        data += more
-    return data[:length].ljust(length, b"\0")
 
 
 def _cut(data: bytes, begins: np.ndarray, ends: np.ndarray) -> Iterator[bytes]:

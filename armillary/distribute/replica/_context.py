@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -200,6 +201,8 @@ class _Ambient(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.chosen: Strategy | None = None
+        # Where arrays of the chosen strategy are made.
+        self.place: AbstractContextManager[Any] | None = None
         self.steps: list[_Step] = []
 
 
@@ -269,20 +272,46 @@ def set_strategy(strategy: "Strategy | None") -> None:
         )
     _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
 
+    if _ambient.place is not None:
+        _ambient.place.__exit__(None, None, None)
+        _ambient.place = None
+    device = getattr(strategy, "default_device", None)
+    if device is not None:
+        _ambient.place = jax.default_device(device)
+        _ambient.place.__enter__()
+
 
 class Scope:
-    """A strategy, and a replica of it or none, in effect; it may be entered again."""
+    """A strategy, and a replica of it or none, in effect; it may be entered again.
+
+    Args:
+        strategy: The strategy.
+        replica_context: The replica whose code runs.
+        device: Where arrays are made that no other device is asked for; `None` changes
+            nothing.
+    """
 
     def __init__(
-        self, strategy: "Strategy", replica_context: ReplicaContext | None = None
+        self,
+        strategy: "Strategy",
+        replica_context: ReplicaContext | None = None,
+        device: Any = None,
     ) -> None:
         self._frame = _Frame(strategy, replica_context)
+        self._device = device
+        self._places: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> "Strategy":
         _ambient.frames.append(self._frame)
+        if self._device is not None:
+            place = jax.default_device(self._device)
+            place.__enter__()
+            self._places.append(place)
         return self._frame.strategy
 
     def __exit__(self, *_: object) -> None:
+        if self._device is not None:
+            self._places.pop().__exit__(None, None, None)
         _ambient.frames.pop()
 
 

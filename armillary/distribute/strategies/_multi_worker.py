@@ -1,17 +1,23 @@
 """Synchronous training on the devices of several processes, or of a TPU slice."""
 
+import importlib.util
 import numbers
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.core import Tracer
 
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
-from armillary.cluster._join import CommunicationOptions, join_cluster
+from armillary.cluster._join import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    join_cluster,
+)
 from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.cluster.resolvers._schedulers import resolve_cluster
+from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
@@ -32,6 +38,7 @@ class JoinedStrategy(Strategy):
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,
     ) -> None:
+        _check_no_implementation(cluster_resolver)
         fix = "Use one of `armillary.cluster`, or leave it out."
         kind = ClusterResolver | None
         check_instance("cluster_resolver", cluster_resolver, kind, fix)
@@ -41,6 +48,12 @@ class JoinedStrategy(Strategy):
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
+        if self.peers is None and communication_options is not None:
+            communication_options.check(jax.default_backend())
+        is_found_alone = self.peers is None and plan.num_processes is None
+        if is_found_alone and isinstance(self._cluster_resolver, ScheduledResolver):
+            self._cluster_resolver.hold_alone()
+
         self._trains = self.peers is not None or plan.is_training
 
     @property
@@ -76,6 +89,18 @@ class JoinedStrategy(Strategy):
         return jax.tree.map(collect, value, is_leaf=is_per_replica)
 
 
+def _check_no_implementation(cluster_resolver: Any) -> None:
+    """Raises if the first argument is the one that old guides of TensorFlow have."""
+    choices = list(CommunicationImplementation)
+    if isinstance(cluster_resolver, str) and cluster_resolver.upper() in choices:
+        name = str(cluster_resolver).upper()
+        raise TypeError(
+            f"`cluster_resolver` is {cluster_resolver!r}, which says how values are "
+            "exchanged, and is an option. Write `communication_options="
+            f'armillary.cluster.CommunicationOptions(implementation="{name}")`.'
+        )
+
+
 def order_devices(devices: Any) -> list[Any]:
     """Returns devices with those of a process side by side, alike in each process."""
     return sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -86,8 +111,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 
     As `tf.distribute.MultiWorkerMirroredStrategy`: the same program runs in every
     process, and this strategy joins them. A program for `MirroredStrategy` runs under
-    it unchanged, and gives the same numbers as one process with as many devices. Make
-    it before anything uses a device::
+    it unchanged, and gives the same numbers as one process with as many devices. If
+    there are several processes, make it before anything uses a device::
 
         strategy = armillary.MultiWorkerMirroredStrategy()
 
@@ -102,8 +127,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             processes wait for each other.
 
     Raises:
-        ClusterError: If a device was used before, or this process has joined another
-            cluster.
+        ClusterError: If a device was used before the processes joined, or this process
+            has joined another cluster.
         TypeError: If an argument is of another type.
         ValueError: If the platform cannot follow `communication_options`.
     """
@@ -128,15 +153,16 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     """One replica per TPU core, with equal variables on all of them.
 
     As `tf.distribute.TPUStrategy`: a `MultiWorkerMirroredStrategy` of the machines of a
-    slice. Nothing need be connected or initialized before.
+    slice. Nothing need be connected or initialized before. On a single machine, the
+    program may look at `jax.devices()` first; on several, the strategy comes first.
 
     Args:
         resolver: Tells which machine this is, and where the others are. By default
             `armillary.cluster.resolve_cluster()` finds out.
 
     Raises:
-        ClusterError: If JAX has no TPU here, a device was used before, or this process
-            has joined another cluster.
+        ClusterError: If JAX has no TPU here, a device was used before the machines of a
+            job joined, or this process has joined another cluster.
         TypeError: If `resolver` is of another type.
     """
 
@@ -145,6 +171,10 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def __init__(self, resolver: ClusterResolver | None = None) -> None:
         fix = "Use one of `armillary.cluster`, or leave it out."
         check_instance("resolver", resolver, ClusterResolver | None, fix)
+        # Joining would wait for other machines in vain.
+        reason = _why_there_is_no_tpu() if self._kind == "tpu" else None
+        if reason is not None:
+            _refuse(reason)
         super().__init__(resolver)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
@@ -152,8 +182,24 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         try:
             return find(backend=self._kind)
         except RuntimeError as error:
-            raise ClusterError(
-                f"`TPUStrategy` needs a TPU, but JAX found none ({error}). On a TPU "
-                "machine, install `armillary[tpu]` and leave `JAX_PLATFORMS` unset; "
-                "elsewhere, use `armillary.MultiWorkerMirroredStrategy()`."
-            ) from error
+            _refuse(f"({error})", error)
+
+
+def _why_there_is_no_tpu() -> str | None:
+    """Returns why JAX cannot have a TPU, or None if only its devices can tell."""
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms and "tpu" not in platforms.split(","):
+        return f"(`JAX_PLATFORMS` allows {platforms} alone)"
+
+    is_installed = importlib.util.find_spec("libtpu") is not None
+    if not is_installed and "TPU_LIBRARY_PATH" not in os.environ:
+        return "(the package `libtpu` is not installed)"
+    return None
+
+
+def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
+    raise ClusterError(
+        f"`TPUStrategy` needs a TPU, but JAX found none {reason}. On a TPU machine, "
+        "install `armillary[tpu]` and leave `JAX_PLATFORMS` unset; elsewhere, use "
+        "`armillary.MultiWorkerMirroredStrategy()`."
+    ) from cause

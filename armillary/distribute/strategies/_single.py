@@ -36,7 +36,7 @@ class SingleStrategy(Strategy):
 
     def __init__(self, device: Device | None = None) -> None:
         super().__init__(mesh=None, num_replicas=1)
-        self._device = device
+        self._device = self.default_device = device
         self._sharding = None if device is None else SingleDeviceSharding(device)
 
     @property
@@ -86,6 +86,9 @@ class DefaultStrategy(SingleStrategy):
 
 class OneDeviceStrategy(SingleStrategy):
     """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
+
+    Variables and arrays that are made in its `scope` lie on that device from the
+    beginning, as do the batches of its data sets.
 
     Args:
         device: A `jax.Device`, or a name such as `"cpu:0"` or `"gpu:1"`.

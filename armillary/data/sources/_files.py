@@ -1,0 +1,98 @@
+"""Files of this machine and of object stores: found by a pattern, read in parts."""
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+_COPY = "Or copy the files to this machine and pass their paths."
+
+
+class OpenFile(NamedTuple):
+    """A file that is open: its size in bytes, and a function that reads a part.
+
+    `read` takes a number of bytes and an offset. It returns fewer bytes at the end of
+    the file.
+    """
+
+    size: int
+    read: Callable[[int, int], bytes]
+
+
+def is_remote(path: str) -> bool:
+    """Returns whether a path is an address, such as `gs://bucket/file`."""
+    return "://" in path
+
+
+def find_files(paths: Iterable[str]) -> list[str]:
+    """Returns the files of paths and patterns, those of a pattern in sorted order.
+
+    Raises:
+        FileNotFoundError: If there is no file of that name, and no file that fits.
+        ImportError: If an address needs a package that is not installed.
+    """
+    return [file for path in paths for file in _find(path)]
+
+
+def _find(path: str) -> Sequence[str]:
+    if is_remote(path):
+        system, name = _connect(path)
+        if system.isfile(name):
+            return [path]
+        found = [system.unstrip_protocol(each) for each in sorted(system.glob(name))]
+    elif os.path.isfile(path):
+        return [path]
+    else:
+        found = [each for each in sorted(glob.glob(path)) if os.path.isfile(each)]
+
+    if not found:
+        raise FileNotFoundError(
+            f"`paths` has `{path}`, which is no file, and no file fits it as a "
+            'pattern. Write, for example, `"data/train-*.tfrecord"`, with the folder '
+            f"of the files. The working directory is `{os.getcwd()}`."
+        )
+    return found
+
+
+def _connect(path: str) -> tuple[Any, str]:
+    """Returns the file system of an address, and the name that the file has there."""
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        # A ValueError is about an unknown kind of address.
+        raise ImportError(
+            f"`paths` has `{path}`, which `fsspec` cannot read here: {error}. Install "
+            f"the package for it, such as `gcsfs` for `gs://`. {_COPY}"
+        ) from error
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[OpenFile]:
+    """Opens a file to read its parts."""
+    if is_remote(path):
+        system, name = _connect(path)
+        with system.open(name, "rb") as file:
+
+            def read_remote(length: int, offset: int) -> bytes:
+                file.seek(offset)
+                return file.read(length)
+
+            yield OpenFile(file.seek(0, os.SEEK_END), read_remote)
+        return
+
+    with open(path, "rb", buffering=0) as file:
+        number = file.fileno()
+
+        def read_local(length: int, offset: int) -> bytes:
+            data = os.pread(number, length, offset)
+            while len(data) < length:
+                more = os.pread(number, length - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+            return data
+
+        yield OpenFile(os.fstat(number).st_size, read_local)

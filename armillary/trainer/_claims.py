@@ -1,0 +1,108 @@
+"""Keeps two threads from running steps with the same state at the same time.
+
+A step that is traced, or that runs, has other values in the variables than the user's
+program sees. A second thread would find these values, and leave the state destroyed. So
+a trainer or an evaluator is claimed by the thread that runs it. Objects that share no
+state may run in different threads.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from armillary.errors import StateStructureError, ThreadError
+from armillary.state._walk import Walk
+
+
+class _Claim(NamedTuple):
+    owner: Any
+    verb: str
+    thread: threading.Thread
+
+
+class _Places(NamedTuple):
+    """Where an object had its state when somebody looked, with the path of each."""
+
+    owner: weakref.ref[Any]
+    paths: dict[Any, str]
+
+
+_lock = threading.RLock()
+_claims: list[_Claim] = []
+_places: dict[int, _Places] = {}
+
+
+@contextlib.contextmanager
+def claimed(owner: Any, verb: str) -> Iterator[None]:
+    """Claims an object and its state for this thread, during a block.
+
+    Args:
+        owner: A trainer or an evaluator.
+        verb: What this thread does with it, for the error of another thread.
+
+    Raises:
+        ThreadError: If another thread has claimed the same object, or one that shares
+            state with it.
+    """
+    claim = _Claim(owner, verb, threading.current_thread())
+    with _lock:
+        for other in _claims:
+            if other.thread is not claim.thread:
+                _check_apart(claim, other)
+        _claims.append(claim)
+    try:
+        yield
+    finally:
+        with _lock:
+            index = next(i for i, each in enumerate(_claims) if each is claim)
+            del _claims[index]
+
+
+def _check_apart(claim: _Claim, other: _Claim) -> None:
+    """Raises if two claims of different threads are about the same state."""
+    if claim.owner is other.owner:
+        _refuse(claim, other, "It is the same object.")
+
+    shared = _find_shared(claim.owner, other.owner)
+    if shared:
+        # The objects may hold other state than when somebody looked last.
+        _places.pop(id(claim.owner), None)
+        _places.pop(id(other.owner), None)
+        shared = _find_shared(claim.owner, other.owner)
+    if shared:
+        more = f" and {len(shared) - 3} more" if shared[3:] else ""
+        _refuse(claim, other, f"Both use `{'`, `'.join(shared[:3])}`{more}.")
+
+
+def _find_shared(owner: Any, other: Any) -> list[str]:
+    """Returns the paths of the state that both objects reach."""
+    own, others = _find_places(owner), _find_places(other)
+    return [path for place, path in own.items() if place in others]
+
+
+def _find_places(owner: Any) -> dict[Any, str]:
+    known = _places.get(id(owner))
+    if known is not None and known.owner() is owner:
+        return known.paths
+
+    try:
+        slots = Walk([(owner, "")]).slots
+    except StateStructureError:
+        return {}  # The step raises it as well, with its own words.
+
+    paths = {place: slot.path for place, slot in slots.items()}
+    with contextlib.suppress(TypeError):  # An object without weak references.
+        _places[id(owner)] = _Places(weakref.ref(owner), paths)
+    return paths
+
+
+def _refuse(claim: _Claim, other: _Claim, why: str) -> None:
+    own, their = (type(each.owner).__name__ for each in (claim, other))
+    raise ThreadError(
+        f"Thread {claim.thread.name!r} {claim.verb} `{own}`, while thread "
+        f"{other.thread.name!r} {other.verb} `{their}`. {why} One thread at a time may "
+        "use the state of a step: wait for the other one (`thread.join()`), or give "
+        "each thread a trainer with a model of its own."
+    )
