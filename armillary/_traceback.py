@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from armillary._answers import answer_names, find_answer
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -96,7 +98,10 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def mark_public(namespace: dict[str, Any]) -> None:
-    """Marks what is in a package's `__all__`, by default all names that it has."""
+    """Marks what is in a package's `__all__`, by default all names that it has.
+
+    The package and its classes also answer names of other libraries.
+    """
     kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
     own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
     for name in namespace.setdefault("__all__", own):
@@ -115,6 +120,7 @@ def mark_public(namespace: dict[str, Any]) -> None:
                 home = sys.modules[value.__module__]
                 namespace[name] = marked
             setattr(home, name, marked)
+    answer_names(namespace)
 
 
 def _leave(
@@ -124,6 +130,8 @@ def _leave(
     if isinstance(error, TypeError) and _answer(error, function, kwargs):
         error.__traceback__ = None  # The caller's line is yet to come.
         return
+    if isinstance(error, AttributeError):
+        _note_name(error)
     # A generator may be ended when Python has ended, and JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
@@ -157,6 +165,14 @@ def _answer(
         f"{answer or nearest}",
     )
     return True
+
+
+def _note_name(error: AttributeError) -> None:
+    """Adds what to write instead of a name that Flax, Keras or JAX does not have."""
+    kind = type(error.obj)
+    answer = find_answer(kind, error.name) if is_library(kind.__module__) else None
+    if answer is not None and answer not in getattr(error, "__notes__", ()):
+        error.add_note(answer)
 
 
 def _hide(error: BaseException) -> None:

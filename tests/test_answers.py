@@ -1,0 +1,127 @@
+"""A name of another library is an `AttributeError` that says what to write."""
+
+import copy
+import inspect
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.trainer import AbstractTrainer
+
+
+def test_a_package_answers_and_stays_a_plain_module():
+    with pytest.raises(AttributeError) as caught:
+        _ = armillary.cluster.CollectiveCommunication
+    assert "`armillary.cluster.CommunicationImplementation`" in str(caught.value)
+    assert caught.value.name == "CollectiveCommunication"
+    assert not hasattr(armillary.cluster, "CollectiveCommunication")
+    assert getattr(armillary.cluster, "CollectiveCommunication", 3) == 3
+    assert "CollectiveCommunication" not in dir(armillary.cluster)
+    assert inspect.getmembers(armillary.cluster, inspect.isclass)
+
+
+def test_an_import_is_answered_too():
+    with pytest.raises(ImportError, match=r"'get_value' from 'armillary.*np\.asarray"):
+        exec("from armillary.utils import get_value")
+    with pytest.raises(
+        ImportError, match=r"import name 'nothing' from 'armillary.utils'"
+    ):
+        exec("from armillary.utils import nothing")
+    names = {}
+    exec("from armillary.utils import *", names)
+    assert names["SummaryManager"] is armillary.summary.SummaryManager
+
+
+def test_a_name_that_nobody_knows_is_python_s_own_error():
+    with pytest.raises(AttributeError) as caught:
+        _ = armillary.data.from_array
+    assert str(caught.value) == "module 'armillary.data' has no attribute 'from_array'"
+    # Python adds the nearest name to the traceback.
+    assert caught.value.obj is armillary.data
+    with pytest.raises(AttributeError, match=r"has no attribute 'runs'$"):
+        _ = armillary.get_strategy().runs
+
+
+def test_an_object_answers_and_stays_a_plain_object():
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    with pytest.raises(AttributeError, match=r"no attribute 'extended'\. .*all_reduce"):
+        _ = strategy.extended
+    assert not hasattr(strategy, "extended")
+    assert "extended" not in dir(strategy)
+    context = armillary.InputContext(2, 0, 4)
+    assert pickle.loads(pickle.dumps(context)) == copy.deepcopy(context) == context
+
+
+class Broken(AbstractTrainer):
+    @property
+    def fit(self):
+        return self.missing.value
+
+    def train(self, num_steps):
+        raise NotImplementedError
+
+
+def test_the_error_of_a_property_is_not_hidden():
+    with pytest.raises(AttributeError, match=r"'Broken' object has no attribute 'mis"):
+        _ = Broken().fit
+
+
+class Fallback:
+    def __getattr__(self, name):
+        if name.startswith("virtual_"):
+            return name
+        raise AttributeError(name)
+
+
+class Both(AbstractTrainer, Fallback):
+    def train(self, num_steps):
+        raise NotImplementedError
+
+
+def test_another_base_class_still_finds_its_attributes():
+    assert Both().virtual_number == "virtual_number"
+
+
+def make_trainer(use):
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            batches = {"x": np.ones((8, 2), np.float32)}
+            super().__init__(armillary.data.from_arrays(batches, batch_size=4))
+            self.model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+            self.loss = nnx.metrics.Average("loss")
+
+        def train_loop_begin(self):
+            if use == "reset_states":
+                self.loss.reset_states()
+
+        def train_step(self, iterator):
+            next(iterator)
+            if use != "reset_states":
+                getattr(self.optimizer, use)(jnp.zeros(()))
+
+    return Trainer()
+
+
+@pytest.mark.parametrize(
+    ("use", "line"),
+    [
+        ("reset_states", "`metric.reset()`"),
+        ("iterations", "`optimizer.step`"),
+        (
+            "minimize",
+            "`loss, gradients = armillary.value_and_grad(loss_fn, variables)`",
+        ),
+        ("apply_gradients", "`optimizer.update(model, gradients)`"),
+    ],
+)
+def test_a_name_that_flax_lacks_gets_a_note(use, line):
+    with pytest.raises(AttributeError, match=use) as caught:
+        make_trainer(use).train(1)
+    [note] = [note for note in caught.value.__notes__ if line in note]
+    assert note.startswith("Write ")
