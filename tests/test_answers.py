@@ -67,7 +67,9 @@ class Broken(AbstractTrainer):
 
 
 def test_the_error_of_a_property_is_not_hidden():
-    with pytest.raises(AttributeError, match=r"'Broken' object has no attribute 'mis"):
+    with pytest.raises(
+        AttributeError, match=r"'Broken' object has no attribute 'missing"
+    ):
         _ = Broken().fit
 
 

@@ -88,6 +88,7 @@ class Checkpoint:
                 value.check_repositionable()
         describe_leaves(self.read_leaves())
 
+    @hides_frames
     def read(
         self,
         path: str | os.PathLike[str],

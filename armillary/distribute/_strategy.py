@@ -508,7 +508,7 @@ class Strategy:
     def experimental_run(
         self, fn: Callable[..., PyTree], input_iterator: Iterator[Any] | None = None
     ) -> PyTree:
-        """Runs `fn` once per replica, with the next batch of an iterator if there is one.
+        """Runs `fn` once per replica, with the next batch of an iterator.
 
         It is `run(fn, args=(next(input_iterator),))`, for programs written for
         TensorFlow 1.

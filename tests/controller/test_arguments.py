@@ -86,12 +86,8 @@ def test_none_is_no_action_as_in_orbit():
 
 def test_methods_of_other_libraries_are_answered():
     controller = make_controller()
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'fit'\. .*controller\.train"
-    ):
+    with pytest.raises(AttributeError, match=r"attribute 'fit'\. .*controller\.train"):
         controller.fit()
-    with pytest.raises(
-        AttributeError, match=r"`armillary\.Controller\(trainer=trainer"
-    ):
+    with pytest.raises(AttributeError, match=r"`armillary\.Controller\(trainer="):
         Loops().fit()
     assert not hasattr(controller, "fit")

@@ -1,4 +1,4 @@
-"""Spellings of TensorFlow's guides, of several of its versions, under every strategy."""
+"""Spellings of TensorFlow's guides, old ones too, under every strategy."""
 
 import jax
 import jax.numpy as jnp

@@ -9,7 +9,11 @@ from jax.core import Tracer
 
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
-from armillary.cluster._join import CommunicationOptions, join_cluster
+from armillary.cluster._join import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    join_cluster,
+)
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._schedulers import resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
@@ -33,6 +37,13 @@ class JoinedStrategy(Strategy):
         communication_options: CommunicationOptions | None,
     ) -> None:
         fix = "Use one of `armillary.cluster`, or leave it out."
+        if isinstance(cluster_resolver, CommunicationImplementation):
+            # It is the first argument in older guides of TensorFlow.
+            raise TypeError(
+                f"`cluster_resolver` is {cluster_resolver!r}, which is an option of the "
+                "communication. Write `communication_options=armillary.cluster."
+                f'CommunicationOptions(implementation="{cluster_resolver}")`.'
+            )
         kind = ClusterResolver | None
         check_instance("cluster_resolver", cluster_resolver, kind, fix)
         kind = CommunicationOptions | None
