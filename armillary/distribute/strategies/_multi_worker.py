@@ -40,8 +40,8 @@ class JoinedStrategy(Strategy):
         if isinstance(cluster_resolver, CommunicationImplementation):
             # It is the first argument in older guides of TensorFlow.
             raise TypeError(
-                f"`cluster_resolver` is {cluster_resolver!r}, which is an option of the "
-                "communication. Write `communication_options=armillary.cluster."
+                f"`cluster_resolver` is {cluster_resolver!r}, which is an option of "
+                "the communication. Write `communication_options=armillary.cluster."
                 f'CommunicationOptions(implementation="{cluster_resolver}")`.'
             )
         kind = ClusterResolver | None
