@@ -35,10 +35,15 @@ _DESCRIBE = (
     "`armillary.cluster.SimpleClusterResolver(...)`, or set `TF_CONFIG`."
 )
 _STEP_SUMMARY = (
-    "Return the value from `train_loop_end`: it is written to the `summary_dir` of the "
-    "`Controller`."
+    "Return the value from `train_loop_end`, as in "
+    '`return {"loss": self.loss.compute()}`: a `Controller` writes it to its '
+    "`summary_dir`."
 )
-_SUMMARY = _STEP_SUMMARY + " Wrap it in `armillary.summary.{}(...)`."
+_RECORDS = (
+    "Write `armillary.data.from_tfrecords(paths, features, ...)`, with "
+    "`armillary.data.FixedLenFeature(shape, dtype)`."
+)
+_VARIABLE = "Write `variable[...] {} x` for a variable of Flax."
 _PLACED = "Leave it out: JAX places operations, and `scope` places variables."
 _LOGICAL = (
     "Write `jax.lax.with_sharding_constraint(x, ...)` under an "
@@ -113,7 +118,7 @@ NAMES = {
     "Strategy.devices": "Write `strategy.mesh.devices.flat`.",
     "ReplicaContext.devices": "Outside the step, write `strategy.mesh.devices.flat`.",
     "DistributedDataset.reduce": (
-        "Write a loop, `for batch in dataset:`, and add up in the step."
+        "Add up in a loop: `for batch in dataset: strategy.run(step, args=(batch,))`."
     ),
     "DistributedDataset.map": (
         "Map before the data is distributed, in the source that is given to "
@@ -174,6 +179,16 @@ NAMES = {
     "experimental_functions_run_eagerly": _EAGERLY,
     "experimental_run_functions_eagerly": _EAGERLY,
     "run_functions_eagerly": _EAGERLY,
+    "debugging": (
+        'Write `armillary.StandardTrainerOptions(on_non_finite="raise")`, or '
+        '`jax.config.update("jax_debug_nans", True)`.'
+    ),
+    "io": _RECORDS,
+    "parse_single_example": _RECORDS,
+    "constant": "Write `jnp.asarray(x)`.",
+    "cast": "Write `x.astype(dtype)`.",
+    "reduce_sum": "Write `jnp.sum(x)`.",
+    "reduce_mean": "Write `jnp.mean(x)`.",
     "random": "Write `nnx.Rngs(0)`, which gives each replica a stream of its own.",
     "saved_model": "Write `armillary.actions.ExportModel(model, ..., args=...)`.",
     "data.Dataset": "Write `armillary.data.from_arrays(arrays, batch_size=...)`.",
@@ -181,9 +196,10 @@ NAMES = {
     "data.AUTOTUNE": _OPTION,
     "data.experimental": _OPTION,
     "summary.scalar": _STEP_SUMMARY,
-    "summary.histogram": _SUMMARY.format("Histogram"),
-    "summary.image": _SUMMARY.format("Image"),
-    "summary.text": _SUMMARY.format("Text"),
+    "summary.histogram": _STEP_SUMMARY
+    + " Wrap it in `armillary.summary.Histogram(...)`.",
+    "summary.image": _STEP_SUMMARY + " Wrap it in `armillary.summary.Image(...)`.",
+    "summary.text": _STEP_SUMMARY + " Wrap it in `armillary.summary.Text(...)`.",
     "summary.create_file_writer": (
         "Write `armillary.Controller(..., summary_dir=...)`, or "
         "`armillary.summary.SummaryManager(directory)` in a loop of your own."
@@ -259,10 +275,10 @@ NAMES = {
         "`optimizer.apply_gradients(zip(gradients, variables))`."
     ),
     "Optimizer.zero_grad": "Leave it out: `armillary.value_and_grad` starts at zero.",
-    "Variable.assign": "Write `variable[...] = x` for a variable of Flax.",
-    "Variable.assign_add": "Write `variable[...] += x` for a variable of Flax.",
-    "Variable.assign_sub": "Write `variable[...] -= x` for a variable of Flax.",
-    "Variable.numpy": "Write `np.asarray(variable[...])` for a variable of Flax.",
+    # A variable of Flax asks its array for names that it lacks.
+    "Array.assign": _VARIABLE.format("="),
+    "Array.assign_add": _VARIABLE.format("+="),
+    "Array.assign_sub": _VARIABLE.format("-="),
     "Array.numpy": "Write `np.asarray(x)`, or `float(x)` for a number.",
     "StepIterator.get_next_as_optional": (
         "Write `next(iterator)`: a trainer ends its loop where the data ends."
@@ -308,7 +324,8 @@ def find_module_answer(module: str, name: str) -> str | None:
 def find_answer(kind: type, name: str) -> str | None:
     """Returns what to write instead of a name that objects of a class do not have."""
     for each in kind.__mro__:
-        if answer := NAMES.get(f"{each.__name__}.{name}"):
+        owner = each.__name__.rpartition(".")[2]  # "jaxlib._jax.Array" of JAX
+        if answer := NAMES.get(f"{owner}.{name}"):
             return answer
     return None
 

@@ -286,6 +286,9 @@ def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str
 def _note_name(error: AttributeError) -> None:
     """Adds what to write instead of a name that Flax, Keras or JAX does not have."""
     kind = type(error.obj)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(error.obj, jax.Array):
+        kind = jax.Array
     answer = find_answer(kind, error.name) if is_library(kind.__module__) else None
     if answer is not None and answer not in getattr(error, "__notes__", ()):
         error.add_note(answer)
