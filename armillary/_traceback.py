@@ -10,6 +10,7 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -265,7 +266,16 @@ def _explain_call(
         return None
     names = ", ".join(f"`{name}`" for name in missing)
     call = ", ".join(f"{name}=..." for name in required)
-    return f"`{owner}` needs {names}, which is missing. Write `{owner}({call})`."
+    what = owner if given is args else _as_variable(owner)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"`{owner}` needs {names}, which {verb} missing. Write `{what}({call})`."
+
+
+def _as_variable(owner: str) -> str:
+    """Returns `manager.save` for `CheckpointManager.save`, and a class as it is."""
+    kind, _, method = owner.rpartition(".")
+    words = re.findall("[A-Z][a-z]+", kind)
+    return f"{words[-1].lower()}.{method}" if words else owner
 
 
 def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str:

@@ -123,9 +123,19 @@ def test_a_keyword_that_there_is_not_is_answered_with_what_there_is(kind, name, 
             "`Controller(global_step=...)`.",
         ),
         (
+            lambda: armillary.get_strategy().make_numpy_dataset([1]),
+            "`Strategy.make_numpy_dataset` needs `batch_size`, which is missing. Write "
+            "`strategy.make_numpy_dataset(arrays=..., batch_size=...)`.",
+        ),
+        (
+            lambda: armillary.get_strategy().reduce(),
+            "`Strategy.reduce` needs `reduce_op`, `value`, which are missing. Write "
+            "`strategy.reduce(reduce_op=..., value=...)`.",
+        ),
+        (
             lambda: armillary.get_strategy().reduce(1),
             "`Strategy.reduce` needs `value`, which is missing. Write "
-            "`Strategy.reduce(reduce_op=..., value=...)`.",
+            "`strategy.reduce(reduce_op=..., value=...)`.",
         ),
     ],
 )

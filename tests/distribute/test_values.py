@@ -103,7 +103,7 @@ def test_arithmetic_outside_run_says_what_to_write(name):
 @pytest.mark.parametrize("name", ["numpy", "item", "mean", "shape", "dtype", "astype"])
 def test_attributes_of_an_array_say_what_to_write(name):
     value = PerReplica(jnp.ones(4), 4)
-    with pytest.raises(AttributeError, match=rf"`{name}` of .*`strategy\.reduce\("):
+    with pytest.raises(AttributeError, match=rf"'{name}'\. .*`strategy\.reduce\("):
         getattr(value, name)
     assert not hasattr(value, name) and getattr(value, name, None) is None
 

@@ -172,11 +172,11 @@ class PerReplica:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
+            problem = f"'PerReplica' object has no attribute {name!r}"
             is_of_array = name in _OF_TENSORS or hasattr(jax.Array, name)
             if name.startswith("_") or not is_of_array:
-                problem = f"'PerReplica' object has no attribute {name!r}"
                 raise AttributeError(problem, name=name, obj=self)
-            problem = f"`{name}` of {self._refusal()}"
+            problem = f"{problem}. {self._refusal()}"
             raise AttributeError(problem, name=name, obj=None)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
