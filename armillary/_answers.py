@@ -364,8 +364,10 @@ def answer_names(namespace: dict[str, Any]) -> None:
     owners = {name.partition(".")[0] for name in NAMES if "." in name}
     for name in namespace["__all__"]:
         kind = namespace.get(name)
-        is_ours = isinstance(kind, type) and kind.__module__.startswith("armillary.")
-        if is_ours and name in owners and "__getattr__" not in vars(kind):
+        if not isinstance(kind, type) or name not in owners:
+            continue
+        is_ours = kind.__module__.startswith("armillary.")
+        if is_ours and "__getattr__" not in vars(kind):
             _answer_attributes(kind)
 
 
@@ -385,4 +387,4 @@ def _answer_attributes(kind: type) -> None:
             raise AttributeError(problem, name=name, obj=None) from None
 
     find_attribute.__name__ = "__getattr__"
-    kind.__getattr__ = find_attribute  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(kind, "__getattr__", find_attribute)  # noqa: B010

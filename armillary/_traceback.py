@@ -299,7 +299,9 @@ def _note_name(error: AttributeError) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(error.obj, jax.Array):
         kind = jax.Array
-    answer = find_answer(kind, error.name) if is_library(kind.__module__) else None
+    answer = None
+    if error.name is not None and is_library(kind.__module__):
+        answer = find_answer(kind, error.name)
     if answer is not None and answer not in getattr(error, "__notes__", ()):
         error.add_note(answer)
 
