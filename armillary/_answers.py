@@ -5,6 +5,7 @@ A package or an object that lacks one of these names still raises `AttributeErro
 """
 
 import dis
+import inspect
 import sys
 from typing import Any, NoReturn
 
@@ -341,19 +342,24 @@ def refuse_name(module: str, name: str) -> NoReturn:
     problem = f"module {module!r} has no attribute {name!r}"
     if answer is None:
         raise AttributeError(problem, name=name, obj=sys.modules.get(module))
-    if _is_import(sys._getframe(2)):
+    if _is_in_import():
         raise ImportError(f"cannot import name {name!r} from {module!r}. {answer}")
     # Without an object, for which Python would add a guess of its own.
     raise AttributeError(f"{problem}. {answer}", name=name, obj=None)
 
 
-def _is_import(frame: Any) -> bool:
-    """Returns whether a frame is at `from package import name`.
+def _is_in_import() -> bool:
+    """Returns whether the code that asks for a name is `from package import name`.
 
     Python replaces an `AttributeError` there by an `ImportError` of its own, without
     our answer.
     """
-    operation = frame.f_code.co_code[frame.f_lasti] if frame.f_lasti >= 0 else 0
+    frame: Any = inspect.currentframe()
+    for _ in range(3):  # this function, `refuse_name`, and the package's `__getattr__`
+        frame = frame and frame.f_back
+    if frame is None or frame.f_lasti < 0:
+        return False
+    operation = frame.f_code.co_code[frame.f_lasti]
     return dis.opname[operation] == "IMPORT_FROM"
 
 

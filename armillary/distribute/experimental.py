@@ -6,19 +6,32 @@ line.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.cluster import CommunicationImplementation as CommunicationImplementation
-from armillary.cluster import CommunicationOptions as CommunicationOptions
-from armillary.cluster import TerminationConfig as TerminationConfig
-from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy
+from armillary.cluster import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    TerminationConfig,
+)
 from armillary.distribute import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+    ValueContext,
+    coordinator,
+    partitioners,
 )
-from armillary.distribute import TPUStrategy as TPUStrategy
-from armillary.distribute import ValueContext as ValueContext
-from armillary.distribute import coordinator as coordinator
-from armillary.distribute import partitioners as partitioners
-from armillary.parameter_server import (
-    ParameterServerStrategy as ParameterServerStrategy,
-)
+from armillary.parameter_server import ParameterServerStrategy
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+    "TerminationConfig",
+    "ValueContext",
+    "coordinator",
+    "partitioners",
+]
 
 _mark_public(globals())
