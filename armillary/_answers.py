@@ -270,16 +270,16 @@ NAMES = {
         "`optimizer.update(model, gradients)` of Flax or "
         "`optimizer.apply_gradients(zip(gradients, variables))` of Keras."
     ),
-    "BaseOptimizer.minimize": (
-        "Write `loss, gradients = armillary.value_and_grad(loss_fn, variables)`, then "
-        '`gradients = armillary.all_reduce("mean", gradients)`, then '
-        "`optimizer.apply_gradients(zip(gradients, variables))`."
-    ),
     "Optimizer.zero_grad": "Leave it out: `armillary.value_and_grad` starts at zero.",
     # A variable of Flax asks its array for names that it lacks.
     "Array.assign": _VARIABLE.format("="),
     "Array.assign_add": _VARIABLE.format("+="),
     "Array.assign_sub": _VARIABLE.format("-="),
+    "Array.backward": (
+        "Write `loss, gradients = armillary.value_and_grad(loss_fn, variables)`: JAX "
+        "differentiates functions."
+    ),
+    "Array.detach": "Write `jax.lax.stop_gradient(x)`.",
     "Array.numpy": "Write `np.asarray(x)`, or `float(x)` for a number.",
     "StepIterator.get_next_as_optional": (
         "Write `next(iterator)`: a trainer ends its loop where the data ends."

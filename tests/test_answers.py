@@ -89,41 +89,55 @@ def test_another_base_class_still_finds_its_attributes():
     assert Both().virtual_number == "virtual_number"
 
 
-def make_trainer(use):
-    class Trainer(armillary.StandardTrainer):
-        def __init__(self):
-            batches = {"x": np.ones((8, 2), np.float32)}
-            super().__init__(armillary.data.from_arrays(batches, batch_size=4))
-            self.model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-            self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
-            self.loss = nnx.metrics.Average("loss")
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, begin=None, step=None):
+        batches = np.ones((8, 2), np.float32)
+        super().__init__(armillary.data.from_arrays(batches, batch_size=4))
+        self.model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+        self.loss = nnx.metrics.Average("loss")
+        self.begin = begin or (lambda self: None)
+        self.step = step or (lambda self, loss: None)
 
-        def train_loop_begin(self):
-            if use == "reset_states":
-                self.loss.reset_states()
+    def train_loop_begin(self):
+        self.begin(self)
 
-        def train_step(self, iterator):
-            next(iterator)
-            if use != "reset_states":
-                getattr(self.optimizer, use)(jnp.zeros(()))
-
-    return Trainer()
+    def train_step(self, iterator):
+        self.step(self, jnp.sum(self.model(next(iterator))))
 
 
 @pytest.mark.parametrize(
-    ("use", "line"),
+    ("code", "line"),
     [
-        ("reset_states", "`metric.reset()`"),
-        ("iterations", "`optimizer.step`"),
         (
-            "minimize",
+            {"begin": lambda self: self.loss.reset_states()},
+            "`metric.reset()`",
+        ),
+        (
+            {"begin": lambda self: self.optimizer.iterations},
+            "`optimizer.step`",
+        ),
+        (
+            {"step": lambda self, loss: self.optimizer.minimize(loss)},
             "`loss, gradients = armillary.value_and_grad(loss_fn, variables)`",
         ),
-        ("apply_gradients", "`optimizer.update(model, gradients)`"),
+        (
+            {"step": lambda self, loss: self.optimizer.apply_gradients([])},
+            "`optimizer.update(model, gradients)`",
+        ),
+        (
+            {"step": lambda self, loss: loss.backward()},
+            "`loss, gradients = armillary.value_and_grad(loss_fn, variables)`",
+        ),
+        (
+            {"step": lambda self, loss: self.model.bias.assign(loss)},
+            "`variable[...] = x`",
+        ),
     ],
+    ids=["reset_states", "iterations", "minimize", "apply", "backward", "assign"],
 )
-def test_a_name_that_flax_lacks_gets_a_note(use, line):
-    with pytest.raises(AttributeError, match=use) as caught:
-        make_trainer(use).train(1)
+def test_a_name_that_flax_or_jax_lacks_gets_a_note(code, line):
+    with pytest.raises(AttributeError) as caught:
+        Trainer(**code).train(1)
     [note] = [note for note in caught.value.__notes__ if line in note]
     assert note.startswith("Write ")
