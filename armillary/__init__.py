@@ -28,6 +28,8 @@ import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
+from armillary._answers import refuse_name as _refuse_name
+
 if TYPE_CHECKING:
     from armillary import (
         actions,
@@ -43,16 +45,22 @@ if TYPE_CHECKING:
         plan,
         summary,
         testing,
+        utils,
         xla,
     )
     from armillary.checkpoint import Checkpoint, CheckpointManager
     from armillary.controller import Controller
+    from armillary.data import InputContext, InputOptions
     from armillary.distribute import (
+        CentralStorageStrategy,
+        DefaultStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
+        ReduceOp,
         ShardedStrategy,
         TPUStrategy,
+        VariableAggregation,
         all_reduce,
         all_reduce_gradients,
         compute_average_loss,
@@ -60,8 +68,12 @@ if TYPE_CHECKING:
         function,
         get_replica_context,
         get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+        make_distributed_dataset,
         over_replicas,
         scale_regularization_loss,
+        set_strategy,
         value_and_grad,
         weighted_mean,
     )
@@ -78,19 +90,27 @@ if TYPE_CHECKING:
         StepTrainer,
         predict,
     )
+    from armillary.typing import Action, Output
 
 __version__ = "0.3.0"
 
 __all__ = [
     "AbstractEvaluator",
     "AbstractTrainer",
+    "Action",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointManager",
     "Controller",
+    "DefaultStrategy",
+    "InputContext",
+    "InputOptions",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "Output",
     "ParameterServerStrategy",
+    "ReduceOp",
     "ShardedStrategy",
     "StandardEvaluator",
     "StandardEvaluatorOptions",
@@ -99,6 +119,7 @@ __all__ = [
     "StepEvaluator",
     "StepTrainer",
     "TPUStrategy",
+    "VariableAggregation",
     "actions",
     "all_reduce",
     "all_reduce_gradients",
@@ -113,24 +134,31 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "goodput",
+    "has_strategy",
+    "in_cross_replica_context",
     "keras",
     "launch",
+    "make_distributed_dataset",
     "metrics",
     "over_replicas",
     "plan",
     "predict",
     "scale_regularization_loss",
+    "set_strategy",
     "summarize",
     "summary",
     "testing",
+    "utils",
     "value_and_grad",
     "weighted_mean",
     "xla",
 ]
 
 
-# Where the names of `__all__` that are no packages are found, from the bottom up.
+# The packages that hold the other names of `__all__`, from the bottom up.
 _HOMES = [
+    "typing",
+    "data",
     "state._summarize",
     "distribute",
     "parameter_server",
@@ -138,28 +166,17 @@ _HOMES = [
     "trainer",
     "controller",
 ]
-# Names that stood here before, and the package that has each now.
-_MOVED = {
-    **dict.fromkeys(("CentralStorageStrategy", "DefaultStrategy"), "distribute"),
-    **dict.fromkeys(("ReduceOp", "VariableAggregation"), "distribute"),
-    **dict.fromkeys(("has_strategy", "in_cross_replica_context"), "distribute"),
-    **dict.fromkeys(("make_distributed_dataset", "set_strategy"), "distribute"),
-    **dict.fromkeys(("InputContext", "InputOptions"), "data"),
-    **dict.fromkeys(("History", "RunOutput"), "controller"),
-    "Action": "typing",
-    "Output": "typing",
-    "PendingLoops": "trainer",
-}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a name stands for when it is first used.
+    """Imports a name when it is first used.
 
-    So `armillary launch` starts without JAX, and Flax and Keras are imported for
-    `armillary.metrics`, `armillary.estimator` and `armillary.keras` alone.
+    Therefore `armillary launch` starts without JAX, and only `armillary.metrics`,
+    `armillary.estimator` and `armillary.keras` import Flax and Keras.
 
     Raises:
-        AttributeError: If there is no such name; of one that has moved, where it is.
+        AttributeError: If there is no such name. The message says what to write
+            instead of a name of TensorFlow or Orbit.
     """
     if not name.startswith("_") and importlib.util.find_spec(f"armillary.{name}"):
         return importlib.import_module(f"armillary.{name}")
@@ -168,10 +185,7 @@ def __getattr__(name: str) -> Any:
         if name in vars(module):
             globals()[name] = vars(module)[name]
             return vars(module)[name]
-    text = f"module {__name__!r} has no attribute {name!r}"
-    if home := _MOVED.get(name):
-        text += f": it has moved. Write `armillary.{home}.{name}`."
-    raise AttributeError(text)
+    _refuse_name(__name__, name)
 
 
 def __dir__() -> list[str]:

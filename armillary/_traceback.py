@@ -10,10 +10,13 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
+
+from armillary._answers import answer_names, find_answer
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,30 +34,82 @@ _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
 _PROCESSES = "Leave it out: the processes are those that the strategy has joined."
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
+_OF_THE_TRAINER = "The trainer takes it: `trainer=Trainer({})`."
+_OF_METHODS = "Methods take it: `{}`."
+_OF_THE_STRATEGY = "A strategy has the devices: `strategy=armillary.{}`."
+_RESTORES = "Leave it out: the `checkpoint_manager` restores the latest checkpoint."
+_CLIPS = "Optax clips gradients: `optax.chain(optax.clip_by_global_norm(1.0), ...)`."
+_KEEPS_BEST = (
+    "`CheckpointManager` takes it: `keep_best=..., higher_is_better=...`. To stop "
+    "early, write `eval_actions=[armillary.actions.EarlyStopping(...)]`."
+)
 
-# Keywords of Orbit, `tf.distribute` and Lightning, and what to write here. Where the
-# name alone says too little, the class or function stands before it.
+# Keywords of Orbit, `tf.distribute`, Keras and Lightning, and what to write here. Where
+# the name alone says too little, the class or function stands before it.
 ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
     "use_tpu_summary_optimization": "Leave it out: summaries come between loops.",
-    "recreate_iterator_for_each_eval": "Leave it out: every evaluation reads the data "
-    "from its beginning.",
     "StandardEvaluatorOptions.on_non_finite": _TRAINER_ONLY,
     "StandardEvaluatorOptions.check_replicas_every": _TRAINER_ONLY,
-    "Controller.eval_steps": "Methods take it: `train_and_evaluate(eval_steps=...)`.",
-    "max_epochs": "Methods take it: `train(epochs=...)`.",
+    "Controller.eval_steps": _OF_METHODS.format("train_and_evaluate(eval_steps=...)"),
+    "Controller.eval_interval": _OF_METHODS.format(
+        "train_and_evaluate(eval_interval=...)"
+    ),
+    "Controller.train_steps": _OF_METHODS.format("train_and_evaluate(train_steps=...)"),
+    "Controller.steps": _OF_METHODS.format("train(steps=...)"),
+    "Controller.max_steps": _OF_METHODS.format("train(steps=...)"),
+    "Controller.num_steps": _OF_METHODS.format("train(steps=...)"),
+    "Controller.epochs": _OF_METHODS.format("train(epochs=...)"),
+    "max_epochs": _OF_METHODS.format("train(epochs=...)"),
+    "Controller.train_dataset": _OF_THE_TRAINER.format("train_dataset"),
+    "Controller.train_data": _OF_THE_TRAINER.format("train_dataset"),
+    "Controller.eval_dataset": (
+        "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
+    ),
+    "Controller.validation_data": (
+        "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
+    ),
+    "Controller.model": "The trainer holds it: `self.model = model` in its `__init__`.",
+    "Controller.optimizer": (
+        "The trainer holds it. Give its count of steps: `global_step=optimizer.step`."
+    ),
+    "Controller.callbacks": "Write `train_actions=[...]` and `eval_actions=[...]`.",
+    "Controller.logger": "Write `summary_dir=...`, or a `summary_manager=...`.",
+    "Controller.devices": _OF_THE_STRATEGY.format("MirroredStrategy(devices)"),
+    "Controller.accelerator": _OF_THE_STRATEGY.format("MirroredStrategy()"),
+    "Controller.num_nodes": _OF_THE_STRATEGY.format("MultiWorkerMirroredStrategy()"),
+    "Controller.precision": "Write `dtype=jnp.bfloat16` in the layers of the model.",
+    "Controller.verbose": "It is called `progress` here.",
+    "Controller.enable_progress_bar": "It is called `progress` here.",
+    "Controller.monitor": _KEEPS_BEST,
+    "gradient_clip_val": _CLIPS,
+    "clipnorm": _CLIPS,
+    "accumulate_grad_batches": (
+        "Write `StandardTrainerOptions(accumulate_steps=...)` for the trainer."
+    ),
+    "resume_from_checkpoint": _RESTORES,
+    "ckpt_path": _RESTORES,
     "log_every_n_steps": "It is called `log_interval` here.",
-    "monitor": "It is called `keep_best` here.",
+    "CheckpointManager.monitor": "It is called `keep_best` here.",
+    "EarlyStopping.monitor": "It is called `metric` here.",
+    "NewBestMetric.monitor": "It is called `metric` here.",
     "mode": "Say so with `higher_is_better=True`, or `False`.",
     "save_top_k": "Leave it out: `keep_best` keeps the best besides the newest.",
+    "save_best_only": "Leave it out: `keep_best` keeps the best besides the newest.",
+    "every_n_train_steps": "It is called `checkpoint_interval` here.",
+    "save_freq": "It is called `checkpoint_interval` here.",
     "enable_async_checkpointing": "Leave it out: every save goes on in the background.",
     "hang_timeout": "It is called `hang_timeout_seconds` here.",
     "checkpoint_name": "Leave it out: a checkpoint is a folder named for its step.",
+    "Checkpoint.read.rename": (
+        "Name the objects as they were saved: `Checkpoint(model={'old name': part})`."
+    ),
     "summary_fn": "Use `writer_fn`, which makes the writer of each directory.",
     "SummaryManager.global_step": "Leave it out: `write_summaries` takes the step.",
     "PeriodicAction.global_step": "Leave it out: a `Controller` binds its own.",
     "filename": "Use `directory`, in which it makes a file named for the metric.",
+    "write_metric": "Leave it out: of several processes, the chief writes.",
     "signatures": "Pass one function as `model`, and examples for it as `args`.",
     "SaveCheckpointIfPreempted.cluster_resolver": _PROCESSES,
     "termination_watcher_fn": "It is called `watcher` here.",
@@ -66,38 +121,17 @@ ANSWERS = {
     "cross_device_ops": "Leave it out: XLA chooses how values are reduced.",
     "tpu_cluster_resolver": "It is called `resolver` here.",
     "experimental_device_assignment": "Leave it out: a replica here is one device.",
+    "Strategy.run.options": (
+        "Leave it out; for options of XLA, write "
+        "`StandardTrainerOptions(compiler_options={...})`."
+    ),
+    "input_signature": "Leave it out: each shape of the arguments is a program.",
+    "jit_compile": "Leave it out: XLA compiles every program.",
+    "reduce_retracing": "Leave it out: each shape of the arguments is a program.",
 }
-
-
-# Attributes that TensorFlow has, and what to write with Flax and Keras 3, by the name
-# of the class and the beginning of its module.
-_RENAMED_ATTRIBUTES = {
-    ("flax.", "Metric"): {
-        "reset_states": "`metric.reset()`",
-        "reset_state": "`metric.reset()`",
-        "result": "`metric.compute()`",
-        "update_state": "`metric.update(values=...)`",
-        "name": 'a name of your own, as in `{"loss": metric.compute()}`',
-    },
-    ("flax.", "Optimizer"): {
-        "iterations": "`optimizer.step`",
-        "apply_gradients": "`optimizer.update(model, gradients)`",
-        "apply": "`optimizer.update(model, gradients)`",
-        "minimize": "`nnx.value_and_grad`, and then `optimizer.update(model, "
-        "gradients)`",
-        "learning_rate": "the rate as an array of `optax.inject_hyperparams`, in "
-        "`optimizer.opt_state.hyperparams`",
-    },
-    ("keras.", "Metric"): {
-        "reset_states": "`metric.reset_state()`",
-        "reset": "`metric.reset_state()`",
-        "compute": "`metric.result()`",
-    },
-    ("keras.", "Optimizer"): {
-        "minimize": "`armillary.value_and_grad`, and then `optimizer.apply(gradients, "
-        "variables)`",
-        "step": "`optimizer.iterations`",
-    },
+# What else to say where arguments that need their names were given without.
+_BY_NAME = {
+    "from_arrays": "Several arrays are one nest: `from_arrays((x, y), batch_size=64)`.",
 }
 
 
@@ -106,7 +140,8 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     No exception brings own frames out of it, nor out of the iterator that a generator
     function returns. A keyword that it does not have is answered with the new name of
-    an old one, or with the nearest one.
+    an old one, or with the nearest one. So are arguments that are missing or have no
+    name.
     """
 
     @functools.wraps(function)
@@ -114,7 +149,7 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            _leave(error, function, kwargs)
+            _leave(error, function, args, kwargs)
             raise  # without this frame, as `_leave` has left it
 
     @functools.wraps(function)
@@ -123,14 +158,17 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
             generator: Any = function(*args, **kwargs)
             yield from generator
         except Exception as error:
-            _leave(error, function, kwargs)
+            _leave(error, function, args, kwargs)
             raise
 
     return iterate if inspect.isgeneratorfunction(function) else call
 
 
 def mark_public(namespace: dict[str, Any]) -> None:
-    """Marks what is in a package's `__all__`, by default all names that it has."""
+    """Marks what is in a package's `__all__`, by default all names that it has.
+
+    The package and its classes also answer names of other libraries.
+    """
     kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
     own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
     for name in namespace.setdefault("__all__", own):
@@ -149,17 +187,21 @@ def mark_public(namespace: dict[str, Any]) -> None:
                 home = sys.modules[value.__module__]
                 namespace[name] = marked
             setattr(home, name, marked)
+    answer_names(namespace)
 
 
 def _leave(
-    error: Exception, function: Callable[..., Any], kwargs: Mapping[str, Any]
+    error: Exception,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """Answers a wrong keyword, and hides own frames of what leaves a function."""
-    if isinstance(error, TypeError) and _answer(error, function, kwargs):
+    """Answers wrong arguments, and hides own frames of what leaves a function."""
+    if isinstance(error, TypeError) and _answer(error, function, args, kwargs):
         error.__traceback__ = None  # The caller's line is yet to come.
         return
     if isinstance(error, AttributeError):
-        _note_renamed(error)
+        _note_name(error)
     # A generator may be ended when Python has ended, and JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
@@ -167,19 +209,76 @@ def _leave(
 
 
 def _answer(
-    error: TypeError, function: Callable[..., Any], kwargs: Mapping[str, Any]
+    error: TypeError,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> bool:
-    """Says more in Python's error of a keyword, if a function does not have it."""
+    """Says more in Python's error of a call, if the arguments do not fit a function."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # Of some builtins.
         return False
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        text = _explain_call(function, signature, args, kwargs)
+    else:
+        return False  # The error is about something else.
+    if text is not None:
+        error.args = (text,)
+    return text is not None
+
+
+def _explain_call(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    owner = function.__qualname__.removesuffix(".__init__")
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = [p.name for p in parameters if p.kind in by_name and p.name != "self"]
+    known = [p.name for p in parameters if p.kind in by_name]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unknown = [name for name in kwargs if name not in known]
-    if not (known and unknown) or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return False
-    name, owner = unknown[0], function.__qualname__.removesuffix(".__init__")
+    if unknown and known and not takes_any:
+        return _explain_keyword(owner, unknown[0], kwargs[unknown[0]], known)
+
+    given = args[1:] if "self" in signature.parameters else args
+    in_order = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    others = [
+        p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs
+    ]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(given) > len(in_order) and others and not takes_more:
+        first = min(others, key=lambda p: p.default is not p.empty).name
+        counted = f"{len(in_order)} argument{'' if len(in_order) == 1 else 's'}"
+        fix = _BY_NAME.get(owner) or f"Give the others by name, as in `{first}=...`."
+        return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
+
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in by_name
+    ]
+    filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
+    missing = [name for name in required if name not in filled]
+    if not missing:
+        return None
+    names = ", ".join(f"`{name}`" for name in missing)
+    call = ", ".join(f"{name}=..." for name in required)
+    what = owner if given is args else _as_variable(owner)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"`{owner}` needs {names}, which {verb} missing. Write `{what}({call})`."
+
+
+def _as_variable(owner: str) -> str:
+    """Returns `manager.save` for `CheckpointManager.save`, and a class as it is."""
+    kind, _, method = owner.rpartition(".")
+    words = re.findall("[A-Z][a-z]+", kind)
+    return f"{words[-1].lower()}.{method}" if words else owner
+
+
+def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str:
     answer = ANSWERS.get(f"{owner}.{name}") or ANSWERS.get(name)
     longer = [each for each in known if each.endswith(f"_{name}")]
     found = longer or difflib.get_close_matches(name, known, n=1)
@@ -188,25 +287,23 @@ def _answer(
         if found
         else f"It has {', '.join(f'`{each}`' for each in known)}."
     )
-    error.args = (
-        f"`{name}` is {kwargs[name]!r}, but `{owner}` has no such argument. "
-        f"{answer or nearest}",
+    return (
+        f"`{name}` is {value!r}, but `{owner}` has no such argument. "
+        f"{answer or nearest}"
     )
-    return True
 
 
-def _note_renamed(error: AttributeError) -> None:
-    """Adds what to write, if an attribute has another name in Flax or Keras 3."""
-    for kind in type(error.obj).__mro__:
-        for (module, name), attributes in _RENAMED_ATTRIBUTES.items():
-            is_of_class = kind.__name__ == name and kind.__module__.startswith(module)
-            if not is_of_class or error.name not in attributes:
-                continue
-            library = "Flax" if module == "flax." else "Keras 3"
-            note = f"With {library}, write {attributes[error.name]}."
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            return
+def _note_name(error: AttributeError) -> None:
+    """Adds what to write instead of a name that Flax, Keras or JAX does not have."""
+    kind = type(error.obj)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(error.obj, jax.Array):
+        kind = jax.Array
+    answer = None
+    if error.name is not None and is_library(kind.__module__):
+        answer = find_answer(kind, error.name)
+    if answer is not None and answer not in getattr(error, "__notes__", ()):
+        error.add_note(answer)
 
 
 def _hide(error: BaseException) -> None:

@@ -26,21 +26,39 @@ OLD = {
         "experimental_per_replica_buffer_size",
         "experimental_place_dataset_on_device",
     ],
-    actions.NewBestMetric: ["filename"],
+    actions.NewBestMetric: ["filename", "monitor", "write_metric"],
+    actions.EarlyStopping: ["mode", "monitor"],
     actions.ExportModel: ["signatures"],
     actions.PeriodicAction: ["global_step"],
     actions.SaveCheckpointIfPreempted: ["cluster_resolver"],
     cluster.TerminationConfig: ["termination_watcher_fn"],
-    armillary.CheckpointManager: ["checkpoint_name", "monitor", "mode", "save_top_k"],
+    armillary.CheckpointManager: [
+        *("checkpoint_name", "monitor", "mode", "save_top_k", "save_best_only"),
+        *("every_n_train_steps", "save_freq"),
+    ],
+    armillary.Checkpoint.read: ["rename"],
+    armillary.distribute.Strategy.run: ["options"],
+    armillary.function: ["input_signature", "jit_compile", "reduce_retracing"],
     summary.SummaryManager: ["summary_fn", "global_step"],
     armillary.MirroredStrategy: ["cross_device_ops"],
     armillary.MultiWorkerMirroredStrategy: ["communication"],
     armillary.TPUStrategy: ["tpu_cluster_resolver", "experimental_device_assignment"],
     armillary.Controller: [
         *("enable_async_checkpointing", "hang_timeout", "eval_steps"),
-        *("max_epochs", "log_every_n_steps"),
+        *("max_epochs", "log_every_n_steps", "max_steps", "train_dataset", "steps"),
+        *("eval_interval", "train_steps", "num_steps", "epochs", "eval_dataset"),
+        *("train_data", "validation_data", "model", "optimizer", "callbacks"),
+        *("logger", "devices", "accelerator", "num_nodes", "precision", "verbose"),
+        *("enable_progress_bar", "monitor", "gradient_clip_val", "clipnorm"),
+        *("accumulate_grad_batches", "resume_from_checkpoint", "ckpt_path"),
     ],
 }
+
+
+def test_every_answer_is_tested():
+    tested = {(kind.__qualname__, name) for kind in OLD for name in OLD[kind]}
+    names = {name for _, name in tested} | {f"{kind}.{name}" for kind, name in tested}
+    assert set(ANSWERS) <= names
 
 
 @pytest.mark.parametrize("kind", OLD, ids=lambda kind: kind.__qualname__)
@@ -110,3 +128,57 @@ def test_a_home_folder_that_is_not_there_is_an_error():
         match=r"`directory` is '~nobody-of-this-name/run'.*`directory=\"\./~",
     ):
         check_path("directory", "~nobody-of-this-name/run")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: armillary.data.from_arrays((1, 2), 64),
+            "`from_arrays` takes 1 argument without a name, but got 2. Several arrays "
+            "are one nest: `from_arrays((x, y), batch_size=64)`.",
+        ),
+        (
+            lambda: armillary.CheckpointManager(1, "runs", 5),
+            "`CheckpointManager` takes 2 arguments without a name, but got 3. Give the "
+            "others by name, as in `max_to_keep=...`.",
+        ),
+        (
+            lambda: armillary.data.from_arrays([1]),
+            "`from_arrays` needs `batch_size`, which is missing. Write "
+            "`from_arrays(arrays=..., batch_size=...)`.",
+        ),
+        (
+            lambda: armillary.Controller(steps_per_loop=1),
+            "`Controller` needs `global_step`, which is missing. Write "
+            "`Controller(global_step=...)`.",
+        ),
+        (
+            lambda: armillary.get_strategy().make_numpy_dataset([1]),
+            "`Strategy.make_numpy_dataset` needs `batch_size`, which is missing. Write "
+            "`strategy.make_numpy_dataset(arrays=..., batch_size=...)`.",
+        ),
+        (
+            lambda: armillary.get_strategy().reduce(),
+            "`Strategy.reduce` needs `reduce_op`, `value`, which are missing. Write "
+            "`strategy.reduce(reduce_op=..., value=...)`.",
+        ),
+        (
+            lambda: armillary.get_strategy().reduce(1),
+            "`Strategy.reduce` needs `value`, which is missing. Write "
+            "`strategy.reduce(reduce_op=..., value=...)`.",
+        ),
+    ],
+)
+def test_arguments_that_are_missing_or_without_a_name_are_told(call, message):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_an_error_of_a_function_that_was_called_rightly_stays():
+    def wrong_inside():
+        return len(3)
+
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)$"):
+        armillary.get_strategy().run(wrong_inside)

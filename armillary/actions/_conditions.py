@@ -88,6 +88,7 @@ class StepAction:
 
 
 def as_actions(name: str, actions: Any) -> tuple[Action, ...]:
+    """Returns one action or several as a tuple; raises if one is not callable."""
     several = actions if isinstance(actions, list | tuple | Iterator) else [actions]
     found = tuple(several)
     for index, each in enumerate(found):

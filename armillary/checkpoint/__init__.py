@@ -8,6 +8,7 @@ any moment costs at most the save in progress. See `docs/checkpoints.md`.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
+from armillary.checkpoint._checkpoint import latest_checkpoint as latest_checkpoint
 from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
 from armillary.checkpoint._selection import RestoreReport as RestoreReport
 

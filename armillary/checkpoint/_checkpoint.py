@@ -4,20 +4,29 @@ Slots are looked up again at every save and restore, because objects may be buil
 lazily; each place counts once, under the name that it is reached by first.
 """
 
+import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from armillary._checks import list_lines
-from armillary.checkpoint._folder import as_absolute
+from armillary._traceback import hides_frames
+from armillary.checkpoint._folder import (
+    Saved,
+    as_absolute,
+    describe_new,
+    find_all,
+    number_after,
+)
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, RestoreReport, Selection, as_paths
 from armillary.checkpoint._store import Content, describe_leaves
+from armillary.checkpoint._writer import announcing_errors, write_once
 from armillary.cluster._join import get_peers
 from armillary.data.sources._source import MAY_BE_MISSING
 from armillary.errors import CheckpointError
@@ -79,6 +88,7 @@ class Checkpoint:
                 value.check_repositionable()
         describe_leaves(self.read_leaves())
 
+    @hides_frames
     def read(
         self,
         path: str | os.PathLike[str],
@@ -134,6 +144,93 @@ class Checkpoint:
         restored = restore(self, folder.parent, selection, folder)
         assert restored is not None  # or there is an error
         return restored[0]
+
+    @hides_frames
+    def restore(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        only: Paths | None = None,
+        skip: Paths = (),
+        may_differ: Paths = (),
+    ) -> RestoreReport:
+        """Puts values of a saved checkpoint into the objects, if there is one.
+
+        As `read`, except that `None` leaves all objects as they are. Therefore a
+        program restores the newest checkpoint, or starts from scratch, in one line::
+
+            checkpoint.restore(armillary.checkpoint.latest_checkpoint(directory))
+
+        Args:
+            path: The folder of the checkpoint, or `None`.
+            only: As in `read`.
+            skip: As in `read`.
+            may_differ: As in `read`.
+
+        Returns:
+            What was restored, and what was not.
+
+        Raises:
+            CheckpointError: As in `read`.
+        """
+        if path is None:
+            kept = (*self.read_leaves(), *self.states)
+            return RestoreReport(path="", restored=(), kept=kept)
+        return self.read(path, only=only, skip=skip, may_differ=may_differ)
+
+    @hides_frames
+    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Writes the current values into a new folder with the next number.
+
+        The first folder of the prefix `"runs/ckpt"` is `runs/ckpt-1`, the next one
+        `runs/ckpt-2`. Unlike a `CheckpointManager`, which is the better choice for a
+        training run, this waits until the files are on the disk, and removes nothing.
+        Of several processes, all call it.
+
+        Args:
+            file_prefix: The path of the folders, without the number.
+
+        Returns:
+            The path of the new folder, for `restore`.
+
+        Raises:
+            TypeError: If `file_prefix` is not a path.
+            CheckpointError: If the files cannot be written.
+        """
+        prefix = as_absolute("file_prefix", file_prefix)
+
+        def choose() -> Saved:
+            number = number_after(prefix)
+            return describe_new(prefix.parent / f"{prefix.name}-{number}", number)
+
+        return self._write(choose)
+
+    @hides_frames
+    def write(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Writes the current values into one new folder.
+
+        As `save`, without a number in the name.
+
+        Args:
+            file_prefix: The path of the folder, which must not exist yet.
+
+        Returns:
+            The path of the folder, for `read`.
+
+        Raises:
+            TypeError: If `file_prefix` is not a path.
+            CheckpointError: If the folder exists, or the files cannot be written.
+        """
+        path = as_absolute("file_prefix", file_prefix)
+        return self._write(lambda: describe_new(path, number=0))
+
+    def _write(self, choose: Callable[[], Saved]) -> str:
+        with announcing_errors():
+            content = self.read_content()
+        has_arrays = any(0 not in spec.shape for spec in content.specs.values())
+        return write_once(
+            lambda: dataclasses.replace(choose(), has_arrays=has_arrays), content
+        )
 
     def find_missing(self, trainer: Any) -> list[str]:
         """Returns the paths in a trainer that it lacks, but for metrics."""
@@ -245,6 +342,25 @@ class Checkpoint:
 
     def _find_slots(self) -> Sequence[Slot]:
         return State([(value, name) for name, value in self.objects.items()]).slots
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Returns the path of the complete checkpoint that was saved last in a directory.
+
+    As `tf.train.latest_checkpoint`. It finds the folders of a `CheckpointManager` and
+    of `Checkpoint.save` and `Checkpoint.write`.
+
+    Args:
+        directory: The directory with the folders of the checkpoints.
+
+    Returns:
+        The path, or `None` if there is no complete checkpoint.
+
+    Raises:
+        TypeError: If `directory` is not a path.
+    """
+    saved = find_all(as_absolute("directory", directory))
+    return str(saved[-1].path) if saved else None
 
 
 def has_position(value: Any) -> bool:

@@ -28,11 +28,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import time
 from typing import Any
 
 from etils import epath
 
 from armillary._checks import check_path
+from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
 VERSION = 3
@@ -41,9 +43,10 @@ HEADER_FILE = "header.json"
 CHECKSUM_FILE = "checksums.json"
 _HEADER = f"header/{HEADER_FILE}"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _REMOVED_SUFFIX = ".armillary-removed"
 _LEFTOVER = re.compile(
-    rf"{_NAME.pattern}(\.orbax-checkpoint-tmp.*|{re.escape(_REMOVED_SUFFIX)})"
+    rf"{_NAME.pattern}({re.escape(_UNFINISHED)}.*|{re.escape(_REMOVED_SUFFIX)})"
 )
 _BLOCK_BYTES = 1 << 20
 # Several files at a time, because disks and network file systems answer slowly.
@@ -161,6 +164,51 @@ def find_checkpoints(directory: epath.Path) -> list[Saved]:
     saved = list_directory(directory)[0]
     newest = {entry.number: entry for entry in saved}
     return [entry for entry in saved if newest[entry.number] is entry]
+
+
+def find_all(directory: epath.Path) -> list[Saved]:
+    """Returns the complete checkpoints with any name, in the order of saving."""
+    found: list[Saved] = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        is_named = _UNFINISHED not in path.name and _REMOVED_SUFFIX not in path.name
+        if is_named and (path / _HEADER).exists():
+            saved = read_header(path)
+            if isinstance(saved, Saved):
+                found.append(saved)
+    return sorted(found, key=lambda entry: entry.saved_at)
+
+
+def number_after(prefix: epath.Path) -> int:
+    """Returns the next number for a name that begins with a prefix, from 1."""
+    rule = re.compile(rf"{re.escape(prefix.name)}-(\d+)(\..*)?")
+    folder = prefix.parent
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    numbers = [int(match[1]) for match in map(rule.fullmatch, names) if match]
+    return max(numbers, default=0) + 1
+
+
+def describe_new(path: epath.Path, number: int) -> Saved:
+    """Returns the header for a checkpoint that no manager writes."""
+    if path.exists():
+        raise CheckpointError(
+            f"`path` is {str(path)!r}, which exists, and a checkpoint is never "
+            "overwritten. Remove it, use another path, or write "
+            "`checkpoint.save(prefix)`, which counts."
+        )
+    name = _NAME.fullmatch(path.name)
+    if name is not None:
+        number = int(name[1])  # as a manager of this directory would find it
+    earlier = find_all(path.parent)
+    # Rising strictly, also when a clock is set back, because times are compared.
+    saved_at = max(time(), earlier[-1].saved_at + 1e-3 if earlier else 0.0)
+    serial = max((entry.serial for entry in earlier), default=0) + 1
+    return Saved(path, number, serial, saved_at, saved_at, has_arrays=True)
+
+
+def remove_unfinished(path: epath.Path) -> None:
+    """Removes what a save of this folder that failed has left."""
+    for left in list(path.parent.glob(f"{path.name}{_UNFINISHED}*")):
+        left.rmtree()
 
 
 def choose_path(

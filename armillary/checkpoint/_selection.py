@@ -8,7 +8,7 @@ restored whole, or stays whole as the program made it.
 import difflib
 import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from armillary._checks import list_lines
 from armillary.errors import CheckpointMismatchError
@@ -21,8 +21,13 @@ Specs = Mapping[str, str]
 class RestoreReport(NamedTuple):
     """What restoring a checkpoint did; `print` shows it in full.
 
+    It has the methods of the status object that `tf.train.Checkpoint.read` returns, so
+    the lines of TensorFlow's guides run::
+
+        armillary.Checkpoint(model=model).read(path).expect_partial()
+
     Attributes:
-        path: The checkpoint.
+        path: The checkpoint; empty if there was none to restore.
         restored: Paths of the program that have the values of the checkpoint now.
         kept: Paths of the program that are as they were.
         unused: Paths of the checkpoint that went nowhere.
@@ -37,6 +42,8 @@ class RestoreReport(NamedTuple):
     differences: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if not self.path:
+            return "There was no checkpoint to restore."
         is_whole = not (self.kept or self.unused)
         lines = [f"{'All' if is_whole else 'A part'} of {self.path}:"]
         for title, entries in (
@@ -50,6 +57,45 @@ class RestoreReport(NamedTuple):
         if self.differences:
             lines += ["These may differ, and do:", list_lines(self.differences)]
         return "\n".join(lines)
+
+    def expect_partial(self) -> Self:
+        """Returns this report, also if parts of the checkpoint were not used.
+
+        Reading a part of a checkpoint needs no permission here: `Checkpoint.read` takes
+        the objects that it names.
+        """
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Returns this report if every array of the program was restored.
+
+        Raises:
+            CheckpointMismatchError: If an array of the program is as it was before.
+        """
+        if self.kept:
+            raise CheckpointMismatchError(
+                f"`assert_existing_objects_matched` found {len(self.kept)} arrays of "
+                f"the program that were not restored:\n{list_lines(self.kept)}\n"
+                "Restore a checkpoint that has them, or leave this call out. The "
+                f"report of the restore:\n{self}"
+            )
+        return self
+
+    def assert_consumed(self) -> Self:
+        """Returns this report if the checkpoint and the program matched completely.
+
+        Raises:
+            CheckpointMismatchError: If an array of the checkpoint was not used, or an
+                array of the program was not restored.
+        """
+        if self.unused:
+            raise CheckpointMismatchError(
+                f"`assert_consumed` found {len(self.unused)} arrays of the checkpoint "
+                f"that were not used:\n{list_lines(self.unused)}\n"
+                "Name all objects that were saved in `Checkpoint(...)`, or write "
+                f"`expect_partial()` instead. The report of the restore:\n{self}"
+            )
+        return self.assert_existing_objects_matched()
 
 
 class Selection(NamedTuple):

@@ -90,7 +90,7 @@ class Writer:
         """Starts a save, of what is best if there is a mark; call `sync` before."""
         self._began = monotonic()
         # On all processes: computations on shared arrays must be made by all.
-        arrays = None if self._peers is None else self._as_arrays(content)
+        arrays = None if self._peers is None else _as_arrays(content, self._peers)
         path = decide(
             "a save", lambda: self._start(number, content, arrays, mark), self._peers
         )
@@ -121,13 +121,6 @@ class Writer:
             # Nobody answers any more, but what was started can still be completed.
             self._wait()
 
-    def _as_arrays(self, content: Content) -> dict[str, Any]:
-        return {
-            name: as_stored(leaf, self._peers)
-            for name, leaf in content.leaves.items()
-            if 0 not in content.specs[name].shape
-        }
-
     def _start(
         self,
         number: int,
@@ -139,7 +132,7 @@ class Writer:
         try:
             if arrays is None:
                 # Of one process. There may be no memory for them.
-                arrays = self._as_arrays(content)
+                arrays = _as_arrays(content, None)
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not in the constructor: a manager that only reads must not remove the
             # folder that another process is writing.
@@ -154,11 +147,7 @@ class Writer:
             wait = write_folder(
                 path,
                 arrays=arrays,
-                manifest={
-                    "leaves": {n: vars(spec) for n, spec in content.specs.items()},
-                    "states": content.states,
-                    "evaluation": content.evaluation,
-                },
+                manifest=_as_manifest(content),
                 header=saved[-1].as_json(),
                 # It may speak of them, so that they get their names first.
                 earlier=find_running(),
@@ -265,6 +254,57 @@ class Writer:
         )
         failure.__cause__ = error
         return failure
+
+
+def write_once(choose: Callable[[], Saved], content: Content) -> str:
+    """Writes one checkpoint that no manager knows, and waits until it is complete.
+
+    `choose` says in the first process where it goes. All processes call this.
+    """
+    peers = get_peers()
+    # In all processes, because each one holds a part of the arrays.
+    arrays = None if peers is None else _as_arrays(content, peers)
+
+    def write() -> str:
+        saved = choose()
+        path = saved.path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            wait = write_folder(
+                path,
+                arrays=_as_arrays(content, None) if arrays is None else arrays,
+                manifest=_as_manifest(content),
+                header=saved.as_json(),
+                earlier=find_running(),
+            )
+            wait()
+            sync_name(path)
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                _folder.remove_unfinished(path)
+            raise CheckpointError(
+                f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
+                "complete. Make room, or use another path, and save again."
+            ) from error
+        return str(path)
+
+    return decide("a save", write, peers)
+
+
+def _as_arrays(content: Content, peers: Peers | None) -> dict[str, Any]:
+    return {
+        name: as_stored(leaf, peers)
+        for name, leaf in content.leaves.items()
+        if 0 not in content.specs[name].shape
+    }
+
+
+def _as_manifest(content: Content) -> dict[str, Any]:
+    return {
+        "leaves": {name: vars(spec) for name, spec in content.specs.items()},
+        "states": content.states,
+        "evaluation": content.evaluation,
+    }
 
 
 def find_running() -> list[threading.Thread]:

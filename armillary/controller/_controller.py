@@ -132,6 +132,9 @@ class Controller:
         self.trainer = trainer
         self.evaluator = evaluator
         self.strategy = strategy
+        # `None` is Orbit's default.
+        train_actions = () if train_actions is None else train_actions
+        eval_actions = () if eval_actions is None else eval_actions
         self.train_actions = as_actions("train_actions", train_actions)
         self.eval_actions = as_actions("eval_actions", eval_actions)
         self.checkpoint_manager = checkpoint_manager

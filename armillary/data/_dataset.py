@@ -4,7 +4,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -272,6 +272,33 @@ class DistributedDataset:
         return states[index]
 
 
+@dataclass(frozen=True)
+class OptionalBatch:
+    """A batch, or the end of the data (`tf.experimental.Optional`).
+
+    `DistributedIterator.get_next_as_optional` returns it.
+    """
+
+    _batches: tuple[PyTree, ...]  # one or none
+
+    def has_value(self) -> bool:
+        """Returns whether there is a batch; false at the end of the data."""
+        return bool(self._batches)
+
+    def get_value(self) -> PyTree:
+        """Returns the batch.
+
+        Raises:
+            ValueError: If the data had ended.
+        """
+        if not self._batches:
+            raise ValueError(
+                "`get_value()` was called at the end of the data, where there is no "
+                "batch. Ask first: `if batch.has_value(): step(batch.get_value())`."
+            )
+        return self._batches[0]
+
+
 class DistributedIterator:
     """One pass over a `DistributedDataset`, read ahead by a background thread.
 
@@ -279,9 +306,25 @@ class DistributedIterator:
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
         self._layout = dataset.layout
+        self._open()
+
+    def _open(self) -> None:
+        dataset = self._dataset
+        self._is_fresh = True
         self._feed: Feed[Piece] = Feed([dataset], in_pieces=False, begins_anew=True)
         self._feed.start(place_pieces, dataset.prefetch)
+
+    def initialize(self) -> None:
+        """Begins the next pass over the data, unless this one has not begun yet.
+
+        Programs written for TensorFlow 1 call it before each epoch. It is the same as
+        `iterator = iter(dataset)`.
+        """
+        if not self._is_fresh:
+            self.close()
+            self._open()
 
     def __iter__(self) -> "DistributedIterator":
         return self
@@ -303,6 +346,7 @@ class DistributedIterator:
                 "Take it outside and pass it in (`for batch in dataset: step(batch)`), "
                 "or let a `StandardTrainer` run the loop."
             )
+        self._is_fresh = False
         batch = self._feed.next_chunk()
         if batch is None:
             raise StopIteration
@@ -313,6 +357,21 @@ class DistributedIterator:
         return value
 
     get_next = __next__  # as `tf.distribute` spells it
+
+    def get_next_as_optional(self) -> OptionalBatch:
+        """Returns the next batch, or the end of the data, without `StopIteration`.
+
+        In Python, `for batch in iterator:` does the same::
+
+            batch = iterator.get_next_as_optional()
+            while batch.has_value():
+                strategy.run(step_fn, args=(batch.get_value(),))
+                batch = iterator.get_next_as_optional()
+        """
+        try:
+            return OptionalBatch((next(self),))
+        except StopIteration:
+            return OptionalBatch(())
 
     def close(self) -> None:
         """Ends the pass and its thread; the dataset keeps the position reached."""

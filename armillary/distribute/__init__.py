@@ -8,6 +8,7 @@ inside `run`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from armillary._answers import refuse_name as _refuse_name
 from armillary._traceback import mark_public as _mark_public
 from armillary.distribute._strategy import Strategy, ValueContext
 from armillary.distribute.program._function import function
@@ -47,7 +48,12 @@ from armillary.distribute.strategies._single import (
 )
 
 if TYPE_CHECKING:
-    from armillary.distribute import coordinator, partitioners
+    from armillary.distribute import (
+        cluster_resolver,
+        coordinator,
+        experimental,
+        partitioners,
+    )
     from armillary.parameter_server import ParameterServerStrategy
 
 __all__ = [
@@ -67,9 +73,11 @@ __all__ = [
     "VariableAggregation",
     "all_reduce",
     "all_reduce_gradients",
+    "cluster_resolver",
     "compute_average_loss",
     "coordinator",
     "create_global_step",
+    "experimental",
     "function",
     "get_replica_context",
     "get_strategy",
@@ -85,17 +93,22 @@ __all__ = [
     "weighted_mean",
 ]
 
-_mark_public(globals())
+# Imported when they are first used: parameter servers bring Optax with them.
+_LATE_MODULES = ("cluster_resolver", "coordinator", "experimental", "partitioners")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is of parameter servers when it is first used, and Optax with it.
+    """Imports a module or the strategy of parameter servers when it is first used.
 
     Raises:
-        AttributeError: For any other name.
+        AttributeError: For any other name. The message says what to write instead of
+            a name of `tf.distribute`.
     """
-    if name in ("coordinator", "partitioners"):
+    if name in _LATE_MODULES:
         return importlib.import_module(f"armillary.distribute.{name}")
     if name == "ParameterServerStrategy":
         return importlib.import_module("armillary.parameter_server").__dict__[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _refuse_name(__name__, name)
+
+
+_mark_public(globals())

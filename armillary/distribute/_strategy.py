@@ -18,13 +18,14 @@ from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.data._dataset import DistributedDataset
+from armillary.data._dataset import DistributedDataset, DistributedIterator
 from armillary.data._layout import (
     BatchLayout,
     InputContext,
     InputOptions,
     hosted_replicas,
 )
+from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.replica._context import (
@@ -473,11 +474,118 @@ class Strategy:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'' if count == 1 else 's'})"
 
-    # The spellings of TensorFlow's guides.
+    @hides_frames
+    def make_numpy_dataset(
+        self,
+        arrays: PyTree,
+        *,
+        batch_size: int,
+        shuffle_seed: int | None = None,
+        repeat: bool = False,
+        drop_remainder: bool = False,
+    ) -> ArrayDataset:
+        """Returns a data set of the rows of `arrays`; see `armillary.data.from_arrays`.
+
+        To spread its batches over the replicas, give it to `distribute_dataset`. A data
+        set here has batches, so the batch size is an argument, where a program for
+        TensorFlow calls `dataset.batch`.
+
+        Args:
+            arrays: As in `from_arrays`.
+            batch_size: Examples in one batch of all replicas together.
+            shuffle_seed: As in `from_arrays`.
+            repeat: As in `from_arrays`.
+            drop_remainder: As in `from_arrays`.
+
+        Returns:
+            The data set.
+        """
+        return from_arrays(
+            arrays,
+            batch_size=batch_size,
+            shuffle_seed=shuffle_seed,
+            repeat=repeat,
+            drop_remainder=drop_remainder,
+        )
+
+    @hides_frames
+    def experimental_run(
+        self, fn: Callable[..., PyTree], input_iterator: Iterator[Any] | None = None
+    ) -> PyTree:
+        """Runs `fn` once per replica, with the next batch of an iterator.
+
+        It is `run(fn, args=(next(input_iterator),))`, for programs written for
+        TensorFlow 1.
+
+        Args:
+            fn: The function. It runs in replica context.
+            input_iterator: An iterator over a distributed dataset. `None` calls `fn`
+                without an argument.
+
+        Returns:
+            As `run`.
+
+        Raises:
+            TypeError: If `input_iterator` is not an iterator, but a data set.
+            StopIteration: If the data has ended.
+        """
+        if input_iterator is None:
+            return self.run(fn)
+        if not hasattr(input_iterator, "__next__"):
+            raise TypeError(
+                f"`input_iterator` is of type {type(input_iterator).__name__}, but it "
+                "must be an iterator. Write `strategy.experimental_run(fn, "
+                "iter(dataset))`, and make the iterator before the loop."
+            )
+        return self.run(fn, args=(next(input_iterator),))
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        """Returns an iterator that splits each *global* batch over replicas.
+
+        It is `iter(strategy.distribute_dataset(dataset))`, for programs written for
+        TensorFlow 1. Its `initialize` begins the next pass over the data.
+
+        Args:
+            dataset: Anything `armillary.data.as_source` takes.
+
+        Returns:
+            An iterator for `next`, for `experimental_run`, or for a `for` loop.
+        """
+        return iter(self.distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self, input_fn: Callable[[InputContext], Any]
+    ) -> DistributedIterator:
+        """Returns an iterator over the data set that a function returns.
+
+        It is `iter(strategy.distribute_datasets_from_function(input_fn))`, for programs
+        written for TensorFlow 1.
+
+        Args:
+            input_fn: As `dataset_fn` of `distribute_datasets_from_function`.
+
+        Returns:
+            An iterator for `next`, for `experimental_run`, or for a `for` loop.
+        """
+        return iter(self.distribute_datasets_from_function(input_fn))
+
+    # The other spellings of TensorFlow's guides, all of them in this one place.
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
+    experimental_make_numpy_dataset = make_numpy_dataset
+    experimental_run_v2 = run
+    make_experimental_numpy_dataset = make_numpy_dataset
+    unwrap = local_results
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives a method that a subclass overrides its other spellings, too."""
+        super().__init_subclass__(**kwargs)
+        for spelling, method in vars(Strategy).items():
+            name = getattr(method, "__name__", spelling)
+            if name != spelling and name in vars(cls):
+                setattr(cls, spelling, vars(cls)[name])
 
 
 def _check_divided(strategy: Strategy, arguments: PyTree) -> None:

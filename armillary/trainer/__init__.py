@@ -10,6 +10,7 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
+from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
 from armillary.trainer._runner import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )

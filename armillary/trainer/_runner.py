@@ -146,9 +146,22 @@ class StandardEvaluatorOptions(LoopOptions):
     Compilation, chunks and shapes are as in `StandardTrainerOptions`; with
     `steps_per_chunk=None`, a complete evaluation counts as a call of 20 steps.
 
+    Args:
+        recreate_iterator_for_each_eval: Whether each evaluation begins at the first
+            batch. With `False`, which is the default in Orbit, an evaluation continues
+            where the last one ended, and begins again once the data has ended. A
+            checkpoint does not hold that place.
+
     Raises:
         ValueError: If a number is below 1.
     """
+
+    recreate_iterator_for_each_eval: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = "recreate_iterator_for_each_eval"
+        check_one_of(name, self.recreate_iterator_for_each_eval, (True, False))
 
 
 _HOOKS = (

@@ -24,7 +24,7 @@ from armillary.distribute.program._function import Function
 from armillary.distribute.replica._context import get_strategy
 from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractEvaluator
-from armillary.trainer._loop import find_loop
+from armillary.trainer._loop import Loop, find_loop
 from armillary.trainer._runner import (
     Run,
     Runner,
@@ -160,7 +160,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                     "repeats its data for ever. Make it without `repeat=True`, or "
                     "give a number of steps."
                 )
-            if loop is last:
+            if loop is last and _begins_anew(loop, run.options):
                 loop.reopen()
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
@@ -175,6 +175,13 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                 )
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
+
+
+def _begins_anew(loop: Loop, options: StandardEvaluatorOptions) -> bool:
+    """Returns whether the next evaluation begins at the first batch."""
+    if options.recreate_iterator_for_each_eval or loop.feed.is_closed:
+        return True
+    return not loop.has_data()
 
 
 @hides_frames
@@ -216,10 +223,10 @@ def predict(
     strategy = get_strategy() if strategy is None else strategy
     fix = "Leave it out for the one in effect."
     check_instance("strategy", strategy, Strategy, fix)
-    return _predict(fn, _begin_anew(dataset, strategy), strategy)
+    return _predict(fn, _at_beginning(dataset, strategy), strategy)
 
 
-def _begin_anew(dataset: Any, strategy: Strategy) -> DistributedDataset:
+def _at_beginning(dataset: Any, strategy: Strategy) -> DistributedDataset:
     """Returns a dataset like this one at its beginning, of which all is used."""
     data = distribute(dataset, strategy)
     if data.per_replica_batches:

@@ -34,7 +34,7 @@ from armillary.distribute.program._trace import (
 from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError, StateStructureError
 from armillary.state._lift import State
-from armillary.state._slots import Role, describe
+from armillary.state._slots import Role, Slot, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._runner import StepMethod, recorded_reads
@@ -245,6 +245,7 @@ class StepPrograms:
             if method.is_evaluation:
                 check_evaluation(method.name, flat.state, step.changed)
             else:
+                check_training(method.name, flat.state, step.changed)
                 warn_of_draws(method.name, step)
             if is_slow and method.options.compile_loop:
                 logger.info(
@@ -382,6 +383,33 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
             name,
             _list(state, drawn),
         )
+
+
+def check_training(name: str, state: State, changed: Sequence[int]) -> None:
+    """Warns of a step that advances an optimizer and changes no parameter."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+
+    def is_of_optimizer(slot: Slot) -> bool:
+        counts_steps = isinstance(getattr(slot, "variable", None), nnx.OptState)
+        return counts_steps or any(slot.is_of_optimizer())
+
+    # Metrics and random state change in a step that trains nothing, too.
+    owners = [state.owners[i] for i in changed if state.owners[i].role is Role.PLAIN]
+    advances_alone = bool(owners) and all(map(is_of_optimizer, owners))
+    parameters = [i for i, slot in enumerate(state.owners) if slot.is_parameter()]
+    if not (advances_alone and parameters):
+        return
+    logger.warning(
+        "`%s` advances an optimizer, but changes none of the %d arrays of parameters "
+        "that it reaches, so nothing is trained:\n%s\nThe model comes before the "
+        "gradients: `optimizer.update(model, gradients)`. Pass the model itself, not a "
+        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer.",
+        name,
+        len(parameters),
+        _list(state, parameters),
+    )
 
 
 def _list(state: State, indices: Sequence[int]) -> str:

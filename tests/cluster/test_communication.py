@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from armillary import MultiWorkerMirroredStrategy
 from armillary._jax_compat import XLA_LIMITS_PROGRAMS
 from armillary.cluster import CommunicationImplementation, CommunicationOptions
 
@@ -98,3 +99,9 @@ def test_what_xla_cannot_do_is_an_error(options, platform, message):
 def test_a_value_that_is_no_option_is_an_error(options, rule):
     with pytest.raises(ValueError, match=f"`{next(iter(options))}` is .*{rule}"):
         CommunicationOptions(**options)
+
+
+def test_an_implementation_in_the_place_of_a_resolver_is_told_where_it_goes():
+    fix = r'`communication_options=.*CommunicationOptions\(implementation="RING"\)`'
+    with pytest.raises(TypeError, match=fix):
+        MultiWorkerMirroredStrategy(RING)

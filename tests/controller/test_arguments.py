@@ -76,3 +76,18 @@ def test_what_a_method_needs_is_named(missing, method):
 
     with pytest.raises(ValueError, match=rf"`{missing}` is None.*Pass `{missing}="):
         method(controller)
+
+
+def test_none_is_no_action_as_in_orbit():
+    controller = make_controller(train_actions=None, eval_actions=None)
+    assert controller.train_actions == controller.eval_actions == ()
+    controller.train_and_evaluate(10, eval_steps=1)
+
+
+def test_methods_of_other_libraries_are_answered():
+    controller = make_controller()
+    with pytest.raises(AttributeError, match=r"attribute 'fit'\. .*controller\.train"):
+        controller.fit()
+    with pytest.raises(AttributeError, match=r"`armillary\.Controller\(trainer="):
+        Loops().fit()
+    assert not hasattr(controller, "fit")

@@ -1,3 +1,8 @@
+import copy
+import inspect
+import operator
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +44,81 @@ def test_use_as_one_array_leads_to_run_and_reduce(use):
     value = PerReplica(jnp.ones((4, 2)), 4)
     with pytest.raises(TypeError, match=r"used as one array.*strategy\.run\(step_fn"):
         use(value)
+
+
+OPERATIONS = {
+    "v + v": lambda v: v + v,
+    "v + 1": lambda v: v + 1,
+    "2 * v": lambda v: 2 * v,
+    "sum": lambda v: sum([v, v]),
+    "v / 4": lambda v: v / 4,
+    "1 - v": lambda v: 1 - v,
+    "v ** 2": lambda v: v**2,
+    "v % 2": lambda v: v % 2,
+    "divmod": lambda v: divmod(v, 2),
+    "v @ v": lambda v: v @ v,
+    "-v": lambda v: -v,
+    "abs": abs,
+    "v & v": lambda v: v & v,
+    "v << 1": lambda v: v << 1,
+    "v += 1": lambda v: operator.iadd(0.0, v),
+    "v > 0": lambda v: v > 0,
+    "v <= 0": lambda v: v <= 0,
+    "v == 0": lambda v: v == 0,
+    "v != 0": lambda v: v != 0,
+    "in a list": lambda v: v in [0.0],
+    "max": lambda v: max(v, 0),
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "round": round,
+    "format": lambda v: f"{v:.3f}",
+    "percent": lambda v: "%f" % v,  # noqa: UP031
+    "v[0]": lambda v: v[0],
+    "len": len,
+    "list": list,
+    "unpacking": lambda v: [*v],
+    "a loop": lambda v: [part for part in v],
+    "of NumPy": lambda v: np.ones(2) + v,
+    "number of NumPy": lambda v: np.float32(1) + v,
+    "function of NumPy": np.exp,
+    "of JAX": lambda v: jnp.ones(2) + v,
+    "comparison of JAX": lambda v: jnp.ones(2) > v,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_arithmetic_outside_run_says_what_to_write(name):
+    value = PerReplica(jnp.ones(4), 4)
+    with pytest.raises(TypeError) as caught:
+        OPERATIONS[name](value)
+    for line in (
+        "PerReplica(4 x float32[])",
+        '`strategy.reduce("mean", value)`',
+        "`strategy.local_results(value)`",
+    ):
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["numpy", "item", "mean", "shape", "dtype", "astype"])
+def test_attributes_of_an_array_say_what_to_write(name):
+    value = PerReplica(jnp.ones(4), 4)
+    with pytest.raises(AttributeError, match=rf"'{name}'\. .*`strategy\.reduce\("):
+        getattr(value, name)
+    assert not hasattr(value, name) and getattr(value, name, None) is None
+
+
+def test_a_value_stays_a_plain_object():
+    value = PerReplica(jnp.ones(4), 4)
+    assert value == value and len({value, value}) == 1
+    assert f"{value}" == str(value) == repr(value)
+    with pytest.raises(AttributeError, match=r"has no attribute 'vales'$"):
+        _ = value.vales
+    again = copy.deepcopy(value)
+    assert again is not value and again.num_active == 4
+    pickled = pickle.loads(pickle.dumps(value))
+    np.testing.assert_array_equal(pickled.stacked, value.stacked)
+    assert inspect.getmembers(value)
 
 
 @pytest.mark.parametrize("value", ["median", None, 1, ""])
@@ -100,3 +180,12 @@ def test_one_device_takes_what_several_made():
         return strategy.run(lambda: total[...] * 2)
 
     assert [step(mean).tolist() for _ in range(2)] == [[5, 5], [10, 10]]
+
+
+def test_another_name_of_an_operation_is_answered_with_ours():
+    strategy = armillary.MirroredStrategy(jax.devices()[:2])
+    value = number_replicas(strategy)
+    with pytest.raises(ValueError, match=r'`strategy\.reduce\("mean", values\)`'):
+        strategy.reduce("AVG", value)
+    with pytest.raises(ValueError, match=r'`armillary\.all_reduce\("sum", values\)`'):
+        strategy.run(lambda x: armillary.all_reduce("total", x), args=(value,))

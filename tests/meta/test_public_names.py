@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import operator
 import pkgutil
 import re
 import subprocess
@@ -14,7 +15,14 @@ from types import ModuleType
 import pytest
 
 import armillary
+from armillary._answers import HOMES, NAMES, find_module_answer
 
+# Modules under the names of TensorFlow and Orbit, for names that are elsewhere, too.
+ALIASES = (
+    "armillary.distribute.cluster_resolver",
+    "armillary.distribute.experimental",
+    "armillary.utils",
+)
 MODULES = [
     module
     for module in pkgutil.walk_packages(armillary.__path__, prefix="armillary.")
@@ -64,12 +72,34 @@ def test_a_late_name_is_what_a_type_checker_takes_it_for():
                 assert getattr(armillary, alias.name) is vars(home)[alias.name]
 
 
-def test_the_top_level_is_small_and_a_moved_name_says_where_it_is():
-    assert len(armillary.__all__) <= 44
-    for name, home in armillary._MOVED.items():
-        assert hasattr(importlib.import_module(f"armillary.{home}"), name)
-        with pytest.raises(AttributeError, match=f"`armillary.{home}.{name}`"):
-            getattr(armillary, name)
+def test_a_name_that_another_package_has_is_answered_with_its_place():
+    for name, home in HOMES.items():
+        assert hasattr(importlib.import_module(home), name), (name, home)
+        assert find_module_answer("armillary.launch", name) == f"Write `{home}.{name}`."
+    with pytest.raises(AttributeError, match=r"Write `armillary\.data\.from_arrays`"):
+        _ = armillary.from_arrays
+
+
+def test_a_name_that_is_answered_is_not_there():
+    packages = [importlib.import_module(name) for name in [*PACKAGES, *ALIASES]]
+    owners = {each.__name__.rpartition(".")[2]: each for each in packages}
+    for key in NAMES:
+        owner, _, name = key.rpartition(".")
+        if not owner:
+            assert not hasattr(armillary, name), key
+        elif owner in owners:
+            assert not hasattr(owners[owner], name), key
+
+
+def test_an_answer_names_only_what_exists():
+    names = {
+        name
+        for answer in NAMES.values()
+        for name in re.findall(r"`(?:with )?(armillary(?:\.\w+)+)", answer)
+    }
+    assert len(names) > 30
+    for name in names:
+        operator.attrgetter(name.partition(".")[2])(armillary)
 
 
 @pytest.mark.parametrize("name", ["armillary", *(module.name for module in MODULES)])

@@ -447,7 +447,23 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
     found["late"] = catch(lambda: save(manager, 4))
     limit_files(False)
     found["after late"] = save(manager, 5)
+    found |= save_by_hand(holder, directory / "by_hand")
     return found | {"trained": train_over_failing_saves(strategy, directory)}
+
+
+def save_by_hand(holder: Any, directory: Path) -> dict[str, Any]:
+    """Saves without a manager, as the guides of TensorFlow do, and restores."""
+    checkpoint = armillary.Checkpoint(holder=holder)
+    saved = digest(np.asarray(holder.array))
+    paths = [checkpoint.save(directory / "ckpt") for _ in range(2)]
+    holder.array = jax.numpy.zeros_like(holder.array)
+    latest = armillary.checkpoint.latest_checkpoint(directory)
+    report = checkpoint.restore(latest).assert_consumed()
+    is_back = digest(np.asarray(holder.array)) == saved
+    return {
+        "by hand": [*paths, report.path, is_back],
+        "by hand, twice": catch(lambda: checkpoint.write(paths[0])),
+    }
 
 
 def restore_other_views(holder: Any, directory: Path) -> dict[str, Any]:

@@ -54,6 +54,10 @@ def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path
     assert "File too large" in first["late"]
     assert first["after late"] == [str(run_dir / "run" / "checkpoint_5"), 2]
 
+    by_hand = [str(run_dir / "by_hand" / f"ckpt-{number}") for number in (1, 2)]
+    assert first["by hand"] == [*by_hand, by_hand[1], True]
+    assert f"`path` is {by_hand[0]!r}, which exists" in first["by hand, twice"]
+
     error, step, names = first["trained"]
     # It is raised by the first that looks: the action of the next loop.
     assert error.startswith(f"CheckpointError: Saving `{run_dir}/failing/checkpoint_6`")

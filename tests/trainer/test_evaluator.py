@@ -36,6 +36,33 @@ def test_an_evaluator_begins_anew_each_time():
     assert seen == [[1], [1, 2], [1, 2, 3, 4], [1]]
 
 
+@pytest.mark.parametrize("compile_step", [True, False])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_evaluator_may_continue_where_the_last_evaluation_ended(
+    compile_step, num_replicas
+):
+    options = StandardEvaluatorOptions(
+        recreate_iterator_for_each_eval=False, compile_step=compile_step
+    )
+    strategy = make_strategy(num_replicas)
+
+    class Sum(Evaluator):
+        def eval_step(self, iterator):
+            return jnp.sum(strategy.gather(next(iterator), axis=0))
+
+        def eval_end(self, *state):
+            return {"sum": sum(state[0])}
+
+    # On two replicas, each batch of three rows takes two steps.
+    rows = from_arrays(np.arange(12.0, dtype=np.float32), batch_size=3)
+    evaluator = Sum(strategy.distribute_dataset(rows), options)
+    with strategy.scope():
+        sums = [evaluator.evaluate(steps)["sum"] for steps in (1, 2, -1, 1, -1, -1)]
+    one, two, three, four = 3, 12, 21, 30
+    whole = one + two + three + four
+    assert sums == [one, two + three, four, one, whole - one, whole]
+
+
 def test_all_of_a_data_set_without_an_end_is_an_error():
     data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
     evaluator = Evaluator(data)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -155,4 +156,48 @@ def test_values_of_each_example_are_right(prepare, num_replicas, caplog):
 )
 def test_one_replica_computes_what_the_code_says(metric, num_examples, caplog):
     Evaluator(metric(), jnp.mean, 1, num_examples).evaluate(-1)
+    assert not caplog.records
+
+
+class Fitting(armillary.StandardTrainer):
+    def __init__(self, update):
+        super().__init__([np.ones((4, 2), np.float32)] * 4)
+        self.model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+        self.update = update
+
+    def train_step(self, iterator):
+        batch = next(iterator)
+        gradients = nnx.grad(lambda model: model(batch).sum())(self.model)
+        self.update(self, gradients)
+
+
+NOTHING_TRAINED = {
+    "swapped": lambda self, grads: self.optimizer.update(grads, self.model),
+    "a copy": lambda self, grads: self.optimizer.update(nnx.clone(self.model), grads),
+}
+TRAINED = {
+    "right": lambda self, grads: self.optimizer.update(self.model, grads),
+    "without an optimizer": lambda self, grads: None,
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_TRAINED)
+def test_an_optimizer_that_moves_no_parameter_is_told(name, caplog):
+    trainer = Fitting(NOTHING_TRAINED[name])
+    kernel = np.asarray(trainer.model.kernel[...])
+    trainer.train(2)
+    trainer.train(2)
+
+    np.testing.assert_array_equal(trainer.model.kernel[...], kernel)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "advances an optimizer, but changes none of the 2 arrays" in message
+    assert "  model/kernel\n" in message
+    assert "`optimizer.update(model, gradients)`" in message
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_an_optimizer_that_moves_parameters_is_not(name, caplog):
+    Fitting(TRAINED[name]).train(2)
     assert not caplog.records

@@ -7,7 +7,7 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 
 import enum
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,11 @@ from armillary.state._holders import is_claimed
 
 AXIS_NAME = "replica"
 """The axis of replicas, for the functions of `jax.lax`."""
+
+# What tensors of TensorFlow and PyTorch have, and arrays of JAX do not.
+_OF_TENSORS = ("numpy", "detach", "cpu")
+# Other names for the operations, as users of other libraries call them.
+_OTHER_OPS = {"avg": "mean", "average": "mean", "add": "sum", "total": "sum"}
 
 
 class ReduceOp(enum.Enum):
@@ -39,12 +44,15 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(value, cls):
             return value
-        if isinstance(value, str) and value.upper() in cls.__members__:
+        is_text = isinstance(value, str)
+        if is_text and value.upper() in cls.__members__:
             return cls[value.upper()]
+        call = "strategy.reduce" if name == "reduce_op" else "armillary.all_reduce"
+        meant = _OTHER_OPS.get(value.lower(), "mean") if is_text else "mean"
         raise ValueError(
             f'`{name}` is {value!r:.60}, but it must be "sum", "mean", "max" or '
-            '"min", or a member of `armillary.distribute.ReduceOp`. It comes before '
-            'the values: `armillary.all_reduce("mean", gradients)`.'
+            '"min", or a member of `armillary.ReduceOp`. It comes before the values: '
+            f'`{call}("{meant}", values)`.'
         )
 
 
@@ -122,16 +130,54 @@ class PerReplica:
         inside = "?" if shape is None else f"{self.array.dtype}{list(shape[own])}"
         return f"PerReplica({self.num_active} x {inside})"
 
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
+    def _refusal(self) -> str:
+        return (
             f"{self!r} was used as one array or condition, but it holds one part for "
             f"each of {self.num_active} replicas. Use it in the function of "
             "`strategy.run(step_fn, args=(batch,))`, or combine the parts first: "
-            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
+            '`strategy.reduce("mean", value)`, `strategy.gather(value, axis=0)`, or '
+            "`strategy.local_results(value)` for a list."
         )
 
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(self._refusal())
+
     # NumPy would make an array of objects of it, and Python take it for true.
-    __jax_array__ = __bool__ = __array__
+    __array__ = __jax_array__ = __bool__ = _refuse
+    # Python's own errors would not say what to write.
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __float__ = __int__ = __complex__ = __round__ = __trunc__ = _refuse
+    __len__ = __getitem__ = _refuse
+    # The functions of NumPy, and the operators of its arrays.
+    __array_ufunc__ = _refuse
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise TypeError(self._refusal())
+
+    __hash__ = object.__hash__
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return repr(self)
+        raise TypeError(self._refusal())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            problem = f"'PerReplica' object has no attribute {name!r}"
+            is_of_array = name in _OF_TENSORS or hasattr(jax.Array, name)
+            if name.startswith("_") or not is_of_array:
+                raise AttributeError(problem, name=name, obj=self)
+            problem = f"{problem}. {self._refusal()}"
+            raise AttributeError(problem, name=name, obj=None)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
         return (self.array,), (self.active_replicas, self.shared_by)

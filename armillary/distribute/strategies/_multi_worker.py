@@ -40,6 +40,13 @@ class JoinedStrategy(Strategy):
     ) -> None:
         _check_no_implementation(cluster_resolver)
         fix = "Use one of `armillary.cluster`, or leave it out."
+        if isinstance(cluster_resolver, CommunicationImplementation):
+            # It is the first argument in older guides of TensorFlow.
+            raise TypeError(
+                f"`cluster_resolver` is {cluster_resolver!r}, which is an option of "
+                "the communication. Write `communication_options=armillary.cluster."
+                f'CommunicationOptions(implementation="{cluster_resolver}")`.'
+            )
         kind = ClusterResolver | None
         check_instance("cluster_resolver", cluster_resolver, kind, fix)
         kind = CommunicationOptions | None

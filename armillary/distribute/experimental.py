@@ -1,0 +1,37 @@
+"""Strategies and options under the name of `tf.distribute.experimental`.
+
+None of them is experimental here: `armillary` and `armillary.cluster` describe them. A
+program that uses `tf.distribute.experimental.MultiWorkerMirroredStrategy` keeps its
+line.
+"""
+
+from armillary._traceback import mark_public as _mark_public
+from armillary.cluster import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    TerminationConfig,
+)
+from armillary.distribute import (
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+    ValueContext,
+    coordinator,
+    partitioners,
+)
+from armillary.parameter_server import ParameterServerStrategy
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+    "TerminationConfig",
+    "ValueContext",
+    "coordinator",
+    "partitioners",
+]
+
+_mark_public(globals())
