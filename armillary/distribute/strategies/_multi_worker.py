@@ -10,7 +10,10 @@ from jax.core import Tracer
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
 from armillary.cluster._join import CommunicationOptions, join_cluster
-from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
+    check_is_no_server,
+)
 from armillary.cluster.resolvers._schedulers import resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
@@ -39,6 +42,7 @@ class JoinedStrategy(Strategy):
         check_instance("communication_options", communication_options, kind, fix)
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
+        check_is_no_server(self._cluster_resolver)
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
         self._trains = self.peers is not None or plan.is_training
@@ -102,8 +106,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             processes wait for each other.
 
     Raises:
-        ClusterError: If a device was used before, or this process has joined another
-            cluster.
+        ClusterError: If a device was used before, this process has joined another
+            cluster, or it is a `ps`.
         TypeError: If an argument is of another type.
         ValueError: If the platform cannot follow `communication_options`.
     """
@@ -135,8 +139,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             `armillary.cluster.resolve_cluster()` finds out.
 
     Raises:
-        ClusterError: If JAX has no TPU here, a device was used before, or this process
-            has joined another cluster.
+        ClusterError: If JAX has no TPU here, a device was used before, this process has
+            joined another cluster, or it is a `ps`.
         TypeError: If `resolver` is of another type.
     """
 
