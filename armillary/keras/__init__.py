@@ -6,6 +6,7 @@ work like those of Flax NNX, and this package is not needed.
 """
 
 from armillary._traceback import mark_public as _mark_public
+from armillary.keras._dataset_creator import DatasetCreator as DatasetCreator
 from armillary.keras._trainer import KerasEvaluator as KerasEvaluator
 from armillary.keras._trainer import KerasTrainer as KerasTrainer
 
