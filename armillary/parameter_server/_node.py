@@ -30,6 +30,9 @@ _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 30.0
 # After the chief was seen, it is gone when this many looks in a row find nobody.
 _MOST_MISSES = 5
+# A raylet may end by itself on a machine that is busy while it starts.
+_MOST_STARTS = 5
+_LOGS = "/tmp/ray/session_latest/logs"
 
 
 class Server:
@@ -68,20 +71,29 @@ class Server:
     def join(self) -> None:
         """Takes part in the cluster until the chief has ended.
 
-        The call waits for the chief as long as necessary, and logs that it waits.
+        The call waits for the chief as long as necessary, and logs that it waits. If
+        Ray ends in this process while the chief goes on, Ray is started again.
 
         Raises:
-            ClusterError: If Ray does not start in this process.
+            ClusterError: If Ray does not start in this process, or ends several times.
         """
         ensure_visible()
         self._wait_for_chief()
-        try:
-            self._take_part()
-        except Exception:
-            # It may end while this task begins.
-            if _answers(self._chief):
-                raise
-        logger.info("%s | the chief has ended.", self._name)
+        problem: str | None = None
+        for number in range(1, _MOST_STARTS + 1):
+            problem = self._take_part()
+            if problem is None:
+                logger.info("%s | the chief has ended.", self._name)
+                return
+            logger.warning(
+                "%s | %s (start %d of %d)", self._name, problem, number, _MOST_STARTS
+            )
+        raise ClusterError(
+            f"{self._name} at {self._address} has started Ray {_MOST_STARTS} times "
+            f"without success. {problem} A machine without free memory or processor "
+            "time is the usual reason: start this process again, and look at Ray's "
+            f"logs in {_LOGS}."
+        )
 
     def _wait_for_chief(self) -> None:
         said = -math.inf
@@ -91,21 +103,39 @@ class Server:
                 logger.info("%s | waits for the chief at %s.", self._name, self._chief)
             time.sleep(_LOOK_SECONDS)
 
-    def _take_part(self) -> None:
+    def _take_part(self) -> str | None:
+        """Returns when the chief has ended; if Ray has ended before, returns why."""
         logger.info("%s | joins the cluster of %s.", self._name, self._chief)
         host, _ = split_address(self._address)
-        resources = {self._resource: 1.0}
-        node = _start_node(
-            self._name, host, gcs_address=self._chief, resources=resources
-        )
+        try:
+            node = _start_node(
+                host, gcs_address=self._chief, resources={self._resource: 1.0}
+            )
+        except Exception as error:
+            # The chief may end while this task begins.
+            is_over = self._chief_has_ended()
+            return None if is_over else f"Ray did not start: {_first_line(error)}"
+
         logger.info("%s | has joined the cluster of %s.", self._name, self._chief)
         try:
             misses = 0
-            while misses < _MOST_MISSES and not node.dead_processes():
+            while misses < _MOST_MISSES:
+                if dead := node.dead_processes():
+                    names = ", ".join(name for name, _ in dead)
+                    is_over = self._chief_has_ended()
+                    return None if is_over else f"A process of Ray has ended: {names}."
                 time.sleep(_LOOK_SECONDS)
                 misses = 0 if _answers(self._chief) else misses + 1
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
+        return None
+
+    def _chief_has_ended(self) -> bool:
+        for _ in range(_MOST_MISSES):
+            if _answers(self._chief):
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
 
 
 def check_cluster(
@@ -150,7 +180,7 @@ def start_ray(resolver: ClusterResolver | None) -> None:
     if resolver is not None:
         address = check_cluster(resolver)["chief"][0]
         host, port = split_address(address)
-        node = _start_node("chief 0", host, gcs_server_port=port)
+        node = _start_head(host, port)
         atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
         with quiet_forks():
             ray.init(address=address, logging_level="ERROR")
@@ -188,7 +218,19 @@ def quiet_forks() -> Iterator[None]:
         yield
 
 
-def _start_node(task: str, host: str, **options: Any) -> Any:
+def _start_head(host: str, port: int) -> Any:
+    try:
+        return _start_node(host, gcs_server_port=port)
+    except Exception as error:
+        raise ClusterError(
+            f"Ray did not start in the process of chief 0 at {host}:{port} "
+            f"({_first_line(error)}). Its logs are in {_LOGS}. Another program at this "
+            "port, or a machine without free memory or processor time, are the usual "
+            "reasons: start all processes of the cluster again."
+        ) from error
+
+
+def _start_node(host: str, **options: Any) -> Any:
     address = socket.gethostbyname(host)
     use_one_machine(is_local=ipaddress.ip_address(address).is_loopback)
     ray = import_ray()
@@ -204,15 +246,7 @@ def _start_node(task: str, host: str, **options: Any) -> Any:
     params.dashboard_agent_listen_port = None
     is_head = "gcs_server_port" in options
     with quiet_forks(), _one_at_a_time():
-        try:
-            return ray._private.node.Node(params, head=is_head, shutdown_at_exit=True)
-        except Exception as error:
-            raise ClusterError(
-                f"Ray did not start in the process of {task} at {address} "
-                f"({_first_line(error)}). Ray's logs are in /tmp/ray/session_latest/"
-                "logs. A machine without free memory or processor time is the usual "
-                "reason: start this process again."
-            ) from error
+        return ray._private.node.Node(params, head=is_head, shutdown_at_exit=True)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
             )
         )
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=1200)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -202,21 +202,83 @@ def test_a_server_that_waits_says_so_at_once(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_a_node_that_does_not_start_is_named(monkeypatch):
-    ray = pytest.importorskip("ray")
+HERE = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
 
-    def fail(*args, **kwargs):
-        raise RuntimeError("The current node timed out during startup.")
 
-    monkeypatch.setattr(ray._private.node, "Node", fail)
+class Node:
+    """A node of Ray, without Ray."""
+
+    def __init__(self, dead):
+        self.dead, self.is_stopped = dead, False
+
+    def dead_processes(self):
+        return self.dead
+
+    def kill_all_processes(self, **options):
+        self.is_stopped = True
+
+
+@pytest.fixture
+def starts(monkeypatch, caplog):
+    """Returns what each start of a node gives: a node, or an error that it raises."""
+    left = []
+
+    def start(host, **options):
+        found = left.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(_node, "_start_node", start)
+    monkeypatch.setattr(_node, "_LOOK_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, "armillary")
+    return left
+
+
+TIMEOUT = RuntimeError("The current node timed out during startup.\nMore.")
+
+
+def test_a_node_that_ends_is_started_again(monkeypatch, starts, caplog):
+    """On a busy machine a raylet may end while it starts."""
+    nodes = [Node([("raylet", None)]), Node([])]
+    starts += [TIMEOUT, *nodes]
+    # It lives while two nodes end, and then it is gone.
+    looks = iter([True] * 3)
+    monkeypatch.setattr(_node, "_answers", lambda address: next(looks, False))
+    Server(resolve("worker", HERE)).join()
+    assert starts == []
+    assert all(node.is_stopped for node in nodes)
+    assert (
+        "Ray did not start: The current node timed out during startup. (start 1 of"
+        in (caplog.text)
+    )
+    assert "worker 0 | A process of Ray has ended: raylet. (start 2 of" in caplog.text
+    assert caplog.messages[-1] == "worker 0 | the chief has ended."
+
+
+def test_a_node_that_never_starts_is_named(monkeypatch, starts):
+    starts += [TIMEOUT] * _node._MOST_STARTS
     monkeypatch.setattr(_node, "_answers", lambda address: True)
-    here = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
-    server = Server(resolve("worker", here))
-    message = r"process of worker 0 at 127\.0\.0\.1 \(The current node timed out"
+    message = r"worker 0 at 127\.0\.0\.1:2 has started Ray .*The current node timed out"
     with pytest.raises(ClusterError, match=message):
-        server.join()
+        Server(resolve("worker", HERE)).join()
+
+
+def test_a_node_that_ends_with_the_chief_is_no_problem(monkeypatch, starts, caplog):
+    starts.append(Node([("raylet", None)]))
+    looks = iter([True])
+    monkeypatch.setattr(_node, "_answers", lambda address: next(looks, False))
+    Server(resolve("ps", HERE)).join()
+    assert caplog.messages[-1] == "ps 0 | the chief has ended."
+
+
+def test_a_chief_whose_node_does_not_start_is_named(monkeypatch, starts):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    starts.append(TIMEOUT)
+    message = r"process of chief 0 at 127\.0\.0\.1:1 \(The current node timed out"
+    with pytest.raises(ClusterError, match=message):
+        _node.start_ray(resolve("chief", HERE))
 
 
 def test_a_resolver_counts_the_tasks():
