@@ -3,7 +3,8 @@
 A model that was made or compiled under `strategy.scope()` runs on the devices of the
 strategy: XLA copies or divides variables and each global batch. The program is that of
 a single device, so the numbers are those of one replica. A batch that the devices
-cannot share equally runs whole on each.
+cannot share equally runs whole on each. Under a `ParameterServerStrategy` the training
+steps run on workers (`_scheduled.py`).
 
 Keras decides where a model runs by a global setting. So the methods of `keras.Model`
 that run one are wrapped, once Keras is loaded; for other models they do what they did.

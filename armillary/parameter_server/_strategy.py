@@ -132,12 +132,12 @@ class ParameterServerStrategy(SingleStrategy):
     def describe_absent(self, job: str, index: int) -> str:
         """Returns what a task that does not answer may lack."""
         if self._resolver is None:
-            return "Ray has no process of it yet: it starts, or waits for room"
+            return "Ray has not started its process yet, or has no room for it"
         if has_joined(job, index):
             return "its node has joined the cluster, and its process starts"
         return (
-            "its node is not in the cluster: start the program there, and look at "
-            "what it prints"
+            "its node is not in the cluster. Start the program there, and look at what "
+            "it prints"
         )
 
     @property

@@ -242,7 +242,7 @@ def test_a_server_that_is_not_up_is_reported_by_name(make_coordinator, caplog):
     )
     while "ps 0 is not up after" not in caplog.text:
         time.sleep(0.05)
-    assert "Ray has no process of it yet" in caplog.text
+    assert "Ray has not started its process yet" in caplog.text
     stuck.shutdown()
 
 

@@ -302,6 +302,19 @@ def test_each_worker_makes_the_data_that_it_reads(keras, coordinator, kind):
         model.fit(data, Y, steps_per_epoch=2, verbose=0)
 
 
+def test_a_worker_that_is_lost_costs_fit_no_step(keras, coordinator, kill):
+    scheduler = coordinator._scheduler
+    begin = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: kill(scheduler.workers[epoch].actor)
+    )
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    options = {"batch_size": 5, "epochs": 2, "callbacks": [begin], "verbose": 0}
+    history = model.fit(X, Y, **options).history
+    assert np.all(np.isfinite(history["loss"]))
+    assert int(model.optimizer.iterations.value) == 28
+
+
 def test_fit_raises_what_a_worker_raises_and_can_be_called_again(keras, coordinator):
     class Picky(keras.layers.Layer):
         def call(self, x, training=False):
