@@ -148,7 +148,7 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 def _schedule_steps(model: Any, strategy: ParameterServerStrategy) -> "ScheduledSteps":
     """Has the training steps of a model run on workers."""
-    # Ray is needed by nobody else.
+    # Only fits on workers need the coordinator and its imports.
     from armillary.keras._scheduled import ScheduledSteps
 
     steps = model.train_function

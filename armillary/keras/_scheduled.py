@@ -78,9 +78,13 @@ class ScheduledSteps:
         self.iterator: Any = None
         """The iterator over the epochs of the running `fit`, once Keras has made it."""
         self._step = ModelStep(model)
-        self._coordinator = ClusterCoordinator(strategy)
         self._most_begun = _BATCHES_AHEAD * strategy.num_workers
         self._is_starting = False
+
+    @property
+    def _coordinator(self) -> ClusterCoordinator:
+        """The coordinator of the strategy; another one after `shutdown`."""
+        return ClusterCoordinator(self.strategy)
 
     @contextmanager
     def fitting(self) -> Iterator[None]:

@@ -102,7 +102,7 @@ class Scheduler:
     def _watch_servers(self) -> None:
         """Warns of parameter servers that are not up in time.
 
-        Whoever needs a server waits for it without a limit.
+        Calls that need a server wait for it without a limit.
         """
         ray, seconds = import_ray(), self._strategy.report_seconds
         greetings = [server.greet.remote() for server in self.servers]

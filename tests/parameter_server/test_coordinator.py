@@ -235,7 +235,7 @@ def test_a_data_set_that_cannot_be_built_is_an_error(coordinator):
 
 
 def test_a_server_that_is_not_up_is_reported_by_name(make_coordinator, caplog):
-    """Whoever needs a variable of it waits, before without a word."""
+    """Calls that need the server wait for it. Before, nothing named it."""
     nowhere = {"resources": {"nowhere": 1.0}}
     stuck = make_coordinator(
         num_workers=1, num_ps=1, ps_options=nowhere, report_seconds=0.5

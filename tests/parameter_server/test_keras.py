@@ -315,6 +315,17 @@ def test_a_worker_that_is_lost_costs_fit_no_step(keras, coordinator, kill):
     assert int(model.optimizer.iterations.value) == 28
 
 
+def test_fit_starts_workers_again_after_shutdown(keras, make_coordinator):
+    coordinator = make_coordinator(num_workers=1, num_ps=1)
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    model.fit(X, Y, batch_size=10, verbose=0)
+    coordinator.shutdown()
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert int(model.optimizer.iterations.value) == 14
+    coordinator.strategy.coordinator.shutdown()
+
+
 def test_fit_raises_what_a_worker_raises_and_can_be_called_again(keras, coordinator):
     class Picky(keras.layers.Layer):
         def call(self, x, training=False):

@@ -1,4 +1,4 @@
-"""`strategy.run` in the process that schedules: it works, but no worker does."""
+"""`strategy.run` in the process that schedules: it trains, and the workers idle."""
 
 import jax.numpy as jnp
 import numpy as np
