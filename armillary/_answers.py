@@ -264,7 +264,7 @@ NAMES = {
     "Metric.compute": "Write `metric.result()` for a metric of Keras.",
     "Optimizer.step": "Write `optimizer.iterations` for an optimizer of Keras.",
     "Optimizer.learning_rate": (
-        "Write `optax.inject_hyperparams(optax.adam)(learning_rate=...)`, whose rate is "
+        "Write `optax.inject_hyperparams(optax.adam)(learning_rate=...)`. Its rate is "
         "an array: `optimizer.opt_state.hyperparams['learning_rate']`."
     ),
     "Optimizer.iterations": "Write `optimizer.step` for an optimizer of Flax.",

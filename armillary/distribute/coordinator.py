@@ -6,7 +6,7 @@ from armillary.parameter_server._closures import RemoteValue as RemoteValue
 from armillary.parameter_server._coordinator import (
     ClusterCoordinator as ClusterCoordinator,
 )
-from armillary.parameter_server._strategy import Server as Server
+from armillary.parameter_server._node import Server as Server
 from armillary.parameter_server._tasks import PerWorkerDataset as PerWorkerDataset
 from armillary.parameter_server._tasks import PerWorkerIterator as PerWorkerIterator
 

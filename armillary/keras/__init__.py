@@ -2,10 +2,12 @@
 
 A model that knows its optimizer, loss and metrics (`model.compile`) is a trainer, with
 `model.optimizer.iterations` as the global step. In a step of your own, Keras objects
-work like those of Flax NNX, and this package is not needed.
+work like those of Flax NNX, and this package is not needed. A `DatasetCreator` makes
+the data of `fit` where the data is read.
 """
 
 from armillary._traceback import mark_public as _mark_public
+from armillary.keras._dataset_creator import DatasetCreator as DatasetCreator
 from armillary.keras._trainer import KerasEvaluator as KerasEvaluator
 from armillary.keras._trainer import KerasTrainer as KerasTrainer
 

@@ -3,12 +3,14 @@
 A model that was made or compiled under `strategy.scope()` runs on the devices of the
 strategy: XLA copies or divides variables and each global batch. The program is that of
 a single device, so the numbers are those of one replica. A batch that the devices
-cannot share equally runs whole on each.
+cannot share equally runs whole on each. Under a `ParameterServerStrategy` the training
+steps run on workers (`_scheduled.py`).
 
 Keras decides where a model runs by a global setting. So the methods of `keras.Model`
 that run one are wrapped, once Keras is loaded; for other models they do what they did.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -36,6 +38,7 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
+from armillary.keras._dataset_creator import DatasetCreator
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state import _keras
 from armillary.state._lift import State
@@ -43,6 +46,7 @@ from armillary.xla._compile import partition
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
+    from armillary.keras._scheduled import ScheduledSteps
 
 # The methods that take data sets, and what bounds the batches of `x` there.
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
@@ -77,7 +81,7 @@ def follow() -> None:
     for name in _MAKING:
         _wrap(kind, name, _make)
     _wrap(kind, "_make_function", _bound)
-    _wrap(kind, "_symbolic_build", _alone)
+    _wrap(kind, "_symbolic_build", _build)
     _wrap(module.JAXEpochIterator, "_get_distributed_iterator", _iterate)
     distribute = module._distribute_data
 
@@ -122,12 +126,6 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     import keras
 
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
-    if name in _TRAINING and isinstance(strategy, ParameterServerStrategy):
-        raise TypeError(
-            f"`model.{name}` was called under {strategy!r}, whose workers take steps "
-            "that do not wait for each other. Train by an "
-            "`armillary.keras.KerasTrainer` under a `Controller`."
-        )
     if name in _STEPS:
         bound = inspect.signature(method).bind(*args, **kwargs)
         _adapt(bound.arguments, strategy or get_strategy(), name)
@@ -140,13 +138,40 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         for function in _FUNCTIONS:
             setattr(model, function, None)
     _made_for[model] = strategy
-    with _make_distribution(strategy).scope():
+    with _make_distribution(strategy).scope(), contextlib.ExitStack() as stack:
+        if name in _TRAINING and isinstance(strategy, ParameterServerStrategy):
+            steps = _schedule_steps(model, strategy)
+            if name == "fit":
+                stack.enter_context(steps.fitting())
         return method(*args, **kwargs)
 
 
-def _alone(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+def _schedule_steps(model: Any, strategy: ParameterServerStrategy) -> "ScheduledSteps":
+    """Has the training steps of a model run on workers."""
+    # Only fits on workers need the coordinator and its imports.
+    from armillary.keras._scheduled import ScheduledSteps
+
+    steps = model.train_function
+    if not isinstance(steps, ScheduledSteps) or steps.strategy is not strategy:
+        # Keras makes no function where there is one.
+        steps = model.train_function = ScheduledSteps(model, strategy)
+    return steps
+
+
+def _find_scheduled_steps(model: Any) -> "ScheduledSteps | None":
+    if not isinstance(_made_for.get(model), ParameterServerStrategy):
+        return None
+    from armillary.keras._scheduled import ScheduledSteps
+
+    steps = model.train_function
+    return steps if isinstance(steps, ScheduledSteps) else None
+
+
+def _build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     """Builds a model as its step runs: as the only replica."""
-    del model
+    steps = _find_scheduled_steps(model)
+    if steps is not None:
+        kwargs = steps.take_over(kwargs)
     with without_strategy():
         return method(*args, **kwargs)
 
@@ -189,9 +214,12 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _iterate(method: Any, iterator: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    if _is_running_here():
-        return map(_divide, iterator.data_adapter.get_jax_iterator())
-    return method(*args, **kwargs)
+    if not _is_running_here():
+        return method(*args, **kwargs)
+    batches = iterator.data_adapter.get_jax_iterator()
+    # Workers get the batches as they are.
+    is_for_workers = getattr(iterator, "armillary_is_for_workers", False)
+    return batches if is_for_workers else map(_divide, batches)
 
 
 def _divide(data: Any) -> Any:
@@ -299,24 +327,56 @@ def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
     """Replaces data sets that are ours by what Keras takes their batches from."""
     import keras
 
+    given = arguments.get
+
     def adapt(key: str, data: Any, steps: str) -> None:
         dataset, *beside = data
+        if key == "x" and name == "fit" and _is_of_workers(dataset, strategy):
+            _check_beside(beside, name)
+            arguments[key] = _adapt_for_workers(dataset, strategy, given(steps))
+            return
+
+        if isinstance(dataset, DatasetCreator):
+            _check_beside(beside, name)
+            dataset = arguments[key] = dataset()
         if isinstance(dataset, IndexedDataset):
             dataset = strategy.distribute_dataset(dataset)
         if isinstance(dataset, DistributedDataset):
-            _check_dataset(dataset, beside, name, steps, arguments.get(steps))
+            _check_beside(beside, name)
+            _check_dataset(dataset, name, steps, given(steps))
             arguments[key] = _as_adapter(dataset)
 
-    given = arguments.get
     adapt("x", (given("x"), *map(given, _BESIDE)), _STEPS[name])
     data = keras.utils.unpack_x_y_sample_weight(given("validation_data"))
     adapt("validation_data", data, "validation_steps")
 
 
-def _check_dataset(
-    dataset: DistributedDataset, beside: Any, name: str, steps_name: str, steps: Any
-) -> None:
-    """Raises if a data set cannot be read whole, or something is passed beside it."""
+def _is_of_workers(dataset: Any, strategy: "Strategy") -> bool:
+    """Returns whether each worker of parameter servers reads a data set of its own."""
+    if not isinstance(strategy, ParameterServerStrategy):
+        return False
+    is_distributed = isinstance(dataset, DistributedDataset)
+    has_function = is_distributed and dataset.dataset_fn is not None
+    return has_function or isinstance(dataset, DatasetCreator)
+
+
+def _adapt_for_workers(dataset: Any, strategy: Any, steps: Any) -> Any:
+    from armillary.keras._scheduled import make_worker_data
+
+    if not steps:
+        raise ValueError(
+            f"`steps_per_epoch` is {steps!r}, but the data of `model.fit` is made on "
+            f"the workers of {strategy!r}, where nothing says when an epoch ends. Pass "
+            "the number of steps of all workers together, such as "
+            "`steps_per_epoch=100`."
+        )
+    is_creator = isinstance(dataset, DatasetCreator)
+    options = dataset.input_options if is_creator else dataset.options
+    return make_worker_data(dataset.dataset_fn, options, strategy)
+
+
+def _check_beside(beside: Any, name: str) -> None:
+    """Raises if something is passed beside a data set."""
     for argument, value in zip(_BESIDE, beside, strict=False):
         if value is not None:
             raise ValueError(
@@ -324,6 +384,12 @@ def _check_dataset(
                 "hold it in its batches `(x, y)` or `(x, y, sample_weight)`. Leave it "
                 "out."
             )
+
+
+def _check_dataset(
+    dataset: DistributedDataset, name: str, steps_name: str, steps: Any
+) -> None:
+    """Raises if a data set cannot be read whole."""
     if dataset.per_replica_batches or dataset.options.place_on_device:
         raise ValueError(
             f"`model.{name}` was given a dataset of per-replica batches, or one that "

@@ -24,8 +24,9 @@ from armillary.parameter_server._closures import (
     is_dynamic,
     ship,
 )
+from armillary.parameter_server._node import start_ray
 from armillary.parameter_server._scheduler import Scheduler
-from armillary.parameter_server._strategy import ParameterServerStrategy, start_ray
+from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._tasks import PerWorkerDataset
 from armillary.parameter_server._variables import Variables
 from armillary.state._holders import captured, is_claimed
@@ -237,8 +238,11 @@ class ClusterCoordinator:
         key = code_of(fn), held, tree, kinds
         task = self._tasks.get(key)
         if task is None or not task.is_current():
-            task = ScheduledTask(next(self._numbers), fn, leaves, tree, self._named)
-            task.numbers = self._variables.adopt(task.state)
+            # While a function is pickled, its variables hold stand-ins, which the
+            # thread of a worker must not send.
+            with self._variables.lock:
+                task = ScheduledTask(next(self._numbers), fn, leaves, tree, self._named)
+                task.numbers = self._variables.adopt(task.state)
             self._tasks[key] = task
             warn_if_compiled_often(fn, task.name)
         return task

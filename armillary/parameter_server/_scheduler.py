@@ -82,6 +82,8 @@ class Scheduler:
             threading.Thread(target=self._serve, args=(worker,), daemon=True)
             for worker in self.workers
         ]
+        watch = threading.Thread(target=self._watch_servers, daemon=True)
+        self._threads.append(watch)
         for thread in self._threads:
             thread.start()
         # Before Ray ends, in which a thread may wait for a worker that never came up.
@@ -95,7 +97,25 @@ class Scheduler:
         options = self._strategy.actor_options("worker", index)
         actor = import_ray().remote(Worker).options(**options)
         made = actor.remote(index, self._strategy.num_workers)
-        return _Worker(index, made, f"worker {index}")
+        return _Worker(index, made, self._strategy.name_task("worker", index))
+
+    def _watch_servers(self) -> None:
+        """Warns of parameter servers that are not up in time.
+
+        Calls that need a server wait for it without a limit.
+        """
+        ray, seconds = import_ray(), self._strategy.report_seconds
+        greetings = [server.greet.remote() for server in self.servers]
+        ray.wait(greetings, num_returns=len(greetings), timeout=seconds)
+        up, _ = ray.wait(greetings, num_returns=len(greetings), timeout=0)
+        for index, greeting in enumerate(greetings):
+            if greeting not in up and not self.is_stopped:
+                logger.warning(
+                    "%s is not up after %.0f s: %s.",
+                    self._strategy.name_task("ps", index),
+                    seconds,
+                    self._strategy.describe_absent("ps", index),
+                )
 
     # What the threads of users call.
 
@@ -196,7 +216,7 @@ class Scheduler:
         """Greets a new worker, sends calls, or waits for how some have ended."""
         if not worker.pid:
             greeting = worker.actor.greet.remote()
-            pid, address = self._get(worker, greeting, "starts, or waits for room")
+            pid, address = self._get(worker, greeting, None)
             worker.label = f"worker {worker.index} (process {pid} on {address})"
             worker.known, worker.servers, worker.num_datasets = set(), None, 0
             worker.pid = pid
@@ -361,15 +381,23 @@ class Scheduler:
             "of them from the coordinator's objects."
         )
 
-    def _get(self, worker: _Worker, reference: Any, doing: str) -> Any:
-        """Returns what a worker answers; logs if that takes long."""
+    def _get(self, worker: _Worker, reference: Any, doing: str | None) -> Any:
+        """Returns what a worker answers; logs if that takes long.
+
+        Args:
+            worker: The worker that was asked.
+            reference: Ray's reference to the answer.
+            doing: What the worker does, for the log; `None` if it may not be there yet.
+        """
         ray, seconds = import_ray(), self._strategy.report_seconds
         try:
             try:
                 answer = ray.get(reference, timeout=seconds)
             except ray.exceptions.GetTimeoutError:
-                message = "%s has made no progress for %.0f s: it %s."
-                logger.warning(message, worker.label, seconds, doing)
+                absent = self._strategy.describe_absent
+                why = absent("worker", worker.index) if doing is None else f"it {doing}"
+                message = "%s has made no progress for %.0f s: %s."
+                logger.warning(message, worker.label, seconds, why)
                 answer = ray.get(reference)
         except ray.exceptions.RayActorError as error:
             raise _WorkerLostError(_first_line(error)) from error

@@ -1,17 +1,7 @@
-"""The strategy of asynchronous training, and the Ray cluster that it runs on."""
+"""The strategy of asynchronous training, in the process that schedules."""
 
-import atexit
-import contextlib
-import fcntl
-import ipaddress
 import os
-import secrets
-import socket
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,20 +12,17 @@ from armillary._checks import (
     check_positive_int,
     check_seconds,
 )
-from armillary._logging import logger
-from armillary._optional import import_ray
-from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.cluster.resolvers._spec import plan_process, split_address
+from armillary._logging import ensure_visible, logger
+from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
+    TFConfigClusterResolver,
+)
 from armillary.distribute.strategies._single import SingleStrategy
-from armillary.errors import ClusterError
+from armillary.errors import ClusterError, StateStructureError
+from armillary.parameter_server._node import check_cluster, has_joined, name_resource
+from armillary.state._holders import is_claimed
+from armillary.state._lift import State
 from armillary.typing import PyTree
-
-# With it, Ray listens on loopback only, and not on all interfaces.
-_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_LOOK_SECONDS = 1.0
-_SAY_SECONDS = 30.0
-# After the chief was seen, it is gone when this many looks in a row find nobody.
-_MOST_MISSES = 5
 
 
 class ParameterServerStrategy(SingleStrategy):
@@ -43,20 +30,21 @@ class ParameterServerStrategy(SingleStrategy):
 
     As `tf.distribute.ParameterServerStrategy`, over Ray (extra `ray`). Functions are
     scheduled with a `ClusterCoordinator`; a `StandardTrainer` under this strategy does
-    so itself. In this process, the coordinator, it is a strategy of one device: models
-    are made, evaluated and saved here.
+    so itself, and so does `fit` of a Keras model that was made in the scope. In this
+    process, the coordinator, it is a strategy of one device: models are made, evaluated
+    and saved here, and `run` runs here.
 
     Args:
         cluster_resolver: What names the chief, the workers and the parameter servers of
             a cluster, such as `armillary.cluster.TFConfigClusterResolver()`: each runs
             the same program (`armillary.distribute.coordinator.Server`). By default
-            workers and servers are processes of this machine, or of the Ray cluster
-            that `RAY_ADDRESS` names.
+            `TF_CONFIG` names them, if it is set. Without it, workers and servers are
+            processes of this machine, or of the Ray cluster that `RAY_ADDRESS` names.
         variable_partitioner: Into how many parts variables are cut, along their first
             axis; by default each is whole on one server. Such as
             `armillary.distribute.partitioners.MinSizePartitioner`.
-        num_workers: Number of workers, if no resolver tells.
-        num_ps: Number of parameter servers, if no resolver tells.
+        num_workers: Number of workers, if no cluster is described. By default 2.
+        num_ps: Number of parameter servers, if no cluster is described. By default 1.
         report_seconds: After how many seconds a call is reported that has not ended.
         worker_options: Options of Ray for the actors of workers, such as
             `{"num_gpus": 1}`.
@@ -68,7 +56,8 @@ class ParameterServerStrategy(SingleStrategy):
 
     Raises:
         TypeError: If the resolver or the partitioner is something else.
-        ValueError: If a number is out of range, or given beside a resolver.
+        ValueError: If a number is out of range, or given for a cluster that a resolver
+            or `TF_CONFIG` describes.
         ClusterError: If the cluster lacks a job, or this process is not the chief.
     """
 
@@ -90,11 +79,26 @@ class ParameterServerStrategy(SingleStrategy):
         check_seconds("report_seconds", report_seconds, "Use a positive number.")
         if variable_partitioner is not None:
             check_callable("variable_partitioner", variable_partitioner)
+        fix = "Pass an `armillary.cluster.TFConfigClusterResolver()`."
+        kind = ClusterResolver | None
+        check_instance("cluster_resolver", cluster_resolver, kind, fix)
+
+        source = "cluster_resolver"
+        if cluster_resolver is None:
+            source, cluster_resolver = "TF_CONFIG", _read_tf_config()
         self._resolver = cluster_resolver
         if cluster_resolver is not None:
-            fix = "Pass an `armillary.cluster.TFConfigClusterResolver()`."
-            check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)
-            num_workers, num_ps = _count_tasks(cluster_resolver, num_workers, num_ps)
+            _check_left_to(source, num_workers, num_ps)
+            num_workers, num_ps = _count_tasks(source, cluster_resolver)
+        if cluster_resolver is not None and source == "TF_CONFIG":
+            ensure_visible()
+            logger.info(
+                "cluster | from TF_CONFIG: the chief of %d workers and %d parameter "
+                "servers",
+                num_workers,
+                num_ps,
+            )
+
         self.num_workers = check_positive_int(
             "num_workers", 2 if num_workers is None else num_workers
         )
@@ -104,6 +108,7 @@ class ParameterServerStrategy(SingleStrategy):
         self._options = {"worker": worker_options or {}, "ps": ps_options or {}}
         # Typed loosely: the class is above this one.
         self.coordinator: Any = None
+        self._has_warned_of_run = False
 
     def actor_options(self, job: str, index: int) -> dict[str, Any]:
         """Returns Ray's options of the actor of a task."""
@@ -113,14 +118,55 @@ class ParameterServerStrategy(SingleStrategy):
         options = {**first, **self._options[job]}
         if self._resolver is None:
             return options
-        # As in `Server`: each task has a machine of its own.
-        own = {f"armillary_{job}_{index}": 1.0}
+        # As in `Server`: each task has a node of its own.
+        own = {name_resource(job, index): 1.0}
         return {**options, "resources": {**options.get("resources", {}), **own}}
+
+    def name_task(self, job: str, index: int) -> str:
+        """Returns what messages call a task: with its address, if it has one."""
+        if self._resolver is None:
+            return f"{job} {index}"
+        address = self._resolver.cluster_spec().task_address(job, index)
+        return f"{job} {index} at {address}"
+
+    def describe_absent(self, job: str, index: int) -> str:
+        """Returns what a task that does not answer may lack."""
+        if self._resolver is None:
+            return "Ray has not started its process yet, or has no room for it"
+        if has_joined(job, index):
+            return "its node has joined the cluster, and its process starts"
+        return (
+            "its node is not in the cluster. Start the program there, and look at what "
+            "it prints"
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver that was given."""
+        """The resolver that was given, or read from `TF_CONFIG`."""
         return self._resolver
+
+    def _run(
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> PyTree:
+        if self._has_warned_of_run:
+            return super()._run(state, fn, *args, **kwargs)
+
+        reached = _find_state(fn, args, kwargs) if state is None else state
+        before = _read_parameters(reached)
+        result = super()._run(state, fn, *args, **kwargs)
+        after = _read_parameters(reached)
+        has_trained = any(after.get(key, old) is not old for key, old in before.items())
+        if has_trained:
+            self._has_warned_of_run = True
+            logger.warning(
+                "`strategy.run` of %r changes parameters in this process alone, and "
+                "the %d workers stay idle. To train on workers, schedule the step: "
+                "`armillary.distribute.coordinator.ClusterCoordinator(strategy)"
+                ".schedule(step_fn, args=(per_worker_iterator,))`.",
+                self,
+                self.num_workers,
+            )
+        return result
 
     def _collect(self, value: PyTree) -> PyTree:
         from armillary.parameter_server._closures import RemoteValue
@@ -139,189 +185,55 @@ class ParameterServerStrategy(SingleStrategy):
         )
 
 
-def _count_tasks(
-    resolver: ClusterResolver, num_workers: int | None, num_ps: int | None
-) -> tuple[int, int]:
+def _read_tf_config() -> ClusterResolver | None:
+    """Returns the resolver of `TF_CONFIG`, if that describes more than one process."""
+    if not TFConfigClusterResolver.is_present(os.environ):
+        return None
+    resolver = TFConfigClusterResolver()
+    is_alone = not resolver.cluster_spec() and resolver.task_type != "evaluator"
+    return None if is_alone else resolver
+
+
+def _check_left_to(source: str, num_workers: int | None, num_ps: int | None) -> None:
+    """Raises if numbers of tasks are given which `source` counts."""
     if num_workers is not None or num_ps is not None:
         raise ValueError(
             f"`num_workers` is {num_workers!r} and `num_ps` is {num_ps!r}, but "
-            "`cluster_resolver` counts both. Leave them out."
+            f"`{source}` counts both. Leave them out."
         )
-    spec = check_cluster(resolver)
+
+
+def _count_tasks(source: str, resolver: ClusterResolver) -> tuple[int, int]:
+    is_evaluator = resolver.task_type == "evaluator"
+    spec = {} if is_evaluator else check_cluster(resolver, source)
     if resolver.task_type != "chief":
+        task = "an evaluator" if is_evaluator else f"a {resolver.task_type}"
         raise ClusterError(
-            f"`cluster_resolver` says that this process is a {resolver.task_type}, but "
-            "the chief makes a `ParameterServerStrategy`. Workers and ps run "
-            "`armillary.distribute.coordinator.Server(resolver).join()`; an evaluator "
-            "makes a strategy of its own devices, and reads checkpoints."
+            f"`{source}` says that this process is {task}, but the "
+            "chief makes a `ParameterServerStrategy`. Workers and ps run "
+            "`armillary.distribute.coordinator.Server(resolver).join()`, with "
+            "`resolver = armillary.cluster.TFConfigClusterResolver()`, before any "
+            "strategy is made. An evaluator makes a strategy of its own devices, and "
+            "reads checkpoints."
         )
     return len(spec["worker"]), len(spec["ps"])
 
 
-class Server:
-    """The program of a worker or of a parameter server (`tf.distribute.Server`).
+def _find_state(fn: Callable[..., Any], args: Any, kwargs: Any) -> State:
+    """Returns the state that a function and its arguments reach."""
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_claimed)
+    return State([(fn, ""), *((leaf, "") for leaf in leaves if is_claimed(leaf))])
 
-    Every process of the cluster runs the same program, whose workers and parameter
-    servers `join` at its beginning; `docs/parameter_server.md` has an example.
 
-    Args:
-        cluster_resolver: What says which task this process is.
-
-    Raises:
-        ClusterError: If it is no worker and no parameter server, or the cluster has no
-            chief.
-    """
-
-    def __init__(self, cluster_resolver: ClusterResolver) -> None:
-        self._spec = check_cluster(cluster_resolver)
-        task_type, task_id = cluster_resolver.task_type, cluster_resolver.task_id
-        if task_type not in {"worker", "ps"}:
-            raise ClusterError(
-                f"`cluster_resolver` says that this process is a {task_type}, but a "
-                "`Server` is a worker or a ps. The chief makes a "
-                "`ParameterServerStrategy`; an evaluator joins nothing, and reads "
-                "checkpoints."
-            )
-        self._name = f"{task_type} {task_id}"
-        # As in `ParameterServerStrategy.actor_options`.
-        self._resource = f"armillary_{task_type}_{task_id or 0}"
-        self._address = self._spec[task_type][task_id or 0]
-        self._chief = self._spec["chief"][0]
-
-    def join(self) -> None:
-        """Takes part in the cluster until the chief has ended.
-
-        It waits for the chief as long as it takes, and says so.
-        """
-        said = time.monotonic()
-        while not _answers(self._chief):
-            if time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
-                logger.info("%s | waits for the chief at %s.", self._name, self._chief)
-            time.sleep(_LOOK_SECONDS)
+def _read_parameters(state: State) -> dict[Any, Any]:
+    """Returns the arrays of parameters, by slot and by place in it."""
+    found: dict[Any, Any] = {}
+    for slot in state.slots:
+        if not slot.is_parameter():
+            continue
         try:
-            self._take_part()
-        except Exception:
-            # It may end while this task begins.
-            if _answers(self._chief):
-                raise
-        logger.info("%s | the chief has ended.", self._name)
-
-    def _take_part(self) -> None:
-        host, _ = split_address(self._address)
-        resources = {self._resource: 1.0}
-        node = _start_node(host, gcs_address=self._chief, resources=resources)
-        logger.info("%s | has joined the cluster of %s.", self._name, self._chief)
-        try:
-            misses = 0
-            while misses < _MOST_MISSES and not node.dead_processes():
-                time.sleep(_LOOK_SECONDS)
-                misses = 0 if _answers(self._chief) else misses + 1
-        finally:
-            node.kill_all_processes(check_alive=False, allow_graceful=True)
-
-
-def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
-    """Returns the addresses of the tasks of a cluster, by job."""
-    cluster_spec = resolver.cluster_spec()
-    spec = cluster_spec.as_dict()
-    for job in ("chief", "worker", "ps"):
-        if not spec.get(job):
-            raise ClusterError(
-                f"`cluster_resolver` describes a cluster of {sorted(spec)}, without a "
-                f"{job}. Asynchronous training needs one chief, workers, and parameter "
-                "servers: name the addresses of all three jobs."
-            )
-    try:
-        plan_process(cluster_spec, resolver.task_type, resolver.task_id)
-    except ValueError as error:
-        raise ClusterError(
-            f"`cluster_resolver` describes a cluster that cannot train. {error}"
-        ) from error
-    return spec
-
-
-def start_ray(resolver: ClusterResolver | None) -> None:
-    """Joins the Ray cluster that the program or `RAY_ADDRESS` names, or starts one."""
-    # Before Ray is imported, which reads both.
-    address = os.environ.get("RAY_ADDRESS")
-    if resolver is None and not address and "RAY_AUTH_MODE" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray = import_ray()
-    if ray.is_initialized():
-        return
-    if resolver is not None:
-        address = check_cluster(resolver)["chief"][0]
-        host, port = split_address(address)
-        node = _start_node(host, gcs_server_port=port)
-        atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
-        with quiet_forks():
-            ray.init(address=address, logging_level="ERROR")
-        atexit.register(ray.shutdown)
-    elif address:
-        ray.init(address=address)
-    else:
-        use_one_machine(is_local=True)
-        with quiet_forks():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                logging_level="ERROR",
-                object_store_memory=2**31,
-                _node_ip_address="127.0.0.1",
-            )
-        atexit.register(ray.shutdown)
-        logger.info("ray | started on this machine, for as long as the program runs.")
-
-
-def use_one_machine(*, is_local: bool) -> None:
-    """Has Ray listen on loopback only, or on all interfaces as it does by default."""
-    if is_local:
-        os.environ[_ONE_MACHINE] = "0"
-    # It is read when Ray is imported, which the program may have done before.
-    constants = import_ray()._private.ray_constants
-    constants.ENABLE_RAY_CLUSTER = not is_local
-
-
-@contextlib.contextmanager
-def quiet_forks() -> Iterator[None]:
-    """Leaves out Python's warning of forks: Ray runs other programs there at once."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
-        yield
-
-
-def _start_node(host: str, **options: Any) -> Any:
-    address = socket.gethostbyname(host)
-    use_one_machine(is_local=ipaddress.ip_address(address).is_loopback)
-    ray = import_ray()
-    params = ray._private.parameter.RayParams(
-        node_ip_address=address,
-        min_worker_port=0,
-        max_worker_port=0,
-        node_manager_port=0,
-        include_dashboard=False,
-        **options,
-    )
-    # A free port: there may be several tasks on one machine.
-    params.dashboard_agent_listen_port = None
-    is_head = "gcs_server_port" in options
-    with quiet_forks(), _one_at_a_time():
-        return ray._private.node.Node(params, head=is_head, shutdown_at_exit=True)
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Keeps tasks of one machine apart: Ray names their sockets by what is there."""
-    path = Path(tempfile.gettempdir(), f"armillary-ray-{os.getuid()}.lock")
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _answers(address: str) -> bool:
-    try:
-        socket.create_connection(split_address(address), timeout=5).close()
-    except OSError:
-        return False
-    return True
+            leaves = slot.read()
+        except StateStructureError:  # It holds something else by now.
+            continue
+        found |= {(id(slot), place): leaf for place, leaf in enumerate(leaves)}
+    return found

@@ -61,12 +61,13 @@ class Variables:
         self._loads = [0] * num_servers
         # By key: an optimizer, and the servers that run it.
         self._updates: dict[Any, tuple[LocalUpdate, list[int]]] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held by whoever reads the coordinator's objects, or puts something there."""
 
     def adopt(self, state: State) -> list[int]:
         """Returns the number of each array of a state."""
         numbers: list[int] = []
-        with self._lock:
+        with self.lock:
             for slot, _, _ in state.ranges:
                 known = self._numbers.setdefault(slot.key, {})
                 names = [path.removeprefix(slot.path) for path in slot.paths]
@@ -101,7 +102,7 @@ class Variables:
         self, task: ScheduledTask, spec: TaskSpec, servers: Sequence[Any]
     ) -> None:
         """Puts what a scheduled function needs on servers, unless that was done."""
-        with self._lock:
+        with self.lock:
             if task.placed is not None:
                 return
             numbers, new = task.numbers, list[int]()
@@ -204,7 +205,7 @@ class Variables:
     def put_changed(self, servers: Sequence[Any]) -> None:
         """Sends what was put into the coordinator's objects since they were in step."""
         changed: list[int] = []
-        with self._lock:
+        with self.lock:
             for number, variable in enumerate(self._variables):
                 if not variable.places:
                     continue
@@ -223,14 +224,14 @@ class Variables:
                 self._put(changed, servers)
 
     def put_all(self, servers: Sequence[Any]) -> None:
-        with self._lock:
+        with self.lock:
             placed = (i for i, each in enumerate(self._variables) if each.places)
             self._put(placed, servers)
             self._define(self._updates, servers)
 
     def fetch(self, servers: Sequence[Any]) -> None:
         """Puts what the servers hold into the coordinator's objects."""
-        with self._lock:
+        with self.lock:
             placed = [variable for variable in self._variables if variable.places]
             parts: dict[int, list[Part]] = {}
             for variable in placed:

@@ -27,6 +27,7 @@ from armillary.state._slots import ABSENT, PLAIN, join, join_keys
 # Classes of libraries that hold what a user puts into them. By name, so that none is
 # imported for it.
 _TRANSPARENT = {
+    "armillary.keras._scheduled.ModelStep",
     "armillary.keras._trainer.KerasEvaluator",
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",

@@ -234,6 +234,18 @@ def test_a_data_set_that_cannot_be_built_is_an_error(coordinator):
         coordinator.join()
 
 
+def test_a_server_that_is_not_up_is_reported_by_name(make_coordinator, caplog):
+    """Calls that need the server wait for it. Before, nothing named it."""
+    nowhere = {"resources": {"nowhere": 1.0}}
+    stuck = make_coordinator(
+        num_workers=1, num_ps=1, ps_options=nowhere, report_seconds=0.5
+    )
+    while "ps 0 is not up after" not in caplog.text:
+        time.sleep(0.05)
+    assert "Ray has not started its process yet" in caplog.text
+    stuck.shutdown()
+
+
 def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
     def sleep():
         time.sleep(2.5)

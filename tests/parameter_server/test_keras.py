@@ -1,4 +1,4 @@
-"""Keras on parameter servers: `KerasTrainer`, and steps of one's own."""
+"""Keras on parameter servers: `fit`, `KerasTrainer`, and steps of one's own."""
 
 import numpy as np
 import pytest
@@ -87,13 +87,281 @@ def test_a_trainer_on_one_worker_equals_one_without_servers(keras, alone, option
     assert_close(found, expected)
 
 
-def test_fit_is_refused(keras, alone):
-    with alone.strategy.scope():
+def test_fit_on_one_worker_equals_fit(keras, alone):
+    """Weights, batch statistics, the optimizer, metrics and history, two times."""
+    options = {"batch_size": 16, "shuffle": False, "verbose": 0, "epochs": 3}
+    options |= {"validation_split": 0.2, "class_weight": {0: 1.0, 1: 2.0}}
+
+    def train():
         model = make_model(keras)
-    for call in (model.fit, model.train_on_batch):
-        with pytest.raises(TypeError, match=r"`armillary\.keras\.KerasTrainer`"):
-            call(X, Y)
-    assert model.evaluate(X, Y, verbose=0)
+        history = model.fit(X, Y, **options).history
+        options_of_part = {**options, "validation_split": 0, "epochs": 2}
+        model.fit(X, Y, steps_per_epoch=2, **options_of_part)
+        model.train_on_batch(X, Y)
+        evaluated = model.evaluate(X, Y, verbose=0, return_dict=True)
+        predicted = model.predict(X, verbose=0)
+        return {**history, **evaluated, "predicted": predicted}, values_of(model)
+
+    expected_numbers, expected = train()
+    with alone.strategy.scope():
+        numbers, found = train()
+    assert_close(numbers, expected_numbers)
+    # Keras names its objects by counting.
+    assert_close(dict(enumerate(found.values())), dict(enumerate(expected.values())))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "clipnorm": 1.0, "momentum": 0.9},
+        {"use_ema": True, "ema_overwrite_frequency": 4, "clipvalue": 0.1},
+    ],
+)
+def test_the_optimizer_of_fit_runs_on_the_servers(keras, alone, options):
+    def train():
+        model = make_model(keras, keras.optimizers.SGD(0.1, **options))
+        model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
+        return dict(enumerate(values_of(model).values()))
+
+    expected = train()
+    with alone.strategy.scope():
+        assert_close(train(), expected)
+
+
+class Recorder:
+    """Counts how often each method of a callback is called."""
+
+    def __init__(self, keras):
+        self.batches, self.epochs, self.ends = [], [], []
+        self.callback = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: self.batches.append((batch, *logs)),
+            on_epoch_end=lambda epoch, logs: self.epochs.append((epoch, *logs)),
+            on_train_end=lambda logs: self.ends.append(tuple(logs)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("steps_per_execution", "ends"), [(1, [6, 6]), (4, [3, 7, 3, 7])]
+)
+def test_callbacks_run_here_after_the_steps_that_were_scheduled(
+    keras, coordinator, steps_per_execution, ends
+):
+    with coordinator.strategy.scope():
+        model = make_model(keras, steps_per_execution=steps_per_execution)
+    recorder = Recorder(keras)
+    model.fit(
+        X,
+        Y,
+        batch_size=10,
+        epochs=2,
+        verbose=0,
+        validation_data=(X, Y),
+        callbacks=[recorder.callback],
+    )
+    metrics = ("accuracy", "loss")
+    assert recorder.batches == [(end, *metrics) for end in ends]
+    both = (*metrics, "val_accuracy", "val_loss")
+    assert recorder.epochs == [(0, *both), (1, *both)]
+    assert recorder.ends == [both]
+    assert int(model.optimizer.iterations.value) == 14
+    assert model.steps_per_execution == steps_per_execution
+
+
+# Of Keras: its variables lack an argument that NumPy 2 passes.
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_callbacks_change_the_rate_stop_and_save(keras, coordinator, tmp_path):
+    callbacks = keras.callbacks
+    with coordinator.strategy.scope():
+        model = make_model(keras, keras.optimizers.SGD(0.5))
+    before = values_of(model)
+    path = str(tmp_path / "best.keras")
+    history = model.fit(
+        X,
+        Y,
+        batch_size=10,
+        epochs=9,
+        verbose=0,
+        callbacks=[
+            callbacks.LearningRateScheduler(lambda epoch: 0.0),
+            callbacks.EarlyStopping("loss", min_delta=10.0, patience=1),
+            callbacks.ModelCheckpoint(path),
+        ],
+    ).history
+    assert history["learning_rate"] == [0.0, 0.0]
+    after = values_of(model)
+    for name in before:
+        if name.endswith("kernel"):  # `max_norm` rounds one of them.
+            np.testing.assert_allclose(after[name], before[name], rtol=1e-5)
+    loaded = keras.models.load_model(path)
+    np.testing.assert_allclose(
+        loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("verbose", [1, 2, "auto"])
+def test_fit_shows_its_epochs(keras, coordinator, capsys, verbose):
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    model.fit(X, Y, batch_size=10, epochs=2, verbose=verbose)
+    shown = capsys.readouterr().out
+    assert "Epoch 1/2" in shown and "Epoch 2/2" in shown
+    assert "7/7" in shown
+    assert "accuracy: " in shown and "loss: " in shown
+
+
+def test_fit_has_the_one_coordinator_of_its_strategy(keras, coordinator):
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    coordinator.join()
+    coordinator.take_statistics()
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert coordinator.strategy.coordinator is coordinator
+    assert coordinator.statistics.num_calls == 7
+
+
+# Keras says so of each data set whose length it does not know.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_fit_takes_generators_with_and_without_an_end(keras, coordinator):
+    def batches(count):
+        for _ in range(count):
+            yield X[:10], Y[:10]
+
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=0)
+    history = model.fit(
+        batches(100),
+        steps_per_epoch=6,
+        epochs=5,
+        callbacks=[stop],
+        shuffle=False,
+        verbose=0,
+    )
+    assert len(history.history["loss"]) == 2
+    assert int(model.optimizer.iterations.value) == 12
+    loss = model.evaluate(X[:10], Y[:10], verbose=0)[0]
+    assert loss < history.history["loss"][0]
+    model.fit(batches(70), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations.value) == 12 + 70
+
+
+def test_validation_takes_its_own_number_of_steps(keras, coordinator):
+    """It has nothing to do with the number of steps that are scheduled together."""
+    taken = []
+
+    def batches():
+        while True:
+            taken.append(1)
+            yield X[:10], Y[:10]
+
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    model.fit(
+        X, Y, batch_size=5, validation_data=batches(), validation_steps=3, verbose=0
+    )
+    assert int(model.optimizer.iterations.value) == 14
+    # Keras looks at one batch more.
+    assert 3 <= len(taken) <= 4
+
+
+@pytest.mark.parametrize("kind", ["arrays", "distributed"])
+def test_fit_takes_data_sets_of_this_library(keras, alone, kind):
+    def train(strategy):
+        with strategy.scope():
+            model = make_model(keras)
+            data = armillary.data.from_arrays((X, Y), batch_size=16)
+            if kind == "distributed":
+                data = strategy.distribute_dataset(data)
+        return model.fit(data, epochs=2, verbose=0).history
+
+    assert_close(train(alone.strategy), train(armillary.get_strategy()))
+
+
+@pytest.mark.parametrize("kind", ["creator", "distributed"])
+def test_each_worker_makes_the_data_that_it_reads(keras, coordinator, kind):
+    def dataset_fn(context):
+        share = slice(context.input_pipeline_id, None, context.num_input_pipelines)
+        size = context.get_per_replica_batch_size(16)
+        return armillary.data.from_arrays(
+            (X[share], Y[share]), batch_size=size, repeat=True
+        )
+
+    strategy = coordinator.strategy
+    if kind == "creator":
+        data = armillary.keras.DatasetCreator(dataset_fn)
+    else:
+        data = strategy.distribute_datasets_from_function(dataset_fn)
+    with strategy.scope():
+        model = make_model(keras)
+    history = model.fit(data, epochs=3, steps_per_epoch=20, verbose=0).history
+    assert history["loss"][-1] < history["loss"][0]
+    assert int(model.optimizer.iterations.value) == 60
+    with pytest.raises(ValueError, match=r"`steps_per_epoch` is None.*steps_per_epoch"):
+        model.fit(data, verbose=0)
+    with pytest.raises(ValueError, match=r"`model\.fit` was given `y` beside"):
+        model.fit(data, Y, steps_per_epoch=2, verbose=0)
+
+
+def test_a_worker_that_is_lost_costs_fit_no_step(keras, coordinator, kill):
+    scheduler = coordinator._scheduler
+    begin = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: kill(scheduler.workers[epoch].actor)
+    )
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    options = {"batch_size": 5, "epochs": 2, "callbacks": [begin], "verbose": 0}
+    history = model.fit(X, Y, **options).history
+    assert np.all(np.isfinite(history["loss"]))
+    assert int(model.optimizer.iterations.value) == 28
+
+
+def test_fit_starts_workers_again_after_shutdown(keras, make_coordinator):
+    coordinator = make_coordinator(num_workers=1, num_ps=1)
+    with coordinator.strategy.scope():
+        model = make_model(keras)
+    model.fit(X, Y, batch_size=10, verbose=0)
+    coordinator.shutdown()
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert int(model.optimizer.iterations.value) == 14
+    coordinator.strategy.coordinator.shutdown()
+
+
+def test_fit_raises_what_a_worker_raises_and_can_be_called_again(keras, coordinator):
+    class Picky(keras.layers.Layer):
+        def call(self, x, training=False):
+            if training and x.shape[0] == 13:
+                raise ArithmeticError("thirteen examples")
+            return x
+
+    with coordinator.strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.layers.Input((4,)), Picky(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    with pytest.raises(ArithmeticError, match="thirteen"):
+        model.fit(X[:13], Y[:13], batch_size=13, verbose=0)
+    assert all(np.all(np.isfinite(value)) for value in values_of(model).values())
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert int(model.optimizer.iterations.value) == 7
+
+
+def test_a_train_step_of_the_model_runs_on_workers(keras, alone):
+    def train():
+        class Doubled(keras.Sequential):
+            def train_step(self, state, data):
+                x, y = data
+                return super().train_step(state, (2 * x, y))
+
+        keras.utils.set_random_seed(0)
+        model = Doubled([keras.layers.Input((4,)), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model.fit(X, Y, batch_size=10, shuffle=False, verbose=0).history
+
+    expected = train()
+    with alone.strategy.scope():
+        assert_close(train(), expected)
 
 
 def test_dropout_draws_other_numbers_in_each_call(keras, coordinator):

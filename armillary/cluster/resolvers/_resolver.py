@@ -156,3 +156,30 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     def is_present(cls, environ: Environ) -> bool:
         """Returns whether `TF_CONFIG` is set."""
         return has_variables(environ, "TF_CONFIG")
+
+
+def check_is_no_server(resolver: ClusterResolver | None) -> None:
+    """Raises if this process is a `ps`, which would train alone.
+
+    Args:
+        resolver: What says which task this process is; by default `TF_CONFIG`, if it is
+            set.
+    """
+    source = "The cluster resolver"
+    if resolver is None:
+        if not TFConfigClusterResolver.is_present(os.environ):
+            return
+        try:
+            resolver = TFConfigClusterResolver()
+        except ClusterError:  # It matters to strategies that join a cluster.
+            return
+        source = "`TF_CONFIG`"
+
+    if resolver.task_type == "ps":
+        raise ClusterError(
+            f"{source} says that this process is ps {resolver.task_id}, a parameter "
+            "server, but no strategy except `ParameterServerStrategy` has parameter "
+            "servers: this process would train alone. In a ps, run "
+            "`armillary.distribute.coordinator.Server(resolver).join()`; without "
+            "parameter servers, take the job 'ps' out of the cluster."
+        )

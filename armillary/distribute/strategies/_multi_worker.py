@@ -16,7 +16,10 @@ from armillary.cluster._join import (
     CommunicationOptions,
     join_cluster,
 )
-from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
+    check_is_no_server,
+)
 from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
@@ -53,6 +56,7 @@ class JoinedStrategy(Strategy):
         check_instance("communication_options", communication_options, kind, fix)
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
+        check_is_no_server(self._cluster_resolver)
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
         if self.peers is None and communication_options is not None:
@@ -134,8 +138,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             processes wait for each other.
 
     Raises:
-        ClusterError: If a device was used before the processes joined, or this process
-            has joined another cluster.
+        ClusterError: If a device was used before the processes joined, this process has
+            joined another cluster, or it is a `ps`.
         TypeError: If an argument is of another type.
         ValueError: If the platform cannot follow `communication_options`.
     """
@@ -169,7 +173,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     Raises:
         ClusterError: If JAX has no TPU here, a device was used before the machines of a
-            job joined, or this process has joined another cluster.
+            job joined, this process has joined another cluster, or it is a `ps`.
         TypeError: If `resolver` is of another type.
     """
 

@@ -84,7 +84,7 @@ class ShardedStrategy(JoinedStrategy):
 
     Raises:
         ClusterError: If this process is to join others, but a device was used before,
-            or it has joined another cluster.
+            or it has joined another cluster, or it is a `ps`.
         TypeError: If an argument is of another type.
         ValueError: If the mesh does not have as many devices as there are, a process
             has none in it, or a rule does not fit it.

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from armillary._checks import check_instance
+from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._global_arrays import everywhere
@@ -94,10 +95,12 @@ class OneDeviceStrategy(SingleStrategy):
         device: A `jax.Device`, or a name such as `"cpu:0"` or `"gpu:1"`.
 
     Raises:
+        ClusterError: If `TF_CONFIG` says that this process is a `ps`.
         ValueError: If there is no such device.
     """
 
     def __init__(self, device: Any) -> None:
+        check_is_no_server(self.cluster_resolver)
         super().__init__(as_device("device", device))
 
     def __repr__(self) -> str:
@@ -120,10 +123,12 @@ class MirroredStrategy(Strategy):
             devices of this process.
 
     Raises:
+        ClusterError: If `TF_CONFIG` says that this process is a `ps`.
         ValueError: If the devices cannot form replicas.
     """
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
+        check_is_no_server(self.cluster_resolver)
         found = as_devices("devices", devices)
         mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=(AxisType.Auto,))
         super().__init__(mesh, num_replicas=len(found))
@@ -177,6 +182,7 @@ class CentralStorageStrategy(MirroredStrategy):
             JAX's default one. An attribute as well.
 
     Raises:
+        ClusterError: If `TF_CONFIG` says that this process is a `ps`.
         ValueError: If a device does not exist, or the devices cannot form replicas.
     """
 
