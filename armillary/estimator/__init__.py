@@ -42,13 +42,15 @@ from armillary.estimator._columns import embedding_column as embedding_column
 from armillary.estimator._columns import indicator_column as indicator_column
 from armillary.estimator._columns import numeric_column as numeric_column
 from armillary.estimator._estimator import Estimator as Estimator
-from armillary.estimator._estimator import train_and_evaluate as train_and_evaluate
 from armillary.estimator._model_fn import EstimatorSpec as EstimatorSpec
 from armillary.estimator._model_fn import ModeKeys as ModeKeys
 from armillary.estimator._model_fn import Modules as Modules
 from armillary.estimator._run_config import EvalSpec as EvalSpec
 from armillary.estimator._run_config import RunConfig as RunConfig
 from armillary.estimator._run_config import TrainSpec as TrainSpec
+from armillary.estimator._train_and_evaluate import (
+    train_and_evaluate as train_and_evaluate,
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,6 @@ from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
 from armillary.estimator._answers import refuse_attribute
 from armillary.estimator._hooks import (
-    Exports,
     Hooks,
     ListenedManager,
     PeriodicCall,
@@ -37,10 +36,8 @@ from armillary.estimator._model_fn import (
     check_model_fn,
 )
 from armillary.estimator._run_config import (
-    EvalSpec,
     Listener,
     RunConfig,
-    TrainSpec,
     check_call,
     choose_directory,
 )
@@ -59,7 +56,7 @@ StrPath = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Calls:
+class Calls:
     """What one call of an estimator runs, in training and in evaluations."""
 
     train_input_fn: Callable[..., Any] | None = None
@@ -127,8 +124,9 @@ class Estimator:
         self._model = self._make_model(model_fn)
         # What `evaluate` and `predict` read in place of the latest checkpoint.
         self._path: str | None = None
-        # The controller of the call that runs.
+        # The controller of the call that runs, and why a hook stopped that call.
         self._controller: Controller | None = None
+        self._stop_reason: str | None = None
         self.model_dir = choose_directory(model_dir, config)
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +176,7 @@ class Estimator:
                 "`max_steps` for the step to train up to."
             )
         check_call(input_fn, steps=steps, max_steps=max_steps)
-        calls = _Calls(
+        calls = Calls(
             train_input_fn=input_fn,
             train_hooks=as_hooks("hooks", hooks),
             saving_listeners=as_hooks("saving_listeners", saving_listeners),
@@ -224,7 +222,7 @@ class Estimator:
         """
         check_call(input_fn, name, steps=steps)
         made = self._at(checkpoint_path)
-        calls = _Calls(
+        calls = Calls(
             eval_input_fn=input_fn,
             eval_name=name,
             eval_hooks=as_hooks("hooks", hooks),
@@ -353,6 +351,7 @@ class Estimator:
                 "estimator does not train. Call it from a hook of `train`."
             )
         self._controller.request_stop(reason)
+        self._stop_reason = reason
 
     @property
     def global_step(self) -> int:
@@ -371,7 +370,7 @@ class Estimator:
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
-    def _make_controller(self, calls: "_Calls") -> Iterator[Controller]:
+    def _make_controller(self, calls: "Calls") -> Iterator[Controller]:
         """Makes what runs the loops, once it has restored the latest checkpoint."""
         eval_summary_dir = self.eval_dir(calls.eval_name)
         config = self.config
@@ -435,6 +434,7 @@ class Estimator:
             checkpoint_manager=manager,
         )
         self._controller = controller
+        self._stop_reason = None
         try:
             yield controller
         except CapturedStateError as error:
@@ -454,7 +454,7 @@ class Estimator:
             controller.summary_manager.close()
             controller.eval_summary_manager.close()
 
-    def _make_trainer(self, calls: "_Calls") -> tuple[EstimatorTrainer, InputPosition]:
+    def _make_trainer(self, calls: "Calls") -> tuple[EstimatorTrainer, InputPosition]:
         """Builds the model for training, and returns what trains it."""
         config = self.config
         if not config.plan.is_training:
@@ -533,109 +533,6 @@ class Estimator:
         made._controller = None
         made._path = str(as_absolute("checkpoint_path", checkpoint_path))
         return made
-
-
-@hides_frames
-def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, Any] | None, list[Any]]:
-    """Trains up to a step, evaluating whenever a checkpoint is due, and at the end.
-
-    In one process the two take turns: an evaluation follows each checkpoint, after so
-    many steps or so many seconds (`save_checkpoints_secs`). In a cluster (`TF_CONFIG`),
-    processes that train together train alone, as in TensorFlow: a process whose task is
-    `evaluator` evaluates each checkpoint that appears in `model_dir`, until training
-    has ended. Without one, call `Estimator.evaluate` in all processes when they have
-    trained.
-
-    Args:
-        estimator: What to train.
-        train_spec: How to train.
-        eval_spec: How to evaluate.
-
-    Returns:
-        What the last evaluation of this process returned, `None` if there was none, and
-        a list of what the exporters returned after it.
-
-    Raises:
-        TypeError: If an argument is of another type.
-        EstimatorError: As in `Estimator.train`.
-    """
-    for name, value, kind in (
-        ("estimator", estimator, Estimator),
-        ("train_spec", train_spec, TrainSpec),
-        ("eval_spec", eval_spec, EvalSpec),
-    ):
-        fix = f"Make one, `armillary.estimator.{kind.__name__}(...)`."
-        check_instance(name, value, kind, fix)
-    config = estimator.config
-    max_steps = train_spec.max_steps
-    eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
-    exports = Exports(as_hooks("exporters", eval_spec.exporters))
-    evaluates = _Calls(
-        eval_input_fn=eval_spec.input_fn,
-        eval_name=eval_spec.name,
-        eval_hooks=as_hooks("hooks", eval_spec.hooks),
-        after_evaluation=(exports,),
-    )
-
-    if config.plan.task_type == "evaluator":
-        with estimator._make_controller(evaluates) as controller:
-            output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
-        described = None if output is None else estimator._describe(output)
-        return described, exports.results
-
-    if config.plan.is_distributed:
-        estimator.train(
-            train_spec.input_fn,
-            max_steps=max_steps,
-            hooks=train_spec.hooks,
-            saving_listeners=train_spec.saving_listeners,
-        )
-        return None, []
-
-    turns = _Turns(estimator)
-    calls = dataclasses.replace(
-        evaluates,
-        train_input_fn=train_spec.input_fn,
-        train_hooks=as_hooks("hooks", train_spec.hooks),
-        saving_listeners=as_hooks("saving_listeners", train_spec.saving_listeners),
-        resumes=max_steps is not None,
-        when_save_is_due=turns.interrupt,
-    )
-    with estimator._make_controller(calls) as controller:
-        # At a step that was reached already, what is left is to evaluate.
-        target = -1 if max_steps is None else max(max_steps, estimator.global_step)
-        if config.save_checkpoints_secs is None:
-            output = controller.train_and_evaluate(
-                target, eval_steps, eval_interval=config.save_checkpoints_steps
-            )
-        else:
-            output = turns.take(controller, target, eval_steps)
-    return estimator._describe(output), exports.results
-
-
-class _Turns:
-    """Training and evaluation in turns, when time says when to evaluate."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self._estimator = estimator
-        self._is_interrupted = False
-
-    def interrupt(self) -> None:
-        """Ends the training that runs, which saves a checkpoint, for an evaluation."""
-        self._is_interrupted = True
-        self._estimator.request_stop("a checkpoint is due, and its evaluation")
-
-    def take(self, controller: Controller, target: int, eval_steps: int) -> Output:
-        """Trains up to a step; returns the last output of the evaluations."""
-        while True:
-            self._is_interrupted = False
-            controller.train(target)
-            output = controller.evaluate(eval_steps)
-            is_over = self._estimator.global_step == target
-            if is_over or not self._is_interrupted:
-                return output
 
 
 def _check_keys(predict_keys: Any) -> None:
