@@ -17,8 +17,6 @@ columns::
 An `Estimator` needs a model function. `docs/estimator.md` has whole programs of both.
 """
 
-from typing import Any
-
 from armillary._traceback import mark_public as _mark_public
 from armillary.estimator._answers import refuse_name as _refuse_name
 from armillary.estimator._canned import BaselineClassifier as BaselineClassifier
@@ -53,7 +51,7 @@ from armillary.estimator._train_and_evaluate import (
 )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     _refuse_name(name)
 
 

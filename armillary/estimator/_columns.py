@@ -574,10 +574,9 @@ def categorical_column_with_vocabulary_list(
     """
     _check_key(key)
     fix = f'Write `categorical_column_with_vocabulary_list({key!r}, ["a", "b"])`.'
-    is_list = isinstance(vocabulary_list, list | tuple | np.ndarray)
     is_array = isinstance(vocabulary_list, np.ndarray)
     given = vocabulary_list.tolist() if is_array else vocabulary_list
-    words: list[Any] = list(given) if is_list and given else []
+    words: list[Any] = list(given) if isinstance(given, list | tuple) else []
     are_strings = bool(words) and all(isinstance(word, str) and word for word in words)
     are_integers = bool(words) and all(
         isinstance(word, int) and not isinstance(word, bool) and abs(word) < 2**31

@@ -414,7 +414,8 @@ class Estimator:
                 init_fn=self._make_init_fn(checkpoint),
                 may_differ="input",
             )
-        train_actions: list[Action] = [hooks]
+        # A loop without actions need not wait for the output of the loop before.
+        train_actions: list[Action] = [hooks] if train_hooks else []
         seconds = config.save_checkpoints_secs
         if trainer is not None and manager is not None and seconds is not None:
             when_due = calls.when_save_is_due or manager.save
