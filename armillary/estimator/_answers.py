@@ -1,4 +1,4 @@
-"""What to write in place of the names of `tf.estimator` that are not here.
+"""Answers to the names of `tf.estimator` that are not here: the line to write.
 
 `ARGUMENTS` joins the table of `armillary._traceback`, which answers a wrong keyword.
 `NAMES` answers a missing name of the package, and `ATTRIBUTES` one of an object.
@@ -104,7 +104,7 @@ HOOKS = {
     "StopAtStepHook": "Call `train(input_fn, max_steps=...)`.",
     "SummarySaverHook": "Set `RunConfig(save_summary_steps=...)`.",
 }
-"""What to write in place of a hook of TensorFlow."""
+"""The line to write in place of a hook of TensorFlow."""
 
 NAMES = {
     **HOOKS,
@@ -157,7 +157,11 @@ NAMES = {
     **dict.fromkeys(
         (
             *("weighted_categorical_column", "shared_embeddings"),
-            *("sequence_numeric_column", "sequence_categorical_column_with_identity"),
+            "sequence_numeric_column",
+            "sequence_categorical_column_with_hash_bucket",
+            "sequence_categorical_column_with_identity",
+            "sequence_categorical_column_with_vocabulary_file",
+            "sequence_categorical_column_with_vocabulary_list",
         ),
         f"{_MODEL_FN}, which reads such features itself.",
     ),

@@ -2,7 +2,7 @@
 
 Each one is an `Estimator` whose model function is written here: columns turn features
 into numbers, a module turns these into logits, and a head turns logits into
-predictions, a loss and metrics. Learning rates and names of metrics are those of
+predictions, a loss and metrics. Learning rates and the names of metrics are as in
 TensorFlow 2.
 """
 
@@ -66,7 +66,7 @@ def ftrl(
 
     Args:
         learning_rate: The learning rate.
-        initial_accumulator_value: What the sums of squared gradients begin with.
+        initial_accumulator_value: The first value of the sums of squared gradients.
         l1_regularization_strength: Sets small weights to exactly 0.
         l2_regularization_strength: Pulls weights towards 0.
 
@@ -144,7 +144,7 @@ def as_optimizer(
     """Returns an optimizer, from itself, from a function that makes it, or by name.
 
     Args:
-        optimizer: What the user gave.
+        optimizer: The argument of the user.
         learning_rate: The rate of an optimizer that is named. `None` takes Keras' own.
     """
     if isinstance(optimizer, str):
@@ -169,7 +169,7 @@ def as_optimizer(
 
 @dataclass(frozen=True)
 class Head:
-    """What logits of shape `(batch, num_logits)` mean.
+    """The meaning of logits of shape `(batch, num_logits)`.
 
     Args:
         num_logits: How many logits an example has.
@@ -221,7 +221,7 @@ def _regression_head(label_dimension: Any) -> Head:
 
 
 def _class_head(n_classes: Any) -> Head:
-    """Returns cross-entropy; two classes have one logit, which is that of class 1."""
+    """Returns cross-entropy; two classes have one logit, for class 1."""
     if not is_positive_int(n_classes) or n_classes == 1:
         raise EstimatorError(
             f"`n_classes` is {n_classes!r}, but there must be 2 classes or more. Use "
@@ -520,7 +520,7 @@ class LinearClassifier(_CannedEstimator):
 class DNNRegressor(_CannedEstimator):
     """Regression by a dense network (`tf.estimator.DNNRegressor`).
 
-    Loss, metrics and predictions are those of `LinearRegressor`.
+    Loss, metrics and predictions are as in `LinearRegressor`.
 
     Args:
         hidden_units: The size of each hidden layer, for example `[64, 32]`.
@@ -569,7 +569,7 @@ class DNNRegressor(_CannedEstimator):
 class DNNClassifier(_CannedEstimator):
     """Classification by a dense network (`tf.estimator.DNNClassifier`).
 
-    Loss, metrics and predictions are those of `LinearClassifier`.
+    Loss, metrics and predictions are as in `LinearClassifier`.
 
     Args:
         hidden_units: As in `DNNRegressor`.
@@ -614,7 +614,7 @@ class DNNClassifier(_CannedEstimator):
 class BaselineRegressor(_CannedEstimator):
     """Predicts the mean label for all features (`tf.estimator.BaselineRegressor`).
 
-    Loss, metrics and predictions are those of `LinearRegressor`.
+    Loss, metrics and predictions are as in `LinearRegressor`.
 
     Args:
         model_dir: As in `Estimator`.
@@ -650,7 +650,7 @@ class BaselineRegressor(_CannedEstimator):
 class BaselineClassifier(_CannedEstimator):
     """Predicts the share of each class (`tf.estimator.BaselineClassifier`).
 
-    Loss, metrics and predictions are those of `LinearClassifier`.
+    Loss, metrics and predictions are as in `LinearClassifier`.
 
     Args:
         model_dir: As in `Estimator`.

@@ -56,7 +56,7 @@ class DenseColumn:
 
     @property
     def name(self) -> str:
-        """What the column is sorted by, and called in checkpoints."""
+        """The name by which columns are sorted, also in checkpoints."""
         return self.key
 
     @property
@@ -82,7 +82,7 @@ class CategoricalColumn:
 
     @property
     def name(self) -> str:
-        """What the column is sorted by, and called in checkpoints."""
+        """The name by which columns are sorted, also in checkpoints."""
         return self.key
 
     @property
@@ -710,7 +710,7 @@ class InputLayer(nnx.Module):
 
     Args:
         columns: Dense columns, sorted by name.
-        rngs: What tables of embeddings begin with.
+        rngs: Makes the first values of embeddings.
     """
 
     def __init__(self, columns: tuple[DenseColumn, ...], rngs: nnx.Rngs) -> None:
@@ -732,7 +732,7 @@ def as_dense(columns: Any, *, is_linear: bool) -> tuple[DenseColumn, ...]:
     """Returns dense columns in the order of their names, as TensorFlow sorts them.
 
     Args:
-        columns: What the user gave as `feature_columns`.
+        columns: The argument `feature_columns` of the user.
         is_linear: Whether a categorical column has weights of its own.
     """
     given = columns if isinstance(columns, list | tuple | set) else [columns]

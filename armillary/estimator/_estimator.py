@@ -57,7 +57,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """What one call of an estimator runs, in training and in evaluations."""
+    """The functions that one call of an estimator runs."""
 
     train_input_fn: Callable[..., Any] | None = None
     train_hooks: tuple[Action, ...] = ()
@@ -83,7 +83,7 @@ class Estimator:
             that of `config`, or else a new temporary directory. All processes of a job
             must see it.
         config: Strategies and intervals.
-        params: What `model_fn` and input functions get as `params`: a copy of it.
+        params: Copied, and given to `model_fn` and input functions as `params`.
             `model_dir`, `config` and `params` are attributes as well.
         warm_start_from: The folder of a checkpoint, or a directory of checkpoints, that
             training begins with as long as `model_dir` has no checkpoint. The modules

@@ -26,7 +26,7 @@ def as_hooks(name: str, hooks: Any) -> tuple[Callable[..., Any], ...]:
     """Returns functions that a user gave as hooks, listeners or exporters.
 
     Args:
-        name: What the argument is called.
+        name: The name of the argument.
         hooks: One function or several; `None` for none.
     """
     if hooks is None:
@@ -93,7 +93,7 @@ class Hooks:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the states, if they are those of such hooks."""
+        """Restores the states, if this call has hooks of the same types."""
         parts = self._with_state
         kinds = [type(part).__name__ for part in parts]
         if kinds == [saved["kind"] for saved in state["states"]]:

@@ -209,7 +209,7 @@ class RunConfig:
 
     @property
     def service(self) -> dict[str, Any] | None:
-        """What `TF_CONFIG` has as `"service"`, for the program's own use."""
+        """The entry `"service"` of `TF_CONFIG`, for the program's own use."""
         if not TFConfigClusterResolver.is_present(os.environ):
             return None
         return json.loads(os.environ["TF_CONFIG"]).get("service")

@@ -21,7 +21,7 @@ from armillary.distribute.program._notes import IS_MEAN_OF_BATCHES
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.distribute.strategies._single import DefaultStrategy
-from armillary.errors import EstimatorError
+from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._runner import StandardTrainerOptions
@@ -192,8 +192,8 @@ class EstimatorTrainer(StandardTrainer):
     ) -> None:
         # TensorFlow's estimators end as well when a loss is not a number. Workers of
         # parameter servers run single steps, which nobody looks at in between.
-        is_watched = not isinstance(strategy, ParameterServerStrategy)
-        on_non_finite = "raise" if is_watched else None
+        self._is_watched = not isinstance(strategy, ParameterServerStrategy)
+        on_non_finite = "raise" if self._is_watched else None
         super().__init__(dataset, StandardTrainerOptions(on_non_finite=on_non_finite))
         self.strategy = strategy
         self._model = model
@@ -230,7 +230,15 @@ class EstimatorTrainer(StandardTrainer):
         return spec.loss
 
     def train_loop_end(self) -> Output:
-        return {"loss": self.loss.compute()}
+        loss = self.loss.compute()
+        if not self._is_watched and not np.isfinite(loss):
+            raise NonFiniteError(
+                f"The loss of a loop is {float(loss)}, so the variables on the "
+                "parameter servers are not numbers any more. Training ends, and the "
+                "last checkpoint is good: use a smaller learning rate, or look for "
+                "wrong data."
+            )
+        return {"loss": loss}
 
 
 class _MeanOfBatches(nnx.metrics.Average):

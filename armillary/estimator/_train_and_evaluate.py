@@ -26,13 +26,13 @@ def train_and_evaluate(
     trained.
 
     Args:
-        estimator: What to train.
+        estimator: The estimator to train.
         train_spec: How to train.
         eval_spec: How to evaluate.
 
     Returns:
-        What the last evaluation of this process returned, `None` if there was none, and
-        a list of what the exporters returned after it.
+        The result of the last evaluation of this process, `None` if there was none, and
+        a list of the results of the exporters after it.
 
     Raises:
         TypeError: If an argument is of another type.

@@ -10,6 +10,7 @@ import pytest
 import armillary
 from armillary import estimator
 from armillary.errors import EstimatorError
+from armillary.estimator._runners import InputPosition
 from tests.estimator.problems import (
     X,
     Y,
@@ -68,6 +69,20 @@ def test_a_hook_stops_training_and_its_state_survives_a_restart(tmp_path):
     assert run() == 6
     # What the checkpoint says about the run that was stopped holds for its restart.
     assert run() == 6
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_hooks_of_an_older_release_is_restored(tmp_path):
+    model = make_often(tmp_path / "new").train(make_input_fn(), steps=2)._model
+    checkpoint = armillary.Checkpoint(
+        model=model.modules, optimizer=model.optimizer, input=InputPosition()
+    )
+    manager = armillary.CheckpointManager(checkpoint, tmp_path / "old")
+    manager.save(checkpoint_number=2)
+    manager.close()
+
+    made = make_often(tmp_path / "old").train(make_input_fn(), steps=1)
+    assert made.global_step == 3
 
 
 @pytest.mark.slow

@@ -104,6 +104,26 @@ def test_parameter_servers_are_counted():
     assert (config.num_worker_replicas, config.num_ps_replicas) == (3, 2)
 
 
+def test_a_chief_with_parameter_servers_may_train_in_a_cluster(tmp_path, monkeypatch):
+    cluster = {
+        "chief": ["127.0.0.1:1"],
+        "worker": ["127.0.0.1:2", "127.0.0.1:3"],
+        "ps": ["127.0.0.1:4"],
+    }
+    text = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(text))
+    resolver = armillary.cluster.TFConfigClusterResolver()
+    strategy = armillary.ParameterServerStrategy(resolver)
+    config = estimator.RunConfig(train_distribute=strategy)
+    assert (config.num_worker_replicas, config.num_ps_replicas) == (3, 1)
+    # Another strategy would train alone in each process, which is an error.
+    made = estimator.Estimator(linear_model_fn, tmp_path, config)
+    assert made.config.is_chief
+    config = estimator.RunConfig(train_distribute=armillary.MirroredStrategy())
+    with pytest.raises(EstimatorError, match="3 processes that train"):
+        estimator.Estimator(linear_model_fn, tmp_path, config)
+
+
 def test_seconds_take_the_place_of_steps_and_steps_of_seconds():
     config = estimator.RunConfig()
     assert (config.save_checkpoints_steps, config.save_checkpoints_secs) == (1000, None)
@@ -150,6 +170,36 @@ def test_an_old_argument_is_answered(tmp_path, path):
     assert f"`{name}` is 7" in str(raised.value)
     assert ARGUMENTS[path] in str(raised.value)
     assert "Did you mean" not in str(raised.value)
+
+
+# What `tf.estimator` of TensorFlow 2.15 and `tf.feature_column` make public.
+PUBLIC = """BaselineClassifier BaselineEstimator BaselineRegressor BestExporter
+    BinaryClassHead CheckpointSaverHook CheckpointSaverListener DNNClassifier
+    DNNEstimator DNNLinearCombinedClassifier DNNLinearCombinedEstimator
+    DNNLinearCombinedRegressor DNNRegressor Estimator EstimatorSpec EvalSpec Exporter
+    FeedFnHook FinalExporter FinalOpsHook GlobalStepWaiterHook Head LatestExporter
+    LinearClassifier LinearEstimator LinearRegressor LoggingTensorHook
+    LogisticRegressionHead ModeKeys MultiClassHead MultiHead MultiLabelHead
+    NanLossDuringTrainingError NanTensorHook PoissonRegressionHead ProfilerHook
+    RegressionHead RunConfig SecondOrStepTimer SessionRunArgs SessionRunContext
+    SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
+    TrainSpec VocabInfo WarmStartSettings add_metrics classifier_parse_example_spec
+    experimental export regressor_parse_example_spec train_and_evaluate
+    bucketized_column categorical_column_with_hash_bucket
+    categorical_column_with_identity categorical_column_with_vocabulary_file
+    categorical_column_with_vocabulary_list crossed_column embedding_column
+    indicator_column make_parse_example_spec numeric_column
+    sequence_categorical_column_with_hash_bucket
+    sequence_categorical_column_with_identity
+    sequence_categorical_column_with_vocabulary_file
+    sequence_categorical_column_with_vocabulary_list sequence_numeric_column
+    shared_embeddings weighted_categorical_column"""
+
+
+def test_every_public_name_of_tensorflow_is_there_or_is_answered():
+    names = set(PUBLIC.split())
+    assert len(names) == 72
+    assert names - set(estimator.__all__) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

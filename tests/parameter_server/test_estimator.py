@@ -9,6 +9,7 @@ import pytest
 
 import armillary
 from armillary import estimator
+from armillary.errors import NonFiniteError
 from tests.estimator.problems import X, Y, features_of, make_input_fn, predict
 
 pytestmark = [
@@ -65,6 +66,17 @@ def test_one_worker_gives_the_numbers_of_one_device(tmp_path, alone):
     again = make_regressor(tmp_path / "servers", alone.strategy, **options)
     again.train(make_input_fn(repeat=True), max_steps=10)
     assert again.global_step == 10
+
+
+def test_a_loss_that_is_no_number_ends_training(tmp_path, alone):
+    options = {"log_step_count_steps": 2, "save_checkpoints_steps": 2}
+    made = make_regressor(tmp_path, alone.strategy, **options)
+    made.train(make_input_fn(repeat=True), steps=2)
+    labels = np.full_like(Y, np.nan)
+    with pytest.raises(NonFiniteError, match="The loss of a loop is nan"):
+        made.train(make_input_fn(X, labels, repeat=True), steps=4)
+    names = {path.name for path in tmp_path.glob("checkpoint_*")}
+    assert names == {"checkpoint_2"}
 
 
 def model_fn(features, labels, mode, params, modules):
