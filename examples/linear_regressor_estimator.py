@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from flax import nnx
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 
@@ -20,24 +19,6 @@ import armillary
 from armillary import estimator
 
 BATCH_SIZE = 16
-
-
-def model_fn(features, labels, mode, modules):
-    """Describes a linear model, which begins at zero."""
-    zeros = nnx.initializers.zeros_init()
-    linear = modules.make(
-        "linear", lambda rngs: nnx.Linear(10, 1, kernel_init=zeros, rngs=rngs)
-    )
-    predictions = linear(features["x"])[:, 0]
-    if mode == estimator.ModeKeys.PREDICT:
-        return estimator.EstimatorSpec(mode, predictions={"y": predictions})
-    losses = (predictions - labels) ** 2
-    return estimator.EstimatorSpec(
-        mode,
-        loss=losses.mean(),
-        train_op=optax.sgd(0.02),
-        eval_metric_ops={"average_loss": losses},
-    )
 
 
 def load_data() -> tuple[tuple, tuple]:
@@ -65,7 +46,12 @@ def main() -> None:
         save_checkpoints_steps=100,
     )
     train, test = load_data()
-    regressor = estimator.Estimator(model_fn, options.run_dir, config)
+    regressor = estimator.LinearRegressor(
+        feature_columns=[estimator.numeric_column("x", shape=(10,))],
+        model_dir=options.run_dir,
+        optimizer=optax.sgd(0.02),
+        config=config,
+    )
     result, _ = estimator.train_and_evaluate(
         regressor,
         estimator.TrainSpec(
@@ -86,7 +72,7 @@ def main() -> None:
     predictions = regressor.predict(
         lambda: armillary.data.from_arrays(test, batch_size=BATCH_SIZE)
     )
-    first = next(predictions)["y"]
+    first = next(predictions)["predictions"][0]
     print(f"The first patient: {first:.2f} predicted, {test[1][0]:.2f} measured")
 
 

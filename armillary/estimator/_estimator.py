@@ -2,29 +2,42 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from armillary._checks import check_instance
+from armillary._checks import check_instance, check_one_of, check_path
 from armillary._logging import logger
 from armillary._traceback import hides_frames
+from armillary.actions._files import ExportModel
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
-from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
 from armillary.data._layout import InputContext
 from armillary.distribute.replica._context import get_strategy
-from armillary.errors import CapturedStateError, EstimatorError
-from armillary.estimator._model_fn import ModeKeys, Model
+from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
+from armillary.estimator._answers import refuse_attribute
+from armillary.estimator._hooks import (
+    Hooks,
+    ListenedManager,
+    PeriodicCall,
+    as_hooks,
+)
+from armillary.estimator._model_fn import (
+    EstimatorSpec,
+    ModeKeys,
+    Model,
+    check_model_fn,
+)
 from armillary.estimator._run_config import (
-    EvalSpec,
+    Listener,
     RunConfig,
-    TrainSpec,
     check_call,
     choose_directory,
 )
@@ -36,9 +49,27 @@ from armillary.estimator._runners import (
     make_input,
     predict,
 )
-from armillary.typing import Output
+from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.typing import Action, Output, PyTree
 
 StrPath = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """The functions that one call of an estimator runs."""
+
+    train_input_fn: Callable[..., Any] | None = None
+    train_hooks: tuple[Action, ...] = ()
+    saving_listeners: tuple[Listener, ...] = ()
+    # Whether training goes on in the data where the checkpoint is.
+    resumes: bool = False
+    # Called when `save_checkpoints_secs` have passed; saves if it is `None`.
+    when_save_is_due: Callable[[], Any] | None = None
+    eval_input_fn: Callable[..., Any] | None = None
+    eval_name: str | None = None
+    eval_hooks: tuple[Action, ...] = ()
+    after_evaluation: tuple[Action, ...] = ()
 
 
 class Estimator:
@@ -52,15 +83,21 @@ class Estimator:
             that of `config`, or else a new temporary directory. All processes of a job
             must see it.
         config: Strategies and intervals.
-        params: What `model_fn` and input functions get as `params`: a copy of it. The
-            last three are attributes as well.
+        params: Copied, and given to `model_fn` and input functions as `params`.
+            `model_dir`, `config` and `params` are attributes as well.
+        warm_start_from: The folder of a checkpoint, or a directory of checkpoints, that
+            training begins with as long as `model_dir` has no checkpoint. The modules
+            are read, and the optimizer begins anew.
 
     Raises:
-        EstimatorError: If `model_fn` has other arguments than a model function, two
-            directories are given, or processes would train alone.
-        TypeError: If `config` is no `RunConfig`, `model_dir` no path, or `model_fn`
-            cannot be called.
+        EstimatorError: If `model_fn` has other arguments than a model function, or has
+            no `params` though they are given; if two directories are given, or
+            processes would train alone.
+        TypeError: If `config` is no `RunConfig`, `model_dir` or `warm_start_from` no
+            path, or `model_fn` cannot be called.
     """
+
+    _label_rule: str | None = None
 
     def __init__(
         self,
@@ -68,7 +105,9 @@ class Estimator:
         model_dir: StrPath | None = None,
         config: RunConfig | None = None,
         params: Any = None,
+        warm_start_from: StrPath | None = None,
     ) -> None:
+        check_model_fn(model_fn, params)
         self.config = config = RunConfig() if config is None else config
         fix = "Write `config=armillary.estimator.RunConfig(...)`."
         check_instance("config", config, RunConfig, fix)
@@ -79,11 +118,23 @@ class Estimator:
                 f"`params` is {params!r}, but it must be copied: {error}. Put numbers "
                 "and strings in it, and make the rest in `model_fn`."
             ) from error
-        seed = config.tf_random_seed or 0
-        self._model = Model(model_fn, seed, params=self.params, config=config)
+        if warm_start_from is not None:
+            check_path("warm_start_from", warm_start_from)
+        self._warm_start_from = warm_start_from
+        self._model = self._make_model(model_fn)
         # What `evaluate` and `predict` read in place of the latest checkpoint.
         self._path: str | None = None
+        # The controller of the call that runs, and why a hook stopped that call.
+        self._controller: Controller | None = None
+        self._stop_reason: str | None = None
         self.model_dir = choose_directory(model_dir, config)
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute("Estimator", name)
+
+    def _make_model(self, model_fn: Callable[..., Any]) -> Model:
+        seed = self.config.tf_random_seed or 0
+        return Model(model_fn, seed, params=self.params, config=self.config)
 
     @hides_frames
     def train(
@@ -92,6 +143,8 @@ class Estimator:
         *,
         steps: int | None = None,
         max_steps: int | None = None,
+        hooks: Action | Sequence[Action] | None = None,
+        saving_listeners: Listener | Sequence[Listener] | None = None,
     ) -> "Estimator":
         """Trains from the latest checkpoint on, and saves one at the end.
 
@@ -102,6 +155,11 @@ class Estimator:
             max_steps: The global step to train up to. Training that was stopped then
                 goes on in the data where the checkpoint is, if the data has positions.
                 Nothing happens if this step is reached already.
+            hooks: Functions that are called with the output of each loop, for example
+                actions of `armillary.actions`. `request_stop` ends training from
+                there.
+            saving_listeners: Functions that are called with the path of each checkpoint
+                once it is on disk.
 
         Returns:
             This estimator.
@@ -109,6 +167,7 @@ class Estimator:
         Raises:
             ValueError: If both numbers are given, or one is not positive.
             EstimatorError: If a function cannot work, or this process does not train.
+            NonFiniteError: If a loss or a weight is not a number any more.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -117,8 +176,13 @@ class Estimator:
                 "`max_steps` for the step to train up to."
             )
         check_call(input_fn, steps=steps, max_steps=max_steps)
-        resumes = max_steps is not None
-        with self._make_controller(input_fn, resumes=resumes) as controller:
+        calls = Calls(
+            train_input_fn=input_fn,
+            train_hooks=as_hooks("hooks", hooks),
+            saving_listeners=as_hooks("saving_listeners", saving_listeners),
+            resumes=max_steps is not None,
+        )
+        with self._make_controller(calls) as controller:
             start = self.global_step
             if max_steps is not None and start >= max_steps:
                 logger.info("train | step %d: `max_steps` is reached already.", start)
@@ -135,6 +199,7 @@ class Estimator:
         steps: int | None = None,
         checkpoint_path: StrPath | None = None,
         name: str | None = None,
+        hooks: Action | Sequence[Action] | None = None,
     ) -> dict[str, Any]:
         """Evaluates the latest checkpoint, or an untrained model if there is none.
 
@@ -144,6 +209,7 @@ class Estimator:
                 `None` evaluates all of the data, each example once.
             checkpoint_path: The folder of another checkpoint to evaluate.
             name: Summaries go to `eval_<name>` in `model_dir`, not to `eval`.
+            hooks: Functions that are called with the output of the evaluation.
 
         Returns:
             `loss`, the mean over batches, the metrics of the model function, and
@@ -156,8 +222,12 @@ class Estimator:
         """
         check_call(input_fn, name, steps=steps)
         made = self._at(checkpoint_path)
-        inputs = {"eval_input_fn": input_fn, "eval_name": name}
-        with made._make_controller(None, **inputs) as controller:
+        calls = Calls(
+            eval_input_fn=input_fn,
+            eval_name=name,
+            eval_hooks=as_hooks("hooks", hooks),
+        )
+        with made._make_controller(calls) as controller:
             return made._describe(controller.evaluate(-1 if steps is None else steps))
 
     @hides_frames
@@ -165,7 +235,9 @@ class Estimator:
         self,
         input_fn: Callable[..., Any],
         *,
+        predict_keys: Sequence[str] | None = None,
         checkpoint_path: StrPath | None = None,
+        yield_single_examples: bool = True,
     ) -> Iterator[Any]:
         """Returns an iterator over the predictions of the latest checkpoint.
 
@@ -175,16 +247,24 @@ class Estimator:
         Args:
             input_fn: The input function. Of batches that are pairs or other tuples, the
                 first entry has the features.
+            predict_keys: The entries of the predictions to return; `None` for all.
             checkpoint_path: The folder of another checkpoint to take.
+            yield_single_examples: Whether each item is of one example. Otherwise each
+                item is of one batch.
 
         Returns:
             What `predictions` of the model function has for one example: a dictionary
             of NumPy arrays, as a rule.
 
         Raises:
-            EstimatorError: If a function cannot work, or several processes have joined.
-            TypeError: If `input_fn` cannot be called, or `checkpoint_path` is no path.
+            EstimatorError: If a function cannot work, several processes have joined,
+                or the predictions lack one of `predict_keys`.
+            TypeError: If `input_fn` cannot be called, `checkpoint_path` is no path, or
+                `predict_keys` no list of strings.
+            ValueError: If `yield_single_examples` is neither true nor false.
         """
+        _check_keys(predict_keys)
+        check_one_of("yield_single_examples", yield_single_examples, (True, False))
         make_data = self._bind(input_fn, ModeKeys.PREDICT)
         if get_peers() is not None:
             raise EstimatorError(
@@ -196,7 +276,82 @@ class Estimator:
             made._model,
             make_data,
             lambda: made._path or made.latest_checkpoint(),
+            predict_keys,
+            bool(yield_single_examples),
         )
+
+    @hides_frames
+    def export_model(
+        self,
+        file_manager: Any,
+        features: PyTree,
+        *,
+        checkpoint_path: StrPath | None = None,
+        polymorphic_batch_size: bool = True,
+        platforms: str | Sequence[str] | None = None,
+    ) -> None:
+        """Exports what `predict` computes, as one file that needs only JAX.
+
+        It takes the place of `export_saved_model`. In a hook or an exporter it exports
+        the model in memory, and otherwise the latest checkpoint.
+
+        Args:
+            file_manager: Names the files: an `armillary.actions.ExportFileManager`.
+            features: Features of one batch, as `input_fn` gives them: arrays or
+                `jax.ShapeDtypeStruct`.
+            checkpoint_path: The folder of another checkpoint to export.
+            polymorphic_batch_size: Whether the file takes batches of any size.
+            platforms: As in `armillary.actions.ExportModel`.
+
+        Raises:
+            EstimatorError: If there is no checkpoint, or the model function cannot
+                work.
+            TypeError: If an argument is of another kind.
+            ValueError: As in `armillary.actions.ExportModel`.
+        """
+        made = self._at(checkpoint_path)
+        model = made._model
+        spec = jax.tree.map(_as_spec, features)
+        model.build(spec, None, ModeKeys.PREDICT)
+        if made._controller is None:
+            path = made._path or made.latest_checkpoint()
+            if path is None:
+                raise EstimatorError(
+                    f"`model_dir` is {self.model_dir!r}, which has no checkpoint to "
+                    "export. Call `train` first."
+                )
+            Checkpoint(model=model.modules).read(path)
+
+        def compute(modules: Any, features: Any) -> PyTree:
+            return model.call(modules, features, None, ModeKeys.PREDICT).predictions
+
+        export = ExportModel(
+            functools.partial(compute, model.modules),
+            file_manager,
+            args=(spec,),
+            polymorphic_batch_size=polymorphic_batch_size,
+            platforms=platforms,
+        )
+        export()
+
+    def request_stop(self, reason: str) -> None:
+        """Ends the call of `train` that runs, after its current loop and a save.
+
+        Hooks call it: `armillary.actions.EarlyStopping(estimator, "loss", ...)` does.
+
+        Args:
+            reason: Why to stop, for the log.
+
+        Raises:
+            EstimatorError: If nothing runs.
+        """
+        if self._controller is None:
+            raise EstimatorError(
+                f"`request_stop` was called for the reason {reason!r:.80}, but this "
+                "estimator does not train. Call it from a hook of `train`."
+            )
+        self._controller.request_stop(reason)
+        self._stop_reason = reason
 
     @property
     def global_step(self) -> int:
@@ -215,69 +370,72 @@ class Estimator:
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
-    def _make_controller(
-        self,
-        train_input_fn: Callable[..., Any] | None,
-        *,
-        eval_input_fn: Callable[..., Any] | None = None,
-        eval_name: str | None = None,
-        resumes: bool = False,
-    ) -> Iterator[Controller]:
+    def _make_controller(self, calls: "Calls") -> Iterator[Controller]:
         """Makes what runs the loops, once it has restored the latest checkpoint."""
-        eval_summary_dir = self.eval_dir(eval_name)
-        config, position = self.config, InputPosition()
+        eval_summary_dir = self.eval_dir(calls.eval_name)
+        config = self.config
+        position = InputPosition()
+        train_hooks = calls.train_hooks
+        eval_hooks = calls.eval_hooks
         trainer = evaluator = manager = None
-        if train_input_fn is not None:
-            if not config.plan.is_training:
-                raise EstimatorError(
-                    f"`train` was called in the task {config.task_type} "
-                    f"{config.task_id}, which does not train. Call "
-                    "`armillary.estimator.train_and_evaluate` in all processes."
-                )
-            strategy = config.train_distribute or get_strategy()
-            make_data = self._bind(train_input_fn, ModeKeys.TRAIN)
-            dataset, specs = distribute(make_data, strategy, is_training=True)
-            self._model.build_training(*specs)
-            position = InputPosition(dataset, resumes=resumes)
-            trainer = EstimatorTrainer(dataset, strategy, self._model)
-        if eval_input_fn is not None:
-            strategy, joint = config.eval_distribute, config.train_distribute
-            if strategy is None and joint is not None and joint.peers is not None:
-                strategy = joint
-            strategy = strategy or get_strategy()
-            make_data = self._bind(eval_input_fn, ModeKeys.EVAL)
-            dataset, specs = distribute(make_data, strategy, is_training=False)
-            # The checkpoint holds what training needs.
-            self._model.build_training(*specs)
-            ops = self._model.build(*specs, ModeKeys.EVAL).eval_metric_ops
-            evaluator = EstimatorEvaluator(dataset, strategy, self._model, ops)
+
+        if calls.train_input_fn is not None:
+            trainer, position = self._make_trainer(calls)
+            spec = self._model.train_spec
+            assert spec is not None  # The trainer has built the model.
+            train_hooks += as_hooks("training_hooks", spec.training_hooks)
+            chief_hooks = as_hooks("training_chief_hooks", spec.training_chief_hooks)
+            train_hooks += chief_hooks if config.is_chief else ()
+        if calls.eval_input_fn is not None:
+            evaluator, spec = self._make_evaluator(calls.eval_input_fn)
+            eval_hooks += as_hooks("evaluation_hooks", spec.evaluation_hooks)
+
         optimizer = self._model.optimizer
         assert optimizer is not None  # One of the two has built it.
+        hooks = Hooks(train_hooks)
+        eval_actions = Hooks(eval_hooks)
         checkpoint = Checkpoint(
-            model=self._model.modules, optimizer=optimizer, input=position
+            model=self._model.modules,
+            optimizer=optimizer,
+            input=position,
+            hooks=hooks,
+            eval_hooks=eval_actions,
         )
         if self._path is not None:
             checkpoint.read(self._path, only=("model", "optimizer/step"))
         else:
-            manager = CheckpointManager(
+            manager = ListenedManager(
                 checkpoint,
                 self.model_dir,
+                calls.saving_listeners,
                 max_to_keep=config.keep_checkpoint_max or None,
                 keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
                 checkpoint_interval=config.save_checkpoints_steps,
+                init_fn=self._make_init_fn(checkpoint),
                 may_differ="input",
             )
+        # A loop without actions need not wait for the output of the loop before.
+        train_actions: list[Action] = [hooks] if train_hooks else []
+        seconds = config.save_checkpoints_secs
+        if trainer is not None and manager is not None and seconds is not None:
+            when_due = calls.when_save_is_due or manager.save
+            train_actions.append(PeriodicCall(seconds, when_due))
+
         summary_interval = config.save_summary_steps if trainer else None
         controller = Controller(
             trainer=trainer,
             evaluator=evaluator,
             global_step=optimizer.step,
+            train_actions=train_actions,
+            eval_actions=[eval_actions, *calls.after_evaluation],
             steps_per_loop=config.steps_per_loop if trainer else None,
             summary_interval=summary_interval,
             summary_dir=None if summary_interval is None else self.model_dir,
             eval_summary_dir=eval_summary_dir,
             checkpoint_manager=manager,
         )
+        self._controller = controller
+        self._stop_reason = None
         try:
             yield controller
         except CapturedStateError as error:
@@ -286,11 +444,72 @@ class Estimator:
                 "`modules.make(name, make_fn)`, and uses no other."
             )
             raise
+        except NonFiniteError as error:
+            if self._label_rule is not None:
+                error.add_note(self._label_rule)
+            raise
         finally:
+            self._controller = None
             if manager is not None:
                 manager.close()
             controller.summary_manager.close()
             controller.eval_summary_manager.close()
+
+    def _make_trainer(self, calls: "Calls") -> tuple[EstimatorTrainer, InputPosition]:
+        """Builds the model for training, and returns what trains it."""
+        config = self.config
+        if not config.plan.is_training:
+            raise EstimatorError(
+                f"`train` was called in the task {config.task_type} {config.task_id}, "
+                "which does not train. Call `armillary.estimator.train_and_evaluate` "
+                "in all processes."
+            )
+        assert calls.train_input_fn is not None
+        strategy = config.train_distribute or get_strategy()
+        make_data = self._bind(calls.train_input_fn, ModeKeys.TRAIN)
+        dataset, specs = distribute(make_data, strategy, is_training=True)
+        self._model.build_training(*specs)
+
+        # Workers of parameter servers take batches as they are free, in no order.
+        has_position = not isinstance(strategy, ParameterServerStrategy)
+        position = InputPosition(
+            dataset if has_position else None, resumes=calls.resumes
+        )
+        return EstimatorTrainer(dataset, strategy, self._model), position
+
+    def _make_evaluator(
+        self, input_fn: Callable[..., Any]
+    ) -> tuple[EstimatorEvaluator, EstimatorSpec]:
+        """Builds the model for evaluation, and returns what evaluates it."""
+        strategy = self.config.eval_distribute
+        joint = self.config.train_distribute
+        if strategy is None and joint is not None and joint.peers is not None:
+            strategy = joint
+        strategy = strategy or get_strategy()
+        make_data = self._bind(input_fn, ModeKeys.EVAL)
+        dataset, specs = distribute(make_data, strategy, is_training=False)
+
+        # The checkpoint holds what training needs.
+        self._model.build_training(*specs)
+        spec = self._model.build(*specs, ModeKeys.EVAL)
+        evaluator = EstimatorEvaluator(
+            dataset, strategy, self._model, spec.eval_metric_ops
+        )
+        return evaluator, spec
+
+    def _make_init_fn(self, checkpoint: Checkpoint) -> Callable[[], Any] | None:
+        """Returns what reads the checkpoint of a warm start, if there is one."""
+        if self._warm_start_from is None:
+            return None
+        folder = as_absolute("warm_start_from", self._warm_start_from)
+        saved = find_checkpoints(folder)
+        path = str(saved[-1].path if saved else folder)
+
+        def read() -> None:
+            checkpoint.read(path, only="model")
+            logger.info("warm start from %s.", path)
+
+        return read
 
     def _describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
@@ -310,59 +529,26 @@ class Estimator:
         if checkpoint_path is None:
             return self
         # What this one holds in memory stays what it is.
-        made = Estimator(self._model.fn, self.model_dir, self.config, self.params)
+        made = copy.copy(self)
+        made._model = self._make_model(self._model.fn)
+        made._controller = None
         made._path = str(as_absolute("checkpoint_path", checkpoint_path))
         return made
 
 
-@hides_frames
-def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, Any] | None, list[Any]]:
-    """Trains up to a step, evaluating whenever a checkpoint is due, and at the end.
-
-    In one process the two take turns. In a cluster (`TF_CONFIG`), processes that train
-    together train alone, as in TensorFlow: a process whose task is `evaluator`
-    evaluates each checkpoint that appears in `model_dir`, until training has ended.
-    Without one, call `Estimator.evaluate` in all processes when they have trained.
-
-    Args:
-        estimator: What to train.
-        train_spec: How to train.
-        eval_spec: How to evaluate.
-
-    Returns:
-        What the last evaluation of this process returned, `None` if there was none, and
-        an empty list: TensorFlow's second value is what exporters returned.
-
-    Raises:
-        TypeError: If an argument is of another type.
-        EstimatorError: As in `Estimator.train`.
-    """
-    for name, value, kind in (
-        ("estimator", estimator, Estimator),
-        ("train_spec", train_spec, TrainSpec),
-        ("eval_spec", eval_spec, EvalSpec),
+def _check_keys(predict_keys: Any) -> None:
+    is_list = isinstance(predict_keys, list | tuple)
+    if predict_keys is None or (
+        is_list and all(isinstance(key, str) for key in predict_keys)
     ):
-        fix = f"Make one, `armillary.estimator.{kind.__name__}(...)`."
-        check_instance(name, value, kind, fix)
-    config, max_steps = estimator.config, train_spec.max_steps
-    eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
-    evaluates = {"eval_input_fn": eval_spec.input_fn, "eval_name": eval_spec.name}
-    if config.plan.task_type == "evaluator":
-        with estimator._make_controller(None, **evaluates) as controller:
-            output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
-        return (None if output is None else estimator._describe(output)), []
-    if config.plan.is_distributed:
-        estimator.train(train_spec.input_fn, max_steps=max_steps)
-        return None, []
-    resumes = max_steps is not None
-    with estimator._make_controller(
-        train_spec.input_fn, resumes=resumes, **evaluates
-    ) as controller:
-        # At a step that was reached already, what is left is to evaluate.
-        target = -1 if max_steps is None else max(max_steps, estimator.global_step)
-        output = controller.train_and_evaluate(
-            target, eval_steps, eval_interval=config.save_checkpoints_steps
-        )
-    return estimator._describe(output), []
+        return
+    raise TypeError(
+        f"`predict_keys` is {predict_keys!r:.80}, but it must be a list of names of "
+        'predictions. Write `predict_keys=["logits"]`.'
+    )
+
+
+def _as_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, dtype)

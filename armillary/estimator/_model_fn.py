@@ -3,7 +3,7 @@
 import enum
 import inspect
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from armillary.distribute.replica._context import ReplicaContext, Scope
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
 from armillary.state._lift import find_slots
-from armillary.typing import PyTree
+from armillary.typing import Action, PyTree
 
 
 class ModeKeys(enum.StrEnum):
@@ -46,6 +46,10 @@ class EstimatorSpec:
             with an entry for each example, of which the mean is reported, or a pair of
             a function that makes a metric of `nnx.metrics` or `armillary.metrics`, and
             the keyword arguments of its `update`.
+        training_hooks: Functions of the output of a loop, as `hooks` of
+            `Estimator.train`. The hooks of the first call in a process count.
+        training_chief_hooks: Hooks that run in the chief alone.
+        evaluation_hooks: Functions of the output of an evaluation.
     """
 
     mode: ModeKeys
@@ -53,6 +57,9 @@ class EstimatorSpec:
     loss: Any = None
     train_op: optax.GradientTransformation | None = None
     eval_metric_ops: Mapping[str, Any] = field(default_factory=dict)
+    training_hooks: Sequence[Action] = ()
+    training_chief_hooks: Sequence[Action] = ()
+    evaluation_hooks: Sequence[Action] = ()
 
 
 # What each mode needs of it, and how to write that.
@@ -88,10 +95,67 @@ def _check_spec(spec: Any, mode: ModeKeys) -> EstimatorSpec:
     return spec
 
 
+_MODEL_FN_ARGUMENTS = ("features", "labels", "mode", "params", "config", "modules")
+_INPUT_FN_ARGUMENTS = ("input_context", "mode", "params", "config")
+
+
+def check_model_fn(model_fn: Any, params: Any) -> None:
+    """Raises if a model function cannot be called as one, or ignores `params`."""
+    check_callable("model_fn", model_fn)
+    names = _check_signature("model_fn", model_fn, _MODEL_FN_ARGUMENTS)
+    if names is None:
+        return
+    if "features" not in names:
+        raise EstimatorError(
+            f"`model_fn` has the arguments {', '.join(names) or '(none)'}, but it "
+            "needs `features`. Write `def model_fn(features, labels, mode, modules):`."
+        )
+    if params is not None and "params" not in names:
+        raise EstimatorError(
+            f"`params` is {params!r:.80}, but `model_fn` has no argument `params` and "
+            "would ignore it. Write `def model_fn(features, labels, mode, params, "
+            "modules):`, or leave out `params=`."
+        )
+
+
+def check_input_fn(input_fn: Any) -> None:
+    """Raises if an input function cannot be called as one."""
+    check_callable("input_fn", input_fn)
+    _check_signature("input_fn", input_fn, _INPUT_FN_ARGUMENTS)
+
+
+def _check_signature(
+    name: str, fn: Callable[..., Any], known: Sequence[str]
+) -> list[str] | None:
+    """Returns the names of a function's arguments; `None` if it takes any name."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # Some builtins have no signature.
+        return None
+    unknown = [
+        each.name
+        for each in parameters
+        if each.name not in known
+        and each.default is each.empty
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if unknown:
+        raise EstimatorError(
+            f"`{name}` has the argument `{unknown[0]}`, but it can have "
+            f"{', '.join(f'`{each}`' for each in known)}. Rename it, or give it a "
+            "default value; numbers of your own go into `params`."
+        )
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return [each.name for each in parameters]
+
+
 def call_with(fn: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """Calls a user's function with those of some values that it has arguments for."""
-    names = inspect.signature(fn).parameters
-    return fn(**{name: values[name] for name in names if name in values})
+    parameters = inspect.signature(fn).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return fn(**values)
+    return fn(**{name: values[name] for name in parameters if name in values})
 
 
 class Modules(nnx.Module):
@@ -134,10 +198,13 @@ class Model:
     """A model function, its modules, and the optimizer that trains them."""
 
     def __init__(self, fn: Callable[..., Any], seed: int, **values: Any) -> None:
-        check_callable("model_fn", fn)
-        self.fn, self._seed, self._values = fn, seed, values
+        self.fn = fn
+        self._seed = seed
+        self._values = values
         self.modules = Modules()
         self.optimizer: nnx.Optimizer[Any] | None = None
+        # The spec of the first call that trains.
+        self.train_spec: EstimatorSpec | None = None
         # What slots of modules held before the function was called in Python.
         self._before: list[tuple[Any, list[Any]]] = []
 
@@ -159,6 +226,7 @@ class Model:
                 )
             assert spec.train_op is not None  # It was checked.
             self.optimizer = nnx.Optimizer(self.modules, spec.train_op, wrt=nnx.Param)
+            self.train_spec = spec
         return self.optimizer
 
     def build(self, features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:

@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from armillary._checks import (
-    check_callable,
     check_instance,
     check_not_negative,
     check_not_negative_int,
     check_path,
     check_positive_int,
+    check_seconds,
 )
 from armillary._logging import ensure_visible, logger
 from armillary.checkpoint._folder import as_absolute
@@ -27,6 +28,23 @@ from armillary.cluster.resolvers._resolver import (
 from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
 from armillary.distribute._strategy import Strategy
 from armillary.errors import EstimatorError
+from armillary.estimator._answers import refuse_attribute
+from armillary.estimator._hooks import as_hooks
+from armillary.estimator._model_fn import check_input_fn
+from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.typing import Action, Output
+
+Listener: TypeAlias = Callable[[str], Any]
+"""A function of the path of a checkpoint."""
+_GLOBAL_ORDER = ("chief", "worker", "ps")
+"""The jobs whose tasks are numbered together, in the order of their numbers."""
+
+
+class _Default(int):
+    """A number that the user did not give, so that another one takes its place."""
+
+
+_EVERY_1000_STEPS = _Default(1000)
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,8 @@ class RunConfig:
         save_summary_steps: Steps between summaries of training; `None` for none.
         save_checkpoints_steps: Steps between checkpoints; `None` saves at the end of
             each call of `train` alone. (TensorFlow saves every 600 seconds by default.)
+        save_checkpoints_secs: Seconds between checkpoints, in place of steps. The first
+            loop that ends after this time is followed by a save.
         keep_checkpoint_max: How many checkpoints stay; `None` or 0 keeps all.
         keep_checkpoint_every_n_hours: As in `CheckpointManager`: hours between further
             ones that stay for good; `None` for no such ones.
@@ -52,27 +72,55 @@ class RunConfig:
 
     Raises:
         TypeError: If a strategy is none, or `model_dir` no path.
-        ValueError: If a number is out of range, or `model_dir` is empty.
+        ValueError: If a number is out of range, `model_dir` is empty, or checkpoints
+            are to be saved after both steps and seconds.
     """
 
     model_dir: str | os.PathLike[str] | None = None
     tf_random_seed: int | None = None
     save_summary_steps: int | None = 100
-    save_checkpoints_steps: int | None = 1000
+    save_checkpoints_steps: int | None = _EVERY_1000_STEPS
     keep_checkpoint_max: int | None = 5
     log_step_count_steps: int = 100
     train_distribute: Strategy | None = None
     eval_distribute: Strategy | None = None
     keep_checkpoint_every_n_hours: float | None = None
+    save_checkpoints_secs: float | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
             if value is not None or name == "log_step_count_steps":
                 check(name, value)
+        self._choose_interval()
+
+    def _choose_interval(self) -> None:
+        """Has seconds take the place of the steps that nobody has given."""
+        steps = self.save_checkpoints_steps
+        seconds = self.save_checkpoints_secs
+        if seconds is None:
+            return
+        if isinstance(steps, _Default):
+            object.__setattr__(self, "save_checkpoints_steps", None)
+        elif steps is not None:
+            raise ValueError(
+                f"`save_checkpoints_steps` is {steps} and `save_checkpoints_secs` is "
+                f"{seconds}, but only one of them can say when to save. Leave out one."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute("RunConfig", name)
 
     def replace(self, **changes: Any) -> "RunConfig":
-        """Returns a copy with other values of some arguments."""
+        """Returns a copy with other values of some arguments.
+
+        One of `save_checkpoints_steps` and `save_checkpoints_secs` takes the place of
+        the other.
+        """
+        pair = {"save_checkpoints_steps", "save_checkpoints_secs"}
+        given = pair & changes.keys()
+        if len(given) == 1 and changes[next(iter(given))] is not None:
+            changes |= dict.fromkeys(pair - given)
         return dataclasses.replace(self, **changes)
 
     @property
@@ -122,12 +170,58 @@ class RunConfig:
     @property
     def num_worker_replicas(self) -> int | None:
         """How many processes train together, as far as is known."""
+        strategy = self.train_distribute
+        is_local = strategy is None or strategy.cluster_resolver is None
+        if isinstance(strategy, ParameterServerStrategy) and is_local:
+            return strategy.num_workers
         return self.plan.num_processes
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """How many parameter servers there are."""
+        strategy = self.train_distribute
+        if isinstance(strategy, ParameterServerStrategy):
+            return strategy.num_ps
+        return len(self.cluster_spec.as_dict().get("ps", ()))
+
+    @property
+    def global_id_in_cluster(self) -> int | None:
+        """The number of this task among chief, workers and parameter servers.
+
+        It is `None` in an evaluator, which is not part of the cluster.
+        """
+        tasks = self.cluster_spec.as_dict()
+        if self.task_type not in _GLOBAL_ORDER:
+            return None
+        before = _GLOBAL_ORDER[: _GLOBAL_ORDER.index(self.task_type)]
+        return self.task_id + sum(len(tasks.get(job, ())) for job in before)
+
+    @property
+    def master(self) -> str:
+        """The address of this task in the cluster; empty if it is on its own."""
+        tasks = self.cluster_spec.as_dict().get(self.task_type, ())
+        return tasks[self.task_id] if self.task_id < len(tasks) else ""
+
+    @property
+    def evaluation_master(self) -> str:
+        """Always empty: a process evaluates on its own devices."""
+        return ""
+
+    @property
+    def service(self) -> dict[str, Any] | None:
+        """The entry `"service"` of `TF_CONFIG`, for the program's own use."""
+        if not TFConfigClusterResolver.is_present(os.environ):
+            return None
+        return json.loads(os.environ["TF_CONFIG"]).get("service")
 
 
 def _check_strategy(name: str, value: Any) -> None:
     fix = f"Write `{name}=armillary.MirroredStrategy()`."
     check_instance(name, value, Strategy, fix)
+
+
+def _check_save_seconds(name: str, value: Any) -> None:
+    check_seconds(name, value, f"Use `{name}=600`.")
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
@@ -137,6 +231,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "save_checkpoints_steps": check_positive_int,
     "keep_checkpoint_max": check_not_negative_int,
     "tf_random_seed": check_not_negative_int,
+    "save_checkpoints_secs": _check_save_seconds,
     "keep_checkpoint_every_n_hours": check_not_negative,
     "train_distribute": _check_strategy,
     "eval_distribute": _check_strategy,
@@ -150,17 +245,24 @@ class TrainSpec:
     Args:
         input_fn: The input function.
         max_steps: The global step to train up to; `None` trains until the data ends.
+        hooks: As in `Estimator.train`.
+        saving_listeners: As in `Estimator.train`.
 
     Raises:
         TypeError: If `input_fn` cannot be called.
         ValueError: If `max_steps` is not positive.
+        EstimatorError: If a hook or a listener is not a function.
     """
 
     input_fn: Callable[..., Any]
     max_steps: int | None = None
+    hooks: Action | Sequence[Action] | None = None
+    saving_listeners: Listener | Sequence[Listener] | None = None
 
     def __post_init__(self) -> None:
         check_call(self.input_fn, max_steps=self.max_steps)
+        as_hooks("hooks", self.hooks)
+        as_hooks("saving_listeners", self.saving_listeners)
 
 
 @dataclass(frozen=True)
@@ -171,23 +273,31 @@ class EvalSpec:
         input_fn: The input function.
         steps: Steps of each evaluation; `None` evaluates all of the data.
         name: As in `Estimator.evaluate`.
+        hooks: As in `Estimator.evaluate`.
+        exporters: Functions of the output of an evaluation, which follow each
+            evaluation. `train_and_evaluate` returns what they return at the end.
 
     Raises:
         TypeError: If `input_fn` cannot be called, or `name` is no string.
         ValueError: If `steps` is not positive.
+        EstimatorError: If a hook or an exporter is not a function.
     """
 
     input_fn: Callable[..., Any]
     steps: int | None = 100
     name: str | None = None
+    hooks: Action | Sequence[Action] | None = None
+    exporters: Callable[[Output], Any] | Sequence[Callable[[Output], Any]] | None = None
 
     def __post_init__(self) -> None:
         check_call(self.input_fn, self.name, steps=self.steps)
+        as_hooks("hooks", self.hooks)
+        as_hooks("exporters", self.exporters)
 
 
 def check_call(input_fn: Any, name: Any = None, **numbers: int | None) -> None:
     """Raises if an input function, the name of an evaluation or a number is wrong."""
-    check_callable("input_fn", input_fn)
+    check_input_fn(input_fn)
     check_instance("name", name, str | None, 'Write `name="test"`.')
     for which, number in numbers.items():
         if number is not None:
@@ -198,8 +308,10 @@ def choose_directory(
     model_dir: str | os.PathLike[str] | None, config: RunConfig
 ) -> str:
     """Returns the directory of an estimator, in which no other process trains alone."""
-    strategy, plan = config.train_distribute, config.plan
-    joins = strategy is not None and strategy.peers is not None
+    strategy = config.train_distribute
+    plan = config.plan
+    has_servers = isinstance(strategy, ParameterServerStrategy)
+    joins = has_servers or (strategy is not None and strategy.peers is not None)
     if plan.is_training and plan.is_distributed and not joins:
         raise EstimatorError(
             f"`train_distribute` is {strategy!r}, but the cluster has "

@@ -2,11 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from armillary._logging import ensure_visible, logger
@@ -16,11 +17,13 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.data.feed._stream import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._notes import IS_MEAN_OF_BATCHES
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.distribute.strategies._single import DefaultStrategy
-from armillary.errors import EstimatorError
+from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
+from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._runner import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_evaluator import predict as predict_batches
@@ -36,16 +39,39 @@ _BATCHES = (
 def make_input(
     input_fn: Callable[..., Any], values: dict[str, Any], input_context: InputContext
 ) -> Any:
+    """Calls an input function, and returns a data set that can begin again."""
     values = {**values, "input_context": input_context}
     made = call_with(input_fn, values)
     if made is None or isinstance(made, tuple | dict):
         raise EstimatorError(
             f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but it "
-            f"must return a data set that gives batches. {_BATCHES}"
+            f"must return a data set that gives batches. {_BATCHES} To use one batch "
+            "many times, return `[(features, labels)] * 100`."
         )
-    # A generator function can begin again; the generator it made cannot.
-    is_generator = inspect.isgenerator(made)
-    return functools.partial(call_with, input_fn, values) if is_generator else made
+    if isinstance(made, list):
+        return list(map(_as_arrays, made))
+    if inspect.isgenerator(made):
+        # A generator function can begin again; the generator it made cannot.
+        return lambda: map(_as_arrays, call_with(input_fn, values))
+    return made
+
+
+def _as_arrays(batch: Any) -> Any:
+    """Returns a batch whose lists of numbers are arrays, as in TensorFlow."""
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return tuple(map(_as_array, batch))
+    if isinstance(batch, list):
+        return list(map(_as_array, batch))
+    return _as_array(batch)
+
+
+def _as_array(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {name: _as_array(value) for name, value in part.items()}
+    is_numbers = isinstance(part, list) and all(
+        isinstance(leaf, int | float) for leaf in jax.tree.leaves(part)
+    )
+    return np.asarray(part) if is_numbers else part
 
 
 def distribute(
@@ -76,18 +102,21 @@ class InputPosition:
     def __init__(
         self, dataset: DistributedDataset | None = None, *, resumes: bool = False
     ) -> None:
-        self._dataset, self._resumes = dataset, resumes
+        # The controller looks for this name, to learn that the position is saved.
+        self.dataset = dataset
+        self._resumes = resumes
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position; none, if the data has no positions."""
-        dataset = self._dataset
+        dataset = self.dataset
         if dataset is None or not dataset.is_repositionable:
             return {"position": None}
         return {"position": dataset.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position; the manager begins anew if that is none of this data."""
-        dataset, position = self._dataset, state["position"]
+        dataset = self.dataset
+        position = state["position"]
         if self._resumes and dataset is not None and position is not None:
             dataset.check_repositionable()
             dataset.set_state(_begin_next_pass(dataset, position))
@@ -109,6 +138,8 @@ def predict(
     model: Model,
     make_data: Callable[[InputContext], Any],
     find_checkpoint: Callable[[], str | None],
+    predict_keys: Sequence[str] | None,
+    yield_single_examples: bool,
 ) -> Iterator[PyTree]:
     """Yields the predictions of a checkpoint, of which it reads the modules alone."""
     strategy = DefaultStrategy()
@@ -121,14 +152,32 @@ def predict(
     else:
         Checkpoint(model=model.modules).read(path)
 
-    def model_fn(modules: Any, batch: Any) -> PyTree:
-        features = _features_of(batch)
-        return model.call(modules, features, None, ModeKeys.PREDICT).predictions
-
-    fn = functools.update_wrapper(functools.partial(model_fn, model.modules), model_fn)
-    for predictions in predict_batches(fn, dataset, strategy=strategy):
+    fn = functools.partial(_predict_batch, model, predict_keys, model.modules)
+    named = functools.update_wrapper(fn, model.fn)
+    for predictions in predict_batches(named, dataset, strategy=strategy):
+        if not yield_single_examples:
+            yield predictions
+            continue
         leaves, treedef = jax.tree.flatten(predictions)
         yield from map(treedef.unflatten, zip(*leaves, strict=True))
+
+
+def _predict_batch(
+    model: Model, predict_keys: Sequence[str] | None, modules: Any, batch: Any
+) -> PyTree:
+    features = _features_of(batch)
+    predictions = model.call(modules, features, None, ModeKeys.PREDICT).predictions
+    if predict_keys is None:
+        return predictions
+    found = predictions if isinstance(predictions, Mapping) else {}
+    missing = [key for key in predict_keys if key not in found]
+    if missing:
+        raise EstimatorError(
+            f"`predict_keys` is {list(predict_keys)!r:.80}, but the predictions of "
+            f"`model_fn` have no {missing[0]!r}. Use some of "
+            f"{sorted(map(str, found)) or 'a dictionary of predictions'}."
+        )
+    return {key: found[key] for key in predict_keys}
 
 
 def _features_of(batch: Any) -> Any:
@@ -141,23 +190,30 @@ class EstimatorTrainer(StandardTrainer):
     def __init__(
         self, dataset: DistributedDataset, strategy: Strategy, model: Model
     ) -> None:
-        # As TensorFlow's estimators, which end when a loss is not a number.
-        super().__init__(dataset, StandardTrainerOptions(on_non_finite="raise"))
-        self.strategy, self._model = strategy, model
-        self.modules, self.optimizer = model.modules, model.optimizer
+        # TensorFlow's estimators end as well when a loss is not a number. Workers of
+        # parameter servers run single steps, which nobody looks at in between.
+        self._is_watched = not isinstance(strategy, ParameterServerStrategy)
+        on_non_finite = "raise" if self._is_watched else None
+        super().__init__(dataset, StandardTrainerOptions(on_non_finite=on_non_finite))
+        self.strategy = strategy
+        self._model = model
+        self.modules = model.modules
+        self.optimizer = model.optimizer
         self.loss = nnx.metrics.Average("loss")
 
     def train_loop_begin(self) -> None:
         self.loss.reset()
 
     def train_step(self, iterator: Any) -> None:
-        def step_fn(batch: Any) -> None:
-            loss, gradients = nnx.value_and_grad(self._loss)(self.modules, *batch)
-            assert self.optimizer is not None  # The model was built for training.
-            self.optimizer.update(self.modules, all_reduce("mean", gradients))
-            self.loss.update(loss=loss)
+        # A method leads a search for state to this object; a function of this library
+        # does not.
+        self.strategy.run(self._update, args=(next(iterator),))
 
-        self.strategy.run(step_fn, args=(next(iterator),))
+    def _update(self, batch: Any) -> None:
+        loss, gradients = nnx.value_and_grad(self._loss)(self.modules, *batch)
+        assert self.optimizer is not None  # The model was built for training.
+        self.optimizer.update(self.modules, all_reduce("mean", gradients))
+        self.loss.update(loss=loss)
 
     def _loss(self, modules: Any, features: Any, labels: Any) -> Any:
         """Returns the loss of a model function, which is no part of a sum."""
@@ -174,7 +230,24 @@ class EstimatorTrainer(StandardTrainer):
         return spec.loss
 
     def train_loop_end(self) -> Output:
-        return {"loss": self.loss.compute()}
+        loss = self.loss.compute()
+        if not self._is_watched and not np.isfinite(loss):
+            raise NonFiniteError(
+                f"The loss of a loop is {float(loss)}, so the variables on the "
+                "parameter servers are not numbers any more. Training ends, and the "
+                "last checkpoint is good: use a smaller learning rate, or look for "
+                "wrong data."
+            )
+        return {"loss": loss}
+
+
+class _MeanOfBatches(nnx.metrics.Average):
+    """The mean of one number for each batch, which is documented to be that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for variable in (self.total, self.count):
+            variable.set_metadata(**{IS_MEAN_OF_BATCHES: True})
 
 
 class EstimatorEvaluator(StandardEvaluator):
@@ -184,24 +257,26 @@ class EstimatorEvaluator(StandardEvaluator):
         self, dataset: DistributedDataset, strategy: Strategy, model: Model, ops: Any
     ) -> None:
         super().__init__(dataset)
-        self.strategy, self._model, self.modules = strategy, model, model.modules
+        self.strategy = strategy
+        self._model = model
+        self.modules = model.modules
         metrics = {name: _make_metric(name, op) for name, op in ops.items()}
-        self.metrics = {"loss": nnx.metrics.Average(), **metrics}
+        self.metrics = {"loss": _MeanOfBatches(), **metrics}
 
     def eval_begin(self) -> None:
         for metric in self.metrics.values():
             metric.reset()
 
     def eval_step(self, iterator: Any) -> None:
-        def step_fn(batch: Any) -> None:
-            features, labels = batch
-            spec = self._model.call(self.modules, features, labels, ModeKeys.EVAL)
-            self.metrics["loss"].update(values=spec.loss)
-            for name, op in spec.eval_metric_ops.items():
-                arguments = op[1] if isinstance(op, tuple) else {"values": op}
-                self.metrics[name].update(**arguments)
+        self.strategy.run(self._add, args=(next(iterator),))
 
-        self.strategy.run(step_fn, args=(next(iterator),))
+    def _add(self, batch: Any) -> None:
+        features, labels = batch
+        spec = self._model.call(self.modules, features, labels, ModeKeys.EVAL)
+        self.metrics["loss"].update(values=spec.loss)
+        for name, op in spec.eval_metric_ops.items():
+            arguments = op[1] if isinstance(op, tuple) else {"values": op}
+            self.metrics[name].update(**arguments)
 
     def eval_end(self, *state: Any) -> Output:
         del state

@@ -197,6 +197,8 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "at": lambda: 5,
     "base_name": lambda: "exports/model",
     "batch_size": lambda: 2,
+    "boundaries": lambda: [0.0, 1.0],
+    "categorical_column": lambda: estimator.categorical_column_with_identity("x", 3),
     "checkpoint": lambda: armillary.Checkpoint(model=make_model()),
     "checkpoint_manager": lambda: armillary.CheckpointManager(
         armillary.Checkpoint(model=make_model()), "checkpoints"
@@ -209,6 +211,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "dataset_or_fn": lambda: [ROWS],
     "decay": lambda: 0.9,
     "device": lambda: "cpu:0",
+    "dimension": lambda: 2,
     "directory": lambda: "directory",
     "environ": lambda: {"TF_CONFIG": json.dumps(TF_CONFIG)},
     "dtype": lambda: np.float32,
@@ -217,11 +220,14 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "eval_dataset": lambda: [ROWS],
     "eval_steps": lambda: 1,
     "eval_spec": lambda: estimator.EvalSpec(function_of_one),
+    "feature_columns": lambda: [estimator.numeric_column("x")],
     "features": lambda: {"x": data.FixedLenFeature([], np.float32)},
     "file_manager": lambda: armillary.actions.ExportFileManager("exports/model"),
     "evaluator": lambda: Evaluator([ROWS]),
     "fn": lambda: function_of_one,
     "global_step": lambda: lambda: 0,
+    "hash_bucket_size": lambda: 5,
+    "hidden_units": lambda: [4],
     "higher_is_better": lambda: True,
     "input_fn": lambda: function_of_one,
     "interval": lambda: 2,
@@ -237,6 +243,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "model_dir": lambda: "estimator",
     "model_fn": lambda: model_fn,
     "name": lambda: "h100",
+    "num_buckets": lambda: 3,
     "num_steps": lambda: 1,
     "op": lambda: "sum",
     "path": lambda: "nowhere",
@@ -251,6 +258,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "run_dir": lambda: "nowhere",
     "shape": lambda: (),
     "source": lambda: [ROWS],
+    "source_column": lambda: estimator.numeric_column("x"),
     "state": lambda: jnp.ones(2),
     "step": lambda: 1,
     "steps": lambda: 2,
@@ -270,6 +278,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "value_fn": lambda: function_of_one,
     "values": lambda: jnp.ones(2),
     "variables": make_model,
+    "vocabulary_list": lambda: ["a", "b"],
     "weights": lambda: jnp.ones(2),
 }
 
@@ -318,6 +327,7 @@ MEANT = {
 MAY_BE_INFINITE = {"hang_timeout_seconds"}
 MAY_BE_NEGATIVE = {
     "axis",
+    "default_value",
     "eval_steps",
     "num_steps",
     "steps",
