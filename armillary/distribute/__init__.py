@@ -19,6 +19,12 @@ from armillary.distribute.replica._context import (
     in_cross_replica_context,
     set_strategy,
 )
+from armillary.distribute.replica._cross_device import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._policy import (
     VariableAggregation,
@@ -52,13 +58,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DefaultStrategy",
+    "HierarchicalCopyAllReduce",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "ShardedStrategy",
     "Strategy",

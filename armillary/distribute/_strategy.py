@@ -34,6 +34,7 @@ from armillary.distribute.replica._context import (
     lifted_state,
     require_cross_replica_context,
 )
+from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -80,6 +81,9 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
+
+    cross_device_ops: CrossDeviceOps | None = None
+    """How `all_reduce` combines values over replicas; `None` leaves it to XLA."""
 
     # Whether this process trains: an evaluator has no place in what workers read.
     _trains = True

@@ -19,6 +19,7 @@ from jax.dtypes import float0
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.data._layout import Active
+from armillary.distribute.replica._sameness import reduce_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -80,15 +81,19 @@ class ReplicaContext:
         """The number of this replica, from 0; traced where there are several."""
         return 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name)
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
+    ) -> PyTree:
         """Combines a value over replicas; every replica gets the result.
 
         See `armillary.all_reduce`, which is the same.
 
         Raises:
             ReplicaContextError: If `value` is what `run` returned.
+            ValueError: If `dtype` is not a dtype of floats.
         """
         op = ReduceOp.of(reduce_op)
+        wire_dtype = check_wire_dtype(dtype)
         if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
             raise ReplicaContextError(
                 "`all_reduce` was given a `PerReplica`, as `strategy.run` returns it. "
@@ -102,14 +107,21 @@ class ReplicaContext:
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
         given = [jnp.asarray(leaves[i]) for i in places]
         wide = [self._counted(op, _widened(op, array)) for array in given]
-        reduce = _REDUCE.get(op, jax.lax.psum)
-        results = reduce(wide, self.axis_name)
-        for i, old, result in zip(places, given, results, strict=True):
+        results = self._reduce(op, [_to_wire(array, wire_dtype) for array in wide])
+        for i, old, whole, result in zip(places, given, wide, results, strict=True):
+            result = result.astype(whole.dtype)
             if op is ReduceOp.MEAN:
                 result /= count_active(self.active)
             is_kept = op in _REDUCE or old.dtype == jnp.float16
             leaves[i] = result.astype(old.dtype) if is_kept else result
         return treedef.unflatten(leaves)
+
+    def _reduce(self, op: ReduceOp, values: list[jax.Array]) -> list[Any]:
+        """Returns arrays combined over replicas, in the way of the strategy."""
+        ops = self.strategy.cross_device_ops
+        if ops is not None and values:
+            return reduce_by(ops, op, values, self._num_replicas)
+        return _REDUCE.get(op, jax.lax.psum)(values, self.axis_name)
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value that changes no result, where a replica holds no data."""
@@ -160,6 +172,24 @@ class ReplicaContext:
 
 
 _REDUCE = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
+
+
+def check_wire_dtype(dtype: Any) -> Any:
+    """Returns the dtype that floats travel in; `None` for their own."""
+    if dtype is None:
+        return None
+    with contextlib.suppress(TypeError):
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return jnp.dtype(dtype)
+    raise ValueError(
+        f"`dtype` is {dtype!r}, but values travel between replicas in a dtype of "
+        "floats. Use `dtype=jnp.bfloat16`, or leave it out for the dtype of each value."
+    )
+
+
+def _to_wire(value: jax.Array, dtype: Any) -> jax.Array:
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return value if dtype is None or not is_float else value.astype(dtype)
 
 
 def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ from armillary._jaxpr import (
     source_line,
     walk_equations,
 )
+from armillary.distribute.replica._sameness import kind_of
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
@@ -205,6 +206,12 @@ class Proof(Dataflow[Facts]):
             kind, (operand,) = _MARKED.get(equation.params["name"]), operands
             labels = operand.labels if kind is None else self._labels(kind, equation)
             return [Facts(operand.reasons, labels)]
+        if (by_ops := kind_of(equation)) is not None:
+            # A call of a `CrossDeviceOps`, which is proved to leave replicas equal.
+            # Arrays that it has captured come before the arrays to reduce.
+            given = operands[-len(equation.outvars) :]
+            pairs = zip(given, equation.outvars, strict=True)
+            return [self._reduce(equation, *pair, by_ops) for pair in pairs]
         if name in _SOURCES:
             reasons = self.join(operands).reasons | _SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
@@ -221,7 +228,10 @@ class Proof(Dataflow[Facts]):
             return [Facts(operand.reasons | _NUMBER, labels)]
         return None
 
-    def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
+    def _reduce(
+        self, equation: Any, operand: Facts, made: Any, by_ops: str | None = None
+    ) -> Facts:
+        """Returns the facts of a reduction's result; `by_ops` is what ops made it."""
         where = self.line(equation)
         if self._is_backward(equation):
             # The transpose of a reduction within a loss. What it adds up is equal if
@@ -234,9 +244,9 @@ class Proof(Dataflow[Facts]):
                 labels |= self._labels(Kind.REDUCED, equation)
             return Facts(labels=labels)
         self._reduced_at.add(where)
-        if equation.primitive.name.startswith("psum"):
-            users = self._users_of(made)
-            is_mean = bool(users) and all(map(_is_of_mean, users))
+        if by_ops in ("sum", "mean") or equation.primitive.name.startswith("psum"):
+            users = [] if by_ops else self._users_of(made)
+            is_mean = by_ops == "mean" or (bool(users) and all(map(_is_of_mean, users)))
             is_by_hand = bool(users) and all(
                 user.primitive.name == "div" and self._is_count(user.invars[1])
                 for user in users

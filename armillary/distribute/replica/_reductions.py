@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import (
+    check_wire_dtype,
     get_replica_context,
     require_replica_context,
 )
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _INSTEAD = "combine what `run` returned with `strategy.reduce`"
 
 
-def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
+def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree:
     """Combines values over replicas; every replica gets the result.
 
     A step that runs on several replicas says in this way how their gradients become
@@ -48,6 +49,9 @@ def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
             `armillary.distribute.ReduceOp`. The last two have no derivative.
         tree: A pytree of arrays, of the same shapes on all replicas; it travels in one
             round. Replicas without data take no part.
+        dtype: The dtype in which floats travel, such as `jnp.bfloat16` for half the
+            bytes of float32. The result has the dtype of each value again. By default
+            values travel in their own dtype.
 
     Returns:
         The same pytree, with values that are equal on all replicas.
@@ -56,15 +60,17 @@ def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
         ReplicaContextError: In cross-replica context.
         DoubleReductionError: When `run` has traced the step: if the sum is of what was
             reduced before, or the mean of what was divided before.
-        ValueError: If `op` is none.
+        ReplicaMismatchError: If the strategy has a `CrossDeviceOps` of your own, and
+            its results may differ between replicas.
+        ValueError: If `op` is none, or `dtype` is not a dtype of floats.
     """
     reduce_op = ReduceOp.of(op, "op")
     context = require_replica_context("armillary.all_reduce", _INSTEAD)
-    return context.all_reduce(reduce_op, tree)
+    return context.all_reduce(reduce_op, tree, dtype=dtype)
 
 
 def all_reduce_gradients(
-    op: ReduceOp | str = "mean",
+    op: ReduceOp | str = "mean", *, dtype: Any = None
 ) -> "optax.GradientTransformationExtraArgs":
     """Returns `all_reduce` as the first transformation of an Optax optimizer.
 
@@ -78,13 +84,15 @@ def all_reduce_gradients(
 
     Args:
         op: As for `all_reduce`.
+        dtype: As for `all_reduce`.
 
     Raises:
-        ValueError: If `op` is none.
+        ValueError: If `op` is none, or `dtype` is not a dtype of floats.
     """
     import optax  # It takes longer to import than all of this library.
 
     reduce_op = ReduceOp.of(op, "op")
+    check_wire_dtype(dtype)
 
     def init(params: PyTree) -> optax.EmptyState:
         del params
@@ -94,7 +102,7 @@ def all_reduce_gradients(
         updates: PyTree, state: Any, params: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
         del params
-        return all_reduce(reduce_op, updates), state
+        return all_reduce(reduce_op, updates, dtype=dtype), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
