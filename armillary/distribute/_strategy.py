@@ -285,7 +285,8 @@ class Strategy:
                         "`strategy.run` returned, or use ReduceOp.MEAN."
                     )
                 return leaf if axis is None else _REDUCE[op](leaf, axis)
-            if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
+            is_whole = leaf.is_shared and not leaf.is_part
+            if is_whole and op is ReduceOp.SUM and leaf.num_active > 1:
                 raise DoubleReductionError(
                     "`strategy.reduce` was asked for the sum of a value that is equal "
                     f"on all {leaf.num_active} replicas: it was reduced in the step, or"

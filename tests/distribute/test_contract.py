@@ -283,3 +283,33 @@ def test_a_step_compiled_by_function_gives_the_same(strategy, ids):
     n = strategy.num_replicas_in_sync
     assert float(metric.count[...]) == 2 * 2 * n
     assert float(metric.compute()) == pytest.approx((n - 1) / 2)
+
+
+def test_a_function_with_state_is_part_of_the_run_that_calls_it(strategy):
+    count = armillary.create_global_step()
+    linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(params=jax.random.key(0))
+
+    @armillary.function
+    def increment():
+        count[...] += 1
+        return count[...]
+
+    @armillary.function
+    def apply(model, x):
+        return model(x)
+
+    @armillary.function
+    def draw(rngs):
+        return jax.random.normal(rngs.params(), (2,))
+
+    def step_fn():
+        return increment(), apply(linear, jnp.ones((1, 2))), draw(rngs)
+
+    number, output, drawn = strategy.local_results(strategy.run(step_fn))[0]
+    assert int(number) == int(count[...]) == 1
+    np.testing.assert_allclose(output, linear(jnp.ones((1, 2))), rtol=1e-6)
+    # The first replica draws as one device does.
+    expected = jax.random.normal(nnx.Rngs(params=jax.random.key(0)).params(), (2,))
+    np.testing.assert_array_equal(drawn, expected)
+    assert int(rngs.params.count[...]) == 1

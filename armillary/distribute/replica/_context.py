@@ -45,6 +45,8 @@ class ReplicaContext:
         active: Which replicas hold data in this step: the first so many, or those of
             these numbers.
         was_asked: Whether the step has used the number of replicas in any way.
+        share_size: Examples of each replica's share of the batch; `None` if `run` got
+            no batch, or arrays of different lengths.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class ReplicaContext:
         axis_name: str | None,
         active: Active,
         num_replicas: int | None = None,
+        share_size: int | None = None,
     ) -> None:
         self.strategy = strategy
         self.axis_name = axis_name
         self.active = active
         self.was_asked = False
+        self.share_size = share_size
         self._num_replicas = num_replicas or strategy.num_replicas_in_sync
 
     @property
@@ -269,6 +273,12 @@ def get_running_context(strategy: "Strategy") -> ReplicaContext | None:
     if not _ambient.frames or _ambient.frames[-1].strategy is not strategy:
         return None
     return _ambient.frames[-1].replica_context
+
+
+def is_in_run() -> bool:
+    """Returns whether the code runs in the function of some strategy's `run`."""
+    frames = _ambient.frames
+    return bool(frames) and frames[-1].replica_context is not None
 
 
 def in_cross_replica_context() -> bool:

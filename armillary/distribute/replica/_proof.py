@@ -154,6 +154,9 @@ class Proof(Dataflow[Facts]):
         self.results = self.run(program, inputs)
         is_alone = counts[0] == 1
         self.is_equal = [is_alone or not facts.reasons for facts in self.results]
+        self.is_divided = [
+            facts.find(Kind.DIVIDED) is not None for facts in self.results
+        ]
         error = next(filter(None, self._errors.values()), None)
         if error is not None and not is_alone:
             raise error
@@ -205,6 +208,8 @@ class Proof(Dataflow[Facts]):
         if name == "name":
             kind, (operand,) = _MARKED.get(equation.params["name"]), operands
             labels = operand.labels if kind is None else self._labels(kind, equation)
+            if kind is Kind.DIVISOR and operand.reasons:
+                self._note_divisor(equation, operand)
             return [Facts(operand.reasons, labels)]
         if (by_ops := kind_of(equation)) is not None:
             # A call of a `CrossDeviceOps`, which is proved to leave replicas equal.
@@ -276,6 +281,14 @@ class Proof(Dataflow[Facts]):
             is_key = kind is Kind.KEY
             error = ValueError(message) if is_key else DoubleReductionError(message)
         self._errors[self._place(equation), made] = error
+
+    def _note_divisor(self, equation: Any, divisor: Facts) -> None:
+        self._errors[self._place(equation)] = ReplicaMismatchError(
+            "`global_batch_size` of `compute_average_loss` may differ between replicas "
+            f"at {self.line(equation)} ({divisor.explain()}), so their losses would "
+            "not add up to an average. Reduce it first: "
+            '`global_batch_size=armillary.all_reduce("sum", num_examples)`.'
+        )
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
         both = self.join(operands)
