@@ -53,6 +53,8 @@ if TYPE_CHECKING:
         OneDeviceStrategy,
         ShardedStrategy,
         TPUStrategy,
+        VariableAggregation,
+        VariableSynchronization,
         all_reduce,
         all_reduce_gradients,
         compute_average_loss,
@@ -99,6 +101,8 @@ __all__ = [
     "StepEvaluator",
     "StepTrainer",
     "TPUStrategy",
+    "VariableAggregation",
+    "VariableSynchronization",
     "actions",
     "all_reduce",
     "all_reduce_gradients",
@@ -141,7 +145,7 @@ _HOMES = [
 # Names that stood here before, and the package that has each now.
 _MOVED = {
     **dict.fromkeys(("CentralStorageStrategy", "DefaultStrategy"), "distribute"),
-    **dict.fromkeys(("ReduceOp", "VariableAggregation"), "distribute"),
+    "ReduceOp": "distribute",
     **dict.fromkeys(("has_strategy", "in_cross_replica_context"), "distribute"),
     **dict.fromkeys(("make_distributed_dataset", "set_strategy"), "distribute"),
     **dict.fromkeys(("InputContext", "InputOptions"), "data"),

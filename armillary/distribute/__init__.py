@@ -28,6 +28,7 @@ from armillary.distribute.replica._cross_device import (
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._policy import (
     VariableAggregation,
+    VariableSynchronization,
     create_global_step,
 )
 from armillary.distribute.replica._reductions import (
@@ -75,6 +76,7 @@ __all__ = [
     "TPUStrategy",
     "ValueContext",
     "VariableAggregation",
+    "VariableSynchronization",
     "all_reduce",
     "all_reduce_gradients",
     "compute_average_loss",

@@ -47,6 +47,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
+from armillary.distribute.replica._writes import combined_writes
 from armillary.errors import (
     BatchSizeError,
     ReplicaContextError,
@@ -79,7 +80,11 @@ class Call:
         """Calls it; returns what changed, before and after, and arrays returned."""
         state = self._state
         start = [enter(*pair) for pair in zip(self.policies, slots, strict=True)]
-        with state.swapped(start), Scope(context.strategy, context):
+        with (
+            state.swapped(start),
+            Scope(context.strategy, context),
+            combined_writes(state, context),
+        ):
             result = self._fn(*args, **kwargs)
             # Not a copy of an object that holds state.
             self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
