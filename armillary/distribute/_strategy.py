@@ -240,6 +240,9 @@ class Strategy:
             )
         check_instance("kwargs", kwargs, dict | None, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
+        replica = get_running_context(self)
+        if replica is not None:  # in its `merge_call`
+            return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
@@ -275,6 +278,7 @@ class Strategy:
         if axis is not None:
             check_axis(axis)
         op, count = ReduceOp.of(reduce_op), self.num_replicas_in_sync
+        replica = get_running_context(self)
 
         def reduce_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
@@ -285,6 +289,8 @@ class Strategy:
                         "`strategy.run` returned, or use ReduceOp.MEAN."
                     )
                 return leaf if axis is None else _REDUCE[op](leaf, axis)
+            if replica is not None and leaf.own is not None:
+                return replica.reduce_merged(op, leaf, axis)
             is_whole = leaf.is_shared and not leaf.is_part
             if is_whole and op is ReduceOp.SUM and leaf.num_active > 1:
                 raise DoubleReductionError(

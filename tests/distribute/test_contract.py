@@ -313,3 +313,99 @@ def test_a_function_with_state_is_part_of_the_run_that_calls_it(strategy):
     expected = jax.random.normal(nnx.Rngs(params=jax.random.key(0)).params(), (2,))
     np.testing.assert_array_equal(drawn, expected)
     assert int(rngs.params.count[...]) == 1
+
+
+def test_merge_call_gets_the_objects_themselves(strategy):
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+    def merge_fn(merged_strategy, given, kernel, values):
+        assert given["model"] is model and kernel is model.kernel
+        kernel.set_value(merged_strategy.reduce("mean", values)["w"][...])
+
+    def fn():
+        values = nnx.State({"w": nnx.Param(jnp.full((1, 1), 5.0))})
+        get_replica_context().merge_call(
+            merge_fn, args=({"model": model}, model.kernel, values)
+        )
+
+    strategy.run(fn)
+    assert float(model.kernel[...][0, 0]) == 5
+
+
+def test_merge_call_sees_the_values_of_all_replicas(strategy, ids):
+    def merge_fn(merged_strategy, x, label, *, y):
+        assert merged_strategy is strategy and label == "label"
+        assert in_cross_replica_context() and get_strategy() is strategy
+        assert merged_strategy.num_replicas_in_sync == strategy.num_replicas_in_sync
+        total = merged_strategy.reduce(ReduceOp.SUM, x)
+        mean = merged_strategy.reduce("mean", x, axis=0)
+        return total, mean, merged_strategy.gather(y, axis=0), y
+
+    def fn(x):
+        total, mean, joined, own = get_replica_context().merge_call(
+            merge_fn, args=(x, "label"), kwargs={"y": x}
+        )
+        assert not in_cross_replica_context()
+        return own + total, mean, joined
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (value, mean, joined) in enumerate(results):
+        np.testing.assert_array_equal(value, [replica + sum(range(n))] * 2)
+        assert float(mean) == (n - 1) / 2
+        np.testing.assert_array_equal(joined, np.repeat(np.arange(n), 2))
+
+
+def test_run_inside_merge_call(strategy, ids):
+    aggregation = armillary.VariableAggregation.SUM
+    count = nnx.Variable(jnp.zeros(()), aggregation=aggregation)
+
+    def inner(x, shared, *, scale):
+        assert not in_cross_replica_context()
+        assert get_replica_context().strategy is strategy
+        count[...] = count[...] + 1
+        return {"x": x * scale + shared, "tag": "text"}
+
+    def merge_fn(merged_strategy, x):
+        with merged_strategy.scope():
+            result = merged_strategy.run(inner, (x, jnp.ones(2)), {"scale": 10.0})
+        again = merged_strategy.run(inner, (result["x"], 0.0), {"scale": 1.0})
+        assert again["tag"] == "text"
+        return merged_strategy.reduce("sum", again["x"]), again
+
+    def fn(x):
+        total, again = get_replica_context().merge_call(merge_fn, args=(x,))
+        return total, again["x"]
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (total, own) in enumerate(results):
+        np.testing.assert_array_equal(own, [replica * 10 + 1] * 2)
+        np.testing.assert_array_equal(total, [10 * sum(range(n)) + n] * 2)
+    assert float(count[...]) == 2 * n
+
+
+def test_an_error_in_merge_call_reaches_the_caller(strategy):
+    def merge_fn(merged_strategy):
+        raise RuntimeError("of the user")
+
+    def fn():
+        get_replica_context().merge_call(merge_fn)
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        strategy.run(fn)
+    assert get_strategy() is armillary.distribute.DefaultStrategy()
+    with pytest.raises(TypeError, match="`merge_fn` is 3"):
+        strategy.run(lambda: get_replica_context().merge_call(3))
+
+
+def test_merge_call_outside_of_run_is_that_of_the_default_strategy():
+    seen = []
+
+    def merge_fn(strategy, x):
+        assert in_cross_replica_context()
+        seen.append(strategy)
+        return strategy.reduce("mean", x) + 1
+
+    assert get_replica_context().merge_call(merge_fn, args=(1.0,)) == 2
+    assert seen == [armillary.distribute.DefaultStrategy()]

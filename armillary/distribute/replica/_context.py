@@ -8,7 +8,7 @@ of the default strategy, so a library function may always ask for its context.
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
-from armillary._checks import check_methods
+from armillary._checks import check_callable, check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.data._layout import Active
 from armillary.distribute.replica._sameness import reduce_by
@@ -24,12 +24,15 @@ from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
     count_active,
+    is_argument,
     is_per_replica,
     join,
 )
 from armillary.errors import ReplicaContextError
+from armillary.state._holders import is_claimed
 from armillary.state._keras import follow_keras
 from armillary.state._lift import State
+from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -162,6 +165,95 @@ class ReplicaContext:
 
         return jax.tree.map(gather, value)
 
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PyTree:
+        """Calls `merge_fn(strategy, *args, **kwargs)` in cross-replica context.
+
+        As in `tf.distribute`: a step leaves its replica for a function that sees the
+        values of all replicas, and goes on with the result::
+
+            def apply(strategy, gradients):
+                gradients = strategy.reduce("mean", gradients)
+                optimizer.update(model, gradients)
+
+            armillary.get_replica_context().merge_call(apply, args=(gradients,))
+
+        In `merge_fn`, arrays of the arguments are `PerReplica` values, for
+        `strategy.reduce`, `gather`, `local_results` and `run`. Modules, variables and
+        everything else are what they are. Under one replica, arrays stay arrays.
+
+        Args:
+            merge_fn: The function. It gets the strategy first.
+            args: Positional arguments, pytrees.
+            kwargs: Keyword arguments, pytrees.
+
+        Returns:
+            What `merge_fn` returned. Each replica gets its part of a `PerReplica`.
+
+        Raises:
+            TypeError: If `merge_fn` cannot be called.
+        """
+        check_callable("merge_fn", merge_fn)
+        given, named = self._share((tuple(args), kwargs or {}))
+        with Scope(self.strategy):
+            result = merge_fn(self.strategy, *given, **named)
+        return self._take_own(result)
+
+    def run_merged(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """Calls `fn` in this replica again: `strategy.run` within `merge_call`."""
+        args, kwargs = self._take_own((args, kwargs))
+        with Scope(self.strategy, self):
+            return self._share(fn(*args, **kwargs))
+
+    def reduce_merged(
+        self, op: ReduceOp, value: PerReplica, axis: int | None
+    ) -> jax.Array:
+        """Reduces a value over replicas: `strategy.reduce` within `merge_call`."""
+        own = value.own if axis is None else _ALONG_AXIS[op](value.own, axis)
+        return self.all_reduce(op, own)
+
+    def _share(self, tree: PyTree) -> PyTree:
+        """Returns a pytree with a `PerReplica` for each array."""
+        if self.axis_name is None:
+            return tree
+        state = lifted_state()
+        lifted = set() if state is None else {slot.key for slot in state.slots}
+
+        def is_object(part: Any) -> bool:
+            # A copy of it would lose what is written. Variables that are not lifted
+            # are values, such as gradients in a `State` of NNX.
+            return is_claimed(part) and (id(part) in lifted or not is_variable(part))
+
+        def share(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return leaf
+            rows = jax.lax.all_gather(leaf, self.axis_name)
+            shared = PerReplica(rows, self.active)
+            shared.own = leaf
+            return shared
+
+        return jax.tree.map(share, tree, is_leaf=is_object)
+
+    def _take_own(self, tree: PyTree) -> PyTree:
+        """Returns a pytree with this replica's part of each `PerReplica`."""
+
+        def take(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                return leaf
+            if leaf.own is not None:
+                return leaf.own
+            if leaf.is_shared:
+                return leaf.array
+            return leaf.array[self.replica_id_in_sync_group]
+
+        return jax.tree.map(take, tree, is_leaf=is_argument)
+
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
         replica = self.replica_id_in_sync_group
@@ -176,6 +268,12 @@ class ReplicaContext:
 
 
 _REDUCE = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
+_ALONG_AXIS = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.mean,
+    ReduceOp.MAX: jnp.max,
+    ReduceOp.MIN: jnp.min,
+}
 
 
 def check_wire_dtype(dtype: Any) -> Any:
@@ -270,9 +368,12 @@ def get_replica_context() -> ReplicaContext | None:
 
 def get_running_context(strategy: "Strategy") -> ReplicaContext | None:
     """Returns the context of the `run` of a strategy that the code is called from."""
-    if not _ambient.frames or _ambient.frames[-1].strategy is not strategy:
-        return None
-    return _ambient.frames[-1].replica_context
+    for frame in reversed(_ambient.frames):
+        if frame.strategy is not strategy:
+            return None
+        if frame.replica_context is not None:
+            return frame.replica_context
+    return None
 
 
 def is_in_run() -> bool:

@@ -62,6 +62,7 @@ class PerReplica:
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
         shared_by: How many replicas share one value; `None` if each has its own.
+        own: This replica's value, within `ReplicaContext.merge_call`; otherwise `None`.
         is_part: Whether a shared value is one replica's part of a whole, such as a loss
             that was divided by the number of replicas, so that its sum has a meaning.
     """
@@ -78,6 +79,7 @@ class PerReplica:
         self.active_replicas = num_active
         self.shared_by = shared_by
         self.is_part = is_part
+        self.own: Any = None
 
     @property
     def is_shared(self) -> bool:
