@@ -25,6 +25,7 @@ from armillary.distribute.replica._cross_device import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
+from armillary.distribute.replica._extended import StrategyExtended
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._policy import (
     VariableAggregation,
@@ -73,6 +74,7 @@ __all__ = [
     "ReplicaContext",
     "ShardedStrategy",
     "Strategy",
+    "StrategyExtended",
     "TPUStrategy",
     "ValueContext",
     "VariableAggregation",

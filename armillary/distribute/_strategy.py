@@ -35,6 +35,7 @@ from armillary.distribute.replica._context import (
     require_cross_replica_context,
 )
 from armillary.distribute.replica._cross_device import CrossDeviceOps
+from armillary.distribute.replica._extended import StrategyExtended
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -158,6 +159,11 @@ class Strategy:
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver that described the cluster; `None` for one process."""
         return None
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """More calls of `tf.distribute`, such as `update` within a `merge_call`."""
+        return StrategyExtended(self)
 
     @property
     def input_context(self) -> InputContext:

@@ -409,3 +409,46 @@ def test_merge_call_outside_of_run_is_that_of_the_default_strategy():
 
     assert get_replica_context().merge_call(merge_fn, args=(1.0,)) == 2
     assert seen == [armillary.distribute.DefaultStrategy()]
+
+
+def test_extended_updates_in_merge_call(strategy, ids):
+    weight = nnx.Variable(jnp.ones(2))
+    bias = nnx.Variable(jnp.ones(()))
+
+    def subtract(variable, amount, *, scale):
+        assert not in_cross_replica_context()
+        variable[...] = variable[...] - scale * amount
+
+    def apply(merged_strategy, x):
+        extended = merged_strategy.extended
+        whole = extended.reduce_to("mean", x, weight)
+        extended.update(weight, subtract, args=(whole,), kwargs={"scale": 2.0})
+        pairs = [(x, weight), (x, bias)]
+        first, second = extended.batch_reduce_to("sum", pairs)
+        extended.update(
+            bias, subtract, args=(first[0] + second[1],), kwargs={"scale": 1}
+        )
+
+    def fn(x):
+        get_replica_context().merge_call(apply, args=(x,))
+
+    strategy.extended.call_for_each_replica(fn, args=(ids,))
+    n = strategy.num_replicas_in_sync
+    np.testing.assert_allclose(weight[...], [1 - (n - 1)] * 2)
+    assert float(bias[...]) == 1 - 2 * sum(range(n))
+
+
+def test_extended_updates_outside_of_run(strategy):
+    weight = nnx.Variable(jnp.ones(2))
+
+    def assign(variable, value):
+        variable[...] = value
+        return "done"
+
+    with strategy.scope():
+        result = strategy.extended.update(weight, assign, args=(jnp.zeros(2),))
+    assert result == "done" and not weight[...].any()
+    with pytest.raises(ReplicaContextError, match=r"`strategy.extended.update` was"):
+        strategy.run(lambda: strategy.extended.update(weight, assign))
+    with pytest.raises(TypeError, match="`fn` is 3"):
+        strategy.extended.update(weight, 3)
