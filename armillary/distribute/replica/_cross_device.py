@@ -66,6 +66,9 @@ class CrossDeviceOps:
 
         Returns:
             One array for each array of `values`, of the same shape and dtype.
+
+        Raises:
+            NotImplementedError: If a class does not override it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no `reduce`. Write `def reduce(self, op, "
@@ -87,11 +90,12 @@ class NcclAllReduce(CrossDeviceOps):
             arrays itself.
 
     Raises:
+        TypeError: If `num_packs` is not an integer.
         ValueError: If `num_packs` is another number.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        if isinstance(num_packs, bool) or num_packs != 1:
+        if check_positive_int("num_packs", num_packs) != 1:
             raise ValueError(
                 f"`num_packs` is {num_packs!r}, but XLA decides how all-reduces are "
                 "packed. Leave it out. On GPUs, `armillary.cluster."
