@@ -118,7 +118,12 @@ ANSWERS = {
     "experimental_place_dataset_on_device": "It is called `place_on_device` here.",
     "MultiWorkerMirroredStrategy.communication": "Write `communication_options="
     "armillary.cluster.CommunicationOptions(implementation=...)`.",
-    "cross_device_ops": "Leave it out: XLA chooses how values are reduced.",
+    "cross_device_ops": "Leave it out, or use `armillary.MirroredStrategy`, which has "
+    "it.",
+    "reduce_to_device": "Leave it out, and put that device first in `devices` of the "
+    "strategy.",
+    "accumulation_fn": "Leave it out, and derive from "
+    "`armillary.distribute.CrossDeviceOps` to combine values in another way.",
     "tpu_cluster_resolver": "It is called `resolver` here.",
     "experimental_device_assignment": "Leave it out: a replica here is one device.",
     "Strategy.run.options": (

@@ -182,6 +182,8 @@ def join_cluster(
     global _joined
     plan = resolver.process_plan()
     if not plan.is_distributed:
+        if plan.is_training:  # An evaluator exchanges no values, on any platform.
+            _apply_alone(options or CommunicationOptions())
         return None
     options = options or CommunicationOptions()
     arguments = dict(plan.initialize_arguments())
@@ -265,6 +267,34 @@ def _apply(options: CommunicationOptions) -> None:
     flags = [f"--{name}={value}" for name, value in values.items()]
     # Of two values the last one counts.
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+
+
+def _apply_alone(options: CommunicationOptions) -> None:
+    """Checks options in a job of one process, and sets what XLA can still follow.
+
+    Raises:
+        ClusterError: If XLA must know an option before it starts its devices, and they
+            have been used.
+        ValueError: If the platform cannot follow an option.
+    """
+    from jax._src import xla_bridge  # noqa: TID251
+
+    if options == CommunicationOptions():
+        return
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    platform = str(platforms or "").partition(",")[0]
+    if platform in PLATFORMS and not xla_bridge.backends_are_initialized():
+        _apply(options)
+        return
+    # A limit on waiting needs no flag here, because there is nobody to wait for.
+    options._find_flags(jax.default_backend())
+    if options.bytes_per_pack:
+        raise ClusterError(
+            f"`bytes_per_pack` is {options.bytes_per_pack}, which XLA must know before "
+            "it starts its devices. Make the strategy ahead of every array and every "
+            "`jax.devices()`, and set the variable `JAX_PLATFORMS`, for example to "
+            "`cuda`."
+        )
 
 
 def _meet(arguments: Mapping[str, Any], seconds: float) -> None:

@@ -20,9 +20,17 @@ from armillary.distribute.replica._context import (
     in_cross_replica_context,
     set_strategy,
 )
+from armillary.distribute.replica._cross_device import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from armillary.distribute.replica._extended import StrategyExtended
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._policy import (
     VariableAggregation,
+    VariableSynchronization,
     create_global_step,
 )
 from armillary.distribute.replica._reductions import (
@@ -58,19 +66,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DefaultStrategy",
+    "HierarchicalCopyAllReduce",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "ShardedStrategy",
     "Strategy",
+    "StrategyExtended",
     "TPUStrategy",
     "ValueContext",
     "VariableAggregation",
+    "VariableSynchronization",
     "all_reduce",
     "all_reduce_gradients",
     "cluster_resolver",

@@ -35,6 +35,8 @@ from armillary.distribute.replica._context import (
     lifted_state,
     require_cross_replica_context,
 )
+from armillary.distribute.replica._cross_device import CrossDeviceOps
+from armillary.distribute.replica._extended import StrategyExtended
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -81,6 +83,9 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
+
+    cross_device_ops: CrossDeviceOps | None = None
+    """How `all_reduce` combines values over replicas; `None` leaves it to XLA."""
 
     # Whether this process trains: an evaluator has no place in what workers read.
     _trains = True
@@ -158,6 +163,11 @@ class Strategy:
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver that described the cluster; `None` for one process."""
         return None
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """More calls of `tf.distribute`, such as `update` within a `merge_call`."""
+        return StrategyExtended(self)
 
     @property
     def input_context(self) -> InputContext:
@@ -241,6 +251,9 @@ class Strategy:
             )
         check_instance("kwargs", kwargs, dict | None, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
+        replica = get_running_context(self)
+        if replica is not None:  # in its `merge_call`
+            return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
@@ -276,6 +289,7 @@ class Strategy:
         if axis is not None:
             check_axis(axis)
         op, count = ReduceOp.of(reduce_op), self.num_replicas_in_sync
+        replica = get_running_context(self)
 
         def reduce_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
@@ -286,7 +300,10 @@ class Strategy:
                         "`strategy.run` returned, or use ReduceOp.MEAN."
                     )
                 return leaf if axis is None else _REDUCE[op](leaf, axis)
-            if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
+            if replica is not None and leaf.own is not None:
+                return replica.reduce_merged(op, leaf, axis)
+            is_whole = leaf.is_shared and not leaf.is_part
+            if is_whole and op is ReduceOp.SUM and leaf.num_active > 1:
                 raise DoubleReductionError(
                     "`strategy.reduce` was asked for the sum of a value that is equal "
                     f"on all {leaf.num_active} replicas: it was reduced in the step, or"

@@ -108,10 +108,12 @@ def find_traced(
     for equation in getattr(program, "jaxpr", program).eqns:
         kind = _KIND_OF.get(equation.primitive.name)
         if kind is not None and num_devices > 1:
+            groups = equation.params.get("axis_index_groups")
+            group_size = len(groups[0]) if groups else num_devices
             variables = equation.outvars if kind == "all-gather" else equation.invars
             for variable in variables:
                 size = variable.aval.size * variable.aval.dtype.itemsize
-                yield Collective(kind, size, "step", times, is_conditional, num_devices)
+                yield Collective(kind, size, "step", times, is_conditional, group_size)
         runs = times * _count_runs(equation)
         is_branch = is_conditional or equation.primitive.name == "cond"
         for inner in _programs_in(equation):

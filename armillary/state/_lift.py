@@ -93,6 +93,7 @@ class State:
                 slot.paths,
                 slot.role,
                 slot.annotations.get("aggregation"),
+                slot.annotations.get("synchronization"),
                 tuple((leaf.shape, leaf.dtype) for leaf in map(as_array, slot.read())),
             )
             for slot in self.slots

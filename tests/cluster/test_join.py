@@ -9,6 +9,7 @@ import textwrap
 import jax
 import pytest
 
+import armillary
 from armillary.cluster import (
     CommunicationOptions,
     ExitCode,
@@ -25,6 +26,52 @@ TWO = SimpleClusterResolver({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker"
 def test_a_single_process_joins_nobody():
     assert _join.join_cluster(SimpleClusterResolver({})) is None
     assert _join.get_peers() is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("implementation", "NCCL"), ("bytes_per_pack", 1024)]
+)
+def test_a_single_process_refuses_options_that_its_platform_cannot_follow(
+    option, value
+):
+    options = CommunicationOptions(**{option: value})
+    with pytest.raises(ValueError, match=f"`{option}` is .* on gpu alone"):
+        armillary.MultiWorkerMirroredStrategy(communication_options=options)
+    with pytest.raises(ValueError, match=f"`{option}` is .* on gpu alone"):
+        armillary.ShardedStrategy(communication_options=options)
+
+
+def test_a_single_process_takes_options_that_its_platform_can_follow(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    options = CommunicationOptions(implementation="RING", timeout_seconds=5)
+    strategy = armillary.MultiWorkerMirroredStrategy(communication_options=options)
+    assert strategy.peers is None
+
+
+def test_an_evaluator_takes_the_options_of_the_workers():
+    cluster = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+    resolver = SimpleClusterResolver(cluster, "evaluator", 0)
+    options = CommunicationOptions(implementation="NCCL")
+    strategy = armillary.MultiWorkerMirroredStrategy(resolver, options)
+    assert strategy.peers is None
+
+
+def test_packs_are_too_late_when_devices_have_been_used(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ClusterError, match=r"`bytes_per_pack` is 1024, .* before"):
+        _join.join_cluster(
+            SimpleClusterResolver({}), CommunicationOptions(bytes_per_pack=1024)
+        )
+
+
+def test_a_single_process_sets_the_flags_before_its_devices_start(monkeypatch):
+    name = "jax._src.xla_bridge.backends_are_initialized"
+    monkeypatch.setattr(name, lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    options = CommunicationOptions(timeout_seconds=7)
+    assert _join.join_cluster(SimpleClusterResolver({}), options) is None
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_cpu_collective_timeout_seconds=7"]
 
 
 LATE = CommunicationOptions(timeout_seconds=5)

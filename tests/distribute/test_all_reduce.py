@@ -168,9 +168,59 @@ def test_a_tree_travels_in_one_round(strategy):
     assert "f32[2]" in round_ and "f32[]" in round_
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.float16])
+def test_values_travel_in_another_dtype(op, dtype, strategy, rows):
+    def reduce(x):
+        return armillary.all_reduce(op, {"x": x, "n": jnp.ones((), int)}, dtype=dtype)
+
+    program = str(jax.make_jaxpr(lambda x: strategy.run(reduce, (x,)))(rows))
+    short = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
+    assert re.search(rf":{short}\[2\] = p(sum|max)\[", program)
+    found = strategy.run(reduce, args=(rows,))
+    combine = {"sum": np.sum, "mean": np.mean, "max": np.max}[op]
+    assert found["x"].array.dtype == jnp.float32
+    np.testing.assert_allclose(found["x"].array, combine(rows.array, 0))
+    # Only floats travel in another dtype.
+    expected = strategy.run(lambda: armillary.all_reduce(op, jnp.ones((), int)))
+    assert found["n"].array.dtype == expected.array.dtype
+
+
+def test_values_do_not_travel_as_integers(strategy, rows):
+    with pytest.raises(ValueError, match="`dtype` is 'int8', but values travel"):
+        strategy.run(lambda x: armillary.all_reduce("sum", x, dtype="int8"), (rows,))
+
+
+def test_one_replica_sends_nothing_in_another_dtype():
+    value = jnp.asarray(1.001)
+    strategy = STRATEGIES["one replica"]()
+    found = strategy.run(lambda: armillary.all_reduce("sum", value, dtype="bfloat16"))
+    assert found == value
+
+
+def test_what_is_reduced_twice_is_an_error_in_another_dtype(strategy, rows):
+    def step_fn(x):
+        half = armillary.all_reduce("sum", x, dtype="bfloat16")
+        return armillary.all_reduce("sum", half, dtype="bfloat16")
+
+    def divided(x):
+        loss = armillary.compute_average_loss(x)
+        return armillary.all_reduce("mean", loss, dtype="bfloat16")
+
+    for fn in (step_fn, divided):
+        with pytest.raises(DoubleReductionError, match="over replicas at"):
+            strategy.run(fn, args=(rows,))
+
+
 @mistakes(
     {
         ValueError: {
+            **{
+                f"`dtype` is .*{dtype}.*, but values travel .* in a dtype of floats": (
+                    lambda dtype=dtype: armillary.all_reduce_gradients(dtype=dtype)
+                )
+                for dtype in ("int8", "bool", "text", "complex64", 3)
+            },
             "before the values: `armillary.all_reduce": (
                 lambda: armillary.all_reduce(jnp.ones(2), "mean")
             ),

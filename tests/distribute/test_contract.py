@@ -283,3 +283,172 @@ def test_a_step_compiled_by_function_gives_the_same(strategy, ids):
     n = strategy.num_replicas_in_sync
     assert float(metric.count[...]) == 2 * 2 * n
     assert float(metric.compute()) == pytest.approx((n - 1) / 2)
+
+
+def test_a_function_with_state_is_part_of_the_run_that_calls_it(strategy):
+    count = armillary.create_global_step()
+    linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(params=jax.random.key(0))
+
+    @armillary.function
+    def increment():
+        count[...] += 1
+        return count[...]
+
+    @armillary.function
+    def apply(model, x):
+        return model(x)
+
+    @armillary.function
+    def draw(rngs):
+        return jax.random.normal(rngs.params(), (2,))
+
+    def step_fn():
+        return increment(), apply(linear, jnp.ones((1, 2))), draw(rngs)
+
+    number, output, drawn = strategy.local_results(strategy.run(step_fn))[0]
+    assert int(number) == int(count[...]) == 1
+    np.testing.assert_allclose(output, linear(jnp.ones((1, 2))), rtol=1e-6)
+    # The first replica draws as one device does.
+    expected = jax.random.normal(nnx.Rngs(params=jax.random.key(0)).params(), (2,))
+    np.testing.assert_array_equal(drawn, expected)
+    assert int(rngs.params.count[...]) == 1
+
+
+def test_merge_call_gets_the_objects_themselves(strategy):
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+    def merge_fn(merged_strategy, given, kernel, values):
+        assert given["model"] is model and kernel is model.kernel
+        kernel.set_value(merged_strategy.reduce("mean", values)["w"][...])
+
+    def fn():
+        values = nnx.State({"w": nnx.Param(jnp.full((1, 1), 5.0))})
+        get_replica_context().merge_call(
+            merge_fn, args=({"model": model}, model.kernel, values)
+        )
+
+    strategy.run(fn)
+    assert float(model.kernel[...][0, 0]) == 5
+
+
+def test_merge_call_sees_the_values_of_all_replicas(strategy, ids):
+    def merge_fn(merged_strategy, x, label, *, y):
+        assert merged_strategy is strategy and label == "label"
+        assert in_cross_replica_context() and get_strategy() is strategy
+        assert merged_strategy.num_replicas_in_sync == strategy.num_replicas_in_sync
+        total = merged_strategy.reduce(ReduceOp.SUM, x)
+        mean = merged_strategy.reduce("mean", x, axis=0)
+        return total, mean, merged_strategy.gather(y, axis=0), y
+
+    def fn(x):
+        total, mean, joined, own = get_replica_context().merge_call(
+            merge_fn, args=(x, "label"), kwargs={"y": x}
+        )
+        assert not in_cross_replica_context()
+        return own + total, mean, joined
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (value, mean, joined) in enumerate(results):
+        np.testing.assert_array_equal(value, [replica + sum(range(n))] * 2)
+        assert float(mean) == (n - 1) / 2
+        np.testing.assert_array_equal(joined, np.repeat(np.arange(n), 2))
+
+
+def test_run_inside_merge_call(strategy, ids):
+    aggregation = armillary.VariableAggregation.SUM
+    count = nnx.Variable(jnp.zeros(()), aggregation=aggregation)
+
+    def inner(x, shared, *, scale):
+        assert not in_cross_replica_context()
+        assert get_replica_context().strategy is strategy
+        count[...] = count[...] + 1
+        return {"x": x * scale + shared, "tag": "text"}
+
+    def merge_fn(merged_strategy, x):
+        with merged_strategy.scope():
+            result = merged_strategy.run(inner, (x, jnp.ones(2)), {"scale": 10.0})
+        again = merged_strategy.run(inner, (result["x"], 0.0), {"scale": 1.0})
+        assert again["tag"] == "text"
+        return merged_strategy.reduce("sum", again["x"]), again
+
+    def fn(x):
+        total, again = get_replica_context().merge_call(merge_fn, args=(x,))
+        return total, again["x"]
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (total, own) in enumerate(results):
+        np.testing.assert_array_equal(own, [replica * 10 + 1] * 2)
+        np.testing.assert_array_equal(total, [10 * sum(range(n)) + n] * 2)
+    assert float(count[...]) == 2 * n
+
+
+def test_an_error_in_merge_call_reaches_the_caller(strategy):
+    def merge_fn(merged_strategy):
+        raise RuntimeError("of the user")
+
+    def fn():
+        get_replica_context().merge_call(merge_fn)
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        strategy.run(fn)
+    assert get_strategy() is armillary.distribute.DefaultStrategy()
+    with pytest.raises(TypeError, match="`merge_fn` is 3"):
+        strategy.run(lambda: get_replica_context().merge_call(3))
+
+
+def test_merge_call_outside_of_run_is_that_of_the_default_strategy():
+    seen = []
+
+    def merge_fn(strategy, x):
+        assert in_cross_replica_context()
+        seen.append(strategy)
+        return strategy.reduce("mean", x) + 1
+
+    assert get_replica_context().merge_call(merge_fn, args=(1.0,)) == 2
+    assert seen == [armillary.distribute.DefaultStrategy()]
+
+
+def test_extended_updates_in_merge_call(strategy, ids):
+    weight = nnx.Variable(jnp.ones(2))
+    bias = nnx.Variable(jnp.ones(()))
+
+    def subtract(variable, amount, *, scale):
+        assert not in_cross_replica_context()
+        variable[...] = variable[...] - scale * amount
+
+    def apply(merged_strategy, x):
+        extended = merged_strategy.extended
+        whole = extended.reduce_to("mean", x, weight)
+        extended.update(weight, subtract, args=(whole,), kwargs={"scale": 2.0})
+        pairs = [(x, weight), (x, bias)]
+        first, second = extended.batch_reduce_to("sum", pairs)
+        extended.update(
+            bias, subtract, args=(first[0] + second[1],), kwargs={"scale": 1}
+        )
+
+    def fn(x):
+        get_replica_context().merge_call(apply, args=(x,))
+
+    strategy.extended.call_for_each_replica(fn, args=(ids,))
+    n = strategy.num_replicas_in_sync
+    np.testing.assert_allclose(weight[...], [1 - (n - 1)] * 2)
+    assert float(bias[...]) == 1 - 2 * sum(range(n))
+
+
+def test_extended_updates_outside_of_run(strategy):
+    weight = nnx.Variable(jnp.ones(2))
+
+    def assign(variable, value):
+        variable[...] = value
+        return "done"
+
+    with strategy.scope():
+        result = strategy.extended.update(weight, assign, args=(jnp.zeros(2),))
+    assert result == "done" and not weight[...].any()
+    with pytest.raises(ReplicaContextError, match=r"`strategy.extended.update` was"):
+        strategy.run(lambda: strategy.extended.update(weight, assign))
+    with pytest.raises(TypeError, match="`fn` is 3"):
+        strategy.extended.update(weight, 3)

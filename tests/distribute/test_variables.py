@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary import MirroredStrategy, get_replica_context
-from armillary.distribute import VariableAggregation
+from armillary.distribute import VariableAggregation, VariableSynchronization
 from armillary.errors import ReplicaMismatchError
 
 IDS = [1.0, 2.0, 3.0, 4.0]
@@ -85,6 +85,153 @@ def test_an_aggregation_without_a_meaning_is_an_error(
 ):
     variable = nnx.Variable(value, aggregation=aggregation)
     with pytest.raises(ValueError, match=message):
+        strategy.run(lambda: variable[...])
+
+
+AGGREGATIONS = [(name, VariableAggregation[name]) for name in ("SUM", "MEAN")]
+AGGREGATIONS.append(("ONLY_FIRST_REPLICA", VariableAggregation.ONLY_FIRST_REPLICA))
+
+
+@pytest.mark.parametrize(("name", "aggregation"), AGGREGATIONS)
+@pytest.mark.parametrize("when", ["AUTO", "ON_READ"])
+def test_on_read_values_are_combined_when_run_ends(
+    strategy, ids, name, aggregation, when
+):
+    variable = nnx.Variable(
+        jnp.asarray(100.0),
+        aggregation=aggregation,
+        synchronization=VariableSynchronization[when],
+    )
+    strategy.run(lambda x: add(variable, x), args=(ids,))
+    expected = {"SUM": 110, "MEAN": 102.5, "ONLY_FIRST_REPLICA": 101}
+    assert float(variable[...]) == expected[name]
+
+
+def on_write(name, value=100.0):
+    return nnx.Variable(
+        jnp.asarray(value),
+        synchronization=VariableSynchronization.ON_WRITE,
+        aggregation=VariableAggregation[name],
+    )
+
+
+@pytest.mark.parametrize(("name", "aggregation"), AGGREGATIONS)
+def test_on_write_values_are_equal_at_every_read(strategy, ids, name, aggregation):
+    variable = on_write(name)
+
+    def step_fn(x):
+        variable[...] = x
+        return variable[...]
+
+    expected = {"SUM": 10, "MEAN": 2.5, "ONLY_FIRST_REPLICA": 1}[name]
+    for _ in range(2):
+        found = strategy.run(step_fn, args=(ids,))
+        assert found.is_shared and float(found.array) == expected
+        assert float(variable[...]) == expected
+    assert "on_set_value" not in variable.get_metadata()
+
+
+@pytest.mark.parametrize("name", ["SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"])
+def test_on_write_values_are_read_whole_before_a_write(strategy, name):
+    variable = on_write(name)
+    found = strategy.run(lambda: variable[...])
+    assert found.is_shared and float(found.array) == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("MEAN", 105), ("ONLY_FIRST_REPLICA", 102)]
+)
+def test_on_write_values_may_be_written_again(strategy, ids, name, expected):
+    variable = on_write(name)
+
+    def step_fn(x):
+        add(variable, x)
+        add(variable, x)
+
+    strategy.run(step_fn, args=(ids,))
+    assert float(variable[...]) == expected
+
+
+def test_a_sum_that_is_written_after_a_read_is_an_error(strategy, ids):
+    variable = on_write("SUM")
+    with pytest.raises(ValueError, match=r"variable is ON_WRITE .* Leave `synchro"):
+        strategy.run(lambda x: add(variable, x), args=(ids,))
+    assert "on_set_value" not in variable.get_metadata()
+
+
+def test_writes_in_a_transformation_of_nnx_are_combined(strategy, ids):
+    variable = on_write("MEAN")
+
+    @nnx.jit
+    def write(variable, x):
+        variable[...] = x
+
+    strategy.run(lambda x: write(variable, x), args=(ids,))
+    assert float(variable[...]) == 2.5
+
+
+def test_hooks_of_the_user_come_before_the_combination(strategy, ids):
+    variable = on_write("MEAN")
+    variable.set_metadata("on_set_value", lambda _, value: value * 2)
+    strategy.run(lambda x: variable.set_value(x), args=(ids,))
+    assert float(variable[...]) == 5
+    assert callable(variable.get_metadata("on_set_value"))
+
+
+def test_on_write_without_an_aggregation_is_mirrored(strategy, ids):
+    variable = on_write("NONE")
+    strategy.run(lambda: add(variable, 1))
+    assert float(variable[...]) == 101
+    with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
+        strategy.run(lambda x: add(variable, x), args=(ids,))
+
+
+def test_random_state_may_be_on_read(strategy):
+    rngs = nnx.Rngs(0)
+    rngs.default.key.set_metadata("synchronization", VariableSynchronization.ON_READ)
+    drawn = strategy.run(lambda: jax.random.uniform(rngs()))
+    assert len(set(map(float, strategy.local_results(drawn)))) == 4
+
+
+def test_the_synchronization_of_a_variable_is_a_part_of_its_program(strategy, ids):
+    variable = nnx.Variable(jnp.asarray(0.0), aggregation=VariableAggregation.MEAN)
+
+    def step_fn(x):
+        variable[...] = x
+        return variable[...]
+
+    assert not strategy.run(step_fn, args=(ids,)).is_shared
+    variable.set_metadata("synchronization", VariableSynchronization.ON_WRITE)
+    assert strategy.run(step_fn, args=(ids,)).is_shared
+
+
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation", "message"),
+    [
+        (VariableSynchronization.NONE, None, "is NONE, but what replicas write"),
+        (
+            VariableSynchronization.NONE,
+            VariableAggregation.SUM,
+            "is NONE, but what replicas write",
+        ),
+        (VariableSynchronization.ON_READ, None, "is ON_READ .* `aggregation` is"),
+        (
+            VariableSynchronization.ON_READ,
+            VariableAggregation.NONE,
+            "is ON_READ .* `aggregation` is",
+        ),
+        ("ON_READ", None, "must be a member of .*distribute.VariableSynchronization"),
+    ],
+)
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_a_synchronization_without_a_meaning_is_an_error(
+    num_replicas, synchronization, aggregation, message
+):
+    strategy = MirroredStrategy(jax.devices()[:num_replicas])
+    variable = nnx.Variable(
+        jnp.zeros(()), synchronization=synchronization, aggregation=aggregation
+    )
+    with pytest.raises(ValueError, match=f"`synchronization` of variable .*{message}"):
         strategy.run(lambda: variable[...])
 
 

@@ -47,6 +47,7 @@ NOT_TESTED = {
     "armillary.distribute.PerReplica": LIBRARY_MAKES_IT,
     "armillary.distribute.ReplicaContext": LIBRARY_MAKES_IT,
     "armillary.distribute.Strategy": "a base class",
+    "armillary.distribute.StrategyExtended": LIBRARY_MAKES_IT,
     "armillary.estimator.EstimatorSpec": "checked when a model function returns it",
     "armillary.goodput.Goodput": LIBRARY_MAKES_IT,
     "armillary.plan.Collective": LIBRARY_MAKES_IT,

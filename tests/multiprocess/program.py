@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -604,6 +605,25 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
         manager.save()
 
     return found | {"written": written, "error": catch(export_and_save)}
+
+
+def grouped(strategy: Any) -> dict[str, Any]:
+    """Reduces over all devices in groups: those of each process."""
+    del strategy
+    ops = armillary.distribute.HierarchicalCopyAllReduce()
+    made = armillary.MultiWorkerMirroredStrategy(cross_device_ops=ops)
+
+    def make(context: Any) -> Any:
+        return np.arange(5, dtype=np.float32) + context.replica_id_in_sync_group
+
+    def run(rows: Any) -> Any:
+        return made.run(lambda row: armillary.all_reduce("sum", row), (rows,))
+
+    rows = made.distribute_values_from_function(make)
+    (total, *_) = local_rows(made, run(rows))
+    program = str(jax.make_jaxpr(run)(rows))
+    groups = re.findall(r"axis_index_groups=(\(\(.*?\)\))", program)
+    return {"total": total.tolist(), "groups": groups}
 
 
 def several(strategy: Any, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -64,10 +64,15 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
 
 def test_two_processes_with_two_devices_each_do_what_one_does(keras, tmp_path: Path):
     del keras
-    parts = {"train": {}, "odd": {}, "fit_keras": {}}
+    parts = {"train": {}, "odd": {}, "grouped": {}, "fit_keras": {}}
     results, _ = run_several(tmp_path, processes=2, devices=2, **parts)
     check_computed(results["train"], program.train(make_strategy(4)))
     check_odd(results["odd"], program.odd(make_strategy(4)))
+    hosts, across = "((0, 1), (2, 3))", "((0, 2), (1, 3))"
+    expected_groups = [hosts, across, across, hosts]
+    total = [4 * i + 6 for i in range(5)]
+    for found in results["grouped"]:
+        assert found == {"total": total, "groups": expected_groups}
     first, second = results["fit_keras"]
     expected = program.fit_keras(armillary.OneDeviceStrategy(jax.devices()[0]))
     assert first == second

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -54,6 +55,37 @@ def test_an_abstract_plan_has_the_sums_and_the_work_of_any_number_of_replicas():
         # Parameters, Adam's two moments, its count, the step, and the metric.
         assert found.state_bytes == 3 * 4 * NUM_PARAMETERS + 4 + 4 + 8
         assert found.memory is found.fits is None
+
+
+@pytest.mark.slow
+def test_gradients_in_another_dtype_send_half_the_bytes():
+    class Halved(Trainer):
+        def improve(self, batch):
+            def loss_fn(model):
+                losses = cross_entropy(model(batch["image"]), batch["label"])
+                return armillary.compute_average_loss(losses)
+
+            grads = nnx.grad(loss_fn)(self.model)
+            grads = armillary.all_reduce("sum", grads, dtype=jnp.bfloat16)
+            self.optimizer.update(self.model, grads)
+
+    found = plan(make_trainer(kind=Halved), 8, abstract=True)
+    reduced = [each.num_bytes for each in found.of_step("all-reduce")]
+    assert sum(reduced) == 2 * NUM_PARAMETERS
+
+
+@pytest.mark.slow
+def test_a_plan_shows_the_groups_of_cross_device_operations():
+    ops = armillary.distribute.HierarchicalCopyAllReduce(devices_per_group=4)
+    strategy = armillary.MirroredStrategy(jax.devices()[:4], cross_device_ops=ops)
+    source = armillary.data.from_arrays(make_arrays(), batch_size=BATCH_SIZE)
+    trainer = Trainer(strategy, strategy.distribute_dataset(source))
+    found = plan(trainer, 8, abstract=True)
+    scattered = found.of_step("reduce-scatter")
+    assert [each.group_size for each in scattered] == [4, 2]
+    inside, across = (each.num_bytes for each in scattered)
+    assert 4 * NUM_PARAMETERS <= inside < 4 * (NUM_PARAMETERS + 8)
+    assert across == inside / 4
 
 
 @pytest.mark.slow

@@ -23,7 +23,11 @@ from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import MetricWarnings
 from armillary.distribute.program._trace import TracedStep, check_no_trace, trace_step
-from armillary.distribute.replica._context import get_strategy, lifted_state
+from armillary.distribute.replica._context import (
+    get_strategy,
+    is_in_run,
+    lifted_state,
+)
 from armillary.distribute.replica._values import (
     array_of,
     is_argument,
@@ -136,7 +140,7 @@ class Function:
         self._programs: dict[Any, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if lifted_state() is not None:
+        if lifted_state() is not None or is_in_run():
             return self.body(*args, **kwargs)
         strategy = self._strategy or _strategy_of(self.fn)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)

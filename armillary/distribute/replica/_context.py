@@ -8,7 +8,7 @@ of the default strategy, so a library function may always ask for its context.
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,19 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
-from armillary._checks import check_methods
+from armillary._checks import check_callable, check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.data._layout import Active
+from armillary.distribute.replica._sameness import reduce_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
     count_active,
+    is_argument,
     is_per_replica,
     join,
 )
 from armillary.errors import ReplicaContextError
+from armillary.state._holders import is_claimed
 from armillary.state._keras import follow_keras
 from armillary.state._lift import State
+from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ class ReplicaContext:
         active: Which replicas hold data in this step: the first so many, or those of
             these numbers.
         was_asked: Whether the step has used the number of replicas in any way.
+        share_size: Examples of each replica's share of the batch; `None` if `run` got
+            no batch, or arrays of different lengths.
     """
 
     def __init__(
@@ -53,11 +59,13 @@ class ReplicaContext:
         axis_name: str | None,
         active: Active,
         num_replicas: int | None = None,
+        share_size: int | None = None,
     ) -> None:
         self.strategy = strategy
         self.axis_name = axis_name
         self.active = active
         self.was_asked = False
+        self.share_size = share_size
         self._num_replicas = num_replicas or strategy.num_replicas_in_sync
 
     @property
@@ -81,15 +89,19 @@ class ReplicaContext:
         """The number of this replica, from 0; traced where there are several."""
         return 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name)
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
+    ) -> PyTree:
         """Combines a value over replicas; every replica gets the result.
 
         See `armillary.all_reduce`, which is the same.
 
         Raises:
             ReplicaContextError: If `value` is what `run` returned.
+            ValueError: If `dtype` is not a dtype of floats.
         """
         op = ReduceOp.of(reduce_op)
+        wire_dtype = check_wire_dtype(dtype)
         if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
             raise ReplicaContextError(
                 "`all_reduce` was given a `PerReplica`, as `strategy.run` returns it. "
@@ -103,14 +115,21 @@ class ReplicaContext:
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
         given = [jnp.asarray(leaves[i]) for i in places]
         wide = [self._counted(op, _widened(op, array)) for array in given]
-        reduce = _REDUCE.get(op, jax.lax.psum)
-        results = reduce(wide, self.axis_name)
-        for i, old, result in zip(places, given, results, strict=True):
+        results = self._reduce(op, [_to_wire(array, wire_dtype) for array in wide])
+        for i, old, whole, result in zip(places, given, wide, results, strict=True):
+            result = result.astype(whole.dtype)
             if op is ReduceOp.MEAN:
                 result /= count_active(self.active)
             is_kept = op in _REDUCE or old.dtype == jnp.float16
             leaves[i] = result.astype(old.dtype) if is_kept else result
         return treedef.unflatten(leaves)
+
+    def _reduce(self, op: ReduceOp, values: list[jax.Array]) -> list[Any]:
+        """Returns arrays combined over replicas, in the way of the strategy."""
+        ops = self.strategy.cross_device_ops
+        if ops is not None and values:
+            return reduce_by(ops, op, values, self._num_replicas)
+        return _REDUCE.get(op, jax.lax.psum)(values, self.axis_name)
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value that changes no result, where a replica holds no data."""
@@ -147,6 +166,95 @@ class ReplicaContext:
 
         return jax.tree.map(gather, value)
 
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PyTree:
+        """Calls `merge_fn(strategy, *args, **kwargs)` in cross-replica context.
+
+        As in `tf.distribute`: a step leaves its replica for a function that sees the
+        values of all replicas, and goes on with the result::
+
+            def apply(strategy, gradients):
+                gradients = strategy.reduce("mean", gradients)
+                optimizer.update(model, gradients)
+
+            armillary.get_replica_context().merge_call(apply, args=(gradients,))
+
+        In `merge_fn`, arrays of the arguments are `PerReplica` values, for
+        `strategy.reduce`, `gather`, `local_results` and `run`. Modules, variables and
+        everything else are what they are. Under one replica, arrays stay arrays.
+
+        Args:
+            merge_fn: The function. It gets the strategy first.
+            args: Positional arguments, pytrees.
+            kwargs: Keyword arguments, pytrees.
+
+        Returns:
+            What `merge_fn` returned. Each replica gets its part of a `PerReplica`.
+
+        Raises:
+            TypeError: If `merge_fn` cannot be called.
+        """
+        check_callable("merge_fn", merge_fn)
+        given, named = self._share((tuple(args), kwargs or {}))
+        with Scope(self.strategy):
+            result = merge_fn(self.strategy, *given, **named)
+        return self._take_own(result)
+
+    def run_merged(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """Calls `fn` in this replica again: `strategy.run` within `merge_call`."""
+        args, kwargs = self._take_own((args, kwargs))
+        with Scope(self.strategy, self):
+            return self._share(fn(*args, **kwargs))
+
+    def reduce_merged(
+        self, op: ReduceOp, value: PerReplica, axis: int | None
+    ) -> jax.Array:
+        """Reduces a value over replicas: `strategy.reduce` within `merge_call`."""
+        own = value.own if axis is None else _ALONG_AXIS[op](value.own, axis)
+        return self.all_reduce(op, own)
+
+    def _share(self, tree: PyTree) -> PyTree:
+        """Returns a pytree with a `PerReplica` for each array."""
+        if self.axis_name is None:
+            return tree
+        state = lifted_state()
+        lifted = set() if state is None else {slot.key for slot in state.slots}
+
+        def is_object(part: Any) -> bool:
+            # A copy of it would lose what is written. Variables that are not lifted
+            # are values, such as gradients in a `State` of NNX.
+            return is_claimed(part) and (id(part) in lifted or not is_variable(part))
+
+        def share(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return leaf
+            rows = jax.lax.all_gather(leaf, self.axis_name)
+            shared = PerReplica(rows, self.active)
+            shared.own = leaf
+            return shared
+
+        return jax.tree.map(share, tree, is_leaf=is_object)
+
+    def _take_own(self, tree: PyTree) -> PyTree:
+        """Returns a pytree with this replica's part of each `PerReplica`."""
+
+        def take(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                return leaf
+            if leaf.own is not None:
+                return leaf.own
+            if leaf.is_shared:
+                return leaf.array
+            return leaf.array[self.replica_id_in_sync_group]
+
+        return jax.tree.map(take, tree, is_leaf=is_argument)
+
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
         replica = self.replica_id_in_sync_group
@@ -161,6 +269,30 @@ class ReplicaContext:
 
 
 _REDUCE = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
+_ALONG_AXIS = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.mean,
+    ReduceOp.MAX: jnp.max,
+    ReduceOp.MIN: jnp.min,
+}
+
+
+def check_wire_dtype(dtype: Any) -> Any:
+    """Returns the dtype that floats travel in; `None` for their own."""
+    if dtype is None:
+        return None
+    with contextlib.suppress(TypeError):
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return jnp.dtype(dtype)
+    raise ValueError(
+        f"`dtype` is {dtype!r}, but values travel between replicas in a dtype of "
+        "floats. Use `dtype=jnp.bfloat16`, or leave it out for the dtype of each value."
+    )
+
+
+def _to_wire(value: jax.Array, dtype: Any) -> jax.Array:
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return value if dtype is None or not is_float else value.astype(dtype)
 
 
 def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
@@ -239,9 +371,18 @@ def get_replica_context() -> ReplicaContext | None:
 
 def get_running_context(strategy: "Strategy") -> ReplicaContext | None:
     """Returns the context of the `run` of a strategy that the code is called from."""
-    if not _ambient.frames or _ambient.frames[-1].strategy is not strategy:
-        return None
-    return _ambient.frames[-1].replica_context
+    for frame in reversed(_ambient.frames):
+        if frame.strategy is not strategy:
+            return None
+        if frame.replica_context is not None:
+            return frame.replica_context
+    return None
+
+
+def is_in_run() -> bool:
+    """Returns whether the code runs in the function of some strategy's `run`."""
+    frames = _ambient.frames
+    return bool(frames) and frames[-1].replica_context is not None
 
 
 def in_cross_replica_context() -> bool:

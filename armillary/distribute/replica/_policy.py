@@ -1,6 +1,7 @@
 """What happens to each slot when a step runs on several replicas.
 
-Every slot has a policy, from what it is for or from what the user set on the variable::
+Every slot has a policy, from what it is for or from what the user set on the variable
+with the enums of `tf.distribute`::
 
     nnx.Variable(jnp.zeros(()), aggregation=VariableAggregation.SUM)
 
@@ -11,6 +12,9 @@ Every slot has a policy, from what it is for or from what the user set on the va
     first replica   the same value on all replicas      the first replica's value
     random          the stored key, with its number     the stored key, or what the
                     folded in except on the first       first replica left
+
+With `VariableSynchronization.ON_WRITE`, the values are combined at each write instead
+(`_writes`), and the slot is mirrored.
 """
 
 import enum
@@ -30,6 +34,22 @@ from armillary.state._slots import Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
+
+
+class VariableSynchronization(enum.Enum):
+    """When replicas' copies of a variable become one (`tf.VariableSynchronization`).
+
+    `ON_READ` lets copies differ until `run` ends, and combines them then. It needs an
+    aggregation. `ON_WRITE` combines what the replicas write at each write, so copies
+    are equal at every read; without an aggregation, the step must write equal values.
+    `AUTO`, the default, is `ON_READ` with an aggregation and `ON_WRITE` without one.
+    `NONE` is refused, because a variable under a strategy needs one value.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
 
 
 class VariableAggregation(enum.Enum):
@@ -52,9 +72,13 @@ class Policy(enum.Enum):
 
 
 _BY_ROLE = {
-    Role.METRIC: Policy.SUM,
-    Role.BATCH_STATISTIC: Policy.MEAN,
-    Role.FIRST_REPLICA: Policy.ONLY_FIRST_REPLICA,
+    Role.METRIC: VariableAggregation.SUM,
+    Role.BATCH_STATISTIC: VariableAggregation.MEAN,
+    Role.FIRST_REPLICA: VariableAggregation.ONLY_FIRST_REPLICA,
+}
+_ANNOTATIONS = {
+    "aggregation": VariableAggregation,
+    "synchronization": VariableSynchronization,
 }
 # Folded into the key of every replica but the first, before the replica's number. A
 # step that folds small numbers into its key, as NNX does, or splits it, must not arrive
@@ -96,20 +120,52 @@ def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
 
 def check_annotations(state: State) -> None:
     for slot in state.slots:
-        value = slot.annotations.get("aggregation")
-        if value is not None and not isinstance(value, VariableAggregation):
-            raise ValueError(
-                f"`aggregation` of {slot.path} is {value!r}, but it must be a member "
-                "of `armillary.distribute.VariableAggregation`. Set it where the "
-                "variable is made."
-            )
+        for name, kind in _ANNOTATIONS.items():
+            value = slot.annotations.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(
+                    f"`{name}` of {slot.path} is {value!r}, but it must be a member of "
+                    f"`armillary.distribute.{kind.__name__}`. Set it where the "
+                    "variable is made."
+                )
+        _check_synchronization(slot)
+
+
+def _check_synchronization(slot: Slot) -> None:
+    """Raises if a variable's synchronization and aggregation do not go together."""
+    when = slot.annotations.get("synchronization")
+    if when is VariableSynchronization.NONE:
+        raise ValueError(
+            f"`synchronization` of {slot.path} is NONE, but what replicas write to a "
+            "variable must become one value. Use `VariableSynchronization.ON_READ` "
+            "with an `aggregation`, use `ON_WRITE`, or leave it out."
+        )
+    has_none = _aggregation_of(slot) is VariableAggregation.NONE
+    is_random = slot.role is Role.RANDOM_KEY
+    if when is VariableSynchronization.ON_READ and has_none and not is_random:
+        raise ValueError(
+            f"`synchronization` of {slot.path} is ON_READ and its `aggregation` is "
+            "NONE, which leaves no single value to read outside `run`. Add "
+            "`aggregation=VariableAggregation.SUM`, `MEAN` or `ONLY_FIRST_REPLICA`."
+        )
+
+
+def _aggregation_of(slot: Slot) -> VariableAggregation:
+    given = slot.annotations.get("aggregation")
+    return _BY_ROLE.get(slot.role, VariableAggregation.NONE) if given is None else given
+
+
+def written_policy_of(slot: Slot) -> Policy | None:
+    """Returns how the values that replicas write are combined at each write."""
+    if slot.annotations.get("synchronization") is not VariableSynchronization.ON_WRITE:
+        return None
+    policy = Policy[_aggregation_of(slot).name]
+    return None if policy is Policy.MIRRORED else policy
 
 
 def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
     given = slot.annotations.get("aggregation")
-    policy = _BY_ROLE.get(slot.role, Policy.MIRRORED)
-    if given is not None:
-        policy = Policy[given.name]
+    policy = Policy[_aggregation_of(slot).name]
     is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     is_key = is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
     is_flag = leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN)
@@ -121,6 +177,8 @@ def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
         )
     if is_flag:
         return Policy.MIRRORED  # a flag of a metric
+    if written_policy_of(slot) is not None:
+        return Policy.MIRRORED  # at every write
     # What an optimizer draws, it adds to parameters that are mirrored.
     is_own = is_key and given is None and not is_of_optimizer
     return Policy.RANDOM if is_own else policy
@@ -147,13 +205,30 @@ def leave(
         return after
     if policy is Policy.RANDOM:
         return _key_of_first(after)
+    # A replica without data adds nothing to what it began with.
+    idle = entered if policy is Policy.SUM else None
+    return combine(policy, after, context, idle)
+
+
+def combine(
+    policy: Policy,
+    value: jax.Array,
+    context: ReplicaContext,
+    idle: jax.Array | None = None,
+) -> jax.Array:
+    """Returns what the values of all replicas become together.
+
+    Args:
+        policy: `SUM`, `MEAN` or `ONLY_FIRST_REPLICA`.
+        value: This replica's value.
+        context: The replica.
+        idle: What a replica without data adds to a sum; by default nothing.
+    """
     if policy is Policy.ONLY_FIRST_REPLICA:
-        return _sum(_masked(context.is_first(), after))
+        return _sum(_masked(context.is_first(), value))
     if context.num_active < context.num_replicas_in_sync:
-        # A replica without data adds nothing to what it began with.
-        idle = entered if policy is Policy.SUM else None
-        after = _masked(context.is_active(), after, idle)
-    return _sum(after) if policy is Policy.SUM else _mean(after, context.num_active)
+        value = _masked(context.is_active(), value, idle)
+    return _sum(value) if policy is Policy.SUM else _mean(value, context.num_active)
 
 
 def _masked(

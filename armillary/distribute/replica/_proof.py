@@ -16,12 +16,14 @@ On the way, values carry labels, which tell whether a sum or a mean is the right
     REDUCED      the result of a reduction          linear operations of equal values
     OF_REDUCED   a gradient of a reduced loss       linear operations; a sum has it if
                                                     all that differs in it has it
+    AVERAGED     the gradient of a mean of Keras    the backward pass, copies and sums
     GRADIENT     what differs in a backward pass    all that differs
     RAW_KEY      a key of `jax.random.PRNGKey`      parts of arrays
     KEY          a key made of one                  equal keys
 """
 
 import enum
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ from armillary._jaxpr import (
     source_line,
     walk_equations,
 )
+from armillary.distribute.replica._sameness import kind_of
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
@@ -62,6 +65,11 @@ _NOT_LINEAR = frozenset(
     | {"log1p", "pow", "tanh", "logistic", "erf", "erf_inv", "sin", "cos", "sign"}
 )
 
+# The function in which losses of Keras become one number, and the functions that then
+# divide it by the number of replicas.
+_KERAS_MEAN = "reduce_values"
+_KERAS_SCALES = ("scale_loss_for_distribution", "_scale")
+
 # Names of the number that a loss is divided by, so that its sum or mean is the batch's.
 DIVISOR = "armillary divisor"
 WEIGHT = "armillary weight"
@@ -70,9 +78,16 @@ WEIGHT = "armillary weight"
 class Kind(enum.Enum):
     """What a label says of a value: see the table above."""
 
-    DIVISOR, WEIGHT, DIVIDED, WEIGHED, REDUCED, OF_REDUCED, GRADIENT, RAW_KEY, KEY = (
-        range(9)
-    )
+    DIVISOR = enum.auto()
+    WEIGHT = enum.auto()
+    DIVIDED = enum.auto()
+    WEIGHED = enum.auto()
+    REDUCED = enum.auto()
+    OF_REDUCED = enum.auto()
+    AVERAGED = enum.auto()
+    GRADIENT = enum.auto()
+    RAW_KEY = enum.auto()
+    KEY = enum.auto()
 
 
 _MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT}
@@ -92,6 +107,13 @@ _WRONG = {
     Kind.WEIGHED: (
         "The sum over replicas at {where} is of what `weighted_mean` made (at "
         f"{{origin}}): it would be {{count}} times too large. Take the mean ({_MEAN})."
+    ),
+    Kind.AVERAGED: (
+        "The sum over replicas at {where} is of gradients of a loss that Keras has "
+        "averaged over the examples of one replica (at {origin}), so that it would be "
+        f"{{count}} times too large. Take the mean ({_MEAN}), or make the loss object "
+        "with `reduction=None` and write "
+        "`armillary.compute_average_loss(loss_object(labels, predictions))`."
     ),
     Kind.DIVIDED: (
         "The mean over replicas at {where} is of what was divided by the size of the "
@@ -153,6 +175,9 @@ class Proof(Dataflow[Facts]):
         self.results = self.run(program, inputs)
         is_alone = counts[0] == 1
         self.is_equal = [is_alone or not facts.reasons for facts in self.results]
+        self.is_divided = [
+            facts.find(Kind.DIVIDED) is not None for facts in self.results
+        ]
         error = next(filter(None, self._errors.values()), None)
         if error is not None and not is_alone:
             raise error
@@ -204,7 +229,19 @@ class Proof(Dataflow[Facts]):
         if name == "name":
             kind, (operand,) = _MARKED.get(equation.params["name"]), operands
             labels = operand.labels if kind is None else self._labels(kind, equation)
+            if kind is Kind.DIVISOR and operand.reasons:
+                self._note_divisor(equation, operand)
             return [Facts(operand.reasons, labels)]
+        if (by_ops := kind_of(equation)) is not None:
+            # A call of a `CrossDeviceOps`, which is proved to leave replicas equal.
+            # Arrays that it has captured come before the arrays to reduce.
+            given = operands[-len(equation.outvars) :]
+            pairs = zip(given, equation.outvars, strict=True)
+            return [self._reduce(equation, *pair, by_ops) for pair in pairs]
+        if self._begins_keras_mean(equation):
+            begun = self._labels(Kind.AVERAGED, equation)
+            results = self._follow(equation, operands)
+            return [Facts(reasons, labels | begun) for reasons, labels in results]
         if name in _SOURCES:
             reasons = self.join(operands).reasons | _SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
@@ -221,7 +258,10 @@ class Proof(Dataflow[Facts]):
             return [Facts(operand.reasons | _NUMBER, labels)]
         return None
 
-    def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
+    def _reduce(
+        self, equation: Any, operand: Facts, made: Any, by_ops: str | None = None
+    ) -> Facts:
+        """Returns the facts of a reduction's result; `by_ops` is what ops made it."""
         where = self.line(equation)
         if self._is_backward(equation):
             # The transpose of a reduction within a loss. What it adds up is equal if
@@ -234,19 +274,16 @@ class Proof(Dataflow[Facts]):
                 labels |= self._labels(Kind.REDUCED, equation)
             return Facts(labels=labels)
         self._reduced_at.add(where)
-        if equation.primitive.name.startswith("psum"):
-            users = self._users_of(made)
-            is_mean = bool(users) and all(map(_is_of_mean, users))
-            is_by_hand = bool(users) and all(
-                user.primitive.name == "div" and self._is_count(user.invars[1])
-                for user in users
-            )
+        if by_ops in ("sum", "mean") or equation.primitive.name.startswith("psum"):
+            users = [] if by_ops else self._users_of(made)
+            is_mean = by_ops == "mean" or (bool(users) and all(map(_is_of_mean, users)))
+            is_by_hand = bool(users) and all(map(self._divides_by_count, users))
             if is_mean or not is_by_hand:
                 is_of_gradient = operand.find(Kind.GRADIENT) is not None
                 self.sums_gradients |= is_of_gradient and not is_mean
                 wrong = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
                 if not is_mean:
-                    wrong.append(Kind.WEIGHED)
+                    wrong += [Kind.WEIGHED, Kind.AVERAGED]
                 else:
                     # Of a reduced loss a mean gives the sum of the parts, and of what
                     # was reduced it is what it was.
@@ -267,6 +304,14 @@ class Proof(Dataflow[Facts]):
             error = ValueError(message) if is_key else DoubleReductionError(message)
         self._errors[self._place(equation), made] = error
 
+    def _note_divisor(self, equation: Any, divisor: Facts) -> None:
+        self._errors[self._place(equation)] = ReplicaMismatchError(
+            "`global_batch_size` of `compute_average_loss` may differ between replicas "
+            f"at {self.line(equation)} ({divisor.explain()}), so their losses would "
+            "not add up to an average. Reduce it first: "
+            '`global_batch_size=armillary.all_reduce("sum", num_examples)`.'
+        )
+
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
         both = self.join(operands)
         reasons, labels = both
@@ -283,6 +328,8 @@ class Proof(Dataflow[Facts]):
                 if origin := operands[1].find(by):
                     labels = operands[0].labels | {Label(kind, origin)}
         kept = {each for each in labels if _goes_through(each, name, dtype, reasons)}
+        if both.find(Kind.AVERAGED) and not self._keeps_scale(equation, name):
+            kept -= both.only(Kind.AVERAGED)
         if name == "random_wrap":
             kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
         if name == "random_unwrap" and not reasons:
@@ -334,6 +381,35 @@ class Proof(Dataflow[Facts]):
                 return True
         return False
 
+    def _begins_keras_mean(self, equation: Any) -> bool:
+        """Returns whether the derivative of a loss goes into a mean of Keras here.
+
+        That is so if the loss which is differentiated is the mean as it is, or a sum of
+        it and something else: a backward pass begins with the number 1. A loss that was
+        divided by the number of replicas goes into it as another number.
+        """
+        return (
+            "keras" in sys.modules
+            and any(map(_is_one, equation.invars))
+            and self._is_backward(equation)
+            and is_made_by(equation, _KERAS_MEAN)
+            and not is_made_by(equation, *_KERAS_SCALES)
+        )
+
+    def _keeps_scale(self, equation: Any, name: str) -> bool:
+        """Returns whether an operation surely leaves the scale of a gradient."""
+        return name in (*_COPIES, "add", "add_any") or self._is_backward(equation)
+
+    def _divides_by_count(self, equation: Any) -> bool:
+        """Returns whether an operation divides by a number of replicas."""
+        name = equation.primitive.name
+        if name == "div":
+            return self._is_count(equation.invars[1])
+        if name == "mul":
+            numbers = filter(None, map(_number_of, equation.invars))
+            return any(round(1 / number, 4) in self._counts for number in numbers)
+        return False
+
     def _users_of(self, made: Any) -> list[Any]:
         """Returns the operations that use a value, through changes of its dtype."""
         jaxpr = self.jaxpr
@@ -350,8 +426,17 @@ class Proof(Dataflow[Facts]):
         return found
 
     def _is_count(self, atom: Any) -> bool:
-        is_number = isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
-        return is_number and np.isrealobj(atom.val) and float(atom.val) in self._counts
+        return _number_of(atom) in self._counts
+
+
+def _number_of(atom: Any) -> float | None:
+    """Returns the real number that stands in a program as it is; `None` if none."""
+    is_number = isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
+    return float(atom.val) if is_number and np.isrealobj(atom.val) else None
+
+
+def _is_one(atom: Any) -> bool:
+    return _number_of(atom) == 1 and jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 def _goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) -> bool:

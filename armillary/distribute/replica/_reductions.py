@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import (
+    ReplicaContext,
+    check_wire_dtype,
     get_replica_context,
     require_replica_context,
 )
 from armillary.distribute.replica._gradient import AVERAGE, num_parts, split_aux
 from armillary.distribute.replica._proof import DIVISOR, WEIGHT
 from armillary.distribute.replica._values import AXIS_NAME, ReduceOp, count_active
+from armillary.errors import BatchSizeError
 from armillary.state._lift import State
 from armillary.state._nnx import is_node
 from armillary.typing import PyTree
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 _INSTEAD = "combine what `run` returned with `strategy.reduce`"
 
 
-def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
+def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree:
     """Combines values over replicas; every replica gets the result.
 
     A step that runs on several replicas says in this way how their gradients become
@@ -48,6 +52,9 @@ def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
             `armillary.distribute.ReduceOp`. The last two have no derivative.
         tree: A pytree of arrays, of the same shapes on all replicas; it travels in one
             round. Replicas without data take no part.
+        dtype: The dtype in which floats travel, such as `jnp.bfloat16` for half the
+            bytes of float32. The result has the dtype of each value again. By default
+            values travel in their own dtype.
 
     Returns:
         The same pytree, with values that are equal on all replicas.
@@ -56,15 +63,17 @@ def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
         ReplicaContextError: In cross-replica context.
         DoubleReductionError: When `run` has traced the step: if the sum is of what was
             reduced before, or the mean of what was divided before.
-        ValueError: If `op` is none.
+        ReplicaMismatchError: If the strategy has a `CrossDeviceOps` of your own, and
+            its results may differ between replicas.
+        ValueError: If `op` is none, or `dtype` is not a dtype of floats.
     """
     reduce_op = ReduceOp.of(op, "op")
     context = require_replica_context("armillary.all_reduce", _INSTEAD)
-    return context.all_reduce(reduce_op, tree)
+    return context.all_reduce(reduce_op, tree, dtype=dtype)
 
 
 def all_reduce_gradients(
-    op: ReduceOp | str = "mean",
+    op: ReduceOp | str = "mean", *, dtype: Any = None
 ) -> "optax.GradientTransformationExtraArgs":
     """Returns `all_reduce` as the first transformation of an Optax optimizer.
 
@@ -78,13 +87,15 @@ def all_reduce_gradients(
 
     Args:
         op: As for `all_reduce`.
+        dtype: As for `all_reduce`.
 
     Raises:
-        ValueError: If `op` is none.
+        ValueError: If `op` is none, or `dtype` is not a dtype of floats.
     """
     import optax  # It takes longer to import than all of this library.
 
     reduce_op = ReduceOp.of(op, "op")
+    check_wire_dtype(dtype)
 
     def init(params: PyTree) -> optax.EmptyState:
         del params
@@ -94,7 +105,7 @@ def all_reduce_gradients(
         updates: PyTree, state: Any, params: PyTree = None, **_: Any
     ) -> tuple[PyTree, Any]:
         del params
-        return all_reduce(reduce_op, updates), state
+        return all_reduce(reduce_op, updates, dtype=dtype), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -189,7 +200,7 @@ def _share(leaf: Any) -> Any:
 def compute_average_loss(
     per_example_loss: Any,
     sample_weight: Any = None,
-    global_batch_size: int | None = None,
+    global_batch_size: Any = None,
 ) -> jax.Array:
     """Returns the sum of the losses divided by the global batch size.
 
@@ -199,15 +210,20 @@ def compute_average_loss(
         sample_weight: Weights of shape `(batch,)`, or of any shape whose axes are the
             first ones of `per_example_loss`. Weights do not change the divisor.
         global_batch_size: Number of examples on all replicas, in the whole batch where
-            gradients are accumulated. By default the number of examples here times the
-            number of replicas that hold data.
+            gradients are accumulated: an integer, or an integer array of shape `()`
+            that is equal on all replicas. By default the number of examples here times
+            the number of replicas that hold data.
 
     Returns:
         An array of shape `()`. Its sum over replicas is the average over the batch.
 
     Raises:
+        BatchSizeError: If `strategy.run` got more examples than `global_batch_size`.
         ReplicaContextError: In cross-replica context, without `global_batch_size`.
-        ValueError: If a shape does not fit, or `global_batch_size` is not positive.
+        ReplicaMismatchError: When `run` has traced the step: if `global_batch_size` is
+            an array that may differ between replicas.
+        ValueError: If a shape does not fit, or `global_batch_size` is not a positive
+            integer.
     """
     losses = _as_floats("per_example_loss", per_example_loss)
     if losses.ndim == 0:
@@ -224,13 +240,55 @@ def compute_average_loss(
         )
         divisor = losses.shape[0] * context.num_active
     else:
-        divisor = check_positive_int("global_batch_size", global_batch_size)
-        divisor /= num_parts()
+        size = _check_global_batch_size(global_batch_size)
+        if context is not None and isinstance(size, int):
+            _check_share(size, losses.shape[0], context)
+        divisor = size if num_parts() == 1 else size / num_parts()
     if context is not None:
         context.was_asked = True  # Any divisor here is one for all replicas.
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
     return mark(_divide(total, divisor).astype(losses.dtype), AVERAGE)
+
+
+def _check_global_batch_size(value: Any) -> Any:
+    """Returns a number of examples: an `int`, or a traced integer."""
+    if not isinstance(value, jax.Array):
+        return check_positive_int("global_batch_size", value)
+    if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
+        raise ValueError(
+            f"`global_batch_size` is an array of {value.dtype}{list(value.shape)}, but "
+            "it must be a positive integer, or an integer array of shape (). Pass the "
+            "number of examples on all replicas."
+        )
+    if not isinstance(value, Tracer):
+        return check_positive_int("global_batch_size", int(value))
+    if num_parts() > 1:
+        raise ValueError(
+            "`global_batch_size` is an array, and gradients are accumulated over "
+            f"{num_parts()} parts of the batch (`accumulate_steps`). Each part would "
+            "need the number of the whole batch: pass an integer, or weigh examples "
+            "with `sample_weight`."
+        )
+    return value
+
+
+def _check_share(size: int, num_losses: int, context: ReplicaContext) -> None:
+    """Raises if `run` got more examples than the loss is to be divided by."""
+    share = context.share_size
+    # Losses of something else, such as of tokens, may have any divisor. A larger number
+    # is one for several steps that are accumulated, or for a short last batch.
+    if share is None or num_losses * num_parts() != share:
+        return
+    num_replicas = count_active(context.active)
+    whole = share * num_replicas
+    if size < whole:
+        raise BatchSizeError(
+            f"`global_batch_size` of `compute_average_loss` is {size}, but "
+            f"`strategy.run` got {whole} examples, {share} on each of {num_replicas} "
+            f"replicas. The sum over replicas would be {whole / size:g} times too "
+            f"large. Pass `global_batch_size={whole}`, or leave it out."
+        )
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:

@@ -47,6 +47,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
+from armillary.distribute.replica._writes import combined_writes
 from armillary.errors import (
     BatchSizeError,
     ReplicaContextError,
@@ -79,7 +80,11 @@ class Call:
         """Calls it; returns what changed, before and after, and arrays returned."""
         state = self._state
         start = [enter(*pair) for pair in zip(self.policies, slots, strict=True)]
-        with state.swapped(start), Scope(context.strategy, context):
+        with (
+            state.swapped(start),
+            Scope(context.strategy, context),
+            combined_writes(state, context),
+        ):
             result = self._fn(*args, **kwargs)
             # Not a copy of an object that holds state.
             self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
@@ -178,9 +183,13 @@ class _MappedCall(Call):
         self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
         batches = list(itertools.compress(given, self.is_split))
         active, self.num_replicas = _find_active(batches, strategy)
-        self._context = ReplicaContext(strategy, AXIS_NAME, active, self.num_replicas)
-        # Which of the arrays that the function returned are equal.
+        self._context = ReplicaContext(
+            strategy, AXIS_NAME, active, self.num_replicas, _find_share_size(batches)
+        )
+        # Which of the arrays that the function returned are equal, and which are parts
+        # that were divided for a sum over replicas.
         self._is_equal: Sequence[bool] = ()
+        self._is_part: Sequence[bool] = ()
 
     def trace_and_prove(
         self, evaluate: Callable[..., list[Any]], slots: list[Any], arrays: list[Any]
@@ -197,7 +206,9 @@ class _MappedCall(Call):
         # replicas hold data must tell them apart.
         active = f"data on {self._context.active} of {self.num_replicas}"
         program = jax.make_jaxpr(run, axis_env=[(active, 1)])(slots, arrays)
-        _, is_same, self._is_equal = self.split(self._prove(program))
+        proof = self._prove(program)
+        _, is_same, self._is_equal = self.split(proof.is_equal)
+        _, _, self._is_part = self.split(proof.is_divided)
         results = evaluate(program, [*slots, *arrays])
         start, after, values = self.split(results)
         policies = [self.policies[i] for i in self.changed]
@@ -209,7 +220,7 @@ class _MappedCall(Call):
         own = [value[None] for value in itertools.compress(values, is_own)]
         return final, own, list(itertools.compress(values, self._is_equal))
 
-    def _prove(self, program: core.ClosedJaxpr) -> Sequence[bool]:
+    def _prove(self, program: core.ClosedJaxpr) -> Proof:
         facts = [
             *self._facts_of_slots(),
             *(BATCH if is_split else EQUAL for is_split in self.is_split),
@@ -233,19 +244,20 @@ class _MappedCall(Call):
             if self.policies[i] is Policy.MIRRORED
         }
         proof.require_equal(names, len(state.paths))
-        return proof.is_equal
+        return proof
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
         """Yields what users get for the arrays that the function returned."""
         rows, wholes = iter(own), iter(equal)
         is_alone = self._strategy.num_replicas_in_sync == 1
-        for is_equal in self._is_equal:
+        for is_equal, is_part in zip(self._is_equal, self._is_part, strict=True):
             array = next(wholes if is_equal else rows)
             if is_alone:
                 yield array if is_equal else array[0]
             else:
                 shared_by = self.num_replicas if is_equal else None
-                yield PerReplica(array, self._context.active, shared_by)
+                is_shared_part = is_equal and is_part
+                yield PerReplica(array, self._context.active, shared_by, is_shared_part)
 
     def _facts_of_slots(self) -> list[Facts]:
         """Returns that arrays which may be keys of `jax.random.PRNGKey` are such."""
@@ -290,6 +302,12 @@ def _find_active(
             'examples, or set `InputOptions(remainder="drop")` on each.'
         )
     return counts.pop() if counts else (num_replicas, num_replicas)
+
+
+def _find_share_size(batches: Sequence[PerReplica]) -> int | None:
+    """Returns how many examples each replica gets, if all arrays agree."""
+    sizes = {batch.array.shape[1] for batch in batches if batch.array.ndim > 1}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def run_alone(

@@ -70,15 +70,24 @@ class PerReplica:
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
         shared_by: How many replicas share one value; `None` if each has its own.
+        own: This replica's value, within `ReplicaContext.merge_call`; otherwise `None`.
+        is_part: Whether a shared value is one replica's part of a whole, such as a loss
+            that was divided by the number of replicas, so that its sum has a meaning.
     """
 
     def __init__(
-        self, array: Any, num_active: Active, shared_by: int | None = None
+        self,
+        array: Any,
+        num_active: Active,
+        shared_by: int | None = None,
+        is_part: bool = False,
     ) -> None:
         self.array = array
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
         self.shared_by = shared_by
+        self.is_part = is_part
+        self.own: Any = None
 
     @property
     def is_shared(self) -> bool:
@@ -179,12 +188,12 @@ class PerReplica:
             problem = f"{problem}. {self._refusal()}"
             raise AttributeError(problem, name=name, obj=None)
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
-        return (self.array,), (self.active_replicas, self.shared_by)
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None, bool]]:
+        return (self.array,), (self.active_replicas, self.shared_by, self.is_part)
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[Active, int | None], children: tuple[Any]
+        cls, attributes: tuple[Active, int | None, bool], children: tuple[Any]
     ) -> "PerReplica":
         return cls(children[0], *attributes)
 

@@ -25,6 +25,7 @@ from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data
+from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._values import array_of, is_per_replica
 from armillary.distribute.strategies._single import MirroredStrategy
 from armillary.errors import ClusterError
@@ -136,6 +137,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             default `armillary.cluster.resolve_cluster()` finds out.
         communication_options: How values are exchanged between devices, and how long
             processes wait for each other.
+        cross_device_ops: As for `MirroredStrategy`. `HierarchicalCopyAllReduce()` takes
+            the devices of each process as a group.
 
     Raises:
         ClusterError: If a device was used before the processes joined, this process has
@@ -148,9 +151,11 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         self._join(cluster_resolver, communication_options)
-        super().__init__(order_devices(self._find_devices(self.peers is not None)))
+        devices = order_devices(self._find_devices(self.peers is not None))
+        super().__init__(devices, cross_device_ops)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         return jax.devices() if is_joined else jax.local_devices()

@@ -18,6 +18,7 @@ from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import OPTIONS_FIX, Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._context import get_strategy, set_default
+from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._run import run_alone, run_in_replicas
 from armillary.distribute.replica._values import AXIS_NAME
@@ -121,15 +122,30 @@ class MirroredStrategy(Strategy):
     Args:
         devices: One `jax.Device` or name (`"gpu:0"`) per replica. By default all
             devices of this process.
+        cross_device_ops: How `all_reduce` combines values over replicas, such as
+            `armillary.distribute.HierarchicalCopyAllReduce()` or a `CrossDeviceOps` of
+            your own. By default XLA chooses.
 
     Raises:
         ClusterError: If `TF_CONFIG` says that this process is a `ps`.
-        ValueError: If the devices cannot form replicas.
+        TypeError: If `cross_device_ops` is of another type.
+        ValueError: If the devices cannot form replicas, or not the groups that
+            `cross_device_ops` asks for.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Any] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
         check_is_no_server(self.cluster_resolver)
         found = as_devices("devices", devices)
+        fix = "Use `armillary.distribute.NcclAllReduce()`, or leave it out."
+        kind = CrossDeviceOps | None
+        check_instance("cross_device_ops", cross_device_ops, kind, fix)
+        if cross_device_ops is not None:
+            cross_device_ops._check_replicas(len(found))
+        self.cross_device_ops = cross_device_ops
         mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=(AxisType.Auto,))
         super().__init__(mesh, num_replicas=len(found))
         self._functions = Functions()

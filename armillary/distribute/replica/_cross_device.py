@@ -1,0 +1,256 @@
+"""Ways to reduce over replicas: XLA's own, in groups, on one device, or the user's.
+
+A strategy has one (`cross_device_ops`), and every `all_reduce` in its steps calls it::
+
+    strategy = armillary.MirroredStrategy(
+        cross_device_ops=armillary.distribute.HierarchicalCopyAllReduce()
+    )
+
+They run in every replica while a step is compiled. `_sameness` proves that their
+results are equal on all replicas.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from armillary._checks import check_not_negative_int, check_positive_int
+from armillary.distribute.replica._context import get_replica_context
+from armillary.distribute.replica._values import AXIS_NAME, ReduceOp
+
+_COLLECTIVES = {
+    ReduceOp.SUM: jax.lax.psum,
+    ReduceOp.MAX: jax.lax.pmax,
+    ReduceOp.MIN: jax.lax.pmin,
+}
+_COMBINE = {
+    ReduceOp.SUM: jnp.add,
+    ReduceOp.MAX: jnp.maximum,
+    ReduceOp.MIN: jnp.minimum,
+}
+
+
+class CrossDeviceOps:
+    """The base of ways to reduce over replicas (`tf.distribute.CrossDeviceOps`).
+
+    To reduce in a way of your own, override `reduce` and use the collectives of
+    `jax.lax` over the axis `"replica"`. For example, values that travel as they are and
+    are added in the order of the replicas::
+
+        class Gathered(armillary.distribute.CrossDeviceOps):
+            def reduce(self, op, values):
+                assert op is armillary.distribute.ReduceOp.SUM
+                parts = [jax.lax.all_gather(value, "replica") for value in values]
+                return [jnp.sum(each, axis=0) for each in parts]
+
+        strategy = armillary.MirroredStrategy(cross_device_ops=Gathered())
+    """
+
+    def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
+        """Returns arrays combined over all replicas, on every replica.
+
+        It runs in replica context, once for each `armillary.all_reduce`, while a step
+        is compiled. Armillary proves that the results are equal on all replicas:
+        `psum`, `all_gather` and their like over all replicas make a value equal, also
+        as the last of several rounds with `axis_index_groups`. The derivative of a sum
+        is XLA's own sum.
+
+        Args:
+            op: `ReduceOp.SUM`, `MAX` or `MIN`. A mean is a sum, which `all_reduce`
+                divides by the number of replicas with data.
+            values: This replica's arrays. A replica without data has arrays that do not
+                change the result, such as zeros for a sum.
+
+        Returns:
+            One array for each array of `values`, of the same shape and dtype.
+
+        Raises:
+            NotImplementedError: If a class does not override it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no `reduce`. Write `def reduce(self, op, "
+            "values)`, which returns the arrays of `values` combined over replicas."
+        )
+
+    def _check_replicas(self, num_replicas: int) -> None:
+        """Raises if so many replicas cannot be reduced over."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class NcclAllReduce(CrossDeviceOps):
+    """XLA's own all-reduce, which is NCCL on NVIDIA GPUs: the default.
+
+    Args:
+        num_packs: 1, as in TensorFlow by default. XLA joins the all-reduces of small
+            arrays itself.
+
+    Raises:
+        TypeError: If `num_packs` is not an integer.
+        ValueError: If `num_packs` is another number.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if check_positive_int("num_packs", num_packs) != 1:
+            raise ValueError(
+                f"`num_packs` is {num_packs!r}, but XLA decides how all-reduces are "
+                "packed. Leave it out. On GPUs, `armillary.cluster."
+                "CommunicationOptions(bytes_per_pack=...)` limits the packs."
+            )
+
+    def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
+        """Returns the arrays after XLA's all-reduce."""
+        return _COLLECTIVES[op](list(values), AXIS_NAME)
+
+
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Sums inside each host first, then across hosts.
+
+    For hosts whose own devices reach each other faster than other hosts. Each device
+    sums its part of the values inside its host (a reduce-scatter). The parts are summed
+    across hosts (an all-reduce). Then the devices of a host exchange the parts (an
+    all-gather). So only a part of the values travels between hosts: with 4 devices in
+    each host, a quarter.
+
+    By default a group is the devices of one process. In a single process there is no
+    slower link, so values are reduced by XLA's own all-reduce, as they are for `"max"`
+    and `"min"`, and for an uneven batch that runs on replicas which form no groups.
+
+    Args:
+        num_packs: Into how many rounds the arrays of one `all_reduce` are packed; 0 for
+            one round for each array.
+        devices_per_group: Devices that reach each other quickly, which follow each
+            other in `strategy.mesh`. By default those of one process.
+
+    Raises:
+        ValueError: If `num_packs` is not an integer from 0, or `devices_per_group` is
+            not positive. The strategy raises it too, if the groups would be uneven.
+    """
+
+    def __init__(
+        self, num_packs: int = 1, devices_per_group: int | None = None
+    ) -> None:
+        self._num_packs = check_not_negative_int("num_packs", num_packs)
+        if devices_per_group is not None:
+            check_positive_int("devices_per_group", devices_per_group)
+        self._devices_per_group = devices_per_group
+
+    def _check_replicas(self, num_replicas: int) -> None:
+        size = self._devices_per_group
+        if size is not None and num_replicas % size:
+            raise ValueError(
+                f"`devices_per_group` is {size}, but the strategy has {num_replicas} "
+                f"devices, which are not groups of {size}. Use a divisor of "
+                f"{num_replicas}, or leave it out for the devices of each process."
+            )
+
+    def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
+        """Returns the arrays summed in groups, across groups, and put together."""
+        groups = self._find_groups()
+        if op is not ReduceOp.SUM or groups is None:
+            return NcclAllReduce().reduce(op, values)
+        results: list[Any] = []
+        for pack in _split(values, self._num_packs):
+            results += _by_dtype(lambda flat: _sum_in_groups(flat, groups), pack)
+        return results
+
+    def _find_groups(self) -> list[list[int]] | None:
+        """Returns the replicas of each host; `None` if there is nothing to divide."""
+        context = get_replica_context()
+        assert context is not None
+        mesh = context.strategy.mesh
+        assert mesh is not None
+        num_replicas = jax.lax.axis_size(AXIS_NAME)
+        # For an uneven batch, several devices are one replica.
+        step = mesh.size // num_replicas
+        if self._devices_per_group is not None:
+            hosts = [i * step // self._devices_per_group for i in range(num_replicas)]
+        elif isinstance(mesh, jax.sharding.AbstractMesh):
+            return None  # Devices that are not there have no processes.
+        else:
+            hosts = [device.process_index for device in mesh.devices.flat[::step]]
+        return find_groups(hosts)
+
+
+def find_groups(hosts: Sequence[int]) -> list[list[int]] | None:
+    """Returns the replicas of each host, given the host of each replica.
+
+    `None` if reducing in groups would save nothing: for a single host, hosts with one
+    replica, or hosts with different numbers of replicas.
+    """
+    groups: dict[int, list[int]] = {}
+    for replica, host in enumerate(hosts):
+        groups.setdefault(host, []).append(replica)
+    sizes = set(map(len, groups.values()))
+    if len(groups) == 1 or len(sizes) > 1 or sizes == {1}:
+        return None
+    return list(groups.values())
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Adds all values on the first replica, which sends the sum to the others.
+
+    The values are added one after the other, in the order of the replicas, so a sum of
+    floats is exactly the sum that one device makes in this order. All of them travel
+    over the links of one device: use it for few devices, or to compare.
+    """
+
+    def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
+        """Returns the arrays combined on the first replica."""
+        is_first = jax.lax.axis_index(AXIS_NAME) == 0
+        num_replicas = jax.lax.axis_size(AXIS_NAME)
+        totals = list(values)
+        for other in range(1, num_replicas):
+            received = jax.lax.ppermute(list(values), AXIS_NAME, [(other, 0)])
+            totals = list(map(_COMBINE[op], totals, received))
+        # XLA has no broadcast on all platforms. Zeros of the others change no bit but
+        # the sign of a zero.
+        sent = [jnp.where(is_first, total, jnp.zeros_like(total)) for total in totals]
+        return jax.lax.psum(sent, AXIS_NAME)
+
+
+def _split(values: Sequence[Any], num_packs: int) -> list[list[Any]]:
+    """Returns the values in so many packs of about as many bytes, in their order."""
+    if num_packs == 0:
+        return [[value] for value in values]
+    total = sum(value.nbytes for value in values)
+    packs: list[list[Any]] = [[] for _ in range(num_packs)]
+    so_far = 0
+    for value in values:
+        middle = so_far + value.nbytes / 2
+        index = int(middle * num_packs / total) if total else 0
+        packs[min(index, num_packs - 1)].append(value)
+        so_far += value.nbytes
+    return [pack for pack in packs if pack]
+
+
+def _by_dtype(
+    reduce: Callable[[jax.Array], jax.Array], values: list[Any]
+) -> list[jax.Array]:
+    """Reduces the arrays of each dtype as one flat array."""
+    results: list[Any] = list(values)
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        places = [i for i, value in enumerate(values) if value.dtype == dtype]
+        flat = jnp.concatenate([jnp.ravel(values[i]) for i in places])
+        rest = reduce(flat)
+        for i in places:
+            size = math.prod(values[i].shape)
+            results[i] = rest[:size].reshape(values[i].shape)
+            rest = rest[size:]
+    return results
+
+
+def _sum_in_groups(flat: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """Returns a flat array summed over all replicas, by groups of equal size."""
+    across = [list(column) for column in zip(*groups, strict=True)]
+    padded = jnp.pad(flat, (0, -flat.size % (len(groups) * len(across))))
+    part = jax.lax.psum_scatter(padded, AXIS_NAME, axis_index_groups=groups, tiled=True)
+    # The two halves of an all-reduce, because not every JAX has a `psum` over groups.
+    part = jax.lax.psum_scatter(part, AXIS_NAME, axis_index_groups=across, tiled=True)
+    part = jax.lax.all_gather(part, AXIS_NAME, axis_index_groups=across, tiled=True)
+    whole = jax.lax.all_gather(part, AXIS_NAME, axis_index_groups=groups, tiled=True)
+    return whole[: flat.size]

@@ -1,0 +1,239 @@
+"""Proves which replicas hold the same value, for collectives over groups of replicas.
+
+A fact about a value is one class for each replica: replicas of one class hold the same
+value. With 4 replicas, `(0, 0, 0, 0)` is a value that is equal on all of them, and
+`(0, 1, 0, 1)` a value that replicas 0 and 2 share, and replicas 1 and 3. A class has
+the number of its first replica.
+
+`_proof` follows a whole step and knows only "equal" and "different". That is enough for
+a reduction over all replicas. This analysis is for the inside of a `CrossDeviceOps`,
+where a reduction in groups of neighbors comes before one across the groups.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.core import Tracer
+from jax.dtypes import float0
+from jax.extend import core
+
+from armillary._jaxpr import Dataflow, mark, named_axes, programs_in, walk_equations
+from armillary.distribute.replica._values import AXIS_NAME, ReduceOp
+from armillary.errors import ReplicaMismatchError
+
+Classes: TypeAlias = tuple[int, ...]
+
+MADE_BY_OPS = {
+    "armillary sum by cross-device operations": "sum",
+    "armillary mean by cross-device operations": "mean",
+    "armillary max by cross-device operations": "max",
+    "armillary min by cross-device operations": "min",
+}
+"""Marks the results of a `CrossDeviceOps`, and tells what the results are for."""
+
+_NAMES = {kind: name for name, kind in MADE_BY_OPS.items()}
+
+# Collectives that give every replica of a group the same result.
+_REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
+# Collectives that give each replica of a group its own part of the same result.
+_SCATTERS = ("reduce_scatter", "all_to_all")
+_COLLECTIVES = (*_REDUCTIONS, *_SCATTERS, "ppermute", "ragged_all_to_all", "pbroadcast")
+# Operations whose results may differ between replicas, whatever their operands are.
+_SOURCES = frozenset(
+    {"pure_callback", "io_callback", "infeed", "rng_uniform", "ffi_call", "axis_index"}
+)
+# A cast between JAX's types of values, which changes no value.
+_CASTS = ("pvary", "pcast")
+
+
+def reduce_by(ops: Any, op: ReduceOp, values: list[Any], num_replicas: int) -> Any:
+    """Returns what a `CrossDeviceOps` makes of some arrays, proved equal everywhere.
+
+    The operations of `ops` become one equation of the step's program, whose results
+    carry a mark: `_proof` trusts the mark and looks at the whole as one reduction.
+
+    Args:
+        ops: The `CrossDeviceOps`.
+        op: The reduction that `all_reduce` was asked for. A mean is a sum here, which
+            the caller divides.
+        values: This replica's arrays.
+        num_replicas: At least 2.
+
+    Raises:
+        ReplicaMismatchError: If the results may differ between replicas.
+        ValueError: If the results have other shapes or dtypes than `values`.
+    """
+    asked = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    name = _NAMES[op.value.lower()]
+
+    @jax.custom_jvp
+    def reduce(values: list[Any]) -> list[Any]:
+        program, shapes = jax.make_jaxpr(
+            lambda parts: ops.reduce(asked, parts), return_shape=True
+        )(values)
+        _check_results(ops, values, shapes)
+        _check_same(ops, program, num_replicas)
+        results = core.jaxpr_as_fun(program)(*values)
+        return [mark(result, name) for result in results]
+
+    @reduce.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (parts,), (changes,) = primals, tangents
+        if asked is not ReduceOp.SUM:
+            by_order = jax.lax.pmax if asked is ReduceOp.MAX else jax.lax.pmin
+            # JAX says that this has no derivative.
+            return jax.jvp(lambda parts: by_order(parts, AXIS_NAME), primals, tangents)
+        # A sum is linear. Its derivative is XLA's own, which JAX can transpose, because
+        # the user's operations may have no transpose.
+        is_float = [change.dtype != float0 for change in changes]
+        sums = iter(
+            jax.lax.psum(list(itertools.compress(changes, is_float)), AXIS_NAME)
+        )
+        pairs = zip(changes, is_float, strict=True)
+        return reduce(parts), [next(sums) if has else zero for zero, has in pairs]
+
+    return reduce(values)
+
+
+def kind_of(equation: Any) -> str | None:
+    """Returns `"sum"`, `"mean"`, ... if an equation is a call of `reduce_by`."""
+    if equation.primitive.name != "custom_jvp_call":
+        return None
+    for program in programs_in(equation):
+        for inner in getattr(program, "jaxpr", program).eqns:
+            if inner.primitive.name == "name":
+                return MADE_BY_OPS.get(inner.params["name"])
+    return None
+
+
+def _check_results(ops: Any, values: list[Any], found: Any) -> None:
+    leaves = jax.tree.leaves(found)
+    expected = [(value.shape, value.dtype) for value in values]
+    if [(leaf.shape, leaf.dtype) for leaf in leaves] != expected:
+        raise ValueError(
+            f"`reduce` of {ops!r} made {_describe(leaves)} of {_describe(values)}. "
+            "Return one array for each array of `values`, of the same shape and dtype."
+        )
+
+
+def _describe(arrays: Iterable[Any]) -> str:
+    return ", ".join(f"{each.dtype}{list(each.shape)}" for each in arrays)
+
+
+def _check_same(ops: Any, program: core.ClosedJaxpr, num_replicas: int) -> None:
+    analysis = Sameness(num_replicas)
+    inputs = [analysis.different] * len(program.jaxpr.invars)
+    results = analysis.find(program, inputs)
+    for line in analysis.waits[:1]:
+        raise ReplicaMismatchError(
+            f"`reduce` of {ops!r} has a branch or loop with a collective inside (at "
+            f"{line}), and replicas may take it differently: some would wait there "
+            "forever. Reduce the value that decides first, or choose with `jnp.where`."
+        )
+    differing = [i for i, classes in enumerate(results) if set(classes) != {0}]
+    if differing:
+        raise ReplicaMismatchError(
+            f"`reduce` of {ops!r} may leave other values on different replicas "
+            f"({len(differing)} of {len(results)} results), but `all_reduce` must "
+            "give every replica the same. End with a collective that does, such as\n"
+            '  parts = jax.lax.all_gather(value, "replica")\n'
+            "  total = jnp.sum(parts, axis=0)\n"
+            'or `jax.lax.psum(value, "replica")`.'
+        )
+
+
+class Sameness(Dataflow[Classes]):
+    """Follows which replicas hold the same value.
+
+    Attributes:
+        different: The fact of a value that may differ on all replicas.
+        waits: Lines of branches that replicas may take differently, with collectives.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.different = tuple(range(num_replicas))
+        self.nothing = (0,) * num_replicas
+        self.waits: list[str] = []
+        super().__init__()
+
+    def find(
+        self, program: core.ClosedJaxpr, inputs: Sequence[Classes]
+    ) -> list[Classes]:
+        """Returns the facts of a program's results."""
+        # An array that the function has captured from the step may be a replica's own.
+        variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
+        constants = [
+            self.different if isinstance(constant, Tracer) else self.nothing
+            for constant in program.consts
+        ]
+        jaxpr = program.jaxpr.replace(constvars=[], invars=variables)
+        return self.run(core.ClosedJaxpr(jaxpr, ()), [*constants, *inputs])
+
+    def join(self, facts: Iterable[Classes]) -> Classes:
+        """Returns that two replicas hold the same if they do so in every fact."""
+        several = set(facts)
+        if not several:
+            return self.nothing
+        return _number(zip(*several, strict=True))
+
+    def decide(self, equation: Any, decides: Classes) -> Classes:
+        if decides != self.nothing and any(map(_reduces, programs_in(equation))):
+            self.waits.append(self.line(equation))
+        return decides
+
+    def transfer(self, equation: Any, operands: list[Classes]) -> list[Classes] | None:
+        name = equation.primitive.name
+        if name in _CASTS:
+            return operands
+        if name in _SOURCES:
+            return [self.different] * len(equation.outvars)
+        if AXIS_NAME not in named_axes(equation):
+            return None
+        make = self._rule(equation)
+        if len(operands) == len(equation.outvars):
+            return list(map(make, operands))
+        return [make(self.join(operands))] * len(equation.outvars)
+
+    def _rule(self, equation: Any) -> Callable[[Classes], Classes]:
+        """Returns what becomes of a value in a collective over the axis of replicas."""
+        name = equation.primitive.name
+        if name == "ppermute":
+            sender = {to: by for by, to in equation.params["perm"]}
+
+            def permute(classes: Classes) -> Classes:
+                # A replica that receives nothing gets zeros.
+                received = [sender.get(replica) for replica in self.different]
+                return _number(None if by is None else classes[by] for by in received)
+
+            return permute
+        if not name.startswith((*_REDUCTIONS, *_SCATTERS)):
+            return lambda classes: self.different
+
+        groups = equation.params.get("axis_index_groups") or [self.different]
+        seat = {r: (group, i) for group in groups for i, r in enumerate(group)}
+        gets_a_part = name.startswith(_SCATTERS)
+
+        def reduce(classes: Classes) -> Classes:
+            results: list[Hashable] = []
+            for replica in self.different:
+                group, position = seat[replica]
+                given = tuple(classes[member] for member in group)
+                results.append((given, position) if gets_a_part else given)
+            return _number(results)
+
+        return reduce
+
+
+def _number(values: Iterable[Hashable]) -> Classes:
+    """Returns for each replica the number of the first one with an equal value."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(value, i) for i, value in enumerate(values))
+
+
+def _reduces(program: Any) -> bool:
+    return any(
+        equation.primitive.name.startswith(_COLLECTIVES)
+        for equation in walk_equations(program)
+    )

@@ -1,0 +1,84 @@
+"""Combines what replicas write to a variable, at each write.
+
+A variable with `synchronization=ON_WRITE` and an aggregation is equal on all replicas
+at every read, as in `tf.distribute`. While a replica's function is traced, such a
+variable has a hook of NNX that combines the written values. NNX copies the hook with
+the variable, so writes inside its transformations are combined too.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from armillary.distribute.replica._context import ReplicaContext
+from armillary.distribute.replica._policy import Policy, combine, written_policy_of
+from armillary.state._lift import State
+from armillary.state._nnx import NnxSlot
+
+_READ, _WRITE = "on_get_value", "on_set_value"
+
+
+@contextlib.contextmanager
+def combined_writes(state: State, context: ReplicaContext) -> Iterator[None]:
+    """Combines writes to the variables of a state that ask for it.
+
+    Raises:
+        ValueError: When a sum is written to a variable that the step has read.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for slot in state.slots if context.axis_name is not None else ():
+            policy = written_policy_of(slot)
+            if policy is not None and isinstance(slot, NnxSlot):
+                undo.append(_hook(slot, policy, context))
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[], None]:
+    """Adds the hooks to a variable; returns a function that removes them."""
+    variable = slot.variable
+    before = {name: variable.get_metadata(name, None) for name in (_READ, _WRITE)}
+    was_read = False
+
+    def note_read(_: Any, value: Any) -> Any:
+        nonlocal was_read
+        was_read = True
+        return value
+
+    def combine_written(_: Any, value: Any) -> Any:
+        if policy is Policy.SUM and was_read:
+            raise ValueError(
+                f"`synchronization` of {slot.path} is ON_WRITE and its `aggregation` "
+                "is SUM, so a write sums what the replicas assign. This step has read "
+                "the variable before, and `variable[...] += x` would count the old "
+                "value once for each replica. Leave `synchronization` out, so that "
+                "what each replica adds is summed when `run` ends, or write before "
+                "you read."
+            )
+        whole = functools.partial(combine, policy, context=context)
+        return jax.tree.map(lambda leaf: whole(jnp.asarray(leaf)), value)
+
+    for name, hook in ((_READ, note_read), (_WRITE, combine_written)):
+        variable.set_metadata(name, (*_as_tuple(before[name]), hook))
+
+    def restore() -> None:
+        for name, hooks in before.items():
+            if hooks is None:
+                variable.del_metadata(name)
+            else:
+                variable.set_metadata(name, hooks)
+
+    return restore
+
+
+def _as_tuple(hooks: Any) -> tuple[Any, ...]:
+    if hooks is None:
+        return ()
+    return hooks if isinstance(hooks, tuple) else (hooks,)
