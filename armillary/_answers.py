@@ -50,7 +50,6 @@ _LOGICAL = (
     "Write `jax.lax.with_sharding_constraint(x, ...)` under an "
     "`armillary.ShardedStrategy`."
 )
-_ALL_REDUCE = 'In a step, write `armillary.all_reduce("sum", values)`.'
 _FIT = (
     "Write `armillary.Controller(trainer=trainer, global_step=..., steps_per_loop=...)"
     ".train(steps)`."
@@ -93,7 +92,6 @@ NAMES = {
     # tf.distribute
     "Server": "Write `armillary.distribute.coordinator.Server(resolver).join()`.",
     "DistributedValues": "Write `armillary.distribute.PerReplica`.",
-    "StrategyExtended": _ALL_REDUCE,
     "ReplicaContextBase": "Write `armillary.distribute.ReplicaContext`.",
     "RunOptions": (
         "Write `armillary.StandardTrainerOptions(compiler_options={...})` for options "
@@ -108,7 +106,6 @@ NAMES = {
         "Write `strategy.make_numpy_dataset(arrays, batch_size=...)`, or "
         "`armillary.data.from_arrays(arrays, batch_size=...)`."
     ),
-    "Strategy.extended": _ALL_REDUCE,
     "Strategy.group": "Leave it out: `strategy.run(fn)` runs `fn` at the call.",
     "Strategy.colocate_vars_with": _PLACED,
     "Strategy.configure": _PLACED,
@@ -232,8 +229,9 @@ NAMES = {
         "`model.fit(dataset)`."
     ),
     "model_to_estimator": (
-        "Write `armillary.keras.KerasTrainer(model, dataset)` with a `Controller`, or "
-        "`model.fit(dataset)`."
+        "Train the compiled model: write `model.fit(...)` for a model made under "
+        "`strategy.scope()`, or `armillary.keras.KerasTrainer(model, dataset)` with a "
+        "`Controller`."
     ),
     # Methods of objects, also of other libraries
     "Controller.fit": (

@@ -18,7 +18,6 @@ An `Estimator` needs a model function. `docs/estimator.md` has whole programs of
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.estimator._answers import refuse_name as _refuse_name
 from armillary.estimator._canned import BaselineClassifier as BaselineClassifier
 from armillary.estimator._canned import BaselineRegressor as BaselineRegressor
 from armillary.estimator._canned import DNNClassifier as DNNClassifier
@@ -49,10 +48,5 @@ from armillary.estimator._run_config import TrainSpec as TrainSpec
 from armillary.estimator._train_and_evaluate import (
     train_and_evaluate as train_and_evaluate,
 )
-
-
-def __getattr__(name: str) -> object:
-    _refuse_name(name)
-
 
 _mark_public(globals())

@@ -1,11 +1,11 @@
 """Answers to the names of `tf.estimator` that are not here: the line to write.
 
 `ARGUMENTS` joins the table of `armillary._traceback`, which answers a wrong keyword.
-`NAMES` answers a missing name of the package, and `ATTRIBUTES` one of an object.
+`NAMES` and `ATTRIBUTES` join the table of `armillary._answers`, which answers a missing
+name of the package or of an object.
 """
 
-from typing import NoReturn
-
+from armillary import _answers as answers
 from armillary._traceback import ANSWERS
 
 _FROM_CLUSTER = (
@@ -108,9 +108,6 @@ HOOKS = {
 
 NAMES = {
     **HOOKS,
-    "model_to_estimator": "Train the compiled model itself: `model.fit(...)` of a "
-    "model made under `strategy.scope()`, or `armillary.keras.KerasTrainer(model, "
-    "dataset)` under an `armillary.Controller`.",
     **dict.fromkeys(
         (
             *("LinearEstimator", "DNNEstimator", "BaselineEstimator"),
@@ -183,16 +180,8 @@ ATTRIBUTES = {
         '`armillary.Checkpoint(model={"net": net}).read(path, only="model/net")`.',
     ),
 }
+"""Names of objects of the package that they do not have, after the class."""
 
-
-def refuse_name(name: str) -> NoReturn:
-    """Raises for a name that the package does not have."""
-    text = f"module 'armillary.estimator' has no attribute {name!r}."
-    raise AttributeError(f"{text} {NAMES[name]}" if name in NAMES else text[:-1])
-
-
-def refuse_attribute(kind: str, name: str) -> NoReturn:
-    """Raises for an attribute that an object of a class does not have."""
-    text = f"{kind!r} object has no attribute {name!r}."
-    answer = ATTRIBUTES.get(f"{kind}.{name}")
-    raise AttributeError(text[:-1] if answer is None else f"{text} {answer}")
+answers.NAMES.update(
+    {f"estimator.{name}": answer for name, answer in NAMES.items()} | ATTRIBUTES
+)

@@ -22,7 +22,6 @@ from armillary.controller._controller import Controller
 from armillary.data._layout import InputContext
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
-from armillary.estimator._answers import refuse_attribute
 from armillary.estimator._hooks import (
     Hooks,
     ListenedManager,
@@ -128,9 +127,6 @@ class Estimator:
         self._controller: Controller | None = None
         self._stop_reason: str | None = None
         self.model_dir = choose_directory(model_dir, config)
-
-    def __getattr__(self, name: str) -> Any:
-        refuse_attribute("Estimator", name)
 
     def _make_model(self, model_fn: Callable[..., Any]) -> Model:
         seed = self.config.tf_random_seed or 0

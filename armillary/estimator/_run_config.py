@@ -28,7 +28,6 @@ from armillary.cluster.resolvers._resolver import (
 from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
 from armillary.distribute._strategy import Strategy
 from armillary.errors import EstimatorError
-from armillary.estimator._answers import refuse_attribute
 from armillary.estimator._hooks import as_hooks
 from armillary.estimator._model_fn import check_input_fn
 from armillary.parameter_server._strategy import ParameterServerStrategy
@@ -107,9 +106,6 @@ class RunConfig:
                 f"`save_checkpoints_steps` is {steps} and `save_checkpoints_secs` is "
                 f"{seconds}, but only one of them can say when to save. Leave out one."
             )
-
-    def __getattr__(self, name: str) -> Any:
-        refuse_attribute("RunConfig", name)
 
     def replace(self, **changes: Any) -> "RunConfig":
         """Returns a copy with other values of some arguments.
