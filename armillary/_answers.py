@@ -45,7 +45,7 @@ _RECORDS = (
     "`armillary.data.FixedLenFeature(shape, dtype)`."
 )
 _VARIABLE = "Write `variable[...] {} x` for a variable of Flax."
-_PLACED = "Leave it out: JAX places operations, and `scope` places variables."
+_PLACED = "Leave it out: JAX and the strategy place operations and variables."
 _LOGICAL = (
     "Write `jax.lax.with_sharding_constraint(x, ...)` under an "
     "`armillary.ShardedStrategy`."

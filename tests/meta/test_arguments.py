@@ -106,6 +106,9 @@ def find_callables() -> dict[str, Callable[..., Any]]:
 # Methods that users give arguments to. They get only what they must refuse, too.
 METHODS = [
     "Checkpoint.read",
+    "Checkpoint.restore",
+    "Checkpoint.save",
+    "Checkpoint.write",
     "CheckpointManager.restore",
     "CheckpointManager.save",
     "Controller.evaluate",
@@ -225,6 +228,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "features": lambda: {"x": data.FixedLenFeature([], np.float32)},
     "file_manager": lambda: armillary.actions.ExportFileManager("exports/model"),
     "evaluator": lambda: Evaluator([ROWS]),
+    "file_prefix": lambda: "prefix",
     "fn": lambda: function_of_one,
     "global_step": lambda: lambda: 0,
     "hash_bucket_size": lambda: 5,
