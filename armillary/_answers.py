@@ -228,6 +228,10 @@ NAMES = {
         "Write `armillary.keras.KerasTrainer(model, dataset)` with a `Controller`, or "
         "`model.fit(dataset)`."
     ),
+    "feature_column": (
+        "Columns are in `armillary.estimator`: write "
+        '`armillary.estimator.numeric_column("feats")`.'
+    ),
     "model_to_estimator": (
         "Train the compiled model: write `model.fit(...)` for a model made under "
         "`strategy.scope()`, or `armillary.keras.KerasTrainer(model, dataset)` with a "

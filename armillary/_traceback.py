@@ -186,7 +186,7 @@ def mark_public(namespace: dict[str, Any]) -> None:
             continue
         code = value.__code__
         count = code.co_argcount - code.co_posonlyargcount + code.co_kwonlyargcount
-        if value.__module__.startswith("armillary") and count > (name == "__init__"):
+        if value.__module__.startswith("armillary") and count > 0:
             marked = hides_frames(value)
             if home is value:
                 home = sys.modules[value.__module__]

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import armillary
-from armillary import actions, cluster, summary
+from armillary import actions, cluster, distribute, summary
 from armillary._checks import check_path
 from armillary._traceback import ANSWERS
 
@@ -19,7 +19,6 @@ OLD = {
     armillary.StandardEvaluatorOptions: [
         "on_non_finite",
         "check_replicas_every",
-        "recreate_iterator_for_each_eval",
     ],
     armillary.data.InputOptions: [
         "experimental_fetch_to_device",
@@ -40,7 +39,8 @@ OLD = {
     armillary.distribute.Strategy.run: ["options"],
     armillary.function: ["input_signature", "jit_compile", "reduce_retracing"],
     summary.SummaryManager: ["summary_fn", "global_step"],
-    armillary.MirroredStrategy: ["cross_device_ops"],
+    armillary.CentralStorageStrategy: ["cross_device_ops"],
+    distribute.ReductionToOneDevice: ["reduce_to_device", "accumulation_fn"],
     armillary.MultiWorkerMirroredStrategy: ["communication"],
     armillary.TPUStrategy: ["tpu_cluster_resolver", "experimental_device_assignment"],
     armillary.Controller: [

@@ -102,6 +102,13 @@ GUIDES = {
         tf.distribute.in_cross_replica_context tf.distribute.make_numpy_dataset
         tf.keras.Model tf.keras.Input tf.keras.callbacks tf.keras.datasets
         tf.keras.estimator.model_to_estimator tf.estimator.model_to_estimator
+        tf.distribute.CrossDeviceOps tf.distribute.HierarchicalCopyAllReduce
+        tf.distribute.NcclAllReduce tf.distribute.ReductionToOneDevice
+        tf.VariableSynchronization tf.VariableSynchronization.ON_READ
+        tf.estimator.LinearRegressor tf.estimator.LinearClassifier
+        tf.estimator.DNNRegressor tf.estimator.DNNClassifier
+        tf.estimator.BaselineRegressor tf.estimator.BaselineClassifier
+        tf.feature_column.numeric_column feature_column
         tf.estimator.Estimator tf.estimator.EstimatorSpec tf.estimator.EvalSpec
         tf.estimator.RunConfig tf.estimator.TrainSpec tf.estimator.train_and_evaluate
         tf.config.experimental_functions_run_eagerly tf.config.run_functions_eagerly
@@ -117,7 +124,7 @@ GUIDES = {
         strategy.colocate_vars_with strategy.configure strategy.update_config_proto
         strategy.experimental_assign_to_logical_device
         dataset.reduce dataset.batch dataset.repeat dataset.map
-        context.all_reduce context.all_gather context.devices
+        context.all_reduce context.all_gather context.devices context.merge_call
         context.replica_id_in_sync_group context.num_replicas_in_sync context.strategy
         """,
     "The tutorial of custom training": """

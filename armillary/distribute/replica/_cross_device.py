@@ -199,6 +199,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     over the links of one device: use it for few devices, or to compare.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
         """Returns the arrays combined on the first replica."""
         is_first = jax.lax.axis_index(AXIS_NAME) == 0
