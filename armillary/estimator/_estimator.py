@@ -84,9 +84,9 @@ class Estimator:
         config: Strategies and intervals.
         params: Copied, and given to `model_fn` and input functions as `params`.
             `model_dir`, `config` and `params` are attributes as well.
-        warm_start_from: The folder of a checkpoint, or a directory of checkpoints, that
-            training begins with as long as `model_dir` has no checkpoint. The modules
-            are read, and the optimizer begins anew.
+        warm_start_from: The folder of a checkpoint, or a directory of checkpoints,
+            which is read as long as `model_dir` has no checkpoint. The modules begin
+            with its values, and the optimizer begins anew.
 
     Raises:
         EstimatorError: If `model_fn` has other arguments than a model function, or has
@@ -271,7 +271,7 @@ class Estimator:
         return predict(
             made._model,
             make_data,
-            lambda: made._path or made.latest_checkpoint(),
+            made._find_checkpoint,
             predict_keys,
             bool(yield_single_examples),
         )
@@ -359,6 +359,10 @@ class Estimator:
         """Returns the path of the latest checkpoint in `model_dir`, or `None`."""
         saved = find_checkpoints(as_absolute("model_dir", self.model_dir))
         return str(saved[-1].path) if saved else None
+
+    def _find_checkpoint(self) -> str | None:
+        """Returns the path of the checkpoint whose modules are to be read."""
+        return self._path or self.latest_checkpoint() or self._find_warm_start()
 
     def eval_dir(self, name: str | None = None) -> str:
         """Returns where summaries of evaluations of a name go; see `evaluate`."""
@@ -493,13 +497,19 @@ class Estimator:
         )
         return evaluator, spec
 
-    def _make_init_fn(self, checkpoint: Checkpoint) -> Callable[[], Any] | None:
-        """Returns what reads the checkpoint of a warm start, if there is one."""
+    def _find_warm_start(self) -> str | None:
+        """Returns the path of the checkpoint to begin with, if there is one."""
         if self._warm_start_from is None:
             return None
         folder = as_absolute("warm_start_from", self._warm_start_from)
         saved = find_checkpoints(folder)
-        path = str(saved[-1].path if saved else folder)
+        return str(saved[-1].path if saved else folder)
+
+    def _make_init_fn(self, checkpoint: Checkpoint) -> Callable[[], Any] | None:
+        """Returns what reads the checkpoint of a warm start, if there is one."""
+        path = self._find_warm_start()
+        if path is None:
+            return None
 
         def read() -> None:
             checkpoint.read(path, only="model")

@@ -87,6 +87,7 @@ def test_the_guides_program_prints_the_guides_numbers(name, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_lists_of_numbers_are_arrays(tmp_path):
     columns = [estimator.numeric_column("feats")]
     made = estimator.LinearRegressor(

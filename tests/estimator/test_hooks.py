@@ -185,6 +185,7 @@ def test_training_begins_with_the_weights_of_a_warm_start(tmp_path):
             linear_model_fn, tmp_path / folder, config, warm_start_from=start
         )
 
+    np.testing.assert_array_equal(predict(make("untrained")), predict(first))
     second = make("second").train(make_input_fn(), steps=1)
     assert second.global_step == 1
     first.train(make_input_fn(), steps=1)

@@ -263,6 +263,7 @@ def test_an_input_function_is_checked_before_it_is_called(tmp_path):
             next(found)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+@pytest.mark.slow
 def test_functions_may_have_defaults_and_take_any_keyword(tmp_path):
     seen = {}
 
