@@ -142,16 +142,19 @@ def test_an_error_from_within_the_library_says_where_its_frames_are():
 @pytest.mark.parametrize(
     ("mistake", "note"),
     [
-        (lambda trainer: trainer.loss.reset_states(), r"write `metric.reset\(\)`"),
-        (lambda trainer: trainer.loss.result(), r"write `metric.compute\(\)`"),
-        (lambda trainer: {trainer.loss.name: 0.0}, "write a name of your own"),
-        (lambda trainer: trainer.optimizer.iterations, "write `optimizer.step`"),
+        (lambda trainer: trainer.loss.reset_states(), r"Write `metric.reset\(\)`"),
+        (lambda trainer: trainer.loss.result(), r"Write `metric.compute\(\)`"),
+        (lambda trainer: {trainer.loss.name: 0.0}, "Write a name of your own"),
+        (lambda trainer: trainer.optimizer.iterations, "Write `optimizer.step`"),
         (
             lambda trainer: trainer.optimizer.apply_gradients([]),
-            r"write `optimizer.update\(model, gradients\)`",
+            r"Write `optimizer.update\(model, gradients\)`",
         ),
-        (lambda trainer: trainer.mean.reset_states(), r"Keras 3, write .*reset_state"),
-        (lambda trainer: trainer.sgd.minimize, r"optimizer.apply\(gradients, "),
+        (
+            lambda trainer: trainer.mean.reset_states(),
+            r"`metric.reset_state\(\)` for a metric of Keras",
+        ),
+        (lambda trainer: trainer.sgd.minimize, r"`optimizer.apply_gradients\(zip"),
     ],
 )
 @pytest.mark.parametrize("hook", ["train_loop_begin", "train_step", "train_loop_end"])
