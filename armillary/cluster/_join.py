@@ -110,14 +110,6 @@ class CommunicationOptions:
         # The dataclass is frozen, and the field must hold one type.
         object.__setattr__(self, "implementation", implementation)
 
-    def check(self, platform: str) -> None:
-        """Raises if XLA cannot follow these options on a platform.
-
-        Raises:
-            ValueError: If an option has no meaning there.
-        """
-        self._find_flags(platform)
-
     def _find_flags(self, platform: str) -> dict[str, str]:
         """Returns the flags by which XLA follows these options, and their values."""
         kind = "gpu" if platform in GPU_PLATFORMS else platform
@@ -148,6 +140,11 @@ class CommunicationOptions:
             if XLA_LIMITS_PROGRAMS:
                 flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
         return flags
+
+
+def check_options(options: CommunicationOptions, platform: str) -> None:
+    """Raises if XLA cannot follow options on a platform."""
+    options._find_flags(platform)
 
 
 class _Joined(NamedTuple):

@@ -14,6 +14,7 @@ from armillary._jaxpr import is_in_trace
 from armillary.cluster._join import (
     CommunicationImplementation,
     CommunicationOptions,
+    check_options,
     join_cluster,
 )
 from armillary.cluster.resolvers._resolver import (
@@ -61,7 +62,7 @@ class JoinedStrategy(Strategy):
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
         if self.peers is None and communication_options is not None:
-            communication_options.check(jax.default_backend())
+            check_options(communication_options, jax.default_backend())
         is_found_alone = self.peers is None and plan.num_processes is None
         if is_found_alone and isinstance(self._cluster_resolver, ScheduledResolver):
             self._cluster_resolver.hold_alone()
