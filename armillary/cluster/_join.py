@@ -142,11 +142,6 @@ class CommunicationOptions:
         return flags
 
 
-def check_options(options: CommunicationOptions, platform: str) -> None:
-    """Raises if XLA cannot follow options on a platform."""
-    options._find_flags(platform)
-
-
 class _Joined(NamedTuple):
     """The arguments with which the process joined."""
 

@@ -14,7 +14,6 @@ from armillary._jaxpr import is_in_trace
 from armillary.cluster._join import (
     CommunicationImplementation,
     CommunicationOptions,
-    check_options,
     join_cluster,
 )
 from armillary.cluster.resolvers._resolver import (
@@ -45,13 +44,6 @@ class JoinedStrategy(Strategy):
     ) -> None:
         _check_no_implementation(cluster_resolver)
         fix = "Use one of `armillary.cluster`, or leave it out."
-        if isinstance(cluster_resolver, CommunicationImplementation):
-            # It is the first argument in older guides of TensorFlow.
-            raise TypeError(
-                f"`cluster_resolver` is {cluster_resolver!r}, which is an option of "
-                "the communication. Write `communication_options=armillary.cluster."
-                f'CommunicationOptions(implementation="{cluster_resolver}")`.'
-            )
         kind = ClusterResolver | None
         check_instance("cluster_resolver", cluster_resolver, kind, fix)
         kind = CommunicationOptions | None
@@ -61,8 +53,6 @@ class JoinedStrategy(Strategy):
         check_is_no_server(self._cluster_resolver)
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
-        if self.peers is None and communication_options is not None:
-            check_options(communication_options, jax.default_backend())
         is_found_alone = self.peers is None and plan.num_processes is None
         if is_found_alone and isinstance(self._cluster_resolver, ScheduledResolver):
             self._cluster_resolver.hold_alone()
