@@ -119,7 +119,7 @@ def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
 def _averaged_weights(model: Any) -> Iterator[None]:
     """Puts the averages of `use_ema` into a model, and its own weights back."""
     optimizer = getattr(model, "optimizer", None)
-    averages = getattr(optimizer, "inner_optimizer", optimizer)
+    averages: Any = getattr(optimizer, "inner_optimizer", optimizer)
     # Before the first step the averages are zeros.
     has_averages = getattr(averages, "use_ema", False) and bool(
         as_local(value_of(averages.iterations))

@@ -273,7 +273,7 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     children = children_of(value)
     if are_plain(children):  # as most values have none
         return False
-    if type(children) in (list, tuple) and are_constant(children):
+    if isinstance(children, list | tuple) and are_constant(children):
         return False
     above = (*above, id(value))
     found = [

@@ -4,7 +4,9 @@ The rule is the same in trainers, in `armillary.function` and in a loop of your 
 calls `strategy.run`, under every strategy.
 """
 
+import sys
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,7 @@ class Scale:
 
 
 UNREAD = []
+SETTINGS: Any = None
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -154,8 +157,8 @@ def test_a_number_in_the_closure_of_a_helper_is_read_anew(num_replicas):
 def test_a_module_of_the_users_is_read_anew(monkeypatch):
     module = types.ModuleType("settings_of_the_user")
     module.rate = 1.0
-    monkeypatch.setitem(globals(), "SETTINGS", module)
-    fn = armillary.function(lambda x: x * SETTINGS.rate)  # noqa: F821
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", module)
+    fn = armillary.function(lambda x: x * SETTINGS.rate)
     assert fn(jnp.ones(())) == 1
 
     module.rate = 3.0
