@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 
@@ -130,3 +131,30 @@ def test_a_step_of_the_models_own_is_not_dropped(problem, keras):
     model.compile(loss="mse")
     with pytest.raises(TypeError, match=r"has a `train_step` of its own"):
         armillary.keras.KerasTrainer(model, make_data(problem))
+
+
+@pytest.mark.slow
+def test_a_trainer_reduces_in_the_way_of_its_strategy(problem):
+    calls = []
+
+    class Noted(armillary.distribute.ReductionToOneDevice):
+        def reduce(self, op, values):
+            calls.append(len(values))
+            return super().reduce(op, values)
+
+    def train(operations):
+        devices = jax.devices()[:2]
+        strategy = armillary.MirroredStrategy(devices, cross_device_ops=operations)
+        with strategy.scope():
+            model = problem.make_model("sequential")
+        source = armillary.data.from_arrays((problem.x, problem.y), batch_size=10)
+        dataset = strategy.distribute_dataset(source)
+        trainer = armillary.keras.KerasTrainer(model, dataset)
+        with strategy.scope():
+            trainer.train(3)
+        return problem.read(model)
+
+    pairs = zip(train(Noted()), train(None), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert calls and set(calls) == {4}
