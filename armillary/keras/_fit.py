@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from armillary._logging import logger
 from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
@@ -36,6 +37,7 @@ from armillary.distribute.replica._context import (
     has_strategy,
     without_strategy,
 )
+from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.keras._dataset_creator import DatasetCreator
@@ -59,6 +61,8 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 # The strategy that each model was made or, later, compiled under.
 _strategies: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
+# Strategies whose `cross_device_ops` a warning has named.
+_warned: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 # The strategy that the functions of each model were made for.
 _made_for: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
 
@@ -134,6 +138,7 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         return method(*args, **kwargs)
     if strategy.peers is not None:
         _check_same(strategy.peers, model, name)
+    _warn_of_operations(strategy)
     if _made_for.get(model) is not strategy:
         for function in _FUNCTIONS:
             setattr(model, function, None)
@@ -165,6 +170,19 @@ def _find_scheduled_steps(model: Any) -> "ScheduledSteps | None":
 
     steps = model.train_function
     return steps if isinstance(steps, ScheduledSteps) else None
+
+
+def _warn_of_operations(strategy: "Strategy") -> None:
+    """Warns, once, of a way to reduce that a step of Keras itself does not use."""
+    operations = strategy.cross_device_ops
+    if isinstance(operations, NcclAllReduce | None) or strategy in _warned:
+        return
+    _warned.add(strategy)
+    logger.warning(
+        f"`cross_device_ops` of {strategy!r} is {operations!r}, but in `fit`, "
+        "`evaluate` and `predict` of Keras XLA divides the step, and reduces in its "
+        "own way. To use it, train by an `armillary.keras.KerasTrainer`."
+    )
 
 
 def _build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:

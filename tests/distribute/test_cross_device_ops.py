@@ -167,11 +167,12 @@ def find_rounds(ops, num_values=64):
     text = step.lower(values).compile().as_text()
     found = re.findall(
         r"f32\[(\d+)\]\S* (all-reduce|reduce-scatter|all-gather)\(.*"
-        r"replica_groups=\{\{(.*?)\}\}",
+        r"replica_groups=(?:\{\{(.*?)\}\}|mesh)",  # a whole mesh, from JAX 0.12
         text,
     )
     rounds = []
     for size, kind, listed in found:
+        listed = listed or "0,1,2,3,4,5,6,7"
         groups = [[int(n) for n in each.split(",")] for each in listed.split("},{")]
         times = len(groups[0]) if kind == "reduce-scatter" else 1
         rounds.append((kind, groups, 4 * int(size) * times))

@@ -288,3 +288,16 @@ def test_a_saved_model_is_loaded_compiled(keras, problem, tmp_path):
         expected = model.evaluate(problem.x, problem.y, verbose=0)
         assert loaded.evaluate(problem.x, problem.y, verbose=0) == expected
         loaded.fit(problem.x, problem.y, verbose=0)
+
+
+@pytest.mark.slow
+def test_a_way_to_reduce_that_fit_does_not_use_is_a_warning(problem, caplog):
+    operations = armillary.distribute.ReductionToOneDevice()
+    devices = jax.devices()[:2]
+    strategy = armillary.MirroredStrategy(devices, cross_device_ops=operations)
+    with strategy.scope():
+        model = problem.make_model("sequential")
+    for _ in range(2):
+        model.evaluate(problem.x, problem.y, batch_size=16, verbose=0)
+    (warning,) = [each for each in caplog.messages if "cross_device_ops" in each]
+    assert "ReductionToOneDevice()" in warning and "KerasTrainer" in warning

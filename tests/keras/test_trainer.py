@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 
@@ -167,3 +168,30 @@ def test_averaged_weights_are_those_of_fit(problem, keras, frequency, num_replic
     ours.optimizer.finalize_variable_values(ours.trainable_variables)
     for a, b in zip(problem.read(ours), problem.read(model), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_trainer_reduces_in_the_way_of_its_strategy(problem):
+    calls = []
+
+    class Noted(armillary.distribute.ReductionToOneDevice):
+        def reduce(self, op, values):
+            calls.append(len(values))
+            return super().reduce(op, values)
+
+    def train(operations):
+        devices = jax.devices()[:2]
+        strategy = armillary.MirroredStrategy(devices, cross_device_ops=operations)
+        with strategy.scope():
+            model = problem.make_model("sequential")
+        source = armillary.data.from_arrays((problem.x, problem.y), batch_size=10)
+        dataset = strategy.distribute_dataset(source)
+        trainer = armillary.keras.KerasTrainer(model, dataset)
+        with strategy.scope():
+            trainer.train(3)
+        return problem.read(model)
+
+    pairs = zip(train(Noted()), train(None), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert calls and set(calls) == {4}

@@ -64,15 +64,10 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
 
 def test_two_processes_with_two_devices_each_do_what_one_does(keras, tmp_path: Path):
     del keras
-    parts = {"train": {}, "odd": {}, "grouped": {}, "fit_keras": {}}
+    parts = {"train": {}, "odd": {}, "fit_keras": {}}
     results, _ = run_several(tmp_path, processes=2, devices=2, **parts)
     check_computed(results["train"], program.train(make_strategy(4)))
     check_odd(results["odd"], program.odd(make_strategy(4)))
-    hosts, across = "((0, 1), (2, 3))", "((0, 2), (1, 3))"
-    expected_groups = [hosts, across, across, hosts]
-    total = [4 * i + 6 for i in range(5)]
-    for found in results["grouped"]:
-        assert found == {"total": total, "groups": expected_groups}
     first, second = results["fit_keras"]
     expected = program.fit_keras(armillary.OneDeviceStrategy(jax.devices()[0]))
     assert first == second
@@ -81,6 +76,16 @@ def test_two_processes_with_two_devices_each_do_what_one_does(keras, tmp_path: P
     assert first["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-4)
     predicted = np.array(first["predicted"])
     np.testing.assert_allclose(predicted, expected["predicted"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_devices_of_each_process_are_a_group(tmp_path: Path):
+    results, _ = run_several(tmp_path, processes=2, devices=2, grouped={})
+    inside = "((0, 1), (2, 3))"
+    across = "((0, 2), (1, 3))"
+    total = [4 * i + 6 for i in range(5)]
+    for found in results["grouped"]:
+        assert found == {"total": total, "groups": [inside, across, across, inside]}
 
 
 @pytest.mark.thorough

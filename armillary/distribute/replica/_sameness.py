@@ -135,7 +135,7 @@ def _check_same(ops: Any, program: core.ClosedJaxpr, num_replicas: int) -> None:
     differing = [i for i, classes in enumerate(results) if set(classes) != {0}]
     if differing:
         raise ReplicaMismatchError(
-            f"`reduce` of {ops!r} may leave other values on different replicas "
+            f"`reduce` of {ops!r} may leave different values on the replicas "
             f"({len(differing)} of {len(results)} results), but `all_reduce` must "
             "give every replica the same. End with a collective that does, such as\n"
             '  parts = jax.lax.all_gather(value, "replica")\n'

@@ -66,7 +66,7 @@ def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[]
         return jax.tree.map(lambda leaf: whole(jnp.asarray(leaf)), value)
 
     for name, hook in ((_READ, note_read), (_WRITE, combine_written)):
-        variable.set_metadata(name, (*_as_tuple(before[name]), hook))
+        variable.set_metadata(name, _chain((*_as_tuple(before[name]), hook)))
 
     def restore() -> None:
         for name, hooks in before.items():
@@ -76,6 +76,17 @@ def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[]
                 variable.set_metadata(name, hooks)
 
     return restore
+
+
+def _chain(hooks: tuple[Callable[[Any, Any], Any], ...]) -> Callable[[Any, Any], Any]:
+    """Returns one hook in place of several, because older releases of Flax take one."""
+
+    def call(variable: Any, value: Any) -> Any:
+        for hook in hooks:
+            value = hook(variable, value)
+        return value
+
+    return call
 
 
 def _as_tuple(hooks: Any) -> tuple[Any, ...]:
