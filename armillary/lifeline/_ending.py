@@ -256,12 +256,22 @@ def is_in(files: tuple[str, ...], stack: list[Line]) -> bool:
 def read_stack(thread: int | None = None) -> list[Line]:
     """Returns where a thread is, by its `ident`, or the main one; innermost first."""
     ident = thread or threading.main_thread().ident
-    found = map(dict.get, iter(sys._current_frames, None), [ident])
+    # Not a second time after the first frame, because it calls audit hooks, too.
+    once = itertools.islice(iter(sys._current_frames, None), 1)
+    found = map(dict.get, once, [ident])
     steps = itertools.chain(found, itertools.repeat("f_back"))
     outward = itertools.accumulate(steps, cast(Any, getattr))
     frames = itertools.takewhile(bool, outward)
-    places = map(operator.attrgetter("f_code", "f_lineno"), frames)
-    stack = _at_once(functools.partial(list, places))
+    if sys.version_info < (3, 12):
+        places = map(operator.attrgetter("f_code", "f_lineno"), frames)
+        stack = _at_once(functools.partial(list, places))
+    else:
+        # ORDER: the code after all lines. Reading `f_code` calls audit hooks, such as
+        # the hook of filelock 4.3, and another thread may continue in them.
+        frames, same = itertools.tee(frames)
+        pairs = zip(frames, map(operator.attrgetter("f_lineno"), same), strict=True)
+        held = _at_once(functools.partial(list, pairs))
+        stack = [(frame.f_code, line) for frame, line in held]
     return [Line(code.co_filename, line or 0, code.co_name) for code, line in stack]
 
 
