@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import armillary
+from tests.patience import patience
 
 MODULES = [
     module
@@ -94,6 +95,9 @@ def test_names_in_docstrings_can_be_reached_from_the_package():
     code = f"import armillary, operator\nfor name in {names}:\n"
     code += "    operator.attrgetter(name.partition('.')[2])(armillary)\n"
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert ended.returncode == 0, ended.stderr

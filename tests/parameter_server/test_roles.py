@@ -14,6 +14,7 @@ from armillary.cluster import SimpleClusterResolver
 from armillary.distribute.coordinator import Server
 from armillary.errors import ClusterError
 from tests.mistakes import mistakes
+from tests.patience import patience
 
 PROGRAM = """
 import logging, sys
@@ -43,8 +44,7 @@ print("total", total[...])
 CLUSTER = {"chief": ["h:1"], "worker": ["h:2", "h:3"], "ps": ["h:4"]}
 
 
-@pytest.mark.thorough
-@pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_chief_workers_and_servers_run_one_program(tmp_path):
     program = tmp_path / "program.py"
@@ -76,7 +76,9 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
             )
         )
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [
+            process.communicate(timeout=patience(300))[0] for process in processes
+        ]
     finally:
         for process in processes:
             if process.poll() is None:
