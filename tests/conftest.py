@@ -47,9 +47,14 @@ from tests.patience import calibrate
 calibrate()
 pytest_plugins = ["tests.left_out"]
 
-# A shell in the background ignores it, and tests send it to themselves.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell ignores these signals for programs in the background. Tests send them to
+# themselves and to processes that they start.
+for number, handler in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGQUIT: signal.SIG_DFL,
+}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Hypothesis would fail a test that is slow, and a busy machine makes every test slow.
 hypothesis.settings.register_profile(
