@@ -5,6 +5,7 @@ import warnings
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -146,6 +147,7 @@ def compute_expected(arrays):
     }
 
 
+@pytest.mark.slow
 @settings(BOUNDED, max_examples=12)
 @given(
     # Few, since each size of a last batch is a program for each number of replicas.
