@@ -26,17 +26,17 @@ NIGHTLY_PIP = .venv-nightly/bin/python -m pip --disable-pip-version-check -q ins
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short compare-sets oldest other quick-other nightly test test-all docs libraries plan-wheels plans dist differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow docs libraries plan-wheels plans dist differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
-	@echo "make quick     the tests of daily work; about 80 seconds on 2 cores"
-	@echo "make test      install and run the tests; about 15 minutes on 2 cores"
-	@echo "make test-all  run every case of every test; about 21 minutes on 2 cores"
-	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
+	@echo "make test      install, and test every promise once; 5 minutes on 2 cores"
+	@echo "make test-all  run every test; about 25 minutes on 2 cores"
+	@echo "make test-slow run the tests that make test leaves out"
+	@echo "make differential  compare 700 constructs with plain JAX; about an hour"
 	@echo "make soak      let 1,000 faults happen to jobs (KILLS=60: ten minutes); hours"
-	@echo "make versions  the quick tests with the oldest and the newest JAX; 20 minutes"
-	@echo "make nightly   the quick tests with the JAX of today, for a scheduled job"
+	@echo "make versions  make test with the oldest and the newest JAX; 20 minutes"
+	@echo "make nightly   make test with the JAX of today, for a scheduled job"
 	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
 	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
 	@echo "make check     lint, types, layers and spelling"
@@ -104,12 +104,9 @@ bench-ps: .venv/dev-installed
 # After the crash of a worker pytest-xdist may wait for ever: such a run ends at once.
 SHARED := -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 
-# Daily work: no test that takes long, starts processes or checks the benchmarks.
-QUICK := -m pytest $(SHARED) -m "not slow and not multiprocess" \
-  --ignore=tests/benchmarks
-
-quick: .venv/dev-installed
-	$(BIN)/python $(QUICK)
+TESTS := -m pytest $(SHARED)
+# The tests that touch every promise once. The marker `slow` is the only selection.
+SHORT_TESTS := $(TESTS) -m "not slow"
 
 # The oldest releases that the bounds allow, and the newest ones of everything else.
 .venv-oldest/made: constraints.txt constraints-oldest.txt
@@ -156,23 +153,23 @@ other: .venv/made
 	@if [ -n "$(OTHER_PYTHON)" ]; then $(MAKE) .venv-other/demo-installed; \
 	else echo "$(NO_OTHER)"; fi
 
-quick-other: .venv/made
+test-other: .venv/made
 	@if [ -n "$(OTHER_PYTHON)" ]; then \
-	  $(MAKE) .venv-other/dev-installed && $(OTHER)/python $(QUICK); \
+	  $(MAKE) .venv-other/dev-installed && $(OTHER)/python $(SHORT_TESTS); \
 	else echo "$(NO_OTHER)"; fi
 
 # Those that are installed.
 SETS = $$(for folder in .venv-oldest .venv .venv-other; do \
   if [ -e $$folder/demo-installed ]; then echo $$folder/bin/python; fi; done)
-SHORT := --steps 60 --steps-per-loop 20
+FEW_STEPS := --steps 60 --steps-per-loop 20
 
-versions: quick .venv-oldest/dev-installed
-	$(OLDEST)/python $(QUICK)
-	@$(MAKE) quick-other
+versions: test .venv-oldest/dev-installed
+	$(OLDEST)/python $(SHORT_TESTS)
+	@$(MAKE) test-other
 	$(BIN)/python -m tests.versions.across $(SETS)
 
 compare-sets: .venv/demo-installed
-	$(BIN)/python -m tests.versions.across $(SHORT) $(SETS)
+	$(BIN)/python -m tests.versions.across $(FEW_STEPS) $(SETS)
 
 versions-short: .venv/dev-installed oldest other compare-sets
 
@@ -187,17 +184,20 @@ nightly: .venv/made
 	@mkdir nightly
 	@.venv-nightly/bin/python -m pip list --format=freeze > nightly/releases.txt
 	@grep -E '^(jax|jaxlib|flax)==' nightly/releases.txt
-	@.venv-nightly/bin/python $(QUICK) -rfE > nightly/tests.txt 2>&1; status=$$?; \
+	@.venv-nightly/bin/python $(SHORT_TESTS) -rfE > nightly/tests.txt 2>&1; status=$$?; \
 	  grep -E '^(FAILED|ERROR)' nightly/tests.txt; tail -n 1 nightly/tests.txt; \
 	  echo "nightly/tests.txt has the failures, nightly/releases.txt the releases."; \
 	  exit $$status
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest $(SHARED) --durations=20
+	$(BIN)/python $(SHORT_TESTS) --durations=10
 
-# Also what proves again what other tests or cases do.
 test-all: .venv/dev-installed
-	ARMILLARY_TESTS=all $(BIN)/python -m pytest $(SHARED)
+	$(BIN)/python $(TESTS) --durations=20
+
+# The tests that `make test` leaves out.
+test-slow: .venv/dev-installed
+	$(BIN)/python $(TESTS) -m slow --durations=20
 
 # Not in the environment of the tests: these are large, and PyTorch for GPUs does not go
 # with the pins of JAX for GPUs.
@@ -224,14 +224,14 @@ libraries: .venv-libraries/installed
 plan-wheels: .venv/made .venv-plans/installed
 
 plans: .venv/dev-installed .venv-plans/installed
-	ARMILLARY_TESTS=all ARMILLARY_PLAN_WHEELS=.venv-plans $(BIN)/python -m pytest -n 0 \
+	ARMILLARY_PLAN_WHEELS=.venv-plans $(BIN)/python -m pytest -n 0 \
 	  tests/plan/test_compiled.py tests/plan/test_compiled_sharded.py \
 	  tests/plan/test_compiled_examples.py
 
-# Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
+# Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written again.
 differential: .venv/dev-installed
-	ARMILLARY_TESTS=all ARMILLARY_DIFFERENTIAL=all \
-	  $(BIN)/python -m pytest $(SHARED) tests/differential \
+	$(BIN)/python $(TESTS) tests/differential/all_cases.py \
+	  tests/differential/test_*.py \
 	  --deselect tests/differential/test_complete.py::test_the_page_lists_the_cases
 	$(BIN)/python -m tests.differential.page
 

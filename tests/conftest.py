@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -88,8 +87,32 @@ if FLAGS_MARK not in os.environ:
     os.environ[FLAGS_MARK] = " ".join(flags)
     os.environ["XLA_FLAGS"] += " " + os.environ[FLAGS_MARK]
 
+import hypothesis
 import jax
 import pytest
+
+from tests.patience import calibrate
+
+calibrate()
+pytest_plugins = ["tests.left_out"]
+
+# A shell ignores these signals for programs in the background. Tests send them to
+# themselves and to processes that they start.
+for number, handler in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGQUIT: signal.SIG_DFL,
+}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
+
+# Hypothesis would fail a test that is slow, and a busy machine makes every test slow.
+hypothesis.settings.register_profile(
+    "patient",
+    parent=hypothesis.settings(),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("patient")
 
 
 def forget_devices() -> dict[str, str]:
@@ -103,35 +126,8 @@ def forget_devices() -> dict[str, str]:
 # often as Python does takes a sixth of the time of the tests.
 gc.set_threshold(100_000, 50, 100)
 
-ALL_CASES = os.environ.get("ARMILLARY_TESTS") == "all"
-STRIDE = 5
 TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 ContextFactory = Callable[[], AbstractContextManager[None]]
-
-
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
-    """Leaves out what proves again what another test or case does, but for `all`.
-
-    That is tests marked `thorough`, and four of five cases of a slow test.
-    """
-    if ALL_CASES:
-        return
-    num_cases: Counter[str] = Counter()
-    chosen, others = [], []
-    for item in items:
-        test, _, case = item.nodeid.partition("[")
-        is_case = case and item.get_closest_marker("slow")
-        is_other = item.get_closest_marker("thorough") or (
-            is_case
-            and not item.get_closest_marker("each_case")
-            and num_cases[test] % STRIDE
-        )
-        num_cases[test] += 1
-        (others if is_other else chosen).append(item)
-    items[:] = chosen
-    config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

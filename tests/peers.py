@@ -6,6 +6,7 @@ from typing import Any
 
 from armillary.cluster._peers import Peers
 from armillary.lifeline._lifeline import Lifeline
+from tests.patience import patience
 
 
 class Wired(Lifeline):
@@ -38,7 +39,7 @@ class Wire:
             self._target._tree.take(self._source, line)
 
 
-def make_peers(count: int = 2, timeout_seconds: float = 10.0) -> list[Peers]:
+def make_peers(count: int = 2, timeout_seconds: float = 300.0) -> list[Peers]:
     """Returns what each of so many processes has of the others."""
     lifelines = [Wired(index, count) for index in range(count)]
     for lifeline in lifelines:
@@ -50,7 +51,7 @@ def make_peers(count: int = 2, timeout_seconds: float = 10.0) -> list[Peers]:
 
 
 def run_together(
-    fn: Callable[[Peers], Any], count: int = 2, timeout_seconds: float = 10.0
+    fn: Callable[[Peers], Any], count: int = 2, timeout_seconds: float = 300.0
 ) -> list[Any]:
     """Returns what `fn` returned, or raised, in each of so many processes."""
     outcomes: list[Any] = [None] * count
@@ -68,6 +69,6 @@ def run_together(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(patience(120))
         assert not thread.is_alive()
     return outcomes

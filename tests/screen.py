@@ -4,8 +4,9 @@ import contextlib
 import os
 import pty
 import select
-import time
 from collections.abc import Callable, Iterator
+
+from tests.patience import wait_until
 
 
 class Screen:
@@ -34,17 +35,14 @@ class Screen:
                 self._feed(self._rest + text)
         return "\n".join(line.rstrip() for line in self._lines)
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> str:
+    def wait_for(self, text: str) -> str:
         """Returns what is seen once `text` is among it."""
-        return self.wait_until(lambda seen: text in seen, seconds)
+        return self.wait_until(lambda seen: text in seen)
 
-    def wait_until(self, holds: Callable[[str], bool], seconds: float = 30.0) -> str:
+    def wait_until(self, holds: Callable[[str], bool]) -> str:
         """Returns what is seen once that holds."""
-        deadline = time.monotonic() + seconds
-        while not holds(seen := self.read()):
-            assert time.monotonic() < deadline, seen
-            time.sleep(0.01)
-        return seen
+        wait_until(lambda: holds(self.read()), self.read)
+        return self.read()
 
     def _feed(self, text: str) -> None:
         index = 0

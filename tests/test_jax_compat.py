@@ -37,7 +37,6 @@ def test_a_newer_jax_is_one_line(newer, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_newer_jax_is_asked_which_flags_it_knows(newer):
     flags = {"xla_cpu_collective_timeout_seconds": "5", "xla_no_such_flag": "1"}
     assert _jax_compat.find_unknown_flags(flags) == ["xla_no_such_flag"]

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import ALL_CASES
 from tests.problems import Metrics, make_strategy
-
-pytestmark = pytest.mark.slow
 
 BOUNDED = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -90,7 +87,8 @@ def assert_exact(evaluation, arrays):
     np.testing.assert_allclose(output["accuracy"], np.mean(label < 3), rtol=1e-6)
 
 
-@settings(BOUNDED, max_examples=50 if ALL_CASES else 20)
+@pytest.mark.slow
+@settings(BOUNDED, max_examples=50)
 @given(
     num_examples=st.integers(1, 50),
     batch_size=st.integers(1, 16),
@@ -108,6 +106,7 @@ def test_a_complete_evaluation_equals_numpy(
     assert_exact(evaluation, arrays)
 
 
+@pytest.mark.slow
 @settings(BOUNDED, max_examples=25)
 @given(num_examples=st.integers(1, 50), per_replica=st.booleans())
 def test_a_complete_evaluation_in_chunks_equals_numpy(num_examples, per_replica):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import armillary
 from armillary.data import from_arrays
 from tests.conftest import REPOSITORY
+from tests.patience import patience
 from tests.problems import (
     CNN,
     MLP,
@@ -30,8 +31,9 @@ from tests.problems import (
     make_strategy,
     read_state,
 )
+from tests.tiers import slow_after_first
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 NUM_STEPS = 50
 MODELS = {"mlp": MLP, "cnn": CNN}
@@ -83,6 +85,7 @@ def assert_same_as_reference(model, run, sizes):
     assert position == expected_position
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [*({"steps_per_chunk": size} for size in (1, 3, 7, 100)), {"compile_loop": False}],
@@ -97,6 +100,7 @@ def test_chunks_and_loops_of_any_size_give_identical_state(model, options):
         assert_same_as_reference(model, run, sizes)
 
 
+@pytest.mark.slow
 def test_the_reference_moves_every_kind_of_state():
     trainer, start = make_run("mlp")
     start.restore()
@@ -108,12 +112,14 @@ def test_the_reference_moves_every_kind_of_state():
     assert before.keys() - find_changed(before, after) == {"model/dropout/rngs/key"}
 
 
+@pytest.mark.slow
 def test_chunks_limited_by_memory_give_identical_state():
     run = make_run("mlp", max_chunk_bytes=3 * 16 * (64 + 1) * 4)
 
     assert_same_as_reference("mlp", run, [NUM_STEPS])
 
 
+@pytest.mark.slow
 @settings(
     max_examples=10,
     deadline=None,
@@ -151,6 +157,7 @@ def train_on(transform, num_replicas):
     return np.asarray(trainer.losses[:NUM_STEPS]), parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 def test_replicas_give_the_losses_and_parameters_of_one(transform, num_replicas):
@@ -166,6 +173,7 @@ def test_replicas_give_the_losses_and_parameters_of_one(transform, num_replicas)
         assert error < 1e-5, path
 
 
+@pytest.mark.slow
 def test_thousands_of_tiny_steps_on_four_devices():
     strategy = make_strategy(4)
 
@@ -247,10 +255,11 @@ def start(directory, output, model, interval=0):
 
 
 def finish(child):
-    _, errors = child.communicate(timeout=120)
+    _, errors = child.communicate(timeout=patience(120))
     assert child.returncode == 0, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_steps"), [("mlp", 23), ("cnn", 10)])
 def test_stop_and_resume_in_a_new_process_is_bit_identical(tmp_path, model, num_steps):
     expected, _ = get_reference(model)
@@ -262,6 +271,7 @@ def test_stop_and_resume_in_a_new_process_is_bit_identical(tmp_path, model, num_
         assert_identical(dict(final), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 def test_resume_on_another_number_of_replicas_goes_on_alike(tmp_path, num_replicas):
     expected, _ = get_reference("cnn")
@@ -280,7 +290,7 @@ def test_resume_on_another_number_of_replicas_goes_on_alike(tmp_path, num_replic
     assert len(kernel.sharding.device_set) == num_replicas
 
 
-@pytest.mark.parametrize(("num_loops", "delay"), [(1, 0.0), (3, 0.02), (8, 0.05)])
+@slow_after_first(("num_loops", "delay"), [(1, 0.0), (3, 0.02), (8, 0.05)])
 def test_a_killed_run_resumes_bit_identically(tmp_path, num_loops, delay):
     expected, _ = get_reference("mlp")
     child = start(tmp_path / "killed", tmp_path / "none.npz", "mlp", interval=4)
@@ -290,7 +300,7 @@ def test_a_killed_run_resumes_bit_identically(tmp_path, num_loops, delay):
         time.sleep(delay)
     finally:
         child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=60)
+        child.communicate(timeout=patience(120))
     assert child.returncode == -signal.SIGKILL
     assert not (tmp_path / "none.npz").exists()
 
@@ -302,6 +312,7 @@ def test_a_killed_run_resumes_bit_identically(tmp_path, num_loops, delay):
     assert_identical(read_state(resumed.trainer), expected)
 
 
+@pytest.mark.slow
 def test_restoring_compiles_nothing(tmp_path, no_retrace):
     controller = make_controller(tmp_path, 2, "mlp")
     controller.train(8)

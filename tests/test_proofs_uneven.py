@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import armillary
 from armillary.data import InputOptions, from_arrays
 from armillary.state._lift import find_slots
-from tests.conftest import ALL_CASES
 from tests.problems import assert_identical, make_strategy, read_state
 
 pytestmark = pytest.mark.slow
@@ -92,7 +91,7 @@ def assert_close(actual, expected):
         )
 
 
-@settings(max_examples=10 if ALL_CASES else 3, deadline=None, phases=[Phase.generate])
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])
 @given(
     num_rows=st.integers(1, 40),
     batch_size=st.integers(1, 17),

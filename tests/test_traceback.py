@@ -16,6 +16,7 @@ from flax import nnx
 
 import armillary
 from armillary.errors import CapturedStateError
+from tests.patience import patience
 from tests.problems import make_strategy
 
 unreached = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -113,7 +114,9 @@ def test_a_prediction_that_is_left_unfinished_ends_with_the_program_in_silence()
         "next(outputs)"
     )
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience(120)
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

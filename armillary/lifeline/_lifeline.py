@@ -39,7 +39,10 @@ from armillary.lifeline._ending import (
 from armillary.lifeline._tree import Ends, Tree, find_place
 
 _BEAT_SECONDS = 1.0
-_START_SECONDS = _SEND_SECONDS = 1.0
+_SEND_SECONDS = 1.0
+# A message that is sent before the thread listens is lost, and a thread may begin late
+# on a busy machine.
+_START_SECONDS = 60.0
 _VERDICT_SECONDS = 10.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""

@@ -14,6 +14,7 @@ from flax import nnx
 import armillary
 from armillary._process import Process, get_process, set_process
 from armillary.actions import ExportFileManager, ExportModel
+from tests.patience import patience
 from tests.problems import MLP, Classifier, make_digits, make_strategy
 
 IMAGES = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
@@ -53,7 +54,6 @@ def read_all(model):
     ]
 
 
-@pytest.mark.slow
 def test_an_export_runs_without_the_code_that_trained_it(tmp_path):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     make(tmp_path, model, polymorphic_batch_size=True, platforms=("cpu",))()
@@ -70,7 +70,7 @@ def test_an_export_runs_without_the_code_that_trained_it(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr

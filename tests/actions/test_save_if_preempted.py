@@ -22,6 +22,7 @@ from armillary.errors import CheckpointError
 from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from tests.patience import patience
 
 
 class Run(AbstractTrainer, AbstractEvaluator):
@@ -81,7 +82,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in lines if line.startswith("preempted:")]
 
 
-@pytest.mark.slow
 def test_a_signal_ends_the_program_with_77_after_the_loop(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     run = Run(at_5=terminate)
@@ -139,7 +139,7 @@ def test_a_signal_while_the_program_ends_does_not_change_its_exit_code(tmp_path)
         [sys.executable, "-c", ENDING, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(120),
     )
     assert result.returncode == 77, result.stderr
     assert (tmp_path / "checkpoint_1").is_dir()
@@ -154,7 +154,7 @@ def test_a_save_in_the_background_is_complete_before_the_next_one(
         wait = write(*args, **kwargs)
 
         def wait_slowly() -> None:
-            assert is_released.wait(60.0)
+            assert is_released.wait(patience(120))
             wait()
 
         return wait_slowly

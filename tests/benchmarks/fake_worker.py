@@ -19,7 +19,7 @@ class Fake:
 
     def run(self, num_steps: int) -> float:
         if behavior == "hang":
-            time.sleep(600)
+            time.sleep(100_000)
         if behavior == "die":
             sys.stderr.write("Something broke.\n")
             sys.exit(3)

@@ -1,9 +1,4 @@
-"""The comparison is fair only if all contestants compute the same.
-
-`ARMILLARY_BENCHMARKS=all` compares them on the two large tasks as well.
-"""
-
-import os
+"""The comparison is fair only if all contestants compute the same."""
 
 import jax
 import numpy as np
@@ -16,7 +11,6 @@ from benchmarks.protocol import Options, UnsupportedError
 from benchmarks.tasks import make_task
 
 OWN = ("reference-step", "reference-scan", "armillary")
-LARGE = ("cnn", "bert") if os.environ.get("ARMILLARY_BENCHMARKS") == "all" else ()
 
 
 def losses(name: str, task: str, bursts: int = 3, **options) -> list[float]:
@@ -35,7 +29,7 @@ def assert_all_agree(task: str, **options) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["mlp", "many-leaves", *LARGE])
+@pytest.mark.parametrize("task", ["mlp", "many-leaves", "cnn", "bert"])
 def test_all_contestants_reach_the_same_losses(task):
     assert_all_agree(task)
 
@@ -45,7 +39,6 @@ def test_they_agree_on_several_devices():
     assert_all_agree("mlp", devices=2)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:grain")
 def test_they_agree_from_grain():

@@ -12,6 +12,7 @@ from benchmarks.cases import Case
 from benchmarks.measure import Settings
 from benchmarks.processes import REPOSITORY, WorkerProcess
 from benchmarks.tasks import make_task
+from tests.patience import patience
 
 
 @pytest.mark.slow
@@ -50,7 +51,6 @@ def test_the_loop_needs_no_more_memory_than_a_scan_and_one_chunk(task):
     assert aliases > 0, "The state is donated."
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_second_start_takes_its_programs_from_the_cache(monkeypatch):
     # The suite's own cache would serve the first start.
@@ -90,7 +90,7 @@ def test_the_suite_runs_from_end_to_end(tmp_path):
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        timeout=280,
+        timeout=patience(280),
     )
     assert result.returncode == 0, result.stderr
     assert "relative to the faster hand-written loop" in result.stdout

@@ -84,7 +84,6 @@ def test_who_fails_or_is_not_installed_leaves_its_row_to_the_others(
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.xdist_group("ray")
 def test_a_tiny_run_counts_calls_from_end_to_end(tmp_path, capsys):
     pytest.importorskip("ray")

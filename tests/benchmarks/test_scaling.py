@@ -24,7 +24,6 @@ def test_a_step_is_planned_for_more_and_more_devices(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_an_exchange_of_processes_is_measured(tmp_path, capsys):
     path = tmp_path / "bench.json"
     boundary_cost.main(["--processes", "2", "--json", str(path)])

@@ -34,7 +34,7 @@ def count_parameters(name: str) -> tuple[int, int]:
     return len(leaves), sum(leaf.size for leaf in leaves)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_full_sizes_are_those_that_the_figures_are_about():
     assert count_parameters("mlp") == (4, 784 * 64 + 64 + 64 * 10 + 10)
     assert count_parameters("many-leaves") == (400, 200 * 72)

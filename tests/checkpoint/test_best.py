@@ -144,7 +144,6 @@ PLANS = st.lists(
 
 
 @pytest.mark.slow
-@pytest.mark.each_case
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(PLANS, st.lists(st.integers(1, 30), max_size=3), st.integers(1, 2))
 def test_the_best_is_kept_exactly_whatever_ends_a_run(plan, kills, kept):

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
+from tests.patience import patience
+from tests.tiers import slow_after_first
 
 PRELUDE = """
 import sys
@@ -27,14 +29,13 @@ def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", PRELUDE + code, str(directory)],
         check=False,
-        timeout=120,
+        timeout=patience(120),
         capture_output=True,
         text=True,
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@slow_after_first(
     ("ending", "returncode"),
     [("", 0), ("sys.exit('stop')\n", 1)],
     ids=["last line", "exit message"],

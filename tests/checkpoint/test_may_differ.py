@@ -82,7 +82,6 @@ def position_of(controller):
 PART, CHANGE = "optimizer/opt_state", {"transform": optax.sgd(0.1, momentum=0.9)}
 
 
-@pytest.mark.slow
 def test_a_changed_part_begins_anew_once_and_then_goes_on(make, caplog):
     first = make()
     first.train(3)

@@ -185,7 +185,6 @@ def find_newest(directory: Path) -> int:
     return saved[-1].serial
 
 
-@pytest.mark.slow
 def test_no_cut_at_any_moment_loses_a_checkpoint(tmp_path, monkeypatch):
     root = tmp_path / "disk"
     root.mkdir()

@@ -22,6 +22,8 @@ from armillary.checkpoint._store import (
     stored_sharding,
 )
 from armillary.errors import CheckpointError
+from tests.patience import patience
+from tests.tiers import slow_after_first
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -127,11 +129,10 @@ def test_what_eight_devices_saved_is_read_in_a_process_of_one(make_manager):
     manager.close()
     alone = {**os.environ, "XLA_FLAGS": ""}
     program = [sys.executable, "-c", PROGRAM, str(path)]
-    subprocess.run(program, check=True, timeout=120, env=alone)
+    subprocess.run(program, check=True, timeout=patience(120), env=alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["free", "replicated", "sharded"])
+@slow_after_first("placement", ["free", "replicated", "sharded"])
 def test_donating_the_arrays_after_save_does_not_change_what_is_saved(
     make_manager, placement
 ):

@@ -18,6 +18,7 @@ from armillary.cluster._peers import Boundary, Peers
 from armillary.data import from_arrays
 from armillary.data.feed._stream import Prefetcher
 from armillary.distribute.strategies import _multi_worker
+from tests.patience import patience
 from tests.peers import make_peers, run_together
 
 
@@ -109,7 +110,7 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def wait_and_look(prefetcher: Prefetcher[Any]) -> Any:
         # How fast a thread reads is not what is tested.
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + patience(120)
         has_thread = prefetcher._thread is not None
         while has_thread and not prefetcher.is_ready and time.monotonic() < end:
             prefetcher.read_on()

@@ -14,6 +14,7 @@ from armillary.cluster._peers import Peers
 from armillary.errors import ClusterError
 from armillary.lifeline._lifeline import Lifeline
 from tests.lifeline.test_lifeline import close
+from tests.patience import patience, wait_until
 
 
 class Store:
@@ -52,8 +53,8 @@ def test_processes_connect_at_the_address_of_the_coordinator_and_then_in_a_tree(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
-    answers = [Peers(i, count, 10.0, each) for i, each in enumerate(lifelines)]
+        thread.join(patience(120))
+    answers = [Peers(i, count, patience(120), each) for i, each in enumerate(lifelines)]
     for each in answers[1:]:
         each._lifeline.say(["value", "hello", str(each.index)])
     assert answers[0].gather("hello", "0") == [str(index) for index in range(count)]
@@ -65,10 +66,7 @@ def test_processes_connect_at_the_address_of_the_coordinator_and_then_in_a_tree(
     assert [index for index, each in enumerate(listening) if each] == [0, 1, 3, 5, 7, 9]
     for lifeline in reversed(lifelines):
         lifeline.tell_end()
-    end = time.monotonic() + 10
-    while not all(map(lifelines[0].has_ended, range(count))):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: all(map(lifelines[0].has_ended, range(count))))
     for lifeline in reversed(lifelines):
         close(lifeline)
 
@@ -128,14 +126,14 @@ class Knowing(Lifeline):
 
 
 def test_waiting_for_a_process_that_has_ended_is_an_error_at_once(monkeypatch):
-    peers = Peers(0, 2, 60.0, Knowing(ended=True))
+    peers = Peers(0, 2, patience(120), Knowing(ended=True))
     monkeypatch.setattr("armillary.cluster._peers._SLICE_SECONDS", 0.05)
     error = catch(lambda: peers.gather("whether to stop", ""))
     assert "Process 1 of 2 has reached the end of its program, while process 0" in error
 
 
 def test_waiting_for_a_process_that_is_gone_tells_so(monkeypatch):
-    peers = Peers(0, 2, 60.0, Knowing(verdict="Process 1 of 2 is gone."))
+    peers = Peers(0, 2, patience(120), Knowing(verdict="Process 1 of 2 is gone."))
     monkeypatch.setattr("armillary.cluster._peers._SLICE_SECONDS", 0.05)
     assert catch(lambda: peers.gather("whether to stop", "")) == (
         "PeerError: Process 1 of 2 is gone."
@@ -144,7 +142,7 @@ def test_waiting_for_a_process_that_is_gone_tells_so(monkeypatch):
 
 def test_an_error_that_another_process_caused_is_explained_and_not_told():
     gone = Knowing(verdict="Process 1 of 2 is gone.")
-    cause = Peers(0, 2, 60.0, gone).explain(ValueError("Gloo failed"))
+    cause = Peers(0, 2, patience(120), gone).explain(ValueError("Gloo failed"))
     assert str(cause) == "Process 1 of 2 is gone."
     assert gone.failures == []
 
@@ -152,7 +150,7 @@ def test_an_error_that_another_process_caused_is_explained_and_not_told():
 @pytest.mark.parametrize("error", [ValueError("bad data"), SystemExit(77)])
 def test_an_error_of_ones_own_is_told_and_an_end_by_choice_is_not(error):
     lifeline = Knowing()
-    peers = Peers(0, 2, 60.0, lifeline)
+    peers = Peers(0, 2, patience(120), lifeline)
     assert peers.explain(error) is None
     assert lifeline.failures == ([error] if isinstance(error, ValueError) else [])
     assert peers.has_failed == isinstance(error, ValueError)

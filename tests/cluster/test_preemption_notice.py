@@ -14,7 +14,7 @@ import pytest
 from armillary.cluster import TerminationConfig, _preemption
 from armillary.cluster._preemption import PreemptionNotice
 from armillary.launch._process import find_addresses
-from tests.launch.conftest import wait_for
+from tests.patience import patience, wait_until
 
 
 @pytest.fixture
@@ -118,7 +118,10 @@ time.sleep(60)
 @pytest.mark.slow
 def test_forked_children_and_those_who_forget_end_by_the_signal():
     result = subprocess.run(
-        [sys.executable, "-c", CHILDREN], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", CHILDREN],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert result.stdout == "-15 None\n", result.stderr
     assert result.returncode == -signal.SIGTERM
@@ -149,7 +152,7 @@ def test_a_signal_that_jax_took_is_taken_back():
         [sys.executable, "-c", JOINED_BY_HAND, address],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(120),
         env=environment,
     )
     # A JAX that leaves the signal alone would make `listen` needless.
@@ -165,24 +168,24 @@ def test_a_watcher_gives_notice_when_its_answer_becomes_true(monkeypatch, heard)
         return answer
 
     notice = PreemptionNotice(watcher)
-    wait_for(lambda: len(asked) > 3, "the watcher to be asked")
+    wait_until(lambda: len(asked) > 3, "the watcher to be asked")
     assert notice.source is None
     answer = True
-    wait_for(lambda: notice.source, "a notice")
+    wait_until(lambda: notice.source, "a notice")
     assert notice.source == "`watcher`"
     # As long as it stays true, it is one notice.
     notice.source = None
     asked.clear()
-    wait_for(lambda: len(asked) > 3, "the watcher to be asked")
+    wait_until(lambda: len(asked) > 3, "the watcher to be asked")
     assert notice.source is None
     answer = False
     asked.clear()
-    wait_for(lambda: len(asked) > 3, "the watcher to be asked")
+    wait_until(lambda: len(asked) > 3, "the watcher to be asked")
     answer = True
-    wait_for(lambda: notice.source, "a second notice")
+    wait_until(lambda: notice.source, "a second notice")
     thread = asked[0]
     notice.close()
-    thread.join(10.0)
+    thread.join(patience(120))
     assert not thread.is_alive()
 
 
@@ -200,7 +203,7 @@ def test_a_watcher_that_fails_is_logged_once_and_asked_again(
         return True
 
     notice = PreemptionNotice(watcher)
-    wait_for(lambda: notice.source, "a notice")
+    wait_until(lambda: notice.source, "a notice")
     notice.close()
     (record,) = caplog.records
     assert record.levelname == "WARNING"

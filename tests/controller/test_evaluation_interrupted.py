@@ -33,6 +33,7 @@ from armillary.actions import (
 from armillary.checkpoint._writer import Writer, find_running
 from armillary.data import from_arrays
 from armillary.summary._metrics_file import read_metrics
+from tests.tiers import slow_after_first
 
 STEPS = 40
 LOSSES = (1.0, 0.5, 0.7, 0.2, 0.3, 0.4, 0.1, 0.6, 0.05)
@@ -303,7 +304,6 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@pytest.mark.each_case
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(index=st.integers(0, 60), place=st.sampled_from(PLACES), options=OPTIONS)
@@ -315,7 +315,7 @@ def test_a_run_that_is_interrupted_ends_as_one_that_is_not(kind, index, place, o
 FIXED = {"loop": 5, "eval_interval": 5, "checkpoint_interval": 5, "patience": 9}
 
 
-@pytest.mark.parametrize("index", range(10))
+@slow_after_first("index", range(10))
 def test_errors_at_any_points_of_evaluations_change_nothing(index):
     assert check("error", index, "", FIXED, 7 * index % 10)
 

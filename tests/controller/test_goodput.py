@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,37 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.goodput import Category, read_goodput
+from armillary.goodput import Category, _journal, _stopwatch, read_goodput
 from armillary.report._run_files import read_run
+from tests.goodput.conftest import FakeClock
+from tests.patience import patience
+from tests.recovery.soak import MOST_UNKNOWN, audit
+
+
+class Clock(FakeClock):
+    """Moves a little each time it is read, so that everything takes time."""
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+
+CLOCK = Clock()
+
+
+def spend(seconds):
+    """Lets time pass: for the clock that a test may have, and for real."""
+    CLOCK.now += seconds
+    time.sleep(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(_stopwatch, "_now", CLOCK)
+    monkeypatch.setattr(
+        _journal, "time", SimpleNamespace(**{**vars(time), "time": CLOCK})
+    )
+    return CLOCK
 
 
 class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
@@ -23,12 +53,12 @@ class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
         self.step = jnp.int32(0)
 
     def train(self, num_steps):
-        time.sleep(0.01 * num_steps)
+        spend(0.01 * num_steps)
         self.step = self.step + num_steps
         return {"step": self.step}
 
     def evaluate(self, num_steps):
-        time.sleep(0.1)
+        spend(0.1)
         return {"step": self.step}
 
 
@@ -47,19 +77,24 @@ def make_controller(directory, **options):
     return armillary.Controller(**{**arguments, **options})
 
 
-def test_a_run_is_accounted_for_in_the_directory_of_its_checkpoints(tmp_path):
-    controller = make_controller(
-        tmp_path, train_actions=[lambda output: time.sleep(0.02)]
-    )
-    start = time.perf_counter()
+def test_a_run_is_accounted_for_in_the_directory_of_its_checkpoints(tmp_path, clock):
+    controller = make_controller(tmp_path, train_actions=[lambda output: spend(0.02)])
+    start = clock.now
     controller.train_and_evaluate(40, eval_interval=20)
-    elapsed = time.perf_counter() - start
+    elapsed = clock.now - start
 
     goodput = read_goodput(tmp_path)
     seconds = goodput.seconds
-    assert seconds[Category.STEPPING] >= 0.4
-    assert seconds[Category.EVALUATING] >= 0.2
-    assert seconds[Category.OTHER] >= 8 * 0.02
+    spent = {
+        Category.STEPPING: 0.4,
+        Category.EVALUATING: 0.2,
+        Category.OTHER: 8 * 0.02,
+    }
+    # JAX says itself how long a compilation took, which is no part of the others.
+    found = seconds[Category.COMPILING] + sum(map(seconds.get, spent))
+    assert found == pytest.approx(sum(spent.values()), rel=0.01)
+    for category, most in spent.items():
+        assert 0 < seconds[category] < 1.01 * most
     assert seconds[Category.SAVING] > 0
     assert seconds[Category.LOST] == seconds[Category.DOWN] == 0
     before = seconds[Category.START_UP] + seconds[Category.RESTORING]
@@ -107,9 +142,11 @@ class Matrices(armillary.StandardTrainer):
 
 @pytest.mark.slow
 def test_summaries_that_hide_behind_the_device_are_stepping(tmp_path):
+    summary_seconds = patience(0.05)
+
     class SlowSummaries(armillary.summary.SummaryManager):
         def write_summaries(self, values, *, step):
-            time.sleep(0.05)
+            time.sleep(summary_seconds)
 
     data = armillary.data.from_arrays(
         {"x": np.eye(256, dtype=np.float32)}, batch_size=256, repeat=True
@@ -129,7 +166,7 @@ def test_summaries_that_hide_behind_the_device_are_stepping(tmp_path):
 
     seconds = read_goodput(tmp_path).seconds
     # The first and the last loop are looked at while nothing else runs.
-    assert 0.1 <= seconds[Category.OTHER] < 6 * 0.05
+    assert 2 * summary_seconds <= seconds[Category.OTHER] < 6 * summary_seconds
     assert seconds[Category.COMPILING] > 0
     assert seconds[Category.DATA] < 0.05 * seconds[Category.STEPPING]
 
@@ -188,7 +225,7 @@ def test_totals_of_a_killed_and_restarted_run_add_up_to_the_wall_time(tmp_path):
             [sys.executable, "-c", PROGRAM, str(tmp_path), str(kill_at)],
             stdout=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=patience(120),
             env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},
         )
 
@@ -199,7 +236,9 @@ def test_totals_of_a_killed_and_restarted_run_add_up_to_the_wall_time(tmp_path):
 
     goodput = read_goodput(tmp_path)
     seconds = goodput.seconds
-    assert goodput.total_seconds == pytest.approx(end - start, rel=0.01)
+    # From the first line of the journal to the last, nothing is missing or twice there.
+    assert audit(tmp_path) < MOST_UNKNOWN
+    assert goodput.total_seconds < 1.01 * (end - start)
     assert (goodput.num_attempts, goodput.num_steps) == (2, 60)
     assert goodput.num_lost_steps == 10
     assert seconds[Category.LOST] >= 0.8 * 10 * 0.05
@@ -207,6 +246,6 @@ def test_totals_of_a_killed_and_restarted_run_add_up_to_the_wall_time(tmp_path):
     assert seconds[Category.DATA] >= 0.5 * 60 * 0.05
     assert seconds[Category.EVALUATING] >= 3 * 0.2
     assert seconds[Category.OTHER] >= 12 * 0.02
-    assert seconds[Category.START_UP] > 0.5
-    for category in (Category.COMPILING, Category.SAVING, Category.RESTORING):
+    started = (Category.START_UP, Category.COMPILING)
+    for category in (*started, Category.SAVING, Category.RESTORING):
         assert seconds[category] > 0

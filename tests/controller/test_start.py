@@ -63,7 +63,6 @@ def make_source():
     return armillary.data.from_arrays(ARRAYS, batch_size=16, repeat=True)
 
 
-@pytest.mark.slow
 def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     strategy = armillary.MirroredStrategy(jax.devices()[:4])

@@ -11,6 +11,7 @@ from armillary.errors import DatasetStateError
 from tests import problems
 from tests.data.contract import make_grain_loader
 from tests.feeds import open_reader, wait_until
+from tests.patience import patience
 
 pytestmark = pytest.mark.usefixtures("prefetch_threads")
 
@@ -132,7 +133,7 @@ def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
     class Slow(Positioned):
         def __next__(self):
             if self.state["index"] == 3:
-                assert release.wait(10)
+                assert release.wait(patience(120))
             return super().__next__()
 
     dataset = make_dataset(Slow)

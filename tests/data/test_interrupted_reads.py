@@ -12,6 +12,7 @@ import armillary
 from armillary.data import DistributedDataset, InputOptions
 from armillary.errors import DatasetStateError
 from tests.feeds import open_chunks
+from tests.patience import patience
 
 
 class Counter:
@@ -122,11 +123,13 @@ def test_a_generator_that_a_thread_reads_goes_on():
         for number in range(1, 5):
             if number == 3:
                 started.set()
-                assert go_on.wait(60)
+                assert go_on.wait(patience(120))
             yield {"x": np.full(2, number, np.float32)}
 
     trainer = Sum(generate, prefetch=1)
-    interrupt = threading.Thread(target=lambda: started.wait(60) and press_ctrl_c())
+    interrupt = threading.Thread(
+        target=lambda: started.wait(patience(120)) and press_ctrl_c()
+    )
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         trainer.train(4)

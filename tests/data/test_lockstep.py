@@ -13,6 +13,7 @@ from armillary.data import DistributedDataset, InputOptions
 from armillary.data.feed._chunks import ChunkBuilder
 from armillary.errors import BatchSizeError, PeerError
 from tests.feeds import open_feed, open_reader, read_chunks
+from tests.patience import wait_until
 from tests.peers import run_together
 
 
@@ -179,9 +180,7 @@ def test_a_thread_reads_ahead_what_is_agreed_on_later(prefetch, num_read):
         source = Counted()
         reader = open_reader(make_dataset(peers, lambda: source, prefetch))
         next(reader)
-        end = time.monotonic() + 30
-        while source.num_read < num_read and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: source.num_read >= num_read)
         time.sleep(0.1)
         reads_itself = threading.current_thread().name in source.readers
         reader.close()

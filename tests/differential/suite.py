@@ -46,3 +46,8 @@ def groups(cases: list[Case]) -> list[list[Case]]:
         shared = [c for c in cases if can_merge(c) and bool(c.reference) == is_sharded]
         together += [shared[i : i + GROUP] for i in range(0, len(shared), GROUP)]
     return together + [[case] for case in cases if not can_merge(case)]
+
+
+def name_group(cases: list[Case]) -> str:
+    """Returns the names of the first and the last case of a group."""
+    return " to ".join(dict.fromkeys((cases[0].name, cases[-1].name)))

@@ -18,6 +18,7 @@ from armillary.errors import (
     ReplicaMismatchError,
 )
 from tests.mistakes import mistakes
+from tests.tiers import slow_after_first
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 DATA = {"x": X, "y": X @ np.array([1, -2, 3], np.float32)}
@@ -73,9 +74,8 @@ def expected():
     return train(armillary.distribute.DefaultStrategy(), lambda grads: grads)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@slow_after_first("reduction", REDUCTIONS)
+@slow_after_first("strategy", STRATEGIES)
 def test_one_text_of_a_step_runs_under_every_strategy(strategy, reduction, expected):
     found = train(STRATEGIES[strategy](), REDUCTIONS[reduction])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)

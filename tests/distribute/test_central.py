@@ -9,7 +9,7 @@ from flax import nnx
 
 import armillary
 from armillary.state._lift import State
-from tests.launch.conftest import wait_for
+from tests.patience import wait_until
 from tests.problems import MLP, Classifier
 
 
@@ -48,7 +48,6 @@ def test_a_step_without_a_compiler_leaves_state_in_its_place():
     }
 
 
-@pytest.mark.slow
 def test_no_device_of_a_replica_holds_state_between_steps():
     strategy = make_central()
     # No other test has arrays of this shape: threads may hold on to theirs for a while.
@@ -74,10 +73,10 @@ def test_no_device_of_a_replica_holds_state_between_steps():
         assert all(leaf.devices() == {jax.devices()[0]} for leaf in state)
         # Not even through a reference that is hidden somewhere; the thread that watches
         # the program has its frames for a moment.
-        wait_for(lambda: count_on(devices, shape) == 0, "no array is left", 5)
+        wait_until(lambda: count_on(devices, shape) == 0, "no array is left")
     mirrored = armillary.MirroredStrategy(jax.devices()[1:5])
     armillary.function(lambda: mirrored.run(lambda: model.kernel[...] * 2))()
-    wait_for(lambda: count_on(devices, shape) == 4, "the result is gone", 5)
+    wait_until(lambda: count_on(devices, shape) == 4, "the result is gone")
 
 
 def test_an_array_of_the_user_outlives_the_step_that_takes_it_in():

@@ -257,7 +257,6 @@ FIRST = """
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_on_one_machine_it_can_be_made_before_any_device_is_used():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FIRST)],

@@ -61,7 +61,6 @@ def make_trainer(num_replicas: int = 4, **options: Any) -> Classifier:
 # The checksum
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_flipped_bit_is_found(dtype):
@@ -132,7 +131,6 @@ def test_there_is_nothing_to_compare_on_one_replica():
 # The trainer
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_in_a_parameter_is_reported():
     trainer = make_trainer(check_replicas_every=2)
     trainer.train(2)

@@ -12,6 +12,7 @@ import pytest
 import armillary
 from armillary import compute_average_loss, weighted_mean
 from tests.distribute.losses import DATA, ROWS, WIDTH, W, check, on_replicas, squares
+from tests.tiers import slow_after_first
 
 COUNTS = [1, 2, 4]
 
@@ -191,9 +192,7 @@ def test_the_mean_of_weighted_parts_and_ways_out_is_right(name, count, make_mirr
     check(reduced(make_mirrored(count), way_out, "mean"), on_one_device(plain))
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
-@pytest.mark.parametrize("name", PARTS)
+@slow_after_first("name", PARTS)
 def test_weighted_parts_and_ways_out_have_second_derivatives(name, make_mirrored):
     plain, way_out = PARTS[name]
     expected = jax.jit(jax.hessian(lambda w: plain(w, DATA)))(W)

@@ -210,7 +210,7 @@ WAYS = {
 
 def list_cells() -> Iterator[Any]:
     """Yields a case for each cell; Ray, which one row needs, is slow to start."""
-    marks = [pytest.mark.multiprocess, pytest.mark.xdist_group("ray")]
+    marks = [pytest.mark.xdist_group("ray")]
     for row in STRATEGIES:
         for column in WAYS:
             is_on_ray = row == "ParameterServerStrategy"

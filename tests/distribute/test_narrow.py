@@ -13,6 +13,7 @@ from armillary.distribute import VariableAggregation
 from armillary.distribute._global_arrays import narrow_mesh
 from armillary.distribute.replica._run import take_first_copy
 from armillary.errors import BatchSizeError
+from tests.tiers import slow_after_first
 
 ROWS = np.arange(6, dtype=np.float32)
 
@@ -95,8 +96,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@slow_after_first("name", LOSSES)
 def test_a_loss_that_is_scaled_in_the_step_has_the_gradient_of_one_replica(
     strategy, name
 ):

@@ -12,6 +12,7 @@ from flax import nnx
 import armillary
 from armillary.distribute import VariableAggregation
 from tests.problems import Holder
+from tests.tiers import slow_after_first
 
 
 def masks_of(strategy, dropout):
@@ -109,9 +110,7 @@ LEGACY = {
 }
 
 
-@pytest.mark.each_case
-@pytest.mark.slow
-@pytest.mark.parametrize("draw", LEGACY.values(), ids=LEGACY)
+@slow_after_first("draw", LEGACY.values(), ids=LEGACY)
 def test_a_legacy_key_that_gives_all_replicas_the_same_is_an_error(strategy, draw):
     holder = Holder(key=jax.random.PRNGKey(0))
     with pytest.raises(ValueError) as caught:

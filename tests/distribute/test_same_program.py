@@ -57,6 +57,7 @@ def test_programs_are_compared_without_addresses():
         assert re.search(line, str(e.value))
 
 
+@pytest.mark.slow
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(1, 3), max_size=3),

@@ -26,6 +26,7 @@ from tests.problems import (
     make_digits,
     read_state,
 )
+from tests.tiers import slow_after_first
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 RULES = {
@@ -176,7 +177,6 @@ def test_numbers_are_those_of_one_device_with_uneven_batches():
                 np.testing.assert_allclose(output[key], value, 1e-6)
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize("num_examples", [5, 8])
@@ -237,7 +237,6 @@ def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
         ShardedStrategy().run(lambda x: conv(x), args=(np.ones((8, 4, 4, 1), "f"),))
 
 
-@pytest.mark.slow
 def test_each_device_holds_its_share():
     whole = Linear(armillary.OneDeviceStrategy("cpu:0"))
     total, _ = bytes_on_devices([whole.model, whole.optimizer])
@@ -384,8 +383,7 @@ def save_and_restore(folder, source, target):
     assert_identical(read_state(parts[1]), read_state(parts[0]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("has_trained", [False, True])
+@slow_after_first("has_trained", [False, True])
 def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
     order = ["one device", "fsdp", "mirrored", "cube", "one device"]
     makers = {**MAKERS, "cube": lambda: ShardedStrategy(CUBE, FIRST_RULES)}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from armillary import MirroredStrategy, get_replica_context
 from armillary.distribute import VariableAggregation, VariableSynchronization
 from armillary.errors import ReplicaMismatchError
+from tests.tiers import slow_after_first
 
 IDS = [1.0, 2.0, 3.0, 4.0]
 
@@ -44,8 +45,7 @@ def test_batch_statistics_are_averaged(strategy):
     np.testing.assert_allclose(norm.var[...], var, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@slow_after_first(
     ("aggregation", "expected", "of_a_constant"),
     [
         (VariableAggregation.SUM, 100 + 10, 104),

@@ -10,8 +10,9 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.estimator import program
 from tests.estimator.problems import make_strategy
+from tests.patience import patience
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("has_evaluator", [False, True])
@@ -29,7 +30,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path, has_evaluator):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
     )
     assert ended.returncode == 0, ended.stderr
 

@@ -32,9 +32,9 @@ from tests.estimator.problems import (
     make_strategy,
     predict,
 )
+from tests.patience import patience
 from tests.problems import assert_identical, read_state
-
-pytestmark = pytest.mark.slow
+from tests.tiers import slow_after_first
 
 
 def state_of(made: estimator.Estimator) -> dict[str, np.ndarray]:
@@ -49,13 +49,14 @@ def assert_same(first: estimator.Estimator, second: estimator.Estimator) -> None
     assert_identical(state, state_of(second))
 
 
-@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_n_replicas_take_n_batches_as_one_replica_takes_them_joined(tmp_path, replicas):
     made = make_regressor(tmp_path, replicas).train(make_input_fn(), steps=4)
     check_linear(made, list(batches_of(X, Y, replicas * BATCH_SIZE))[:4])
 
 
+@pytest.mark.slow
 def test_batches_of_any_sizes_are_joined_and_the_last_ones_train_too(tmp_path):
     def input_fn():
         start = 0
@@ -69,6 +70,7 @@ def test_batches_of_any_sizes_are_joined_and_the_last_ones_train_too(tmp_path):
     assert made.global_step == 2
 
 
+@pytest.mark.slow
 def test_the_strategy_in_effect_is_used_if_none_is_given(tmp_path):
     with make_strategy(2).scope():
         made = estimator.Estimator(linear_model_fn, tmp_path)
@@ -77,7 +79,7 @@ def test_the_strategy_in_effect_is_used_if_none_is_given(tmp_path):
     check_linear(made, list(batches_of(X, Y, 8))[:2])
 
 
-@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_an_evaluation_counts_every_example_and_every_batch_once(tmp_path, replicas):
     made = make_regressor(tmp_path, replicas).train(make_input_fn(), steps=3)
@@ -95,6 +97,7 @@ def test_an_evaluation_counts_every_example_and_every_batch_once(tmp_path, repli
     assert expected["loss"] != pytest.approx(expected["average_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
     made = make_net(tmp_path).train(make_input_fn(), steps=5)
 
@@ -123,6 +126,7 @@ def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_metrics_of_a_model_function_are_those_of_its_predictions(tmp_path):
     made = make_net(tmp_path, 2).train(make_input_fn(), steps=3)
     result = made.evaluate(make_input_fn())
@@ -133,7 +137,7 @@ def test_metrics_of_a_model_function_are_those_of_its_predictions(tmp_path):
     assert result["distance"] == pytest.approx(distance, rel=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@slow_after_first("replicas", [1, 2])
 def test_training_that_was_stopped_ends_bit_for_bit_as_if_it_was_not(
     tmp_path, replicas
 ):
@@ -166,10 +170,13 @@ make_net(folder, **OFTEN).train(lambda: data, max_steps=30)
 """
 
 
+@pytest.mark.slow
 def test_training_that_was_killed_ends_bit_for_bit_as_if_it_was_not(tmp_path):
     whole, broken = make_net(tmp_path / "whole", **OFTEN), tmp_path / "parts"
     whole.train(lambda: FailingData(100, list), max_steps=30)
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(broken)], timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(broken)], timeout=patience(120)
+    )
     assert ended.returncode == -signal.SIGKILL
     parts = make_net(broken, **OFTEN)
     latest = parts.latest_checkpoint()
@@ -180,6 +187,7 @@ def test_training_that_was_killed_ends_bit_for_bit_as_if_it_was_not(tmp_path):
     assert_same(whole, parts)
 
 
+@pytest.mark.slow
 def test_data_begin_anew_in_each_call_and_steps_add_up(tmp_path):
     input_fn = make_input_fn(X[:8], Y[:8])
     made = make_regressor(tmp_path).train(make_input_fn(), steps=2)
@@ -197,6 +205,7 @@ def test_data_begin_anew_in_each_call_and_steps_add_up(tmp_path):
     assert_identical(state_of(made), before)
 
 
+@pytest.mark.slow
 def test_other_data_begin_anew_with_a_warning(tmp_path, caplog):
     make_regressor(tmp_path).train(make_input_fn(X[:8], Y[:8]), max_steps=1)
     with caplog.at_level(logging.WARNING):
@@ -206,6 +215,7 @@ def test_other_data_begin_anew_with_a_warning(tmp_path, caplog):
     check_linear(made, [batches[0], *batches])
 
 
+@pytest.mark.slow
 def test_intervals_and_directories(tmp_path):
     options = {"save_checkpoints_steps": 4, "keep_checkpoint_max": 2}
     options |= {"log_step_count_steps": 2, "save_summary_steps": 2}
@@ -223,6 +233,7 @@ def test_intervals_and_directories(tmp_path):
     assert made.eval_dir("other") == str(tmp_path / "eval_other")
 
 
+@pytest.mark.slow
 def test_another_checkpoint_is_used_and_leaves_no_trace(tmp_path):
     first = make_regressor(tmp_path / "first").train(make_input_fn(), steps=2)
     path, expected = first.latest_checkpoint(), first.evaluate(make_input_fn())
@@ -240,6 +251,7 @@ def test_another_checkpoint_is_used_and_leaves_no_trace(tmp_path):
     assert other.train(make_input_fn(), steps=1).global_step == 1
 
 
+@pytest.mark.slow
 def test_parameters_are_those_that_the_estimator_was_made_with(tmp_path):
     params: dict[str, Any] = {"hidden": [4]}
 
@@ -252,6 +264,7 @@ def test_parameters_are_those_that_the_estimator_was_made_with(tmp_path):
     assert next(made.predict(make_input_fn())) == pytest.approx(4 * X[0, 0])
 
 
+@pytest.mark.slow
 def test_checkpoints_fit_any_number_of_replicas(tmp_path):
     made = make_regressor(tmp_path, 4).train(make_input_fn(), steps=2)
     predictions = predict(made)
@@ -262,6 +275,7 @@ def test_checkpoints_fit_any_number_of_replicas(tmp_path):
     assert fresh.train(make_input_fn(), steps=1).global_step == 3
 
 
+@pytest.mark.slow
 def test_an_input_function_gets_what_it_asks_for(tmp_path):
     seen = {}
 
@@ -277,6 +291,7 @@ def test_an_input_function_gets_what_it_asks_for(tmp_path):
     assert seen["config"] is made.config
 
 
+@pytest.mark.slow
 def test_predictions_come_before_training_and_when_they_are_asked_for(tmp_path):
     def input_fn():
         calls.append(None)
@@ -295,6 +310,7 @@ def test_predictions_come_before_training_and_when_they_are_asked_for(tmp_path):
     assert made.global_step == 3
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_take_turns_under_strategies_of_their_own(
     tmp_path, caplog
 ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import forget_devices
+from tests.patience import patience
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -21,7 +22,7 @@ def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[st
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         env=environment,
     )
 
@@ -57,7 +58,6 @@ def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
     assert read_accuracy(again.stdout) > 97.0
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 def test_the_program_of_the_tutorial_learns(tmp_path):
     result = run_well("tutorial.py", tmp_path)
@@ -65,7 +65,7 @@ def test_the_program_of_the_tutorial_learns(tmp_path):
     assert (tmp_path / "checkpoints" / "checkpoint_1000").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_asynchronous_digits_reach_the_synchronous_accuracy(tmp_path):
     result = run_well("parameter_server.py", "--run-dir", tmp_path, "--steps", 600)
@@ -115,7 +115,6 @@ def test_breast_cancer_shows_metrics_and_summaries(tmp_path):
     assert found["eval"]["tensors"] == ["missed"]
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_fashion_mnist_learns_from_the_shared_sample(tmp_path, shared_data):
     output = run_well(
@@ -134,7 +133,6 @@ def test_mnist_keras_fit_learns_digits():
     assert read_accuracy(output) > 90.0
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_mnist_keras_fit_learns_from_the_shared_files(shared_data):
     pytest.importorskip("keras")
@@ -174,9 +172,7 @@ def test_reinforcement_learns_to_balance_the_pole():
     assert after > 150
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_multi_worker_resumes_on_other_numbers_of_processes(tmp_path):
     def run(
         workers: int,
@@ -195,7 +191,7 @@ def test_multi_worker_resumes_on_other_numbers_of_processes(tmp_path):
             command,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=patience(240),
             env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
         )
         assert result.returncode == 0, result.stdout + result.stderr

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from tests.patience import patience
+
 pytestmark = pytest.mark.slow
 
 CALLS = """
@@ -34,7 +36,7 @@ def run(code, **environment):
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=patience(120),
     )
 
 

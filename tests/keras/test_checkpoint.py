@@ -5,6 +5,7 @@ import pytest
 
 import armillary
 from armillary.errors import CheckpointMismatchError
+from tests.tiers import slow_after_first
 
 
 @pytest.fixture
@@ -36,9 +37,7 @@ def restore(how, folder, path, **objects):
         armillary.CheckpointManager(checkpoint, folder).restore_or_initialize()
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
-@pytest.mark.parametrize("how", ["read", "restore_or_initialize"])
+@slow_after_first("how", ["read", "restore_or_initialize"])
 def test_a_model_may_be_restored_before_and_after_it_is_fitted(
     fit, problem, tmp_path, how
 ):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import armillary
 import armillary.keras
 from armillary.testing import assert_strategies_agree
+from tests.tiers import slow_after_first
 
 SPLIT = PartitionSpec("fsdp", "tensor")
 STRATEGIES = {
@@ -40,9 +41,8 @@ def check_same(problem, model, expected, data=None):
     np.testing.assert_allclose(predicted, expected[2], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
+@slow_after_first("strategy", STRATEGIES)
+@slow_after_first("kind", ["sequential", "functional", "subclassed"])
 def test_numbers_are_those_of_one_replica_with_uneven_batches(problem, strategy, kind):
     expected = run(problem, problem.make_model(kind))
     strategy = STRATEGIES[strategy]()
@@ -77,7 +77,6 @@ def test_batch_normalization_uses_the_global_batch(problem, keras):
 # https://github.com/keras-team/keras: it says so of each data set of unknown size.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.slow
-@pytest.mark.each_case
 @pytest.mark.parametrize("kind", ["distributed", "source", "grain"])
 def test_batches_may_come_from_other_sources(problem, kind):
     strategy = STRATEGIES["mirrored"]()

@@ -4,6 +4,7 @@ import pytest
 
 import armillary
 from tests.problems import make_strategy
+from tests.tiers import slow_after_first
 
 NUM_TRAIN, BATCH_SIZE = 64, 16
 STEPS = NUM_TRAIN // BATCH_SIZE
@@ -54,8 +55,7 @@ def test_numbers_are_those_of_fit_and_of_evaluate(problem, kind):
     assert to_floats(evaluator.evaluate(-1)) == pytest.approx(expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["mean", "sum", "weights", "scaled"])
+@slow_after_first("case", ["mean", "sum", "weights", "scaled"])
 def test_four_replicas_are_one(problem, keras, case):
     crossentropy = keras.losses.SparseCategoricalCrossentropy
     reduction = "sum" if case == "sum" else "sum_over_batch_size"

@@ -5,26 +5,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.patience import patience, wait_until
+
 TOKEN = "ARMILLARY_TEST_TOKEN"
-DEADLINE = 180.0
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> Any:
-    """Returns the first true value of `condition`, or fails after a while."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"waited {seconds} s for {what}")
+DEADLINE = patience(180.0)
 
 
 def is_running(pid: int) -> bool:
@@ -43,6 +33,7 @@ class Launcher:
         self.folder = folder
         self.token = uuid.uuid4().hex
         self._process: subprocess.Popen[str] | None = None
+        self._stderr = ""  # As far as `wait_for_line` has read it.
 
     def start(self, script: str, options="", *, args=(), stdout=None, **environment):
         """Starts the launcher; a script finds `role`, `index` and `mark` there."""
@@ -75,6 +66,7 @@ class Launcher:
         if "--max-restarts" not in options:
             options += " --max-restarts 0"
         words = [*options.split(), path.name, *args]
+        self._stderr = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "armillary", "launch", *words],
             cwd=self.folder,
@@ -94,21 +86,28 @@ class Launcher:
     def finish(self) -> tuple[int, str, str]:
         """Returns exit code, stdout and stderr of the launcher when it has ended."""
         stdout, stderr = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, stdout or "", stderr
+        return self.process.returncode, stdout or "", self._stderr + stderr
 
     def run(self, script: str, options="", **others):
         return self.start(script, options, **others).finish()
 
-    def wait_for_mark(self, name: str, seconds: float = DEADLINE) -> str:
+    def wait_for_mark(self, name: str) -> str:
         path = self.folder / name
-        wait_for(path.exists, f"the mark {name}", seconds)
+        wait_until(path.exists, f"the mark {name}")
         return path.read_text()
 
     def wait_for_line(self, text: str) -> None:
-        """Reads stderr up to a line that has `text`; `finish` returns the rest."""
+        """Reads stderr up to a line that has `text`."""
         assert self.process.stderr is not None
-        while text not in (line := self.process.stderr.readline()):
-            assert line, "The launcher ended."
+        line = ""
+        while text not in line:
+            line = self.process.stderr.readline()
+            assert line, f"The launcher ended:\n{self._stderr}"
+            self._stderr += line
+
+    def mark(self, name: str) -> None:
+        """Makes a mark that the script waits for."""
+        (self.folder / name).touch()
 
     def find_running(self) -> list[int]:
         """Returns all living processes whose environment has the token."""

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from armillary.launch import ExitCode
 
 SCRIPT = """
@@ -36,8 +34,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
 def test_two_workers_add_up_over_their_devices(launcher):
     code, stdout, stderr = launcher.run(
         SCRIPT,

@@ -19,15 +19,17 @@ from armillary.launch import ExitCode, _process
 from armillary.launch._process import Child, DevicePlan, Machines, Process
 from armillary.launch._supervisor import Job, run_job
 from tests.conftest import REPOSITORY
-from tests.launch.conftest import is_running, wait_for
-
-# Each starts a launcher, which imports the library.
-pytestmark = pytest.mark.slow
+from tests.launch.conftest import is_running
+from tests.patience import patience, wait_until
+from tests.tiers import slow_after_first
 
 SLEEP = "import time; time.sleep(300)\n"
 DIE_ONCE = """
-    print(os.environ["TF_CONFIG"])
+    print(os.environ["TF_CONFIG"], flush=True)
+    mark(f"printed_{index}")
     if index == 1 and restarts == 0:
+        for other in range(3):
+            wait_for_mark(f"printed_{other}")
         os.kill(os.getpid(), signal.SIGKILL)
     if restarts == 0:
         time.sleep(300)
@@ -66,6 +68,7 @@ def test_workers_run_the_script_as_python_does(launcher):
     assert stderr.splitlines()[0].startswith("[launcher] starts 2 workers, coordinator")
 
 
+@pytest.mark.slow
 def test_long_output_arrives_whole_and_in_order(launcher):
     code, stdout, _ = launcher.run(
         "for i in range(3000): print(i, str(index) * 100)\n"
@@ -80,6 +83,7 @@ def test_long_output_arrives_whole_and_in_order(launcher):
         assert lines == [*expected, f"{prefix}no end"]
 
 
+@pytest.mark.slow
 def test_a_traceback_is_the_scripts_own(launcher):
     code, _, stderr = launcher.run("raise RuntimeError('boom')\n")
     assert code == ExitCode.FAILED
@@ -115,6 +119,7 @@ def test_a_dead_worker_restarts_the_whole_job(launcher):
     assert set(first["cluster"]["worker"]).isdisjoint(second["cluster"]["worker"])
 
 
+@pytest.mark.slow
 def test_the_first_cause_wins(launcher):
     code, _, stderr = launcher.run(
         """
@@ -135,8 +140,8 @@ def test_the_first_cause_wins(launcher):
     assert "worker 0 of 3 failed first: exit code 3 after" in stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_ignores_everything_is_killed(launcher):
-    start = time.monotonic()
     code, _, stderr = launcher.run(
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -151,7 +156,6 @@ def test_a_worker_that_ignores_everything_is_killed(launcher):
     )
     assert code == ExitCode.FAILED
     assert "SIGKILL: sent to worker 1, which still ran." in stderr
-    assert 5 < time.monotonic() - start < 40
 
 
 SAVE = """
@@ -171,7 +175,7 @@ READY = """
 """
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     ("script", "number", "code"),
     [
         (SAVE, signal.SIGTERM, ExitCode.PREEMPTED),
@@ -180,13 +184,16 @@ READY = """
         ("os.kill(os.getpid(), signal.SIGSTOP)", signal.SIGTERM, ExitCode.TERMINATED),
     ],
 )
-@pytest.mark.each_case
 def test_a_signal_ends_all_workers_and_those_that_can_save(
     launcher, script, number, code
 ):
     is_stopped = "SIGSTOP" in script
+    is_killed = script == STUBBORN or is_stopped
+    # Who can save has the time for it, on a busy machine too.
+    grace_seconds = 1 if is_killed else 300
     ready = f'mark(f"ready_{{index}}")\n{script}\n' if is_stopped else script + READY
-    launcher.start(ready, "--workers 2 --max-restarts 3 --grace-seconds 2")
+    options = f"--workers 2 --max-restarts 3 --grace-seconds {grace_seconds}"
+    launcher.start(ready, options)
     for index in range(2):
         launcher.wait_for_mark(f"ready_{index}")
     launcher.process.send_signal(number)
@@ -195,20 +202,20 @@ def test_a_signal_ends_all_workers_and_those_that_can_save(
     saved = [f"[worker {i}] saved {number.name}" for i in range(2)]
     assert sorted(stdout.splitlines()) == (saved if script == SAVE else [])
     assert f"[launcher] {number.name}: passed on to worker 0, 1; SIGKILL in" in stderr
-    is_killed = script == STUBBORN or is_stopped
     assert ("SIGKILL: sent to worker 0, 1, which still ran." in stderr) == is_killed
     assert "restart" not in stderr
     end = f"[launcher] ends with exit code {code.value} ({code.name}).\n"
     assert stderr.endswith(end)
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_and_a_doubled_one_does_not(launcher):
     launcher.start(STUBBORN + READY, "--grace-seconds 300")
     launcher.wait_for_mark("ready_0")
     launcher.process.send_signal(signal.SIGINT)
     launcher.wait_for_line("SIGINT: passed on to worker 0;")
     launcher.process.send_signal(signal.SIGINT)
-    time.sleep(1.2)
+    time.sleep(patience(1.2))
     assert launcher.process.poll() is None
     launcher.process.send_signal(signal.SIGINT)
     code, _, stderr = launcher.finish()
@@ -216,6 +223,7 @@ def test_a_second_signal_kills_and_a_doubled_one_does_not(launcher):
     assert stderr.count("SIGINT again: ends all processes now.") == 1
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_pause_before_a_restart(launcher):
     launcher.start("sys.exit(1)\n", "--max-restarts 1 --pause-seconds 1e300")
     launcher.wait_for_mark("pid_0_0")
@@ -224,6 +232,7 @@ def test_a_signal_ends_the_pause_before_a_restart(launcher):
     assert launcher.finish()[0] == ExitCode.TERMINATED
 
 
+@pytest.mark.slow
 def test_user_signals_are_passed_on_and_end_nothing(launcher):
     launcher.start(
         """
@@ -240,6 +249,7 @@ def test_user_signals_are_passed_on_and_end_nothing(launcher):
     assert "SIGUSR1: passed on to worker 0." in stderr
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_kills_all_processes(launcher):
     launcher.start(STUBBORN + READY.replace("index", "name"), "--workers 2 --evaluator")
     pids = []
@@ -248,11 +258,11 @@ def test_killing_the_launcher_kills_all_processes(launcher):
         pids.append(int(launcher.wait_for_mark(f"pid_{name}_0")))
     assert all(is_running(pid) for pid in pids)
     launcher.process.kill()
-    wait_for(lambda: not any(is_running(pid) for pid in pids), "the processes' end")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "the processes' end")
     launcher.finish()
 
 
-@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGABRT])
 def test_a_launcher_that_a_signal_ends_with_a_core_leaves_no_grandchild(
     launcher, number
@@ -268,9 +278,10 @@ def test_a_launcher_that_a_signal_ends_with_a_core_leaves_no_grandchild(
     pid = int(launcher.wait_for_mark("child"))
     launcher.process.send_signal(number)
     assert launcher.finish()[0] == -number
-    wait_for(lambda: not is_running(pid), "the grandchild's end", 10)
+    wait_until(lambda: not is_running(pid), "the grandchild's end")
 
 
+@pytest.mark.slow
 def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
     code, _, stderr = launcher.run(
         "raise RuntimeError('boom')\n", "--max-restarts 10 --pause-seconds 0"
@@ -281,8 +292,9 @@ def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
     assert stderr.count("[launcher] starts 1 worker") == 3
 
 
+@pytest.mark.slow
 def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
-    start = time.monotonic()
+    # `run` waits for less than this grace.
     code, _, stderr = launcher.run(
         """
         from armillary import _launcher
@@ -294,17 +306,17 @@ def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
         mark(f"joining_{index}")
         time.sleep(300)
         """,
-        "--workers 3 --grace-seconds 300",
+        "--workers 3 --grace-seconds 100000",
         PYTHONPATH=str(REPOSITORY),
     )
     assert code == ExitCode.RESTART_REQUESTED
-    assert time.monotonic() - start < 100
     assert "worker 1 of 3 failed first: exit code 0 after" in stderr
     assert "s, while others needed it." in stderr
 
 
+@pytest.mark.slow
 def test_nobody_comes_to_wait_for_a_worker_that_failed_before(launcher):
-    start = time.monotonic()
+    # `run` waits for less than this grace.
     code, _, stderr = launcher.run(
         """
         from armillary import _launcher
@@ -316,16 +328,16 @@ def test_nobody_comes_to_wait_for_a_worker_that_failed_before(launcher):
             os._exit(1)
         time.sleep(300)  # As one that imports.
         """,
-        "--workers 3 --grace-seconds 300 --max-restarts 1 --pause-seconds 0",
+        "--workers 3 --grace-seconds 100000 --max-restarts 1 --pause-seconds 0",
         PYTHONPATH=str(REPOSITORY),
     )
     assert code == ExitCode.TOO_MANY_RESTARTS
-    assert time.monotonic() - start < 100
     assert stderr.count("2 of 3 still run, and wait in vain to join it.") == 2
     assert stderr.count("SIGTERM: sent to worker 1, 2, which still ran.") == 2
     assert "in <module>" not in stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
     code, _, stderr = launcher.run(
         """
@@ -345,6 +357,7 @@ def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
     assert re.search(r"\|   File .*script.py\", line \d+ in <module>", stderr)
 
 
+@pytest.mark.slow
 def test_compiled_programs_stay_for_the_job_and_no_longer(launcher, tmp_path):
     script = """
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
@@ -362,6 +375,7 @@ def test_compiled_programs_stay_for_the_job_and_no_longer(launcher, tmp_path):
     assert str(tmp_path) in launcher.run(script, options, **own)[1]
 
 
+@pytest.mark.slow
 def test_children_of_a_worker_end_with_it(launcher):
     code, stdout, _ = launcher.run(
         """
@@ -372,9 +386,10 @@ def test_children_of_a_worker_end_with_it(launcher):
     )
     assert code == ExitCode.OK
     pid = int(stdout.removeprefix("[worker 0] "))
-    wait_for(lambda: not is_running(pid), "the child's end")
+    wait_until(lambda: not is_running(pid), "the child's end")
 
 
+@pytest.mark.slow
 def test_an_exit_code_is_known_where_the_ends_of_children_are_ignored(launcher):
     old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -384,6 +399,7 @@ def test_an_exit_code_is_known_where_the_ends_of_children_are_ignored(launcher):
     assert launcher.finish()[0] == ExitCode.RESTART_REQUESTED
 
 
+@pytest.mark.slow
 def test_a_signal_ignored_from_the_start_stays_ignored(launcher):
     # As a shell does for a program in the background (SIGINT), and `nohup` (SIGHUP).
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -397,6 +413,7 @@ def test_a_signal_ignored_from_the_start_stays_ignored(launcher):
     assert (code, stdout) == (ExitCode.OK, "[worker 0] ended\n")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('started')")
@@ -405,13 +422,14 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path):
         [sys.executable, "-c", _process._TIE, "999999999", "X", "2", *command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(120),
     )
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr.startswith("the launcher of this worker is gone")
 
 
+@pytest.mark.slow
 def test_a_paused_terminal_does_not_keep_a_signal_from_the_workers(launcher):
     launcher.start(
         """
@@ -449,6 +467,7 @@ def make_job(arguments, num_workers=2, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "num_workers", "said"),
     [
@@ -480,8 +499,8 @@ def test_a_process_that_cannot_start_is_a_failure(
     assert said in captured.err
 
 
-@pytest.mark.parametrize("stop", [None, signal.SIGTERM])
-@pytest.mark.parametrize("num_looks", range(5))
+@slow_after_first("stop", [None, signal.SIGTERM])
+@slow_after_first("num_looks", range(5))
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
     """Where workers end at moments that real ones seldom hit."""
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import stat
-import time
 
 import pytest
 from hypothesis import given
@@ -16,6 +15,7 @@ from armillary.launch._output import (
     Output,
     read_lines,
 )
+from tests.patience import patience, wait_until
 
 
 class Streams:
@@ -93,7 +93,7 @@ def test_lines_of_processes_and_launcher_are_labeled(capfd):
         second.end()
         os.write(first.stdout, b" and half\npartial")
         first.end()
-        await output.drain(seconds=10)
+        await output.drain(seconds=patience(120))
         output.say("a\nb")
         last = [str(number) for number in range(99 - TAIL_LINES, 99)]
         assert [list(tail) for tail in tails] == [[], last]
@@ -154,21 +154,21 @@ def test_a_stream_that_stays_open_does_not_hold_the_launcher(streams, capfd):
         os.write(other.stdout, b"last\n")
         other.end()
         # The end of some processes does not wait for others.
-        await output.drain(["evaluator"], seconds=10)
+        await output.drain(["evaluator"], seconds=patience(120))
         assert capfd.readouterr().out == "[evaluator] last\n"
-        start = time.monotonic()
-        await output.drain(seconds=0.2)
-        assert 0.2 <= time.monotonic() - start < 5
+        await output.drain(seconds=0.2)  # It ends, though the stream is open.
         os.write(streams.stdout, b"later\n")
         streams.end()
 
     run(use)
-    said, deadline = "", time.monotonic() + 10
+    said = []
+
+    def read():
+        said.append(capfd.readouterr().out)
+        return "".join(said)
+
     # Nobody waits for such a stream any more, but what it says is written.
-    while said != "[worker 0] later\n" and time.monotonic() < deadline:
-        said += capfd.readouterr().out
-        time.sleep(0.01)
-    assert said == "[worker 0] later\n"
+    wait_until(lambda: read() == "[worker 0] later\n", lambda: "".join(said))
 
 
 def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
@@ -182,13 +182,11 @@ def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
         monkeypatch.setattr("sys.stderr", stuck)
 
         async def use(output):
-            start = time.monotonic()
             output.add("worker 0", *streams.readers)
             os.write(streams.stderr, b"begin\n")
             for number in range(1000):
                 output.say(str(number))
-            await output.drain(seconds=0.1)
-            assert time.monotonic() - start < 10
+            await output.drain(seconds=0.1)  # It ends, though nobody reads.
             os.write(streams.stderr, b"end\n")
             streams.end()
             await output.drain(seconds=0.1)

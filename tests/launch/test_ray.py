@@ -13,13 +13,13 @@ import pytest
 
 from armillary.launch import ExitCode
 from tests.conftest import DEVICE_COUNT_FLAG, REPOSITORY
-from tests.launch.conftest import is_running, wait_for
+from tests.launch.conftest import is_running
+from tests.patience import patience, wait_until
 
 pytest.importorskip("ray")
 # One cluster serves them all.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.multiprocess,
     pytest.mark.xdist_group("ray"),
 ]
 
@@ -65,7 +65,7 @@ class Machines:
             self.count += 1 if is_more else -1
 
     def close(self):
-        self._process.communicate(timeout=DEADLINE)
+        self._process.communicate(timeout=patience(DEADLINE))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def start(launcher, machines):
     if launcher._process is not None and launcher.process.poll() is None:
         launcher.process.kill()
     # The kernel and Ray end what a launcher has left.
-    wait_for(lambda: not launcher.find_running(), "the end of all workers")
+    wait_until(lambda: not launcher.find_running(), "the end of all workers")
 
 
 def test_workers_run_as_they_do_on_one_machine(start):
@@ -98,7 +98,7 @@ def test_workers_run_as_they_do_on_one_machine(start):
         print("to stderr", file=sys.stderr)
         sys.exit(index)
         """,
-        "--workers 2 --max-restarts 1 --grace-seconds 5 --log-dir logs",
+        f"--workers 2 --max-restarts 1 --log-dir logs --grace-seconds {patience(10):g}",
         args=["--lr", "0.1"],
         MINE="my own",
     )
@@ -142,7 +142,7 @@ def test_a_signal_lets_workers_save_and_the_launchers_death_ends_them(start):
     pids = [int(launcher.wait_for_mark(f"pid_{index}_0")) for index in range(2)]
     assert all(is_running(pid) for pid in pids)
     launcher.process.kill()
-    wait_for(lambda: not any(is_running(pid) for pid in pids), "the workers' end")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "the workers' end")
     launcher.finish()
 
 
@@ -183,7 +183,6 @@ mark(f"final_{index}", json.dumps(final["seen"]))
 
 
 # On machines of the launcher's own, `tests/recovery/test_policy.py` does the same.
-@pytest.mark.thorough
 @pytest.mark.parametrize(("fewest", "most"), [(1, 2), (2, 3)])
 def test_a_job_shrinks_and_grows_and_reads_each_example_once(
     start, machines, fewest, most
@@ -206,7 +205,7 @@ def test_a_job_shrinks_and_grows_and_reads_each_example_once(
                 path = launcher.folder / f"step_0_{attempt}"
                 return int(path.read_text()) >= step
 
-        wait_for(has_come, f"step {step} of attempt {attempt}", DEADLINE)
+        wait_until(has_come, f"step {step} of attempt {attempt}", DEADLINE)
 
     wait_for_step(12, attempt=0)
     machines.set_count(fewest)

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
 from armillary._process import ExitCode
+from tests.patience import patience
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -15,12 +15,11 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(120),
         check=False,
     )
 
 
-@pytest.mark.slow
 def test_the_end_is_said_and_waits_for_work_in_the_background():
     ended = run("""
         import threading, time
@@ -34,7 +33,7 @@ def test_the_end_is_said_and_waits_for_work_in_the_background():
         thread = threading.Thread(target=_ending.end_process, args=("no more",))
         thread.start()
         print("said", end="")  # stays in a buffer until it is flushed
-        time.sleep(60)
+        time.sleep(10_000)
     """)
     assert ended.returncode == ExitCode.RESTART_REQUESTED
     assert ended.stderr == (
@@ -46,13 +45,13 @@ def test_the_end_is_said_and_waits_for_work_in_the_background():
 
 @pytest.mark.slow
 def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
-    start = time.monotonic()
+    # The limit of `run` is shorter than these waits.
     ended = run("""
         import atexit, threading, time
-        atexit.register(lambda: time.sleep(60))  # what JAX does, if others are gone
+        atexit.register(lambda: time.sleep(10_000))  # what JAX does, if others are gone
         from armillary.lifeline import _ending
 
-        _ending._UNWIND_SECONDS = 60
+        _ending._UNWIND_SECONDS = 10_000
         _ending.tell = lambda *_: time.sleep(1)  # a launcher that is slow to hear
         threading.Thread(
             target=_ending.end_process, args=("no more",), daemon=True
@@ -63,7 +62,6 @@ def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
     assert ended.returncode == ExitCode.RESTART_REQUESTED
     assert "this reaches the user" in ended.stderr
     assert "no more" in ended.stderr
-    assert time.monotonic() - start < 50
 
 
 @pytest.mark.slow
@@ -77,7 +75,7 @@ def test_an_abort_waits_until_the_reason_is_said():
         threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
         time.sleep(0.5)
         threading.Thread(target=_ending.end_process, args=("it is gone",)).start()
-        time.sleep(60)
+        time.sleep(10_000)
     """)
     assert ended.returncode == ExitCode.RESTART_REQUESTED
     assert "it is gone" in ended.stderr

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from armillary.lifeline import _ending
+from tests.patience import patience
 
 
 def test_the_innermost_line_of_the_program_is_found_below_a_library():
@@ -30,18 +31,18 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
 
     def read_slowly() -> None:
         is_there.set()
-        may_go.wait(10)
+        may_go.wait(patience(120))
 
     thread = threading.Thread(target=read_slowly, name="armillary-prefetch")
     thread.start()
-    is_there.wait(10)
+    is_there.wait(patience(120))
     try:
         data, step = _ending.find_line("data"), _ending.find_line("step")
     finally:
         may_go.set()
         thread.join()
     assert "while a thread reads ahead at" in data
-    assert "in read_slowly: may_go.wait(10)" in data
+    assert "in read_slowly: may_go.wait(patience(120))" in data
     assert "read_slowly" not in step
 
 
@@ -77,12 +78,15 @@ def test_a_stack_is_read_at_one_moment():
     gc.callbacks.append(pause)
     thread = threading.Thread(target=work)
     thread.start()
-    has_begun.wait(10)
+    has_begun.wait(patience(120))
     sys.setswitchinterval(1e-5)
     gc.set_threshold(10, 10, 10)
-    seen, end = set(), time.monotonic() + 2
+    seen, num_reads = set(), 0
+    end = time.monotonic() + patience(120)
     try:
-        while time.monotonic() < end:
+        # Long enough to meet a moment at which the thread changes its function.
+        while num_reads < 2000 or (len(seen) < 2 and time.monotonic() < end):
+            num_reads += 1
             stack = _ending.read_stack(thread.ident)
             *inner, worker = [line for line in stack if line.file == __file__]
             if names := {line.function for line in inner}:

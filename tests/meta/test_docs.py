@@ -44,7 +44,6 @@ def find_missing(printed: str, shown: str) -> list[str]:
     ]
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_python_blocks_run_and_print_what_the_page_shows(

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.patience import patience
+
 OPTIONAL_PACKAGES = (
     "datasets",
     "equinox",
@@ -28,7 +30,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         env={**os.environ, **environment},
     )
 
@@ -48,7 +50,6 @@ print(*sys.modules)
 """
 
 
-@pytest.mark.slow
 def test_import_is_silent_and_touches_nothing_else():
     # An error if a device is touched, as the next test shows.
     result = run_python(IMPORT, JAX_PLATFORMS="no_such_platform")
@@ -115,7 +116,6 @@ print("metrics", armillary.metrics.AUC.__name__, loaded("flax.nnx"))
 """
 
 
-@pytest.mark.slow
 def test_what_is_not_used_is_not_imported(tmp_path):
     # A class of a program in a string has no source, which hooks would be read from.
     program = tmp_path / "program.py"

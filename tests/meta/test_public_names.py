@@ -16,6 +16,7 @@ import pytest
 
 import armillary
 from armillary._answers import HOMES, NAMES, find_module_answer
+from tests.patience import patience
 
 # Modules under the names of TensorFlow and Orbit, for names that are elsewhere, too.
 ALIASES = (
@@ -124,6 +125,9 @@ def test_names_in_docstrings_can_be_reached_from_the_package():
     code = f"import armillary, operator\nfor name in {names}:\n"
     code += "    operator.attrgetter(name.partition('.')[2])(armillary)\n"
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert ended.returncode == 0, ended.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from tests.meta.test_docs import DOCUMENTS, REPOSITORY, find_blocks, name_of
 from tests.meta.test_public_names import MODULES, list_public_names
+from tests.patience import patience
 
 SITE = REPOSITORY / "docs" / "site"
 MODULE_NAMES = ["armillary", *(module.name for module in MODULES)]
@@ -85,7 +86,6 @@ def test_a_recipe_is_one_program_of_at_most_40_lines(path):
 
 
 @pytest.mark.slow
-@pytest.mark.each_case
 def test_the_site_can_be_built(tmp_path):
     if any(importlib.util.find_spec(name) is None for name in ("furo", "myst_parser")):
         pytest.skip("Sphinx is not installed: `make docs` does that.")
@@ -98,7 +98,7 @@ def test_the_site_can_be_built(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=patience(600),
     )
     assert ended.returncode == 0, ended.stderr
     inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]

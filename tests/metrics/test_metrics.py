@@ -127,7 +127,6 @@ def test_what_a_metric_cannot_use_is_an_error(call, error, message):
         call()
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
 def test_the_area_of_continuous_scores_is_within_its_buckets(curve, caplog):

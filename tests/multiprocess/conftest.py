@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from armillary.launch._process import DevicePlan, find_addresses, make_environment
 from tests.conftest import REPOSITORY
+from tests.patience import patience
 
-DEADLINE = 120.0
+DEADLINE = 180.0
 
 
 class Job:
@@ -63,8 +64,11 @@ class Job:
         return (self.folder / f"output_{index}").read_text()
 
     def wait(self, seconds: float, *indices: int) -> list[int | None]:
-        """Returns the exit codes of some processes, or of all; `None` if one runs."""
-        end = time.monotonic() + seconds
+        """Returns the exit codes of some processes, or of all; `None` if one runs.
+
+        `seconds` is a limit on an idle machine.
+        """
+        end = time.monotonic() + patience(seconds)
         chosen = [self.processes[i] for i in indices or range(len(self.processes))]
         while any(p.poll() is None for p in chosen) and time.monotonic() < end:
             time.sleep(0.05)

@@ -14,14 +14,14 @@ from armillary.actions import NewBestMetric
 from armillary.checkpoint._best import read_best
 from tests.conftest import REPOSITORY
 from tests.multiprocess import roles
+from tests.patience import patience
 from tests.problems import make_strategy
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS = 18
 
 
-@pytest.mark.thorough
 def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     result = launch(tmp_path, die_at=9)
 
@@ -65,7 +65,7 @@ def launch(folder: Path, *, die_at: int) -> subprocess.CompletedProcess[str]:
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
 

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 import armillary
-from tests.conftest import ALL_CASES
 from tests.multiprocess import program
 from tests.multiprocess.conftest import Outcome, run_job
 from tests.problems import make_strategy
-
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 def run_several(
@@ -62,6 +59,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
     assert results["exports"][0]["losses"] == results["train"][0]["losses"][:6]
 
 
+@pytest.mark.slow
 def test_two_processes_with_two_devices_each_do_what_one_does(keras, tmp_path: Path):
     del keras
     parts = {"train": {}, "odd": {}, "fit_keras": {}}
@@ -88,7 +86,7 @@ def test_the_devices_of_each_process_are_a_group(tmp_path: Path):
         assert found == {"total": total, "groups": [inside, across, across, inside]}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_processes_with_other_weights_are_told_how_to_begin_alike(keras, tmp_path):
     del keras
     options = {"processes": 2, "devices": 1, "seeds": [0, 1]}
@@ -98,7 +96,7 @@ def test_processes_with_other_weights_are_told_how_to_begin_alike(keras, tmp_pat
         assert "PeerError: `model.fit` was called on processes that differ" in error
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_four_processes_do_what_two_do(tmp_path: Path):
     lengths = [30, 13, 17, 12]
     results, said = run_several(
@@ -150,11 +148,10 @@ def check_values(first: Any, second: Any) -> None:
     assert (first["own"], second["own"]) == ([0.0], [2.0])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path):
     run_dir = tmp_path / "run"
-    parts = (
-        [(2, 0, 6), (1, 6, 10), (4, 10, 21)] if ALL_CASES else [(2, 0, 6), (1, 6, 21)]
-    )
+    parts = [(2, 0, 6), (1, 6, 10), (4, 10, 21)]
     outcomes = [
         run_job(
             tmp_path,
@@ -270,6 +267,7 @@ def check_mismatches(results: list[Any]) -> None:
         assert result["equal"] == ""
 
 
+@pytest.mark.slow
 def test_a_job_of_one_process_is_like_a_mirrored_strategy(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     strategy = armillary.MultiWorkerMirroredStrategy()

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,12 @@ from armillary.launch import ExitCode
 from tests.conftest import REPOSITORY
 from tests.multiprocess import program
 from tests.multiprocess.conftest import run_job
+from tests.patience import patience
 from tests.problems import make_strategy
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STEPS = 60
-GRACE_PERIOD = 30.0
 
 
 def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
@@ -30,9 +29,7 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
     first = run_job(
         tmp_path, "preempted", processes=2, devices=1, signal_at=3, **options
     )
-    seconds = time.time() - float((tmp_path / "signal").read_text())
     assert first.codes == [ExitCode.PREEMPTED] * 2, first.errors
-    assert seconds < GRACE_PERIOD
     chief, other = first.errors
     (step,) = re.findall(
         r"preempted: SIGTERM in process 1 of 2; saved .*/run/checkpoint_(\d+); ends "
@@ -56,7 +53,6 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
         assert result["state"] == alone["state"]
 
 
-@pytest.mark.thorough
 def test_sigterm_to_the_launcher_ends_the_job_with_77(tmp_path: Path):
     command = [sys.executable, "-m", "armillary", "launch", "--workers", "2"]
     command += ["--devices-per-worker", "1"]
@@ -76,7 +72,7 @@ def test_sigterm_to_the_launcher_ends_the_job_with_77(tmp_path: Path):
                 if "train | step:    100" in line:
                     launcher.send_signal(signal.SIGTERM)
                     break
-            output, _ = launcher.communicate(timeout=60.0)
+            output, _ = launcher.communicate(timeout=patience(120))
         finally:
             launcher.kill()
     assert launcher.returncode == ExitCode.PREEMPTED, output
@@ -87,7 +83,7 @@ def test_sigterm_to_the_launcher_ends_the_job_with_77(tmp_path: Path):
         [*command, str(int(step) + 100)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patience(120),
         env=environment,
     )
     assert again.returncode == 0, again.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from tests.multiprocess.conftest import run_job
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path):

@@ -12,7 +12,7 @@ from tests.multiprocess import sharded
 from tests.multiprocess.conftest import run_job
 from tests.problems import read_state
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path):

@@ -12,6 +12,7 @@ from flax import nnx
 import armillary
 from armillary.distribute.coordinator import ClusterCoordinator
 from armillary.distribute.partitioners import FixedShardsPartitioner
+from tests.patience import patience
 
 
 @pytest.fixture(scope="package")
@@ -135,7 +136,7 @@ def kill():
     def kill(actor):
         while True:
             try:
-                pid = ray.get(actor.greet.remote(), timeout=30)[0]
+                pid = ray.get(actor.greet.remote(), timeout=patience(120))[0]
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(0.1)  # It is not up again yet.
             else:

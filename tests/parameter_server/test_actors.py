@@ -8,7 +8,6 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.multiprocess,
     pytest.mark.xdist_group("ray"),
 ]
 

@@ -14,7 +14,6 @@ from tests.estimator.problems import X, Y, features_of, make_input_fn, predict
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.multiprocess,
     pytest.mark.xdist_group("ray"),
 ]
 

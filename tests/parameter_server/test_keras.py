@@ -7,8 +7,6 @@ import armillary
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.each_case,
-    pytest.mark.multiprocess,
     pytest.mark.xdist_group("ray"),
 ]
 
@@ -55,7 +53,7 @@ def assert_close(found, expected):
         {},
         # Of other optimizers what the first one proves.
         *(
-            pytest.param(options, marks=pytest.mark.thorough)
+            pytest.param(options, marks=pytest.mark.slow)
             for options in (
                 {"gradient_accumulation_steps": 2, "clipnorm": 1.0, "momentum": 0.9},
                 {"use_ema": True, "ema_overwrite_frequency": 4, "clipvalue": 0.1},

@@ -16,6 +16,7 @@ from armillary.distribute.coordinator import Server
 from armillary.errors import ClusterError
 from armillary.parameter_server import _node
 from tests.mistakes import mistakes
+from tests.patience import patience
 
 PROGRAM = """
 import logging, sys
@@ -46,7 +47,6 @@ CLUSTER = {"chief": ["h:1"], "worker": ["h:2", "h:3"], "ps": ["h:4"]}
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.xdist_group("ray")
 def test_chief_workers_and_servers_run_one_program(tmp_path):
     program = tmp_path / "program.py"
@@ -78,7 +78,9 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
             )
         )
     try:
-        outputs = [process.communicate(timeout=1200)[0] for process in processes]
+        outputs = [
+            process.communicate(timeout=patience(600))[0] for process in processes
+        ]
     finally:
         for process in processes:
             if process.poll() is None:

@@ -71,7 +71,6 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_parts_on_several_servers_are_updated_as_a_whole(name):

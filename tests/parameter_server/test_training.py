@@ -10,8 +10,6 @@ import armillary
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.each_case,
-    pytest.mark.multiprocess,
     pytest.mark.xdist_group("ray"),
 ]
 

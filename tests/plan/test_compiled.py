@@ -24,14 +24,13 @@ from armillary.trainer._described import described
 from tests.plan.digits_mlp import NUM_PARAMETERS, cross_entropy, make_trainer
 
 LARGE = [
-    pytest.param(name, marks=pytest.mark.thorough)
+    pytest.param(name, marks=pytest.mark.slow)
     for name in ("v5e:16x16", "v5p:8x8x8", "h100:8x8")
 ]
 LEARNING_RATE, CAPACITY, EXAMPLES = 1e-3, 20, 64
 # One process, which compiles each plan once.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.each_case,
     pytest.mark.xdist_group("compiled plans"),
 ]
 

@@ -12,7 +12,7 @@ from armillary.plan._costs import count_rounds
 from tests.plan.test_compiled import topology as topology
 from tests.testing.test_collectives import make_example
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["digits", "bert_mrpc"])

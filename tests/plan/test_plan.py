@@ -143,7 +143,6 @@ def test_planning_leaves_the_trainer_its_strategy_and_its_data_as_they_were():
     assert np.array_equal(*kernels)
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -242,7 +241,6 @@ def test_the_search_for_a_batch_ends_within_an_eighth_of_the_limit(limit):
     assert found <= limit <= found + max(0, found // 8)
 
 
-@pytest.mark.slow
 def test_a_plan_is_a_table_and_json():
     found = plan(make_trainer(), "v5e:16x16", abstract=True)
     table = str(found)

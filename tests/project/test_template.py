@@ -11,6 +11,8 @@ import pytest
 from armillary import _cli
 from armillary.project._command import check_target, write_project
 from tests.conftest import REPOSITORY, forget_devices
+from tests.patience import patience
+from tests.tiers import slow_after_first
 
 NAME = "digit_classifier"
 
@@ -27,7 +29,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
     )
 
 
@@ -77,9 +79,8 @@ def test_every_part_says_what_to_adapt(project):
         assert "TODO" in path.read_text(), path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [NAME, "a", "a_name_of_thirty_letters_in_all"[:30]])
-@pytest.mark.parametrize("has_own_settings", [False, True])
+@slow_after_first("name", [NAME, "a", "a_name_of_thirty_letters_in_all"[:30]])
+@slow_after_first("has_own_settings", [False, True])
 def test_the_code_passes_the_linter(tmp_path, name, has_own_settings):
     folder = tmp_path / name
     write_project(folder)
@@ -89,7 +90,6 @@ def test_the_code_passes_the_linter(tmp_path, name, has_own_settings):
     run_well(folder, "ruff", "format", "--check", *settings, ".")
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_its_tests_pass(project):
     output = run_well(project, "pytest", "-q", "-p", "no:cacheprovider")

@@ -19,9 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patience
+
 PHASES = ("import", "join", "restore", "step", "save", "evaluate", "grace", "end")
 RUN = Path("run")
-HANG_SECONDS, JOIN_SECONDS = 10.0, 30.0
+HANG_SECONDS, JOIN_SECONDS = patience(10.0), patience(30.0)
 _FULL_DISK_BYTES = 4096
 
 

@@ -29,12 +29,15 @@ from typing import Any, NamedTuple
 
 from tests.conftest import REPOSITORY, forget_devices
 from tests.launch.conftest import Launcher
+from tests.patience import patience
 from tests.recovery.faults import FAULTS, PHASES
 
 TOPOLOGIES = ("1", "2", "4", "1 --evaluator")
 FAULTS_PER_JOB = 12
 # What a fault may cost, and more where a limit has to pass first.
 PATIENCE_SECONDS = 120.0
+# Between two readings of clocks the system may give the core to another process.
+MOST_UNKNOWN = 1e-2
 # What nobody watches for who is alone.
 UNSEEN = [("GIL", "import"), ("GIL", "join"), ("GIL", "end")]
 SCRIPT = """
@@ -193,12 +196,12 @@ class Job:
         process = self._launcher.start(
             SCRIPT,
             f"--workers {self._topology} --max-restarts 20 --pause-seconds 0.1 "
-            "--grace-seconds 15",
+            f"--grace-seconds {patience(15):g}",
             stdout=subprocess.DEVNULL,
             PYTHONPATH=str(REPOSITORY),
             XLA_FLAGS=forget_devices()["XLA_FLAGS"],
         ).process
-        seconds = PATIENCE_SECONDS * (1 + len(left))
+        seconds = patience(PATIENCE_SECONDS) * (1 + len(left))
         timer = threading.Timer(seconds, process.send_signal, [signal.SIGQUIT])
         timer.start()
         try:
@@ -240,7 +243,7 @@ class Job:
             if "damaged" in line and "is stepped over" not in line:
                 yield f"a checkpoint was torn: {line}"
         off = audit(directory)
-        if off > 1e-3:
+        if off > MOST_UNKNOWN:
             yield f"{off:.2%} of the time are in no book, or in two"
 
     def _measure(self) -> Iterator[tuple[Fault, Times]]:

@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY, forget_devices
 from tests.launch.conftest import launcher as launcher
 from tests.problems import make_strategy
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 40
 # A checkpoint is saved after step 4, and every 8 steps from there.

@@ -1,20 +1,17 @@
-"""Faults of each kind; `make test-all` has twenty, and `make soak` a thousand."""
+"""Twenty faults, with each kind among them; `make soak` has a thousand."""
 
 from itertools import islice
 
 import pytest
 
-from tests.conftest import ALL_CASES
 from tests.recovery.faults import FAULTS
 from tests.recovery.soak import make_faults, soak
 
 # Most with one process, which starts again in half the time.
-SOME = list(islice(make_faults(54, (*"1111", "2")), 20 if ALL_CASES else 10))
+SOME = list(islice(make_faults(54, (*"1111", "2")), 20))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.each_case
 @pytest.mark.parametrize("topology", ["1", "2"])
 def test_a_job_to_which_anything_happens_ends_as_one_that_was_left_alone(
     topology, tmp_path

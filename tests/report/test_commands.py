@@ -12,6 +12,7 @@ from armillary import _cli
 from armillary.goodput import Category
 from armillary.report import _page
 from armillary.report._run_files import read_run
+from tests.patience import patience
 from tests.report.conftest import make_start, make_train, write_lines
 
 
@@ -34,7 +35,6 @@ def cells_of(page, title):
     return [[re.sub(r"<.*?>", "", cell).strip() for cell in row] for row in found]
 
 
-@pytest.mark.slow
 def test_the_page_compares_runs(page):
     head, first, second = cells_of(page, "Runs")
     # Hyperparameters that differ stand beside the name.
@@ -97,7 +97,11 @@ def test_a_browser_draws_it(crashed, short, tmp_path):
     options += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'browser'}"]
     options += ["--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
     ended = subprocess.run(
-        [browser, *options], capture_output=True, text=True, timeout=120, check=True
+        [browser, *options],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=True,
     )
     drawn = re.findall(r'class="main-svg"', ended.stdout)
     titles = re.findall(r'class="gtitle"[^>]*>(.*?)</text>', ended.stdout)

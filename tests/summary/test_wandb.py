@@ -11,6 +11,7 @@ import pytest
 
 from armillary.summary import Image, SummaryManager, WandbWriter
 from tests.conftest import REPOSITORY
+from tests.patience import wait_until
 
 PIXELS = np.linspace(0, 1, 12, dtype=np.float32).reshape(2, 2, 3)
 RICH = {"loss": 0.5, "inner": {"first": Image(PIXELS)}}
@@ -126,9 +127,6 @@ def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert len({file.name for file in files}) == 1
-    deadline = time.monotonic() + 20
     # A process of its own writes the files.
-    while not all(b"train/inner/first" in file.read_bytes() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: all(b"train/inner/first" in file.read_bytes() for file in files))
     assert all(b"train/loss" in file.read_bytes() for file in files)

@@ -17,7 +17,6 @@ METRIC_BYTES = 8
 LENGTH = 32  # of sentences in tokens
 
 
-@pytest.mark.slow
 def test_a_step_sums_its_gradients_once_and_sends_nothing_else():
     trainer = make_trainer(2)
     assert_collectives(trainer, max_bytes=4 * NUM_PARAMETERS + METRIC_BYTES)
@@ -106,7 +105,6 @@ def make_example(name):
 
 
 @pytest.mark.slow
-@pytest.mark.each_case
 @pytest.mark.parametrize("name", ["digits", "breast_cancer", "bert_mrpc"])
 def test_steps_of_the_examples_sum_gradients_once_for_each_update(name):
     trainer, num_rounds = make_example(name)

@@ -16,6 +16,7 @@ from armillary.errors import BatchSizeError
 from armillary.testing import assert_strategies_agree
 from tests import problems
 from tests.mistakes import mistakes
+from tests.tiers import slow_after_first
 
 EXAMPLES = problems.make_digits(96)
 
@@ -101,8 +102,7 @@ def expected():
     return trainer.results()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@slow_after_first(
     ("num_replicas", "options"),
     [
         (4, {}),

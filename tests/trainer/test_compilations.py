@@ -12,6 +12,7 @@ from flax import nnx
 import armillary
 from armillary.data import from_arrays
 from tests.problems import CNN, MLP, Classifier, make_digits, make_strategy
+from tests.tiers import slow_after_first
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -66,8 +67,7 @@ def count_programs(compiled: Counter[str]) -> int:
     return count
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@slow_after_first(
     ("model", "num_replicas", "on_non_finite"), [(MLP, 4, None), (CNN, 1, "skip")]
 )
 def test_each_program_is_compiled_once(

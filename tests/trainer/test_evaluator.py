@@ -10,6 +10,7 @@ from armillary import StandardEvaluator, StandardEvaluatorOptions
 from armillary.data import from_arrays
 from armillary.errors import BatchSizeError, DatasetStateError, StateStructureError
 from tests.problems import MLP, make_batches, make_digits, make_strategy
+from tests.tiers import slow_after_first
 
 
 class Evaluator(StandardEvaluator):
@@ -138,8 +139,8 @@ def test_step_outputs_keep_what_is_no_array():
     assert Named(make_batches(2)).evaluate(-1) == {"seen": [("x", 1.0), ("x", 2.0)]}
 
 
-@pytest.mark.parametrize("compile_step", [True, False])
-@pytest.mark.parametrize("sizes", [(5, 4), (4, 5), (6, 2), (5, 3), (5,)])
+@slow_after_first("compile_step", [True, False])
+@slow_after_first("sizes", [(5, 4), (4, 5), (6, 2), (5, 3), (5,)])
 def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
     strategy = make_strategy(4)
 

@@ -120,11 +120,13 @@ def assert_equal_runs(first, second):
     assert first[1].outputs == second[1].outputs
 
 
-@pytest.mark.slow
 @settings(
     max_examples=6,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+    ],
 )
 @given(
     num_replicas=st.sampled_from([1, 4]),

@@ -6,6 +6,7 @@ import pytest
 import armillary
 from armillary.errors import StateStructureError
 from tests.problems import make_strategy
+from tests.tiers import slow_after_first
 
 NUM_STEPS = 6
 
@@ -84,8 +85,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", LAYERS)
+@slow_after_first("kind", LAYERS)
 def test_several_replicas_train_as_one(keras, kind):
     one, four = (make_trainer(keras, count, LAYERS[kind]) for count in (1, 4))
     variables = list(four.model.variables)

@@ -21,6 +21,7 @@ from tests.problems import (
     make_strategy,
     read_state,
 )
+from tests.tiers import slow_after_first
 
 
 class Trainer(armillary.StandardTrainer):
@@ -55,9 +56,8 @@ def make_dataset(num_examples=40, prefetch=2, shuffle_seed=None):
 # Positions
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("compile_loop", [True, False])
+@slow_after_first("prefetch", [0, 1, 2])
+@slow_after_first("compile_loop", [True, False])
 def test_the_position_is_that_of_the_steps_run(prefetch, compile_loop):
     dataset = make_dataset(prefetch=prefetch, shuffle_seed=5)
     trainer = Trainer(dataset, steps_per_chunk=7, compile_loop=compile_loop)
@@ -204,7 +204,6 @@ def test_state_that_no_step_changes_is_not_copied_each_loop():
     np.testing.assert_allclose(trainer.total, 3 * values.sum(), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_memory_of_changed_state_is_reused():
     trainer = make_classifier()
     trainer.train(2)

@@ -21,6 +21,7 @@ from tests.problems import (
     make_strategy,
     read_state,
 )
+from tests.tiers import slow_after_first
 
 LOOP = {"steps_per_chunk": 3}
 PYTHON_LOOP = {"compile_loop": False}
@@ -116,7 +117,6 @@ def test_good_steps_give_the_same_bits_as_without_the_option(
 # Skipped steps
 
 
-@pytest.mark.slow
 @ways
 def test_a_skipped_step_changes_counters_only(num_replicas, way):
     data = {"bad_steps": [0, 4, 5]}
@@ -215,9 +215,8 @@ def test_skipped_steps_are_reported_once_for_each_loop(caplog):
 # Steps that end training
 
 
-@pytest.mark.slow
 @ways
-@pytest.mark.parametrize("bad", [0, 4])
+@slow_after_first("bad", [0, 4])
 def test_a_bad_step_ends_training_as_if_it_had_not_run(bad, num_replicas, way):
     data = {"bad_steps": [bad, 7]}
     trainer = make_trainer(num_replicas, data=data, on_non_finite="raise", **way)

@@ -12,6 +12,7 @@ import armillary
 from armillary.data import from_arrays
 from armillary.errors import NonFiniteError
 from tests.problems import make_strategy
+from tests.tiers import slow_after_first
 
 
 class Trainer(armillary.StandardTrainer):
@@ -86,9 +87,8 @@ def find_line(name):
     return re.escape(f"`{name}`, at {__file__}:{number} (")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [None, 2])
-@pytest.mark.parametrize(
+@slow_after_first("num_replicas", [None, 2])
+@slow_after_first(
     ("use", "name"),
     [
         (log, "log"),

@@ -13,6 +13,7 @@ import armillary
 from armillary.checkpoint import _checkpoint
 from armillary.data import from_arrays
 from armillary.errors import DatasetStateError
+from tests.tiers import slow_after_first
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
 DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
@@ -62,7 +63,7 @@ def run(directory, *stops, data=make_data, num_replicas=2):
     return kernel
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     "data", [make_data, lambda: [make_data(), make_data(4)]], ids=["one", "two"]
 )
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(data, tmp_path, caplog):

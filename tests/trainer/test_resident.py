@@ -24,6 +24,7 @@ from tests.problems import (
     make_strategy,
     read_state,
 )
+from tests.tiers import slow_after_first
 
 MAKERS = {
     "default": armillary.distribute.DefaultStrategy,
@@ -62,8 +63,7 @@ def train(trainer, *lengths):
 # Training
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [MLP, CNN])
+@slow_after_first("model", [MLP, CNN])
 def test_training_is_bit_identical_over_epochs(strategy, model):
     lengths = (1, 9, 13, 7)
     host = make_trainer(strategy, False, model)

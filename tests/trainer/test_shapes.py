@@ -10,6 +10,7 @@ from armillary import Checkpoint, StandardEvaluatorOptions, StandardTrainerOptio
 from armillary.errors import RetraceError
 from tests.mistakes import mistakes
 from tests.problems import make_strategy, read_state
+from tests.tiers import slow_after_first
 
 LENGTHS = [4, 4, 4, 6, 4, 6, 6, 2, 2, 4, 4, 6]
 
@@ -80,9 +81,7 @@ def assert_same(trainer, expected):
         np.testing.assert_array_equal(value, expected[path], err_msg=path)
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
-@pytest.mark.parametrize(
+@slow_after_first(
     ("loops", "options"),
     [
         ([12], {}),
@@ -135,7 +134,6 @@ class Evaluator(armillary.StandardEvaluator):
         return {"count": int(self.mean.count[...]), "mean": self.mean.compute()}
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_evaluations_are_exact_for_every_shape(num_replicas):
@@ -157,7 +155,6 @@ def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @mistakes(
     {

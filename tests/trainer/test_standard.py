@@ -16,6 +16,7 @@ from armillary.errors import (
     StateStructureError,
 )
 from tests.problems import make_batches, make_strategy
+from tests.tiers import slow_after_first
 
 
 class Trainer(Base):
@@ -250,8 +251,7 @@ def test_a_remainder_that_replicas_cannot_share_is_an_error_after_the_others():
     assert int(trainer.sum.count[...]) == 16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@slow_after_first(
     ("num_rows", "remainder", "count", "is_compiled"),
     [
         (20, None, 20, True),

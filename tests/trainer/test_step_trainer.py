@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 import armillary
 from armillary.data import from_arrays
 from armillary.errors import ReplicaMismatchError, StateStructureError
+from tests.tiers import slow_after_first
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
 DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
@@ -121,8 +122,7 @@ def leaves_of(state):
     ]
 
 
-@pytest.mark.each_case
-@pytest.mark.parametrize("kind", KINDS)
+@slow_after_first("kind", KINDS)
 def test_it_equals_a_loop_by_hand_bit_for_bit(kind):
     step, make_state = KINDS[kind]
     trainer = make_trainer(kind)
@@ -149,7 +149,7 @@ def test_it_equals_a_loop_by_hand_bit_for_bit(kind):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@slow_after_first("kind", KINDS)
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(kind, tmp_path):
     def run(directory, *stops):
         leaves = []
@@ -183,7 +183,7 @@ def test_arrays_that_were_given_stay():
     assert int(trainer.state["opt_state"][0].count) == 2
 
 
-@pytest.mark.parametrize("num_replicas", [1, 4])
+@slow_after_first("num_replicas", [1, 4])
 def test_each_example_counts_once_in_an_evaluation(num_replicas):
     trainer = make_trainer("plain", num_replicas)
 

@@ -151,7 +151,6 @@ def test_a_plain_value_that_the_step_counts_up_is_an_error():
         Counts().train(1)
 
 
-@pytest.mark.slow
 def test_state_that_the_trainer_does_not_reach_is_an_error():
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import armillary
 from armillary.data import from_arrays
 from tests.problems import make_strategy
+from tests.tiers import slow_after_first
 
 
 @jax.tree_util.register_dataclass
@@ -65,10 +65,8 @@ class Regression(armillary.StandardTrainer):
         self.strategy.run(step_fn, args=(next(iterator),))
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
-@pytest.mark.parametrize("kind", [Line, Module])
-@pytest.mark.parametrize("num_replicas", [None, 4])
+@slow_after_first("kind", [Line, Module])
+@slow_after_first("num_replicas", [None, 4])
 def test_a_model_that_is_a_value_trains_as_in_plain_jax(kind, num_replicas):
     model = kind(jnp.zeros(()), jnp.zeros(()))
     strategy = (

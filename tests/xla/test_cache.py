@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from armillary.xla import use_compilation_cache
 from tests.conftest import OPTIMIZE_LESS, forget_devices
+from tests.patience import patience
 
 TESTS = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -68,7 +69,7 @@ def run_program(directory: Path | str, num_devices: int) -> tuple[dict[str, Any]
         check=False,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         env={
             **inherited,
             "JAX_PLATFORMS": "cpu",
@@ -79,7 +80,6 @@ def run_program(directory: Path | str, num_devices: int) -> tuple[dict[str, Any]
     return json.loads(child.stdout.splitlines()[-1]), child.stderr
 
 
-@pytest.mark.slow
 def test_a_second_process_trains_without_compiling(tmp_path: Path) -> None:
     without, _ = run_program("", 4)
     first, _ = run_program(tmp_path, 4)

@@ -19,6 +19,7 @@ from armillary.xla._convolutions import (
     convolve,
     scatter_to_winners,
 )
+from tests.tiers import slow_after_first
 from tests.xla.arrays import IMAGES, assert_close, make
 
 FEATURES_FIRST = ("NCHW", "OIHW", "NCHW")
@@ -153,9 +154,8 @@ def test_each_kind_of_convolution_has_its_forms(image, kernel, groups, forms):
     assert assert_forms_agree(find_convolutions(fn, make(image), make(kernel))) == forms
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(
+@slow_after_first("groups", [1, 2, 4])
+@slow_after_first(
     ("strides", "dilation", "spread"),
     [((2, 1), (1, 3), (1, 1)), ((1, 3), (2, 1), (1, 2)), ((1, 1), (2, 2), (2, 1))],
     ids=str,

@@ -120,7 +120,6 @@ def test_results_do_not_depend_on_how_steps_are_divided():
         np.testing.assert_array_equal(other, results[0])
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_results_are_equal_up_to_rounding_with_other_options(options):

@@ -1,0 +1,17 @@
+"""Every construct gives on N replicas what plain JAX gives on one device.
+
+This takes about an hour, so the name of this file is not one that pytest looks for:
+`make differential` names it.
+"""
+
+import pytest
+
+from tests.differential.harness import check
+from tests.differential.suite import CASES, groups, name_group
+
+REPLICAS = (0, 1, 2, 4)  # 0: without a strategy.
+
+
+@pytest.mark.parametrize("cases", groups(CASES), ids=name_group)
+def test_constructs_equal_plain_jax(cases):
+    check(cases, REPLICAS)
