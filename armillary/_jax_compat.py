@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from armillary._process import get_process
 
@@ -53,6 +54,16 @@ def get_mapped_axes(equation: Any) -> Any:
     parameters = equation.params
     before = parameters.get("manual_axes")  # JAX 0.8 to 0.10.1
     return parameters.get("newly_manual_axes", before)
+
+
+def read_number(atom: Any) -> str:
+    """Returns the number that a literal of a program holds, or nothing for a variable.
+
+    JAX 0.8 does not print the value itself as a number.
+    """
+    value = getattr(atom, "val", None)
+    is_number = value is not None and np.size(value) == 1
+    return str(np.asarray(value).item()) if is_number else ""
 
 
 def count_scan_operands(equation: Any) -> tuple[int, int]:

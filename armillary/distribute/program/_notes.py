@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
 from armillary.distribute.replica._context import get_strategy
@@ -206,7 +207,7 @@ class _Additions(Dataflow[frozenset[tuple[str, str]]]):
         shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
         if shape and shape[0] > 1:  # A share of one example is its own mean.
             return facts | {("sum", str(float(math.prod(shape))))}
-        divisor = str(getattr(equation.invars[1], "val", "")) if name == "div" else ""
+        divisor = read_number(equation.invars[1]) if name == "div" else ""
         if ("sum", divisor) in facts:
             return facts | {("mean", self.line(equation))}
         return facts
