@@ -247,7 +247,7 @@ def _explain_call(
     known = [p.name for p in parameters if p.kind in by_name]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unknown = [name for name in kwargs if name not in known]
-    if unknown and known and not takes_any:
+    if unknown and not takes_any:
         return _explain_keyword(owner, unknown[0], kwargs[unknown[0]], known)
 
     given = args[1:] if "self" in signature.parameters else args
@@ -287,11 +287,12 @@ def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str
     answer = ANSWERS.get(f"{owner}.{name}") or ANSWERS.get(name)
     longer = [each for each in known if each.endswith(f"_{name}")]
     found = longer or difflib.get_close_matches(name, known, n=1)
-    nearest = (
-        f"Did you mean `{found[0]}`?"
-        if found
-        else f"It has {', '.join(f'`{each}`' for each in known)}."
-    )
+    if found:
+        nearest = f"Did you mean `{found[0]}`?"
+    elif known:
+        nearest = f"It has {', '.join(f'`{each}`' for each in known)}."
+    else:
+        nearest = "It has no arguments."
     return (
         f"`{name}` is {value!r}, but `{owner}` has no such argument. "
         f"{answer or nearest}"

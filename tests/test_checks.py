@@ -8,6 +8,7 @@ import armillary
 from armillary import actions, cluster, distribute, summary
 from armillary._checks import check_path
 from armillary._traceback import ANSWERS
+from armillary.estimator._answers import ARGUMENTS
 
 # Where each of these keywords stood.
 OLD = {
@@ -58,7 +59,8 @@ OLD = {
 def test_every_answer_is_tested():
     tested = {(kind.__qualname__, name) for kind in OLD for name in OLD[kind]}
     names = {name for _, name in tested} | {f"{kind}.{name}" for kind, name in tested}
-    assert set(ANSWERS) <= names
+    # Estimators have tests of their own.
+    assert set(ANSWERS) - set(ARGUMENTS) <= names
 
 
 @pytest.mark.parametrize("kind", OLD, ids=lambda kind: kind.__qualname__)

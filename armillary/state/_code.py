@@ -7,6 +7,8 @@ module has many names, and only those count that occur in this code.
 """
 
 import functools
+import pathlib
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -58,7 +60,7 @@ class Code:
         if issubclass(kind, type):
             self._add_classes(value)
         elif issubclass(kind, types.ModuleType):
-            if not is_library(value.__name__):
+            if is_of_user(value.__name__):
                 self._spaces.setdefault(id(value), value)
         elif issubclass(kind, FUNCTION_TYPES):
             self._add_function(value)
@@ -67,13 +69,15 @@ class Code:
 
     def _add_classes(self, kind: type) -> None:
         for base in kind.__mro__:
-            if not is_opaque(base):
+            if not is_opaque(base) and is_of_user(base.__module__):
                 self._spaces.setdefault(id(base), base)
 
     def _add_function(self, function: Any) -> None:
         if id(function) in self._functions:
             return
         self._functions.add(id(function))
+        if not is_of_user(getattr(function, "__module__", None)):
+            return
         entries = entries_of(function)
         code = entries.pop("code", None)
         if code is not None:
@@ -127,6 +131,18 @@ class Code:
             is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
             if kind not in PLAIN and not is_code:
                 yield place.value, place.path
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_user(module: str | None) -> bool:
+    """Returns whether a module is the user's own, and not an installed package.
+
+    Installed packages do not change while a program runs, and have a lot of code.
+    """
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    folders = () if file is None else pathlib.Path(file).parts
+    is_installed = any(folder.endswith("-packages") for folder in folders)
+    return not (is_library(module) or is_installed)
 
 
 # Python calls these without their names.

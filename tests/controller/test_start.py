@@ -82,7 +82,7 @@ def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
         "devices: 8 x cpu | strategy: MirroredStrategy(4 x cpu)",
         "parameters: 1,508 (6.03 kB) | largest: model/large 1,500, model/small 8",
         f"batch: 16 global, 4 per replica | checkpoints: {tmp_path}/run/checkpoints | "
-        "summaries: run/train",
+        f"summaries: {tmp_path}/run/train",
     ]
 
 

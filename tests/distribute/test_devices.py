@@ -26,6 +26,7 @@ from armillary.distribute import DefaultStrategy
 from armillary.errors import ClusterError, DatasetStateError
 from armillary.state._lift import State
 from tests.mistakes import mistakes
+from tests.patience import patience
 
 
 def test_the_default_strategy_is_one_object():
@@ -263,7 +264,7 @@ def test_on_one_machine_it_can_be_made_before_any_device_is_used():
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"OnCPU\(\d+ x cpu, 1 process\)", done.stdout.strip())

@@ -19,7 +19,7 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._ending import COMPILER, Line, Place
+from armillary.lifeline._ending import COMPILER, Line, Place, Report
 from armillary.lifeline._lifeline import Lifeline
 from armillary.lifeline._tree import (
     Ends,
@@ -237,13 +237,17 @@ def test_a_program_alone_is_watched_too(start):
     assert "process 0 of 1: action for" in (job.reasons[0] or "")
 
 
+def report_of(lifeline: Lifeline) -> Report:
+    return lifeline._report(time.monotonic())[0]
+
+
 @pytest.mark.parametrize(
     ("phase", "limit"), [("action", None), ("data", None), ("stepping", 300.0)]
 )
 def test_a_program_alone_may_wait_for_itself_without_a_limit(start, phase, limit):
     job = start(1)
     with job.lifelines[0].watching(None, lambda: Place(phase, 1)):
-        report, _ = job.lifelines[0]._report(time.monotonic())
+        report = report_of(job.lifelines[0])
     assert report.limit_seconds == limit
 
 
@@ -253,13 +257,13 @@ def test_calls_of_two_threads_end_in_any_order(start):
     second = lifeline.watching(20.0, lambda: Place("data", 2))
     first.__enter__()
     second.__enter__()
-    assert lifeline._report(time.monotonic())[0].phase == "data"
+    assert report_of(lifeline).phase == "data"
 
     first.__exit__(None, None, None)
-    assert lifeline._report(time.monotonic())[0].limit_seconds == 20.0
+    assert report_of(lifeline).limit_seconds == 20.0
 
     second.__exit__(None, None, None)
-    assert lifeline._report(time.monotonic())[0].limit_seconds is None
+    assert report_of(lifeline).limit_seconds is None
 
 
 def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
@@ -277,7 +281,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
     thread = threading.Thread(target=train_in_a_thread)
     thread.start()
     is_there.wait()
-    line = lifeline._report(time.monotonic())[0].line
+    line = report_of(lifeline).line
     is_done.set()
     thread.join()
 

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import armillary
+from armillary.state._code import Code
 from tests.problems import make_strategy
 
 NUMBER = 1.0
@@ -196,3 +197,11 @@ def test_what_run_is_given_outside_a_step_sees_globals_as_they_are(
     assert run() == 1
     change_globals()
     assert run() == 16
+
+
+def test_installed_packages_are_not_followed():
+    code = Code([lambda: (np.zeros(1), pytest.main(), helper())], [])
+
+    names = {place.path for place in code.places.values()}
+    assert {"np", "pytest", "helper", "CONFIG", "NUMBER"} <= names
+    assert len(names) < 10

@@ -19,6 +19,11 @@ SECONDS = 300  # Much longer than any wait takes, so that a mistake ends the tes
 _meanwhile: list[Callable[[], object]] = []
 
 
+@pytest.fixture(autouse=True)
+def nothing_meanwhile() -> None:
+    _meanwhile[:] = [lambda: None]
+
+
 def make_data(*, repeat: bool) -> Any:
     arrays = {"x": np.ones((8, 3), np.float32)}
     return from_arrays(arrays, batch_size=4, repeat=repeat)
