@@ -262,7 +262,7 @@ def test_two_threads_do_not_train_in_one_directory(tmp_path):
         controller = make_controller(Run(), tmp_path)
 
         def train():
-            with pytest.raises(CheckpointError, match="the thread 'MainThread' of thi"):
+            with pytest.raises(CheckpointError, match="the thread 'MainThread' of"):
                 controller.train(4)
             errors.append("refused")
 
