@@ -162,7 +162,7 @@ NAMES = {
     "Module": "Write `nnx.Module`, with `from flax import nnx`.",
     "nn": (
         "Write `armillary.compute_average_loss(losses)` or "
-        "`armillary.scale_regularization_loss(loss)`; layers are those of `flax.nnx`."
+        "`armillary.scale_regularization_loss(loss)`; take layers from `flax.nnx`."
     ),
     "train": (
         "Write `armillary.Checkpoint(...)`, `armillary.CheckpointManager(...)` or "

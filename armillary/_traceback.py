@@ -134,7 +134,7 @@ ANSWERS = {
     "jit_compile": "Leave it out: XLA compiles every program.",
     "reduce_retracing": "Leave it out: each shape of the arguments is a program.",
 }
-# What else to say where arguments that need their names were given without.
+# Advice for calls that give arguments without the names they need.
 _BY_NAME = {
     "from_arrays": "Several arrays are one nest: `from_arrays((x, y), batch_size=64)`.",
 }

@@ -120,7 +120,8 @@ class Checkpoint:
                 are missing on either side, or are a data position that is refused.
 
         Returns:
-            What was restored, and what was not. It is logged as well.
+            A report of the restored parts, and of the parts that stay as they were.
+            It is logged as well.
 
         Raises:
             TypeError: If `path` is no path.
@@ -168,7 +169,7 @@ class Checkpoint:
             may_differ: As in `read`.
 
         Returns:
-            What was restored, and what was not.
+            A report of the restored parts, and of the parts that stay as they were.
 
         Raises:
             CheckpointError: As in `read`.
@@ -185,7 +186,7 @@ class Checkpoint:
         The first folder of the prefix `"runs/ckpt"` is `runs/ckpt-1`, the next one
         `runs/ckpt-2`. Unlike a `CheckpointManager`, which is the better choice for a
         training run, this waits until the files are on the disk, and removes nothing.
-        Of several processes, all call it.
+        All processes call it.
 
         Args:
             file_prefix: The path of the folders, without the number.

@@ -192,7 +192,7 @@ def join_cluster(
         is_late = xla_bridge.backends_are_initialized()
         is_left_to_jax = plan.num_processes is None
         if is_late and is_left_to_jax and jax.process_count() == 1:
-            return None  # JAX has its devices, and they are those of one machine.
+            return None  # JAX has its devices already, all on one machine.
         if is_late:
             raise ClusterError(
                 "The strategy was made after JAX's devices had been used, but "

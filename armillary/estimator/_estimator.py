@@ -61,7 +61,7 @@ class Calls:
     train_input_fn: Callable[..., Any] | None = None
     train_hooks: tuple[Action, ...] = ()
     saving_listeners: tuple[Listener, ...] = ()
-    # Whether training goes on in the data where the checkpoint is.
+    # Whether training continues in the data at the checkpoint's position.
     resumes: bool = False
     # Called when `save_checkpoints_secs` have passed; saves if it is `None`.
     when_save_is_due: Callable[[], Any] | None = None
@@ -86,7 +86,7 @@ class Estimator:
             `model_dir`, `config` and `params` are attributes as well.
         warm_start_from: The folder of a checkpoint, or a directory of checkpoints,
             which is read as long as `model_dir` has no checkpoint. The modules begin
-            with its values, and the optimizer begins anew.
+            with its values, and the optimizer begins again.
 
     Raises:
         EstimatorError: If `model_fn` has other arguments than a model function, or has

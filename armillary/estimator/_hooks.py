@@ -67,7 +67,7 @@ class Hooks:
         tell(self._hooks, "bind_step_counter", counter)
 
     def resume_at(self, step: int) -> None:
-        """Passes on the step that training goes on from."""
+        """Passes on the step from which training continues."""
         tell(self._hooks, "resume_at", step)
 
     def begin_training(self) -> None:

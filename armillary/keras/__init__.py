@@ -2,7 +2,7 @@
 
 A model that knows its optimizer, loss and metrics (`model.compile`) is a trainer, with
 `model.optimizer.iterations` as the global step. In a step of your own, Keras objects
-work like those of Flax NNX, and this package is not needed. A `DatasetCreator` makes
+work like objects of Flax NNX, and this package is not needed. A `DatasetCreator` makes
 the data of `fit` where the data is read.
 """
 

@@ -100,7 +100,7 @@ class ScheduledSteps:
         """Lets one call take the steps of a whole epoch; returns options of a build.
 
         Args:
-            options: What Keras passes to `_symbolic_build`. The first one of a `fit`
+            options: The arguments of `_symbolic_build`. The first one of a `fit`
                 gets the iterator over its epochs.
         """
         if not self._is_starting:

@@ -185,7 +185,7 @@ class KerasTrainer(StandardTrainer):
     """Trains a compiled Keras model, as `model.fit` does, for a `Controller`.
 
     Each loop returns the loss and the metrics of the model. Layers with batch
-    statistics use those of each replica's share of the batch. An optimizer with
+    statistics use each replica's share of the batch. An optimizer with
     `use_ema=True` keeps its averages beside the weights: put them into the model after
     training with `model.optimizer.finalize_variable_values(model.trainable_variables)`,
     which `model.fit` does when it ends.

@@ -53,7 +53,7 @@ _CHIEF = 0
 
 
 class Watched(NamedTuple):
-    """What a program does: how long it may take, where it is, and in which thread."""
+    """The work of a program: its limit, its place and its thread."""
 
     rule: float | None  # Seconds; what `Pace` finds if `None`.
     find_place: Callable[[], Place]
@@ -78,7 +78,7 @@ class Lifeline:
         self._sightings = dict.fromkeys(sorted(known), seen)
         self._fresh: set[int] = set()  # Of whom it has heard since it has told.
         self._failures: dict[int, tuple[str, float]] = {}
-        # What runs now: calls of controllers, the last one last, or what `watch` set.
+        # The calls of controllers that run, newest last; without one, what `watch` set.
         self._calls: dict[object, Watched] = {}
         self._between = Watched(math.inf, lambda: Place(OUTSIDE))
         self._last_rule: float | None = None
@@ -125,7 +125,7 @@ class Lifeline:
             self._calls.pop(token, None)
 
     def watch(self, rule: float | None, find_place: Callable[[], Place]) -> None:
-        """Watches from here on, but for what `watching` watches."""
+        """Watches from here on, unless a call of `watching` runs."""
         self._pace.restart(time.monotonic())
         self._between = Watched(rule, find_place)
         self._begin(rule)

@@ -2,8 +2,8 @@
 
 C code that keeps the interpreter's lock stops every thread of Python, the lifeline too.
 So the lifeline sends its limit through a pipe every second, and the watchdog counts for
-how long nothing has come. A timer in this process could not do that: its clock goes on
-while a scheduler, a container or a virtual machine has the process suspended, and it
+how long nothing has come. A timer in this process could not do that: its clock runs
+while a scheduler, a container or a virtual machine has the process suspended, so it
 would end a job that was only paused.
 
 The watchdog runs this file as a program, without Armillary. It is no child of the

@@ -42,7 +42,7 @@ class Server:
     servers `join` at its beginning; `docs/parameter_server.md` has an example.
 
     Args:
-        cluster_resolver: What says which task this process is. By default `TF_CONFIG`
+        cluster_resolver: The source of this process's task. By default `TF_CONFIG`
             says it.
 
     Raises:
@@ -72,7 +72,7 @@ class Server:
         """Takes part in the cluster until the chief has ended.
 
         The call waits for the chief as long as necessary, and logs that it waits. If
-        Ray ends in this process while the chief goes on, Ray is started again.
+        Ray ends in this process while the chief still runs, Ray is started again.
 
         Raises:
             ClusterError: If Ray does not start in this process, or ends several times.
@@ -144,8 +144,8 @@ def check_cluster(
     """Returns the addresses of the tasks of a cluster, by job.
 
     Args:
-        resolver: What describes the cluster.
-        source: What messages call it.
+        resolver: The description of the cluster.
+        source: Its name in messages.
 
     Raises:
         ClusterError: If the cluster lacks a job, or cannot train.
@@ -264,7 +264,7 @@ def name_resource(job: str, index: int) -> str:
 
 
 def has_joined(job: str, index: int) -> bool:
-    """Returns whether a node that lives is that of a task."""
+    """Returns whether a node that lives belongs to a task."""
     resource = name_resource(job, index)
     nodes = import_ray().nodes()
     return any(node["Alive"] and resource in node["Resources"] for node in nodes)

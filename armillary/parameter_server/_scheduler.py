@@ -387,7 +387,7 @@ class Scheduler:
         Args:
             worker: The worker that was asked.
             reference: Ray's reference to the answer.
-            doing: What the worker does, for the log; `None` if it may not be there yet.
+            doing: Its work, for the log; `None` if it may not be there yet.
         """
         ray, seconds = import_ray(), self._strategy.report_seconds
         try:

@@ -40,7 +40,7 @@ def claimed(owner: Any, verb: str) -> Iterator[None]:
 
     Args:
         owner: A trainer or an evaluator.
-        verb: What this thread does with it, for the error of another thread.
+        verb: The use of the object, for the error of another thread.
 
     Raises:
         ThreadError: If another thread has claimed the same object, or one that shares

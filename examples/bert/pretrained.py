@@ -45,7 +45,7 @@ NAMES = {
     "classifier": "classifier",
 }
 
-# Of a checkpoint of the TensorFlow Model Garden.
+# Names in a checkpoint of the TensorFlow Model Garden.
 LAYER = re.compile(
     r"(\w+/)*layer_with_weights-(?P<number>\d+)/(?P<path>[\w/]+)"
     r"/\.ATTRIBUTES/VARIABLE_VALUE"
@@ -203,7 +203,7 @@ def from_objects(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def rename_in_layer(path: str) -> str:
-    """Returns the name of an array in a layer of the encoder, from that of objects."""
+    """Returns the name of an array in a layer, from the names of its objects."""
     module, _, leaf = path.rpartition("/")
     return f"{OBJECTS.get(module, module)}/{leaf}"
 

@@ -25,7 +25,7 @@ FOOTER_SIZE = 48
 # A byte after each block that names the compression; a checksum of both follows it.
 UNCOMPRESSED = b"\0"
 
-# Of TensorFlow's `DataType`. Others, such as strings, are left out.
+# Numbers of TensorFlow's `DataType`. Other types, such as strings, are left out.
 TYPES = {
     1: np.dtype("<f4"),
     2: np.dtype("<f8"),

@@ -32,7 +32,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "TPUStrategy": TPUOnCPU,
     "MultiWorkerMirroredStrategy": armillary.MultiWorkerMirroredStrategy,
     "CentralStorageStrategy": lambda: CentralStorageStrategy(jax.devices()[:4]),
-    # One worker, which no other worker makes stale: its numbers are those of NumPy.
+    # One worker, which no other worker makes stale: its numbers equal NumPy's.
     "ParameterServerStrategy": lambda: armillary.ParameterServerStrategy(
         num_workers=1, num_ps=1
     ),

@@ -173,7 +173,7 @@ def test_an_old_argument_is_answered(tmp_path, path):
     assert "Did you mean" not in str(raised.value)
 
 
-# What `tf.estimator` of TensorFlow 2.15 and `tf.feature_column` make public.
+# The public names of `tf.estimator` (TensorFlow 2.15) and `tf.feature_column`.
 PUBLIC = """BaselineClassifier BaselineEstimator BaselineRegressor BestExporter
     BinaryClassHead CheckpointSaverHook CheckpointSaverListener DNNClassifier
     DNNEstimator DNNLinearCombinedClassifier DNNLinearCombinedEstimator

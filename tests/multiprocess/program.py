@@ -608,7 +608,7 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
 
 
 def grouped(strategy: Any) -> dict[str, Any]:
-    """Reduces over all devices in groups: those of each process."""
+    """Reduces over all devices, with one group for each process."""
     del strategy
     ops = armillary.distribute.HierarchicalCopyAllReduce()
     made = armillary.MultiWorkerMirroredStrategy(cross_device_ops=ops)

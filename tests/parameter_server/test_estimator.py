@@ -61,7 +61,7 @@ def test_one_worker_gives_the_numbers_of_one_device(tmp_path, alone):
         atol=1e-6,
     )
 
-    # A new object goes on at the checkpoint.
+    # A new object continues at the checkpoint.
     again = make_regressor(tmp_path / "servers", alone.strategy, **options)
     again.train(make_input_fn(repeat=True), max_steps=10)
     assert again.global_step == 10

@@ -165,7 +165,7 @@ def test_callbacks_run_here_after_the_steps_that_were_scheduled(
     assert model.steps_per_execution == steps_per_execution
 
 
-# Of Keras: its variables lack an argument that NumPy 2 passes.
+# Variables of Keras lack an argument that NumPy 2 passes.
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_callbacks_change_the_rate_stop_and_save(keras, coordinator, tmp_path):
     callbacks = keras.callbacks

@@ -121,7 +121,7 @@ def test_a_loop_of_ones_own_reads_what_methods_read(
         total[...] = total[...] + scale(1.0)
 
     strategy.run(step)
-    # What no code of the step mentions may change.
+    # Names that no code of the step mentions may change.
     UNREAD.append(2)
     Scale.unused = 2.0
     with no_retrace():

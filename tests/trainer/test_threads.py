@@ -15,7 +15,7 @@ from armillary.errors import ThreadError
 from armillary.trainer import _claims
 
 SECONDS = 300  # Much longer than any wait takes, so that a mistake ends the test.
-# What the second thread does. Not in the trainer, which would reach its state.
+# The work of the second thread. Not in the trainer, which would reach its state.
 _meanwhile: list[Callable[[], object]] = []
 
 

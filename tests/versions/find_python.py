@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 MINORS = (14, 13, 12, 11)
-"""What the tests may run with, the newest first."""
+"""The releases of Python that the tests may run with, the newest first."""
 
 VERSION = "import sys; print(*sys.version_info[:3])"
 # Armillary needs a later 3.12: docs/private_apis.md says why.

@@ -162,7 +162,7 @@ def check_is_no_server(resolver: ClusterResolver | None) -> None:
     """Raises if this process is a `ps`, which would train alone.
 
     Args:
-        resolver: What says which task this process is; by default `TF_CONFIG`, if it is
+        resolver: The source of this process's task; by default `TF_CONFIG`, if it is
             set.
     """
     source = "The cluster resolver"

@@ -26,7 +26,7 @@ def is_remote(path: str) -> bool:
 
 
 def find_files(paths: Iterable[str]) -> list[str]:
-    """Returns the files of paths and patterns, those of a pattern in sorted order.
+    """Returns the files of paths and patterns, sorted within each pattern.
 
     Raises:
         FileNotFoundError: If there is no file of that name, and no file that fits.

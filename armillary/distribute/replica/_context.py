@@ -175,7 +175,7 @@ class ReplicaContext:
         """Calls `merge_fn(strategy, *args, **kwargs)` in cross-replica context.
 
         As in `tf.distribute`: a step leaves its replica for a function that sees the
-        values of all replicas, and goes on with the result::
+        values of all replicas, and continues with the result::
 
             def apply(strategy, gradients):
                 gradients = strategy.reduce("mean", gradients)
@@ -193,7 +193,7 @@ class ReplicaContext:
             kwargs: Keyword arguments, pytrees.
 
         Returns:
-            What `merge_fn` returned. Each replica gets its part of a `PerReplica`.
+            The result of `merge_fn`. Each replica gets its part of a `PerReplica`.
 
         Raises:
             TypeError: If `merge_fn` cannot be called.

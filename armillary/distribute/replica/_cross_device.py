@@ -124,7 +124,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         num_packs: Into how many rounds the arrays of one `all_reduce` are packed; 0 for
             one round for each array.
         devices_per_group: Devices that reach each other quickly, which follow each
-            other in `strategy.mesh`. By default those of one process.
+            other in `strategy.mesh`. By default, the devices of one process.
 
     Raises:
         ValueError: If `num_packs` is not an integer from 0, or `devices_per_group` is

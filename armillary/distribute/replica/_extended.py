@@ -51,7 +51,7 @@ class StrategyExtended:
             kwargs: Keyword arguments.
 
         Returns:
-            What `fn` returned.
+            The result of `fn`.
 
         Raises:
             ReplicaContextError: In replica context.

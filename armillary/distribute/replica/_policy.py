@@ -222,7 +222,7 @@ def combine(
         policy: `SUM`, `MEAN` or `ONLY_FIRST_REPLICA`.
         value: This replica's value.
         context: The replica.
-        idle: What a replica without data adds to a sum; by default nothing.
+        idle: The value that a replica without data adds to a sum; by default nothing.
     """
     if policy is Policy.ONLY_FIRST_REPLICA:
         return _sum(_masked(context.is_first(), value))

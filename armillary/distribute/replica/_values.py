@@ -21,7 +21,7 @@ from armillary.state._holders import is_claimed
 AXIS_NAME = "replica"
 """The axis of replicas, for the functions of `jax.lax`."""
 
-# What tensors of TensorFlow and PyTorch have, and arrays of JAX do not.
+# Attributes that tensors of TensorFlow and PyTorch have, and arrays of JAX lack.
 _OF_TENSORS = ("numpy", "detach", "cpu")
 # Other names for the operations, as users of other libraries call them.
 _OTHER_OPS = {"avg": "mean", "average": "mean", "add": "sum", "total": "sum"}
