@@ -59,7 +59,9 @@ def test_a_second_start_takes_its_programs_from_the_cache(monkeypatch):
     for starts in pair.values():
         assert starts["first"]["compiled"] > 0
         assert starts["second"]["compiled"] == 0
-        assert starts["second"]["from_cache"] == starts["first"]["compiled"]
+        # In the scope of a device, JAX keeps a program apart from the same one outside.
+        needed = starts["first"]["compiled"] + starts["first"]["from_cache"]
+        assert starts["second"]["from_cache"] == needed
 
 
 def start_fake(name: str, case: Case, settings: Settings) -> WorkerProcess:
