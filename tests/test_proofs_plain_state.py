@@ -70,8 +70,10 @@ CHANGES = st.sampled_from(["set", "count", "toggle", "grow", "move", "rename"])
 def places(nest: Any) -> list[tuple[Any, Any]]:
     """Returns the places below a nest that can be assigned to."""
     if isinstance(nest, dict | collections.UserDict):
-        own = [(nest, name) for name in nest]
-        parts = list(nest.values())
+        # A compiled step sorts the keys of a dictionary of arrays.
+        names = sorted(nest, key=str)
+        own = [(nest, name) for name in names]
+        parts = [nest[name] for name in names]
     elif isinstance(nest, list | collections.deque):
         own, parts = [(nest, i) for i in range(len(nest))], list(nest)
     elif isinstance(nest, tuple):
@@ -156,7 +158,7 @@ def is_like(a: Any, b: Any) -> bool:
         is_array = isinstance(a, jax.Array) and isinstance(b, jax.Array)
         return is_array and bool(a == b)
     if isinstance(a, dict | collections.UserDict):
-        return list(a) == list(b) and all(is_like(a[name], b[name]) for name in a)
+        return set(a) == set(b) and all(is_like(a[name], b[name]) for name in a)
     if isinstance(a, list | tuple | collections.deque):
         return len(a) == len(b) and all(map(is_like, a, b))
     if hasattr(a, "first"):

@@ -148,34 +148,42 @@ def _watch(pid: int) -> None:
     last = time.monotonic()
     while True:
         ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
-        if ready:
-            # A whole number of lines, as each is written at once.
-            text = os.read(0, 1 << 16).decode()
-            if not text:
-                return  # The process has ended.
-            idle.restart(text)
+        if ready and not _hears(idle):
+            return
         state, start = read_state(pid)
         if start != started:
             return
         now = time.monotonic()
-        if idle.tick(now - last, is_stopped=state[0] in "Tt"):
-            _end(pid, idle)
-            return
-        last = now
+        last, seconds = now, now - last
+        if idle.tick(seconds, is_stopped=state[0] in "Tt"):
+            _show_stacks(pid, idle)
+            ready, _, _ = select.select([0], [], [], _DUMP_SECONDS)
+            # The signal may have ended what the process was waiting for.
+            if not (ready and _hears(idle)):
+                os.kill(pid, signal.SIGKILL)
+                return
+            last = time.monotonic()
 
 
-def _end(pid: int, idle: Idle) -> None:
+def _hears(idle: Idle) -> bool:
+    """Takes in limits that have come; returns whether the process is still there."""
+    text = os.read(0, 1 << 16).decode()
+    if text:
+        # A whole number of lines, as each is written at once.
+        idle.restart(text)
+    return bool(text)
+
+
+def _show_stacks(pid: int, idle: Idle) -> None:
     text = (
         f"ERROR: {idle.who}: Timeout: it has run no Python for {idle.seconds:.0f} "
-        "seconds, so it is killed. C code that keeps the interpreter's lock is one "
-        "reason. The stacks of its threads:\n"
+        "seconds, so it is about to be killed. C code that keeps the interpreter's "
+        "lock is one reason. The stacks of its threads:\n"
     )
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
     if _DUMP_SIGNAL:
         os.kill(pid, _DUMP_SIGNAL)
-        time.sleep(_DUMP_SECONDS)
-    os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:

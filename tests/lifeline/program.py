@@ -59,7 +59,10 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         if scenario == "act" and is_victim and step >= 20:
             time.sleep(3600)  # the action sleeps
         if scenario == "gil" and jax.process_index() == 0 and step >= 20:
-            ctypes.PyDLL(None).sleep(3600)  # It keeps the interpreter's lock.
+            # The second call waits forever, and keeps the interpreter's lock.
+            lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, bytes(128)
+            lock(mutex)
+            lock(mutex)
 
     controller = armillary.Controller(
         trainer=trainer,
