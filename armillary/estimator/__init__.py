@@ -24,7 +24,6 @@ from armillary.estimator._canned import DNNClassifier as DNNClassifier
 from armillary.estimator._canned import DNNRegressor as DNNRegressor
 from armillary.estimator._canned import LinearClassifier as LinearClassifier
 from armillary.estimator._canned import LinearRegressor as LinearRegressor
-from armillary.estimator._canned import ftrl as ftrl
 from armillary.estimator._columns import bucketized_column as bucketized_column
 from armillary.estimator._columns import (
     categorical_column_with_hash_bucket as categorical_column_with_hash_bucket,
@@ -42,6 +41,7 @@ from armillary.estimator._estimator import Estimator as Estimator
 from armillary.estimator._model_fn import EstimatorSpec as EstimatorSpec
 from armillary.estimator._model_fn import ModeKeys as ModeKeys
 from armillary.estimator._model_fn import Modules as Modules
+from armillary.estimator._optimizers import ftrl as ftrl
 from armillary.estimator._run_config import EvalSpec as EvalSpec
 from armillary.estimator._run_config import RunConfig as RunConfig
 from armillary.estimator._run_config import TrainSpec as TrainSpec

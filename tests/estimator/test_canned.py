@@ -16,7 +16,7 @@ from sklearn import metrics
 import armillary
 from armillary import estimator
 from armillary.errors import EstimatorError, NonFiniteError
-from armillary.estimator._canned import as_optimizer
+from armillary.estimator._optimizers import as_optimizer
 from tests.estimator.problems import (
     BATCH_SIZE,
     X,
