@@ -715,16 +715,18 @@ class InputLayer(nnx.Module):
 
     def __init__(self, columns: tuple[DenseColumn, ...], rngs: nnx.Rngs) -> None:
         self.columns = columns
-        tables = {column.name: column.make_table(rngs) for column in columns}
-        self.tables = nnx.Dict(
-            {name: table for name, table in tables.items() if table is not None}
-        )
+        made = {column.name: column.make_table(rngs) for column in columns}
+        tables = {name: table for name, table in made.items() if table is not None}
+        # In Flax 0.12.4, `get` raises an error for a key that is missing.
+        self.names_of_tables = tuple(tables)
+        self.tables = nnx.Dict(tables)
 
     def __call__(self, features: Any) -> jax.Array:
-        inputs = [
-            column.read(features, self.tables.get(column.name))
-            for column in self.columns
-        ]
+        inputs = []
+        for column in self.columns:
+            has_table = column.name in self.names_of_tables
+            table = self.tables[column.name] if has_table else None
+            inputs.append(column.read(features, table))
         return jnp.concatenate(inputs, axis=1)
 
 
