@@ -43,14 +43,13 @@ class Code:
         self._names: set[str] = set()
         # Classes and modules, in which the names are looked up that code mentions.
         self._spaces: dict[int, Any] = {}
-        self._values: dict[int, Any] = {}
         for function in functions:
             self._add(function)
         for value in objects:
             self._add_classes(type(value))
-        num_names = -1
-        while num_names < len(self._names):
-            num_names = len(self._names)
+        known = None
+        while known != (len(self._names), len(self._spaces)):
+            known = len(self._names), len(self._spaces)
             for space in list(self._spaces.values()):
                 self._look_into(space)
 

@@ -67,7 +67,7 @@ def test_a_hook_stops_training_and_its_state_survives_a_restart(tmp_path):
 
     # The first output is the best one, and two more are no better.
     assert run() == 6
-    # What the checkpoint says about the run that was stopped holds for its restart.
+    # The checkpoint describes the stopped run, so its restart must read the same.
     assert run() == 6
 
 

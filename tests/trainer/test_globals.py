@@ -205,3 +205,16 @@ def test_installed_packages_are_not_followed():
     names = {place.path for place in code.places.values()}
     assert {"np", "pytest", "helper", "CONFIG", "NUMBER"} <= names
     assert len(names) < 10
+
+
+def test_the_class_of_an_object_in_a_module_is_looked_into(monkeypatch):
+    class Settings:
+        rate = 1.0
+
+    module = types.ModuleType("settings_of_the_user")
+    module.rate = Settings()
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", module)
+
+    code = Code([lambda: SETTINGS.rate.rate], [])
+
+    assert "Settings/rate" in {place.path for place in code.places.values()}
