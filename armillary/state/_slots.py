@@ -308,7 +308,9 @@ def became(old: Any, new: Any) -> str:
     """Returns what a place held and holds, with the types of values that look alike."""
     before = "an array" if old is ANY_ARRAY else describe(old)
     now = describe(new)
-    if before == now:
+    if before == now and type(old) is type(new):
+        now = "another value"
+    elif before == now:
         before = f"`{type(old).__name__}` of {before}"
         now = f"`{type(new).__name__}` of {now}"
     return f"{before} became {now}"

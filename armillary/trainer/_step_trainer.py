@@ -17,7 +17,7 @@ from armillary.distribute.replica._policy import (
     create_global_step,
 )
 from armillary.distribute.replica._pure_state import (
-    is_data,
+    has_data,
     lend,
     own_state,
     take_back,
@@ -118,7 +118,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "`optax.MultiSteps(optimizer, every_k_schedule=k)`, or those of parts "
                 "of a batch by `jax.lax.scan` in the step."
             )
-        if not any(map(is_data, jax.tree.leaves(state))):
+        if not has_data(state):
             raise ValueError(
                 f"`state` is {state!r:.80}, which has no array, so that no step could "
                 "change it. Give parameters and optimizer state, as a pytree."

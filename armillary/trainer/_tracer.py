@@ -362,7 +362,7 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     learned = [
         i
         for i, slot in owners.items()
-        if state.kinds[i].role is Role.BATCH_STATISTIC or slot.is_parameter()
+        if slot.role is Role.BATCH_STATISTIC or slot.is_parameter()
     ]
     if learned:
         raise StateStructureError(

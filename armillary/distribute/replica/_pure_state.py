@@ -28,11 +28,19 @@ from armillary.state._tree import (
 from armillary.typing import PyTree
 
 
-def is_data(leaf: Any) -> bool:
-    """Returns whether a leaf of a state is an array, or becomes one."""
+def has_data(state: PyTree) -> bool:
+    """Returns whether a state has an array, or a leaf that becomes one."""
+    return any(map(_is_data, leaves_of(state)))
+
+
+def _is_data(leaf: Leaf) -> bool:
+    value = leaf.value
     # As in `jax.jit`, an integer is an array. A flag or a rate of Equinox is not.
-    is_host = isinstance(leaf, np.ndarray | np.generic) or type(leaf) is int
-    return is_host or is_array(leaf) or _keras.is_variable(leaf)
+    is_host = isinstance(value, np.ndarray | np.generic) or type(value) is int
+    # A class of Flax declares its constants with `pytree_node=False`.
+    is_of_flax = bool(leaf.above) and hasattr(type(leaf.above[-1]), "_flax_dataclass")
+    is_field = is_of_flax and type(value) is float
+    return is_host or is_field or is_array(value) or _keras.is_variable(value)
 
 
 def own_state(state: PyTree) -> PyTree:
@@ -43,22 +51,16 @@ def own_state(state: PyTree) -> PyTree:
 
 def _own(leaf: Leaf) -> Any:
     value = leaf.value
+    if not _is_data(leaf):
+        return value
     if _keras.is_variable(value):
         value = _keras.value_of(value)
-    if not (is_data(value) or _is_data_of_flax(leaf)):
-        return value
     try:
         return jnp.array(value)
     except (OverflowError, TypeError) as error:
         raise TypeError(
             f"`state` has the leaf {value!r:.80}, of which JAX makes no array: {error}"
         ) from error
-
-
-def _is_data_of_flax(leaf: Leaf) -> bool:
-    # Such a class declares its constants with `pytree_node=False`: they are no leaves.
-    is_field = bool(leaf.above) and hasattr(type(leaf.above[-1]), "_flax_dataclass")
-    return is_field and type(leaf.value) is float
 
 
 def lend(state: PyTree) -> PyTree:
