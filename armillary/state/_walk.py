@@ -51,6 +51,13 @@ from armillary.state._slots import (
     is_array,
     is_equal,
 )
+from armillary.state._tree import (
+    PURE_STATE,
+    PureSlot,
+    PureStateOwner,
+    TreeSlot,
+    is_object,
+)
 
 # Of nests that are deeper (or reach themselves), JAX can make no tree.
 _MAX_TREE_DEPTH = 100
@@ -153,14 +160,15 @@ class Walk:
 
     def _add_place(self, task: _Task) -> bool:
         """Adds the place of an array, or a pytree with arrays; returns if it is one."""
-        value, path, part, name, above = task
+        value, part, above = task.value, task.part, task.above
         if part is None or part.kind.put is None:
             return False
+        is_pure = self._owner_of_pure_state(task) is not None
         try:
-            if not (is_array(value) or _holds_arrays(value)):
+            has_arrays = _has_arrays if is_pure else _holds_arrays
+            if not (is_array(value) or has_arrays(value)):
                 return False
-            get, put = part.kind.get, part.kind.put
-            slot = Slot(part.source, name, path, get=get, put=put, is_leaf=is_claimed)
+            slot = self._make_slot(task)
         except (RecursionError, TypeError, ValueError):
             # JAX makes no tree of it, such as of a dict with mixed keys.
             return False
@@ -170,6 +178,26 @@ class Walk:
             for leaf_path, leaf in reversed(slot.others)
         )
         return True
+
+    def _make_slot(self, task: _Task) -> Slot:
+        part, name, path = task.part, task.name, task.path
+        assert part is not None
+        get = part.kind.get
+        put = part.kind.put
+        assert put is not None
+        owner = self._owner_of_pure_state(task)
+        if owner is not None:
+            return PureSlot(part.source, name, path, get=get, put=put, owner=owner)
+        return TreeSlot(part.source, name, path, get=get, put=put, is_leaf=is_claimed)
+
+    def _owner_of_pure_state(self, task: _Task) -> PureStateOwner | None:
+        """Returns the trainer whose attribute `state` a task looks at."""
+        if task.above is None or task.name != PURE_STATE or task.part is None:
+            return None
+        holder = self.nodes[task.above[0]].value
+        is_attribute = task.part.kind is ATTRIBUTES
+        is_pure = is_attribute and isinstance(holder, PureStateOwner)
+        return holder if is_pure else None
 
     def _add(self, slot: Slot, above: tuple[int, Any] | None) -> None:
         slot.holder = above and above[0]
@@ -264,6 +292,11 @@ def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> se
 
 def _is_plain_nest(value: Any) -> bool:
     return type(value) in (dict, list) and are_plain(children_of(value))
+
+
+def _has_arrays(value: Any) -> bool:
+    """Returns whether a pytree has arrays, also in variables."""
+    return any(map(is_array, jax.tree.leaves(value, is_leaf=is_object)))
 
 
 def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:

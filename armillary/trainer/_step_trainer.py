@@ -1,7 +1,7 @@
 """Trainer and evaluator around pure functions of any pytree and a batch."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,10 +11,21 @@ import numpy as np
 from armillary._checks import check_callable, check_instance, check_methods
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
-from armillary.distribute.replica._policy import create_global_step
-from armillary.errors import StateStructureError
+from armillary.distribute.replica._leaf_kinds import StateKinds
+from armillary.distribute.replica._policy import (
+    VariableAggregation,
+    create_global_step,
+)
+from armillary.distribute.replica._pure_state import (
+    has_data,
+    lend,
+    own_state,
+    take_back,
+)
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.state._slots import describe, is_array, is_equal, join_keys
+from armillary.state._slots import LeafKind, describe
+from armillary.state._tree import Leaf, PureStateOwner
+from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import without_python
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -24,7 +35,7 @@ from armillary.typing import Batch, Output, PyTree
 _MOST_METRICS = 64
 
 
-class StepTrainer(StandardTrainer):
+class StepTrainer(StandardTrainer, PureStateOwner):
     """Trains with a pure step: `step(state, batch) -> (state, metrics)`.
 
     The state is any pytree: parameters and Optax state in a tuple or a dictionary, an
@@ -58,6 +69,15 @@ class StepTrainer(StandardTrainer):
         train_dataset: As for `StandardTrainer`.
         strategy: Whose replicas run the step; by default the one in effect.
         metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
+        kinds: What becomes of leaves that differ between replicas: a mapping from a
+            regular expression, searched for in the path of a leaf
+            (`state/batch_stats/norm/mean`), or from the type of a node that holds it,
+            to `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`. The values are
+            the `aggregation` of a variable, see `VariableAggregation`, and the first
+            entry that finds a leaf counts. By default the library of a leaf decides:
+            Linen's `batch_stats`, the state of an Equinox module and the statistics
+            of a Keras model are averaged, the variables of an `nnx.State` keep their
+            kind, and any other leaf must be equal on all replicas.
         options: As for any `StandardTrainer`.
 
     `Checkpoint(trainer=trainer)` saves the state, the number of steps and the position
@@ -71,7 +91,8 @@ class StepTrainer(StandardTrainer):
     Raises:
         TypeError: If an argument is of the wrong type, or `step` returns no such pair.
         StateStructureError: If `step` returns another kind of state than it took.
-        ValueError: If `state` has no array, or there are more than 64 means.
+        ValueError: If `state` has no array, there are more than 64 means, or `kinds`
+            has a kind that does not exist, or a pattern or type without a leaf.
     """
 
     def __init__(
@@ -82,6 +103,7 @@ class StepTrainer(StandardTrainer):
         *,
         strategy: Strategy | None = None,
         metrics: Any = None,
+        kinds: Mapping[str | type, VariableAggregation | str] | None = None,
         options: StandardTrainerOptions | None = None,
     ) -> None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
@@ -96,14 +118,22 @@ class StepTrainer(StandardTrainer):
                 "`optax.MultiSteps(optimizer, every_k_schedule=k)`, or those of parts "
                 "of a batch by `jax.lax.scan` in the step."
             )
-        if not any(map(_is_data, jax.tree.leaves(state))):
+        if not has_data(state):
             raise ValueError(
                 f"`state` is {state!r:.80}, which has no array, so that no step could "
                 "change it. Give parameters and optimizer state, as a pytree."
             )
         self._step, self._metrics = step, make_metrics(metrics)
-        self.state = jax.tree.map(_own, state)
+        self._kinds = StateKinds(kinds, state, step)
+        self.state = own_state(state)
+        self._weak = find_weak(self.state)
         self.global_step = create_global_step()
+
+    def _kind_of_leaf(self, leaf: Leaf) -> LeafKind:
+        return self._kinds.find(leaf)
+
+    def _place_of_leaf(self, leaf: Leaf) -> str:
+        return self._kinds.place_of(leaf)
 
     def train_loop_begin(self) -> None:
         self._metrics.reset()
@@ -118,7 +148,8 @@ class StepTrainer(StandardTrainer):
         return self._metrics.compute()
 
     def _run(self, batch: Batch) -> None:
-        result = self._step(self.state, batch)
+        with explained_types(self._step, self.state, batch, self._weak):
+            result = self._step(lend(self.state), batch)
         is_tuple = isinstance(result, tuple)
         if not is_tuple or len(result) != 2:
             shown = f"{len(result)} values" if is_tuple else describe(result)
@@ -127,8 +158,7 @@ class StepTrainer(StandardTrainer):
                 "the step, and its metrics. Write `return state, metrics`, with `{}` "
                 "if there are none."
             )
-        check_state(self.state, result[0])
-        self.state = result[0]
+        self.state = take_back(self.state, result[0])
         add_metrics(self._metrics, result[1], batch)
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
@@ -200,7 +230,7 @@ class StepEvaluator(StandardEvaluator):
         return output
 
     def _run(self, batch: Batch) -> None:
-        result = self._step(self._trainer.state, batch)
+        result = self._step(lend(self._trainer.state), batch)
         add_metrics(self._metrics, result, batch)
 
 
@@ -274,51 +304,3 @@ def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
         to.add(metrics or {}, batch)
     else:
         to.update(**(metrics or {}))
-
-
-def _is_data(leaf: Any) -> bool:
-    # As in `jax.jit`, an integer is an array; a flag or a rate of Equinox is none.
-    is_host = isinstance(leaf, np.ndarray | np.generic) or type(leaf) is int
-    return is_host or is_array(leaf)
-
-
-def _own(leaf: Any) -> Any:
-    try:
-        return jnp.array(leaf) if _is_data(leaf) else leaf
-    except (OverflowError, TypeError) as error:
-        raise TypeError(
-            f"`state` has the leaf {leaf!r:.80}, of which JAX makes no array: {error}"
-        ) from error
-
-
-def check_state(before: PyTree, after: PyTree) -> None:
-    """Raises, with the place, if a step returns another kind of state than it took."""
-    for problem in _find_changes(before, after):
-        raise StateStructureError(
-            f"`step` must return a state like the one that it takes, but {problem}. "
-            "Return all of it, in the same order, with the same shapes and dtypes, and "
-            "the metrics after it: `return state, metrics`."
-        )
-
-
-def _find_changes(before: PyTree, after: PyTree) -> Iterator[str]:
-    flatten = jax.tree_util.tree_flatten_with_path
-    old, new = (
-        {join_keys("state", keys): leaf for keys, leaf in flatten(tree)[0]}
-        for tree in (before, after)
-    )
-    for place in dict.fromkeys([*old, *new]):
-        if place not in new:
-            yield f"`{place}` is gone"
-        elif place not in old:
-            yield f"`{place}` is new"
-        elif not is_array(old[place]):
-            if not is_equal(old[place], new[place]):
-                yield (
-                    f"`{place}`, which is no array but {old[place]!r:.40}, became "
-                    f"{describe(new[place])}: begin with `jnp.asarray(...)`"
-                )
-        elif (now := describe(new[place])) != (was := describe(old[place])):
-            yield f"`{place}` was {was} and became {now}"
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        yield "its structure changed: a node has another type, or other static fields"
