@@ -439,7 +439,7 @@ def owner_of_function(function: types.FunctionType) -> Owner:
     library's only if the module that it names and its globals are.
     """
     names = function.__globals__
-    home = names.get("__name__")
+    home = str(names.get("__name__"))
     module = sys.modules.get(home)
     if module is None or vars(module) is not names:
         return Owner.USER
