@@ -32,9 +32,9 @@ from armillary.data.sources._source import MAY_BE_MISSING
 from armillary.errors import CheckpointError
 from armillary.state import _keras
 from armillary.state._holders import is_frozen
-from armillary.state._lift import State, find_slots
+from armillary.state._lift import find_slots
 from armillary.state._slots import Role, Slot
-from armillary.state._walk import Walk
+from armillary.state._walk import Walk, slots_of
 
 
 class Checkpoint:
@@ -342,7 +342,7 @@ class Checkpoint:
         return [n.path for n in nodes.values() if _keras.is_compiled_metrics(n.value)]
 
     def _find_slots(self) -> Sequence[Slot]:
-        return State([(value, name) for name, value in self.objects.items()]).slots
+        return slots_of((value, name) for name, value in self.objects.items())
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

@@ -26,6 +26,7 @@ from armillary.state._walk import (
     Watch,
     find_differences,
     find_facts,
+    slots_of,
 )
 
 
@@ -281,7 +282,7 @@ def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
     """Takes arrays of a trace out of plain places that hold some; returns these."""
     left = [
         slot
-        for slot in Walk(roots).slots.values()
+        for slot in slots_of(roots)
         if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]
     for slot in left:
@@ -290,7 +291,7 @@ def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
 
 
 def find_slots(root: Any, path: str = "") -> list[Slot]:
-    return list(State([(root, path)]).slots)
+    return slots_of([(root, path)])
 
 
 def strong(leaf: Any) -> jax.Array:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +32,6 @@ PLAIN = frozenset(
 )
 """Types of values that hold nothing, and are told apart by looking at them."""
 
-_PLAIN_OR_TUPLE = PLAIN | {tuple}
-
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 """What a place holds that is not there."""
 
@@ -46,21 +44,41 @@ def are_plain(values: Iterable[object]) -> bool:
     return PLAIN.issuperset(map(type, values))
 
 
-def are_constant(values: Sequence[object]) -> bool:
+def are_constant(values: Collection[object]) -> bool:
     """Returns whether many values are plain, or tuples of plain values at any depth.
 
     A list of files with their labels has a million of them: Python looks at each in C.
     """
+    return _are_nests_of_plain(values, (tuple,))
+
+
+def hold_no_arrays(values: Collection[object]) -> bool:
+    """Returns whether many values are plain, or nests of plain values at any depth."""
+    return _are_nests_of_plain(values, (tuple, list, dict))
+
+
+def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> bool:
+    seen: set[int] = set()  # A list can hold itself.
     while True:
         kinds = set(map(type, values))
         if kinds <= PLAIN:
             return True
-        if not kinds <= _PLAIN_OR_TUPLE:
+        if not kinds <= PLAIN.union(nests):
             return False
-        tuples: Any = values
-        if len(kinds) > 1:
-            tuples = [value for value in values if type(value) is tuple]
-        values = list(itertools.chain.from_iterable(tuples))
+
+        contents: list[Iterable[Any]] = []
+        for kind in kinds.intersection(nests):
+            inner: Any = values
+            if len(kinds) > 1:
+                inner = [value for value in values if type(value) is kind]
+            if kind is not tuple:
+                by_id = dict(zip(map(id, inner), inner, strict=True))
+                for known in by_id.keys() & seen:
+                    del by_id[known]
+                seen |= by_id.keys()
+                inner = by_id.values()
+            contents += map(dict.values, inner) if kind is dict else inner
+        values = list(itertools.chain.from_iterable(contents))
 
 
 def is_array(value: object) -> bool:

@@ -48,6 +48,7 @@ from armillary.state._slots import (
     are_constant,
     are_plain,
     describe,
+    hold_no_arrays,
     is_array,
     is_equal,
 )
@@ -82,13 +83,21 @@ class _Task(NamedTuple):
 
 
 class Walk:
-    """One walk over pairs of an object and its path; slots come in a fixed order."""
+    """One walk over pairs of an object and its path; slots come in a fixed order.
+
+    Without `finds_plain`, it passes over nests of plain values, however long they are.
+    """
 
     def __init__(
-        self, roots: Iterable[tuple[Any, str]], *, finds_slots: bool = True
+        self,
+        roots: Iterable[tuple[Any, str]],
+        *,
+        finds_slots: bool = True,
+        finds_plain: bool = True,
     ) -> None:
         self.roots = tuple(roots)
         self._finds_slots = finds_slots
+        self._passes_over = are_constant if finds_plain else hold_no_arrays
         self.nodes: dict[int, Node] = {}
         self.slots: dict[Any, Slot] = {}
         # Which holders each one leads to, with the name of the place.
@@ -150,7 +159,7 @@ class Walk:
         averages = map(id, _keras.batch_statistics(value))
         self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
         for part in reversed(parts):
-            if are_constant(part.values):
+            if self._passes_over(part.values):
                 continue
             for name, held in reversed(part.pairs):
                 if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
@@ -280,6 +289,12 @@ class Found(NamedTuple):
     path: str
 
 
+def slots_of(roots: Iterable[tuple[Any, str]]) -> list[Slot]:
+    """Returns the slots that pairs of an object and its path lead to, by path."""
+    slots = Walk(roots, finds_plain=False).slots.values()
+    return sorted(slots, key=lambda slot: slot.path)
+
+
 def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> set[int]:
     pending, reached = list(start), set[int]()
     while pending:
@@ -306,7 +321,7 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     children = children_of(value)
     if are_plain(children):  # as most values have none
         return False
-    if isinstance(children, list | tuple) and are_constant(children):
+    if isinstance(children, Collection) and hold_no_arrays(children):
         return False
     above = (*above, id(value))
     found = [
