@@ -92,9 +92,11 @@ class Loop:
 
     def begin_epoch(self, epochs: int) -> int:
         """Begins the next pass, if the last one has ended; see `AbstractTrainer`."""
-        if len(self.datasets) > 1 or self.datasets[0].is_endless:
+        if len(self.datasets) != 1 or self.datasets[0].is_endless:
             reason = f"has {len(self.datasets)} datasets, which end at different steps"
-            if len(self.datasets) == 1:
+            if not self.datasets:
+                reason = "is None, and steps that make their own data have no epochs"
+            elif len(self.datasets) == 1:
                 reason = "repeats its data for ever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
@@ -159,9 +161,12 @@ class Loop:
             steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self._method.options.max_chunk_bytes,
             # Nothing runs in one process alone: the others must hear of it instead.
-            gives_errors_at_once=self.datasets[0].layout.peers is not None,
+            gives_errors_at_once=self._strategy.layout.peers is not None,
         )
-        prefetch = min(1, *(dataset.prefetch for dataset in self.datasets))
+        # Without data there is nothing to wait for.
+        prefetch = min((1, *(each.prefetch for each in self.datasets)))
+        if not self.datasets:
+            prefetch = 0
         self.feed.start(builder.build, prefetch)
 
     # Loops with the hooks of the trainer

@@ -22,6 +22,7 @@ from armillary.errors import ReplicaContextError
 from armillary.goodput._stopwatch import Category, get_stopwatch
 from armillary.lifeline._lifeline import waiting
 from armillary.state._holders import held_by
+from armillary.trainer._no_data import NoBatches
 from armillary.typing import PyTree
 
 # How often the device is looked at. Data that comes ends the wait at once.
@@ -206,20 +207,23 @@ class Run:
     loop: Any = None  # what ran last, a `Loop` or an `AsynchronousLoop`
     has_warned: bool = False  # of data that resumes or ends otherwise than one thinks
     # The datasets as a strategy has them, and of which nest they were made.
-    _parts: Sequence[DistributedDataset] = ()
+    _parts: Sequence[DistributedDataset] | None = None
     _nest: PyTree = None
 
     def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
         """Returns the datasets under a strategy, at the positions that they have."""
-        before = self._parts if self._nest is self.datasets else ()
-        if not before or any(each.layout != strategy.layout for each in before):
-            leaves, _ = flatten_datasets(self.datasets)
-            self._parts = [distribute(each, strategy) for each in leaves]
-            self._nest = self.datasets
-            for old, new in zip(before, self._parts, strict=False):
-                if old is not new and old.is_repositionable:
-                    new.set_state(old.get_state())
-        return self._parts
+        before = self._parts if self._nest is self.datasets else None
+        if before is not None and all(
+            each.layout == strategy.layout for each in before
+        ):
+            return before
+        leaves, _ = flatten_datasets(self.datasets)
+        self._parts = parts = [distribute(each, strategy) for each in leaves]
+        self._nest = self.datasets
+        for old, new in zip(before or (), parts, strict=False):
+            if old is not new and old.is_repositionable:
+                new.set_state(old.get_state())
+        return parts
 
 
 def make_run(
@@ -230,7 +234,12 @@ def make_run(
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
     for each in flatten_datasets(datasets)[0]:
-        is_one = each is None or isinstance(each, Iterable | Callable | Source)
+        is_one = isinstance(each, Iterable | Callable | Source)
+        if isinstance(each, tuple) and not each:
+            raise TypeError(
+                f"`{argument}` is (), which holds no data set. Pass one, or None for a "
+                "step that makes its own data."
+            )
         if not is_one or isinstance(each, str | bytes | bytearray | dict):
             raise TypeError(
                 f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
@@ -252,6 +261,9 @@ class StepMethod(NamedTuple):
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
+        if iterators is None:
+            argument = "eval_dataset" if self.is_evaluation else "train_dataset"
+            iterators = NoBatches(argument, self.name)
         with accumulating(self.options.accumulate_steps, self.name):
             return self.fn(iterators)
 
@@ -327,7 +339,12 @@ class Runner:
 
 
 def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:
-    """Flattens a nest of datasets; a list that holds arrays is one, of its batches."""
+    """Flattens a nest of datasets; a list that holds arrays is one, of its batches.
+
+    `None` is a nest without datasets, for a step that makes its own data.
+    """
+    if nest is None:
+        return [], jax.tree.structure(None)
     leaves, structure = jax.tree.flatten(nest, is_leaf=_is_dataset)
     if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
         return [nest], jax.tree.structure(0)

@@ -57,6 +57,7 @@ class StandardTrainer(Runner, AbstractTrainer):
     Args:
         train_dataset: A dataset from `make_distributed_dataset`, anything that
             `armillary.data.as_source` takes, or a nest (list, dict, ...) of them.
+            `None` if the step makes its own data and takes no batch.
         options: How to run; see `StandardTrainerOptions`.
 
     Raises:
@@ -91,7 +92,8 @@ class StandardTrainer(Runner, AbstractTrainer):
 
         Args:
             iterator: An iterator with the structure of `train_dataset`. Each `next` on
-                it gives one global batch, for `strategy.run`.
+                it gives one global batch, for `strategy.run`. Without data, `next` is
+                a `TypeError`.
         """
 
     def train_loop_end(self) -> Output:
@@ -145,6 +147,8 @@ class StandardTrainer(Runner, AbstractTrainer):
             DatasetStateError: If it is of another number of data sets, or one refuses.
         """
         datasets = self._positions()
+        if not datasets and not any(state):
+            return
         if len(state) != len(datasets):
             raise DatasetStateError(
                 f"`state` holds the positions of {len(state)} data sets, but "

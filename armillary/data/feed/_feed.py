@@ -44,7 +44,9 @@ class Feed(Generic[T]):
         owner: Any = None,
     ) -> None:
         self._datasets, self._name = tuple(datasets), name
-        self._peers = None if name is None else datasets[0].layout.peers
+        # Steps without data are the same in all processes.
+        is_compared = name is not None and bool(datasets)
+        self._peers = datasets[0].layout.peers if is_compared else None
         self._announcing = contextlib.nullcontext
         if self._peers is not None:
             self._announcing = self._peers.announcing_errors
