@@ -61,7 +61,12 @@ class Loop:
         self._method, self._strategy = method, method.strategy
         self.datasets = run.distribute(method.strategy)
         self._structure = flatten_datasets(run.datasets)[1]
-        self._steps_per_chunk = method.options.steps_per_chunk
+        reads_ahead = method.options.read_ahead
+        self._steps_per_chunk = method.options.steps_per_chunk if reads_ahead else 1
+        # Without data there is nothing to wait for.
+        self._prefetch = min((1, *(each.prefetch for each in self.datasets)))
+        if not (self.datasets and reads_ahead):
+            self._prefetch = 0
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
         gathers = [data.gather for data in self.datasets]
@@ -84,7 +89,13 @@ class Loop:
             begins_anew=begins_anew,
             name=method.name,
             owner=method.owner,
+            reads_ahead=method.options.read_ahead,
         )
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether a batch may be read before the step in front of it has run."""
+        return self._prefetch > 0 or self._steps_per_chunk != 1
 
     def reopen(self) -> None:
         self.feed.close()
@@ -162,12 +173,10 @@ class Loop:
             max_chunk_bytes=self._method.options.max_chunk_bytes,
             # Nothing runs in one process alone: the others must hear of it instead.
             gives_errors_at_once=self._strategy.layout.peers is not None,
+            # An evaluation changes no state that its data could read.
+            reads_ahead=self._reads_ahead and not self._method.is_evaluation,
         )
-        # Without data there is nothing to wait for.
-        prefetch = min((1, *(each.prefetch for each in self.datasets)))
-        if not self.datasets:
-            prefetch = 0
-        self.feed.start(builder.build, prefetch)
+        self.feed.start(builder.build, self._prefetch)
 
     # Loops with the hooks of the trainer
 
@@ -253,7 +262,9 @@ class Loop:
             start = self.feed.offset
             count, full = _count(chunk.ends[start:], most, remaining)
             first = start if program.is_nested else 0
-            arrays = self._start(flat, chunk, count, is_last=full == remaining)
+            # The data may look at the state before the next step.
+            is_seen = full == remaining or not self._reads_ahead
+            arrays = self._start(flat, chunk, count, is_seen=is_seen)
             remaining -= full if remaining > 0 else 0
             if not self._method.keep_results:
                 yield full, []
@@ -271,9 +282,12 @@ class Loop:
         count: int,
         num_loops: int = 0,
         *,
-        is_last: bool = True,
+        is_seen: bool = True,
     ) -> list[jax.Array]:
-        """Starts steps of a chunk, the `is_last` or not; returns the arrays put out."""
+        """Starts steps of a chunk; returns the arrays put out.
+
+        If the state after them `is_seen` by Python, it is put in its places.
+        """
         program, feed, guard = self._programs.get(chunk), self.feed, self._guard
         start = feed.offset
         with flat.lent(program.changed) as (donated, others):
@@ -285,7 +299,7 @@ class Loop:
             guard.add(chunk.positions[start : start + count])
             feed.commit(count)
             feed.read_on()  # when the device has something to do
-            if is_last:
+            if is_seen:
                 flat.write_back()  # here, since Ctrl-C is kept away
         return arrays
 

@@ -44,6 +44,7 @@ class LoopOptions:
     check_replicas_every: int | None = field(default=None, init=False, repr=False)
     compile_hooks: bool | None = field(default=False, init=False, repr=False)
     accumulate_steps: int = field(default=1, init=False, repr=False)
+    read_ahead: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_one_of("compile_loop", self.compile_loop, (True, False))
@@ -100,6 +101,11 @@ class StandardTrainerOptions(LoopOptions):
             activations of one part, one update, and gradients, summed over replicas
             once, that are those of the whole batch. The examples of a replica must
             be a multiple of it.
+        read_ahead: Whether batches may be read while earlier steps run. Off, each batch
+            is read right before its step, in the thread that trains, when the state is
+            that of the step before. For data that depend on the parameters, such as
+            games that the model plays. Each step is then a program of its own, and the
+            device waits while Python makes the batch.
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
@@ -117,16 +123,25 @@ class StandardTrainerOptions(LoopOptions):
 
     Raises:
         ValueError: If a number is below 1, or `on_non_finite` is none of its values, or
-            steps that are not compiled are to be watched.
+            steps that are not compiled are to be watched, or chunks of several steps
+            are not to be read ahead.
     """
 
     on_non_finite: Literal["raise", "skip"] | None = None
     check_replicas_every: int | None = None
     compile_hooks: bool | None = None
     accumulate_steps: int = 1
+    read_ahead: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_one_of("read_ahead", self.read_ahead, (True, False))
+        if not self.read_ahead and self.steps_per_chunk not in (None, 1):
+            raise ValueError(
+                f"`read_ahead` is False, but `steps_per_chunk` is "
+                f"{self.steps_per_chunk}, and the batches of a chunk are read before "
+                "its first step. Leave `steps_per_chunk` out."
+            )
         check_one_of("on_non_finite", self.on_non_finite, (None, "raise", "skip"))
         check_positive_int("accumulate_steps", self.accumulate_steps)
         check_one_of("compile_hooks", self.compile_hooks, (None, True, False))

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_methods
+from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import create_global_step
@@ -113,6 +114,13 @@ class StepTrainer(StandardTrainer):
         self._step, self._metrics = step, make_metrics(metrics)
         self.state = jax.tree.map(_own, state)
         self.global_step = create_global_step()
+
+    if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "state":
+                check_state_is_current("trainer.state")
+            return super().__getattribute__(name)
 
     def train_loop_begin(self) -> None:
         self._metrics.reset()

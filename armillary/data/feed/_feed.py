@@ -42,6 +42,7 @@ class Feed(Generic[T]):
         begins_anew: bool = False,
         name: str | None = None,
         owner: Any = None,
+        reads_ahead: bool = True,
     ) -> None:
         self._datasets, self._name = tuple(datasets), name
         # Steps without data are the same in all processes.
@@ -54,7 +55,10 @@ class Feed(Generic[T]):
         # Not for use while a thread reads.
         self.readers = [
             dataset.open_reader(
-                in_pieces=in_pieces, begins_anew=begins_anew, owner=owner
+                in_pieces=in_pieces,
+                begins_anew=begins_anew,
+                owner=owner,
+                reads_ahead=reads_ahead,
             )
             for dataset in datasets
         ]
