@@ -157,6 +157,11 @@ class DistributedDataset:
             )
             self._first = SourceBatch(types, batch.position)
 
+    @property
+    def source_spec(self) -> PyTree | None:
+        """The types of the first batch of the source; `None` before it was read."""
+        return None if self._first is None else self._first.arrays
+
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""
         for batch in self.read(Position(epoch=epoch)):

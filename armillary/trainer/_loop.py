@@ -15,11 +15,13 @@ import jax
 from armillary._logging import logger
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._split import Piece
 from armillary.data.feed._stream import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._hooks import map_output
+from armillary.trainer._last_batch import check_last_batch
 from armillary.trainer._origin import find_origin
 from armillary.trainer._runner import (
     Run,
@@ -167,8 +169,12 @@ class Loop:
         types = [reader.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.num_active for batch in first)
         assert self._steps_per_chunk is not None
+        batches_per_step = self._programs.count_batches(types, active)
+        is_in_parts = self._method.options.accumulate_steps > 1
+        if is_in_parts and batches_per_step == (1,):
+            check_last_batch(self.feed.readers[0], self._trace_for)
         builder = ChunkBuilder(
-            self._programs.count_batches(types, active),
+            batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self._method.options.max_chunk_bytes,
             # Nothing runs in one process alone: the others must hear of it instead.
@@ -177,6 +183,11 @@ class Loop:
             reads_ahead=self._reads_ahead and not self._method.is_evaluation,
         )
         self.feed.start(builder.build, self._prefetch)
+
+    def _trace_for(self, piece: Piece) -> None:
+        """Traces the step for a batch of the only data set."""
+        gather = self.feed.readers[0].gather
+        self._programs.trace([gather.types(piece)], (piece.num_active,))
 
     # Loops with the hooks of the trainer
 
