@@ -64,7 +64,7 @@ def _explaining(source: IndexedDataset, num_rows: int) -> Iterator[None]:
         raise BatchSizeError(
             f"`train_dataset` has {source.num_examples} examples in batches of "
             f"{source.batch_size}, so the last batch of each pass has {num_rows}, with "
-            f"which no step can run: {error}\nNo step has run yet. Leave that batch out "
-            "(`drop_remainder=True`), let batches run across the ends of passes "
+            f"which no step can run: {error}\nNo step has run. Leave that batch "
+            "out (`drop_remainder=True`), let batches run across the ends of passes "
             "(`repeat=True`), or use another batch size."
         ) from error

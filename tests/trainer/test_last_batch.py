@@ -99,4 +99,4 @@ def test_the_trace_of_the_last_batch_is_kept(monkeypatch):
 
     monkeypatch.setattr(StepPrograms, "_trace", count)
     Trainer(1, 2).train(4)
-    assert traced == [(16, 3), (2, 3)]
+    assert traced == [(1, 16, 3), (1, 2, 3)]
