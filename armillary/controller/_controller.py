@@ -27,6 +27,7 @@ from armillary.controller._outputs import History, RunOutput, run_evaluations
 from armillary.controller._run import (
     Run,
     check_arguments,
+    check_evaluations_end,
     check_target,
     finishing,
     is_reached,
@@ -273,6 +274,7 @@ class Controller:
         step = self._run.read_step()
         check_target("train_steps", train_steps, step, epochs, may_be_past=may_be_past)
         check_num_steps("eval_steps", eval_steps)
+        check_evaluations_end(self.evaluator, eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None

@@ -107,7 +107,12 @@ class DistributedDataset:
         return 0 if self.is_agreed else self.options.prefetch
 
     def open_reader(
-        self, *, in_pieces: bool, begins_anew: bool, owner: Any = None
+        self,
+        *,
+        in_pieces: bool,
+        begins_anew: bool,
+        owner: Any = None,
+        reads_ahead: bool = True,
     ) -> BatchReader:
         """Returns what a feed reads; its arguments are the feed's."""
         last, first = self._reader, Position()
@@ -121,7 +126,9 @@ class DistributedDataset:
             waiting = last.used, self.read(last.used)
         if waiting is None or (waiting[0].is_exhausted and begins_anew):
             waiting = self._open_next()
-        reader = BatchReader(self, *waiting, in_pieces=in_pieces)
+        reader = BatchReader(
+            self, *waiting, in_pieces=in_pieces, reads_ahead=reads_ahead
+        )
         feed = last.feed() if last is not None and self._owner() is not None else None
         if last and feed is not None and not (feed.is_closed or last.used.is_exhausted):
             if owner is None:
@@ -149,6 +156,11 @@ class DistributedDataset:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch.arrays
             )
             self._first = SourceBatch(types, batch.position)
+
+    @property
+    def source_spec(self) -> PyTree | None:
+        """The types of the first batch of the source; `None` before it was read."""
+        return None if self._first is None else self._first.arrays
 
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_methods
+from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._leaf_kinds import StateKinds
@@ -27,6 +28,7 @@ from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import without_python
+from armillary.trainer._no_data import check_step_arguments, take_batches
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
@@ -66,7 +68,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             or `None`.
         state: The state to begin with. Its arrays are copied, NumPy's as well, and
             integers become arrays. Other leaves, such as functions, are constants.
-        train_dataset: As for `StandardTrainer`.
+        train_dataset: As for `StandardTrainer`. Without it, the step makes its own
+            data and takes the state alone: `step(state)`.
         strategy: Whose replicas run the step; by default the one in effect.
         metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
         kinds: What becomes of leaves that differ between replicas: a mapping from a
@@ -89,7 +92,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         global_step: How many steps were run, a variable of shape `()`.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or `step` returns no such pair.
+        TypeError: If an argument is of the wrong type, or `step` returns no such pair,
+            or takes a batch and there is no data, or takes none and there is.
         StateStructureError: If `step` returns another kind of state than it took.
         ValueError: If `state` has no array, there are more than 64 means, or `kinds`
             has a kind that does not exist, or a pattern or type without a leaf.
@@ -97,9 +101,9 @@ class StepTrainer(StandardTrainer, PureStateOwner):
 
     def __init__(
         self,
-        step: Callable[[Any, Batch], tuple[Any, Mapping[str, Any] | None]],
+        step: Callable[..., tuple[Any, Mapping[str, Any] | None]],
         state: Any,
-        train_dataset: PyTree,
+        train_dataset: PyTree = None,
         *,
         strategy: Strategy | None = None,
         metrics: Any = None,
@@ -111,6 +115,12 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self.strategy = get_strategy() if strategy is None else strategy
         super().__init__(train_dataset, options)
         check_callable("step", step)
+        check_step_arguments(
+            "armillary.StepTrainer(step, state",
+            step,
+            "train_dataset",
+            has_data=train_dataset is not None,
+        )
         if options is not None and options.accumulate_steps > 1:
             raise ValueError(
                 f"`accumulate_steps` is {options.accumulate_steps}, but a pure step "
@@ -129,6 +139,13 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self._weak = find_weak(self.state)
         self.global_step = create_global_step()
 
+    if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "state":
+                check_state_is_current("trainer.state")
+            return super().__getattribute__(name)
+
     def _kind_of_leaf(self, leaf: Leaf) -> LeafKind:
         return self._kinds.find(leaf)
 
@@ -139,7 +156,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self._metrics.reset()
 
     def train_step(self, iterator: Any) -> None:
-        self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+        self.strategy.run(self._run, args=take_batches(iterator))
         self.global_step[...] += 1
 
     train_step.__name__ = "step"  # for messages: the user wrote `step`
@@ -147,9 +164,9 @@ class StepTrainer(StandardTrainer, PureStateOwner):
     def train_loop_end(self) -> Output:
         return self._metrics.compute()
 
-    def _run(self, batch: Batch) -> None:
-        with explained_types(self._step, self.state, batch, self._weak):
-            result = self._step(lend(self.state), batch)
+    def _run(self, *batches: Batch) -> None:
+        with explained_types(self._step, self.state, batches, self._weak):
+            result = self._step(lend(self.state), *batches)
         is_tuple = isinstance(result, tuple)
         if not is_tuple or len(result) != 2:
             shown = f"{len(result)} values" if is_tuple else describe(result)
@@ -159,7 +176,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "if there are none."
             )
         self.state = take_back(self.state, result[0])
-        add_metrics(self._metrics, result[1], batch)
+        # Without data, each step has the same weight.
+        add_metrics(self._metrics, result[1], batches)
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):
@@ -190,25 +208,33 @@ class StepEvaluator(StandardEvaluator):
     Args:
         step: Takes the state and a batch; returns a dictionary of metrics.
         trainer: A `StepTrainer`, or anything whose attribute `state` is the state.
-        eval_dataset: As for `StandardEvaluator`.
+        eval_dataset: As for `StandardEvaluator`. Without it, the step takes the state
+            alone, and each evaluation needs a number of steps.
         metrics: As in `StepTrainer`.
         options: As for any `StandardEvaluator`.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or `step` returns no dictionary.
+        TypeError: If an argument is of the wrong type, or `step` returns no dictionary,
+            or takes a batch and there is no data, or takes none and there is.
     """
 
     def __init__(
         self,
-        step: Callable[[Any, Batch], Mapping[str, Any]],
+        step: Callable[..., Mapping[str, Any]],
         trainer: Any,
-        eval_dataset: PyTree,
+        eval_dataset: PyTree = None,
         *,
         metrics: Any = None,
         options: StandardEvaluatorOptions | None = None,
     ) -> None:
         super().__init__(eval_dataset, options)
         check_callable("step", step)
+        check_step_arguments(
+            "armillary.StepEvaluator(step, trainer",
+            step,
+            "eval_dataset",
+            has_data=eval_dataset is not None,
+        )
         check_methods("trainer", trainer, ["state"], "Give the `StepTrainer`.")
         self.strategy = getattr(trainer, "strategy", None) or get_strategy()
         self._step, self._trainer = step, trainer
@@ -218,7 +244,7 @@ class StepEvaluator(StandardEvaluator):
         self._metrics.reset()
 
     def eval_step(self, iterator: Any) -> None:
-        self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+        self.strategy.run(self._run, args=take_batches(iterator))
 
     eval_step.__name__ = "step"
 
@@ -229,9 +255,9 @@ class StepEvaluator(StandardEvaluator):
             return name_means(self._metrics.seen.structure, output)
         return output
 
-    def _run(self, batch: Batch) -> None:
-        result = self._step(lend(self._trainer.state), batch)
-        add_metrics(self._metrics, result, batch)
+    def _run(self, *batches: Batch) -> None:
+        result = self._step(lend(self._trainer.state), *batches)
+        add_metrics(self._metrics, result, batches)
 
 
 class Seen:
