@@ -4,10 +4,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from armillary._checks import check_callable, check_instance, check_methods
 from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._strategy import Strategy
@@ -27,14 +23,12 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
-from armillary.trainer._hooks import without_python
+from armillary.trainer._means import Means, add_metrics, make_metrics, name_means
 from armillary.trainer._no_data import check_step_arguments, take_batches
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
 from armillary.typing import Batch, Output, PyTree
-
-_MOST_METRICS = 64
 
 
 class StepTrainer(StandardTrainer, PureStateOwner):
@@ -258,75 +252,3 @@ class StepEvaluator(StandardEvaluator):
     def _run(self, *batches: Batch) -> None:
         result = self._step(lend(self._trainer.state), *batches)
         add_metrics(self._metrics, result, batches)
-
-
-class Seen:
-    """What a trace has found; a step that changed plain values would be traced anew."""
-
-    structure: Any = None
-
-
-@without_python
-class Means:
-    """Means by number: which ones there are is known only when the step is traced."""
-
-    def __init__(self) -> None:
-        from flax import nnx
-
-        zeros = np.zeros(_MOST_METRICS, np.float32)
-        self.total = nnx.metrics.MetricState(jnp.array(zeros))
-        self.weight = nnx.metrics.MetricState(jnp.array(zeros))
-        self.seen = Seen()
-
-    def reset(self) -> None:
-        for each in (self.total, self.weight):
-            each[...] = jnp.zeros_like(each[...])
-
-    def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
-        leaves, self.seen.structure = jax.tree.flatten(metrics)
-        if len(leaves) > _MOST_METRICS:
-            raise ValueError(
-                f"`step` returned {len(leaves)} metrics, but at most {_MOST_METRICS} "
-                "can be means. Return fewer, or one array: its values are averaged."
-            )
-        if not leaves:
-            return
-        sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-        values = [jnp.asarray(leaf) for leaf in leaves]
-        weights = [each.size if each.ndim else (sizes or [1])[0] for each in values]
-        means = [jnp.mean(each, dtype=jnp.float32) for each in values]
-        weight, rest = jnp.asarray(weights, jnp.float32), _MOST_METRICS - len(values)
-        total = jnp.where(weight > 0, jnp.stack(means) * weight, 0)
-        self.total[...] = self.total[...] + jnp.pad(total, (0, rest))
-        self.weight[...] = self.weight[...] + jnp.pad(weight, (0, rest))
-
-    def compute(self) -> Any:
-        return {"total": self.total[...], "weight": self.weight[...]}
-
-
-def name_means(structure: Any, output: Any) -> Output:
-    """Returns the means by name, from what `Means.compute` returned."""
-    if output is None or structure is None:
-        return None
-    with np.errstate(invalid="ignore"):  # Of no values, the mean is NaN.
-        means = np.asarray(output["total"]) / np.asarray(output["weight"])
-    return jax.tree.unflatten(structure, means[: structure.num_leaves])
-
-
-def make_metrics(metrics: Any) -> Any:
-    if metrics is not None:
-        fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
-        check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
-    return Means() if metrics is None else metrics
-
-
-def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
-    if not isinstance(metrics, Mapping | None):
-        raise TypeError(
-            f"`step` returned {describe(metrics)} as its metrics, but they must be a "
-            'dictionary. Write, for example, `{"loss": loss}`.'
-        )
-    if isinstance(to, Means):
-        to.add(metrics or {}, batch)
-    else:
-        to.update(**(metrics or {}))
