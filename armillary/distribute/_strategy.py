@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from armillary._checks import check_callable, check_instance
+from armillary._copies import OfOneProcess
 from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
@@ -71,7 +72,7 @@ class ValueContext(NamedTuple):
     num_replicas_in_sync: int
 
 
-class Strategy:
+class Strategy(OfOneProcess):
     """Spreads one training step over devices (`tf.distribute.Strategy`).
 
     Use one of the subclasses. Code written against this class runs under all of them.
@@ -80,6 +81,13 @@ class Strategy:
         mesh: The devices, or `None` for a strategy that runs on a single one.
         num_replicas: How many copies of the step run together.
     """
+
+    _why_not_copied = "it stands for the devices of this process"
+    _copy_instead = (
+        "Make the strategy, and the trainers that hold it, in the process that uses "
+        "them. To hand on what was trained, save a `Checkpoint`, or copy the state "
+        "(`nnx.clone(model)`, or `trainer.state` of a `StepTrainer`)."
+    )
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
