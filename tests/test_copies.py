@@ -35,11 +35,11 @@ class Evaluator(armillary.StandardEvaluator):
         next(iterator)
 
 
-class Reduced(DefaultStrategy):
+class Reduced(armillary.OneDeviceStrategy):
     """A strategy of a user's, who says how it is pickled."""
 
     def __reduce__(self):
-        return Reduced, ()
+        return Reduced, ("cpu:0",)
 
 
 def make_used_dataset():
@@ -111,7 +111,7 @@ def test_copies_that_cannot_work_say_what_to_do(kind, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manager_says_what_to_do(way, tmp_path):
     manager = armillary.CheckpointManager(make_checkpoint(), tmp_path)
-    with pytest.raises(TypeError, match="`CheckpointManager` .*another"):
+    with pytest.raises(TypeError, match=r"`CheckpointManager` .*another"):
         WAYS[way](manager)
 
 
@@ -139,6 +139,6 @@ def test_a_dataset_that_cannot_be_pickled_says_what_to_do():
 
 
 def test_a_class_that_says_how_it_is_pickled_is_pickled_so():
-    strategy = Reduced()
+    strategy = Reduced("cpu:0")
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
         assert type(other) is Reduced
