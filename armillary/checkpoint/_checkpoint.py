@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from armillary._checks import list_lines
+from armillary._copies import OfOneProcess
 from armillary._traceback import hides_frames
 from armillary.checkpoint._folder import (
     Saved,
@@ -47,7 +48,7 @@ from armillary.state._walk import Walk, slots_of
 _STATE_DICT = ("state_dict", "load_state_dict")
 
 
-class Checkpoint:
+class Checkpoint(OfOneProcess):
     """Names the objects that make up a run.
 
     Each keyword is the first part of the paths of an object's arrays, so the keywords
@@ -79,6 +80,12 @@ class Checkpoint:
         ValueError: If there is no object, or two arrays have the same path.
         DatasetStateError: If a data source cannot be repositioned.
     """
+
+    _why_not_copied = "it names the objects of this program"
+    _copy_instead = (
+        "Make a `Checkpoint` of the other objects, save this one, and read its folder "
+        "there (`checkpoint.read(path)`)."
+    )
 
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
         if unnamed:

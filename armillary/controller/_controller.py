@@ -18,6 +18,7 @@ from armillary._checks import (
     check_path,
     check_positive_int,
 )
+from armillary._copies import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
 from armillary.actions._conditions import as_actions, tell
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 
-class Controller:
+class Controller(OfOneProcess):
     """Runs the outer loop around a trainer and an evaluator.
 
     Training is, in short::
@@ -105,6 +106,12 @@ class Controller:
 
     Arguments are attributes, too, for reading only.
     """
+
+    _why_not_copied = "it runs the trainer and writes the files of this process"
+    _copy_instead = (
+        "Make the model, the trainer and the controller in the process that uses "
+        "them, such as in the function that a search over hyperparameters calls."
+    )
 
     @hides_frames
     def __init__(

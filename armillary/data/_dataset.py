@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from armillary._copies import OfOneProcessOnceUsed
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
@@ -33,7 +34,7 @@ from armillary.typing import Batch, PyTree
 _PIPELINES, _ORDER = "pipelines", "order"
 
 
-class DistributedDataset:
+class DistributedDataset(OfOneProcessOnceUsed):
     """Spreads the batches of a source over the replicas of a layout.
 
     Every `iter` begins the next pass over the source (the next *epoch*)::
@@ -62,6 +63,12 @@ class DistributedDataset:
         TypeError: If `source` does not give batches, or its arrays should stay on the
             device and it has none.
     """
+
+    _why_not_copied = "it has a reader, and a place on the devices of this process"
+    _copy_instead = (
+        "Pass on the data set that it was made from, and distribute that in the "
+        "process that uses it (`strategy.distribute_dataset(source)`)."
+    )
 
     def __init__(
         self,

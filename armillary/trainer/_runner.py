@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
+from armillary._copies import OfOneProcess, refuse_copy
 from armillary._jaxpr import is_in_trace
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._stream import Prefetcher
@@ -213,8 +214,14 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
 
 
 @dataclass
-class Run:
+class Run(OfOneProcess):
     """The data of a step, and what runs it: apart from the user's attributes."""
+
+    _why_not_copied = "its loop has threads and programs of this process"
+    _copy_instead = (
+        "Make another one in the process that uses it, and give it the state: save and "
+        "restore a `Checkpoint`, or copy a model by `nnx.clone`."
+    )
 
     datasets: PyTree
     options: Any
@@ -224,6 +231,11 @@ class Run:
     # The datasets as a strategy has them, and of which nest they were made.
     _parts: Sequence[DistributedDataset] | None = None
     _nest: PyTree = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.loop is not None:
+            raise refuse_copy("A trainer or an evaluator that has run steps", self)
+        return object.__reduce_ex__(self, protocol)
 
     def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
         """Returns the datasets under a strategy, at the positions that they have."""
