@@ -39,6 +39,7 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._draws import SharedDraw
 from armillary.distribute.replica._extended import StrategyExtended
+from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -209,6 +210,13 @@ class Strategy:
         """Runs `fn` once per replica; `state` is what an enclosing step has lifted."""
         raise NotImplementedError
 
+    def leave_program_mesh(self) -> AbstractContextManager[Any]:
+        """Returns a context in which a mesh of the program (`jax.set_mesh`) is not set.
+
+        What a strategy computes is on its own devices.
+        """
+        return without_program_mesh()
+
     def scope(self) -> AbstractContextManager["Strategy"]:
         """Puts this strategy in effect: a context manager.
 
@@ -273,7 +281,8 @@ class Strategy:
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         try:
-            return self._run(lifted_state(), fn, *args, **(kwargs or {}))
+            with self.leave_program_mesh():
+                return self._run(lifted_state(), fn, *args, **(kwargs or {}))
         except NameError as error:
             note = explain_unbound_axis(error, self)
             if note is not None:
@@ -497,17 +506,18 @@ class Strategy:
 
     def _combine(self, combine: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Returns what becomes of several devices' values, beside the variables."""
-        collected = self._collect(value)
-        result = jax.tree.map(combine, collected, is_leaf=is_per_replica)
-        self.dispatch.finish(result)
-        if self.home is None or lifted_state() is not None:
-            return result
+        with self.leave_program_mesh():
+            collected = self._collect(value)
+            result = jax.tree.map(combine, collected, is_leaf=is_per_replica)
+            self.dispatch.finish(result)
+            if self.home is None or lifted_state() is not None:
+                return result
 
-        def bring_home(leaf: Any) -> Any:
-            is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-            return jax.device_put(leaf, self.home) if is_here else leaf
+            def bring_home(leaf: Any) -> Any:
+                is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+                return jax.device_put(leaf, self.home) if is_here else leaf
 
-        return jax.tree.map(bring_home, result)
+            return jax.tree.map(bring_home, result)
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
