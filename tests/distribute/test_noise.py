@@ -133,7 +133,7 @@ def test_private_gradients_of_one_replica_are_refused(kind, update):
     make, _ = RIGHT[kind]
 
     message = (
-        r"dpsgd.*test_noise\.py:, so each of 4 replicas would add the noise"
+        r"dpsgd.*test_noise\.py:.*, so each of 4 replicas would add the noise"
         r".*`gradients = armillary\.get_replica_context\(\)\.all_gather\("
     )
     with pytest.raises(DoubleReductionError, match=message):
