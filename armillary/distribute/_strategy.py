@@ -263,8 +263,8 @@ class Strategy:
         Raises:
             ReplicaContextError: If called inside `run`, or in another strategy's scope.
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
-            DoubleReductionError: If `fn` sums what was reduced before, or takes the
-                mean of what was divided before.
+            DoubleReductionError: If `fn` sums what was reduced before, takes the mean
+                of what was divided before, or adds up noise that replicas share.
             TypeError: If `fn` cannot be called, or `args` is no tuple.
         """
         check_callable("fn", fn)
