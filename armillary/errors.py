@@ -24,7 +24,7 @@ class ReplicaMismatchError(ArmillaryError, ValueError):
 
 
 class DoubleReductionError(ArmillaryError, ValueError):
-    """A reduction over replicas would count a value several times, or divide it twice."""
+    """A reduction over replicas would count a value too often, or divide it twice."""
 
 
 class ReplicaContextError(ArmillaryError, RuntimeError):
