@@ -19,7 +19,7 @@ from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._holders import ATTRIBUTES
-from armillary.state._slots import ABSENT, Slot, describe
+from armillary.state._slots import ABSENT, Slot, describe, is_for_one_loop
 from armillary.state._walk import (
     CodeWatch,
     Walk,
@@ -130,6 +130,15 @@ class State:
             names = names | (every - kept)
         old, new = (find_facts(walk, names) for walk in (before, after))
         return find_differences(old, new, before.holding_slots())
+
+    @property
+    def lasting(self) -> list[Slot]:
+        """The slots whose values matter beyond the current loop."""
+        nodes = self._walk.nodes.values()
+        passing = [node for node in nodes if is_for_one_loop(node.value)]
+        parts = [part for node in passing for part in node.parts]
+        held = {id(value) for part in parts for value in part.values}
+        return [slot for slot in self.slots if id(slot.variable) not in held]
 
     def read(self) -> list[Any]:
         return [leaf for slot in self.slots for leaf in slot.read()]
