@@ -5,8 +5,9 @@ So an integer is held in three parts, of 16 bits each but the last. Parts are su
 the copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -45,6 +46,7 @@ class Counts(nnx.metrics.MetricState):
         return join_parts(np.asarray(value))
 
 
+@jax.jit
 def split_in_parts(numbers: jax.Array) -> jax.Array:
     """Returns integers of 32 bits as the three parts of `Counts`."""
     numbers = numbers.astype(jnp.int32)
@@ -53,6 +55,7 @@ def split_in_parts(numbers: jax.Array) -> jax.Array:
     return jnp.stack([low, middle & _LOW, middle >> _BITS])
 
 
+@jax.jit
 def add_parts(total: jax.Array, added: jax.Array) -> jax.Array:
     """Returns the sum of two arrays of parts, with at most 16 bits in the low ones."""
     # The parts of up to 2**15 replicas have been added up, and fit in 32 bits.
@@ -87,17 +90,16 @@ class FloatSum(Counts):
     values that are not finite.
     """
 
-    def add_float(self, value: jax.Array, times: Any = 1) -> None:
+    def add_float(self, value: jax.Array, times: int | tuple[int, ...] = 1) -> None:
         """Adds an array of the shape of the sums.
 
         Args:
             value: An array of floats.
-            times: Integers from 0 to 2**31 - 1, known to Python, that broadcast with
-                `value`: how often to add each.
+            times: How often to add each, integers from 0 to 2**31 - 1: one for all, or
+                one for each value in a row.
         """
-        num_integers = self[...].shape[-1]
-        for parts in _as_integers(value, np.asarray(times), num_integers):
-            self[...] = add_parts(self[...], parts)
+        parts = float_parts(value, times, self[...].shape[-1])
+        self[...] = add_parts(self[...], parts)
 
     def read_float(self) -> Any:
         """Returns the sums in 64 bits, when they are there: a `float` if it is one."""
@@ -105,11 +107,13 @@ class FloatSum(Counts):
         return sums if sums.ndim else float(sums)
 
 
-def _as_integers(
-    value: jax.Array, times: np.ndarray, num_integers: int
-) -> Iterator[jax.Array]:
-    """Yields the parts of the integers that a float is made of, times a number."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def float_parts(
+    value: jax.Array, times: int | tuple[int, ...], num_integers: int
+) -> jax.Array:
+    """Returns the parts of the integers that floats are made of, times a number."""
     shift = _SHIFTS[num_integers]
+    factors = np.asarray(times, np.int64)
     value = jax.lax.stop_gradient(value).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(value, jnp.int32)
     stored_power = (bits >> _MANTISSA_BITS) & 0xFF
@@ -118,21 +122,25 @@ def _as_integers(
     mark = jnp.where(bits < 0, _MINUS_INFINITY, _INFINITY)
     mark = jnp.where(jnp.isnan(value), _INFINITY + _MINUS_INFINITY, mark)
 
+    shape = (*value.shape, num_integers)
+    places = jax.lax.broadcasted_iota(jnp.int32, shape, value.ndim)
+    total = jnp.zeros((3, *shape), jnp.int32)
     # Next to 24 bits there is room for three bits of a power and four of a factor.
-    position = 0
-    while position == 0 or np.any(times >> position):
-        digit = (times >> position) & 0xF
+    for position in range(0, 32, 4):
+        digit = ((factors >> position) & 0xF).astype(np.int32)
+        if not digit.any():
+            continue
         power = jnp.maximum(stored_power, 1) + position
         is_finite = (stored_power < _NOT_FINITE) & (power <= _MOST_POWER)
-        integer = (mantissa * digit.astype(np.int32)) << (power & ((1 << shift) - 1))
+        integer = (mantissa * digit) << (power & ((1 << shift) - 1))
         integer = jnp.where(bits < 0, -integer, integer)
+        noted = jnp.where(digit > 0, mark, 0)
         place = jnp.where(is_finite, power >> shift, num_integers - 1)
-        added = jnp.where(is_finite, integer, jnp.where(digit > 0, mark, 0))
-        shape = (*value.shape, num_integers)
-        places = jax.lax.broadcasted_iota(jnp.int32, shape, value.ndim)
+        added = jnp.where(is_finite, integer, noted)
         is_here = places == place[..., None]
-        yield split_in_parts(jnp.where(is_here, added[..., None], 0))
-        position += 4
+        parts = split_in_parts(jnp.where(is_here, added[..., None], 0))
+        total = add_parts(total, parts)
+    return total
 
 
 def sum_integers(integers: np.ndarray) -> np.ndarray:

@@ -17,11 +17,11 @@ from armillary.distribute.replica._context import lifted_state
 from armillary.metrics._counts import (
     NUM_INTEGERS,
     Counts,
-    FloatSum,
+    float_parts,
     split_in_parts,
     sum_integers,
 )
-from armillary.metrics._sums import as_numbers, sum_as_floats
+from armillary.metrics._sums import as_numbers, sum_parts
 from armillary.state._nnx import merges_by_sum
 from armillary.state._slots import describe
 
@@ -68,25 +68,19 @@ NUM_PER_PLAIN = NUM_INTEGERS + 1
 
 def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
     """Returns the integers of plain metrics: all sums, and then all weights."""
-    rows: list[list[jax.Array]] = []
+    arrays: list[jax.Array] = []
     times: list[int] = []
     weights: list[int] = []
     for name, value in plain.items():
         array = as_numbers(name, _OWNER, value)
         is_number = array.ndim == 0
-        if is_number:
-            array = mark_metric(array, name)
-        rows.append(sum_as_floats(array))
         # A number is the mean over its batch, so it counts once for each example.
+        arrays.append(mark_metric(array, name) if is_number else array)
         times.append(num_examples if is_number else 1)
         weights.append(num_examples if is_number else array.size)
-
-    totals = FloatSum.zeros(len(rows), NUM_INTEGERS)
-    for column in range(max(map(len, rows))):
-        values = [row[column] if column < len(row) else jnp.float32(0) for row in rows]
-        totals.add_float(jnp.stack(values), np.array(times))
-    counts = split_in_parts(jnp.asarray(weights, jnp.int32))
-    return [totals[...].reshape(3, -1), counts]
+    sums = sum_parts(tuple(arrays), tuple(times)).transpose(1, 0, 2)
+    counts = split_in_parts(np.array(weights, np.int32))
+    return [sums.reshape(3, -1), counts]
 
 
 def join_plain(integers: np.ndarray, num_plain: int) -> list[float]:
@@ -161,9 +155,7 @@ def _split(number: Number, value: jax.Array) -> jax.Array:
     flat = value.reshape(-1)
     if not number.is_float:
         return split_in_parts(flat)
-    total = FloatSum.zeros(flat.size, NUM_INTEGERS)
-    total.add_float(flat)
-    return total[...].reshape(3, -1)
+    return float_parts(flat, 1, NUM_INTEGERS).reshape(3, -1)
 
 
 def _join(number: Number, integers: np.ndarray) -> np.ndarray:

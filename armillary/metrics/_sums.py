@@ -5,6 +5,8 @@ A metric that is made with numbers has them added already. So one class serves a
 returns a new metric from every step.
 """
 
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,7 +15,13 @@ import jax.numpy as jnp
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._proof import DENOMINATOR, NUMERATOR, SUMMED
-from armillary.metrics._counts import NUM_INTEGERS, CountingMetric, FloatSum
+from armillary.metrics._counts import (
+    NUM_INTEGERS,
+    CountingMetric,
+    FloatSum,
+    add_parts,
+    float_parts,
+)
 
 # A sum of integers is split in digits, whose sums are exact in 32 bits.
 _DIGIT_BITS = 12
@@ -224,11 +232,24 @@ def as_numbers(argument: str, owner: str, value: Any) -> jax.Array:
 
 def add_sum(total: FloatSum, values: jax.Array) -> None:
     """Adds all elements of an array to one sum."""
-    for number in sum_as_floats(values):
-        total.add_float(number)
+    [parts] = sum_parts((values,), (1,))
+    total[...] = add_parts(total[...], parts)
 
 
-def sum_as_floats(values: jax.Array) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def sum_parts(arrays: tuple[jax.Array, ...], times: tuple[int, ...]) -> jax.Array:
+    """Returns the parts of the sum of each array, times an integer.
+
+    One program for all arrays, because a step that is not compiled runs it, too.
+    """
+    rows = [_sum_as_floats(array) for array in arrays]
+    total = jnp.zeros((3, len(rows), NUM_INTEGERS), jnp.int32)
+    for column in itertools.zip_longest(*rows, fillvalue=jnp.float32(0)):
+        total = add_parts(total, float_parts(jnp.stack(column), times, NUM_INTEGERS))
+    return total.transpose(1, 0, 2)
+
+
+def _sum_as_floats(values: jax.Array) -> list[jax.Array]:
     """Returns floats of 32 bits that together are the sum of an array.
 
     A sum of integers is exact below 2**19 elements, and a sum of booleans below 2**31.
