@@ -54,12 +54,12 @@ def place_of(root: str, keys: Sequence[Any]) -> str:
     return root + re.sub(r"\[<flat index (\d+)>\]", r"[\1]", shown)
 
 
-def children_by_key(node: Any) -> dict[tuple[Any, ...], Any] | None:
+def children_with_keys(node: Any) -> list[tuple[tuple[Any, ...], Any]] | None:
     """Returns what a node of a pytree holds at its first level; `None` for a leaf."""
     entries, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda part: part is not node
     )
-    return None if structure == _LEAF else dict(entries)
+    return None if structure == _LEAF else entries
 
 
 def leaves_of(
@@ -70,13 +70,13 @@ def leaves_of(
     above: tuple[Any, ...] = (),
 ) -> Iterator[Leaf]:
     """Yields the leaves of a pytree, in the order of JAX."""
-    children = None if is_leaf and is_leaf(tree) else children_by_key(tree)
+    children = None if is_leaf and is_leaf(tree) else children_with_keys(tree)
     if children is None:
         yield Leaf(keys, tree, above)
         return
     # A variable has one value, which paths do not name.
     depth = 1 if _nnx.is_variable(tree) else 0
-    for own, child in children.items():
+    for own, child in children:
         inner = (*keys, *own[depth:])
         yield from leaves_of(child, is_leaf, keys=inner, above=(*above, tree))
 

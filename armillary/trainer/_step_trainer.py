@@ -69,15 +69,15 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         train_dataset: As for `StandardTrainer`.
         strategy: Whose replicas run the step; by default the one in effect.
         metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
-        kinds: What becomes of leaves that differ between replicas: a mapping from a
-            regular expression, searched for in the path of a leaf
-            (`state/batch_stats/norm/mean`), or from the type of a node that holds it,
-            to `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`. The values are
-            the `aggregation` of a variable, see `VariableAggregation`, and the first
-            entry that finds a leaf counts. By default the library of a leaf decides:
-            Linen's `batch_stats`, the state of an Equinox module and the statistics
-            of a Keras model are averaged, the variables of an `nnx.State` keep their
-            kind, and any other leaf must be equal on all replicas.
+        kinds: Kinds of leaves that may differ between replicas during a step. A key
+            is a regular expression, searched for in the path of a leaf
+            (`state/batch_stats/norm/mean`), or the type of a node that holds the leaf.
+            A value is `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`, as the
+            `aggregation` of a variable (see `VariableAggregation`). The first key that
+            finds a leaf counts. By default the library of a leaf decides: Linen's
+            `batch_stats`, the state of an Equinox module and the statistics of a Keras
+            model are averaged, and the variables of an `nnx.State` keep their kind. Any
+            other leaf must be equal on all replicas.
         options: As for any `StandardTrainer`.
 
     `Checkpoint(trainer=trainer)` saves the state, the number of steps and the position
@@ -92,7 +92,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         TypeError: If an argument is of the wrong type, or `step` returns no such pair.
         StateStructureError: If `step` returns another kind of state than it took.
         ValueError: If `state` has no array, there are more than 64 means, or `kinds`
-            has a kind that does not exist, or a pattern or type without a leaf.
+            has a kind that does not exist or a key that finds no leaf.
     """
 
     def __init__(

@@ -188,8 +188,8 @@ def make_keras(*, as_variables=False):
         params, others, momentum = state
 
         def loss_fn(params):
-            y, new = model.stateless_call(params, others, batch["x"], training=True)
-            return loss_of(y, batch), new
+            results = model.stateless_call(params, others, batch["x"], training=True)
+            return loss_of(results[0], batch), results[1]
 
         gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, new), gradients = gradient_fn(params)
