@@ -127,8 +127,17 @@ class PureSlot(TreeSlot):
     def kinds(self) -> list[LeafKind]:
         return [self.owner._kind_of_leaf(leaf) for leaf in self._leaves()]
 
+    def is_of_optimizer(self) -> list[bool]:
+        return [_is_of_optimizer(leaf) for leaf in self._leaves()]
+
     def places(self) -> list[str]:
         return [self.owner._place_of_leaf(leaf) for leaf in self._leaves()]
+
+
+def _is_of_optimizer(leaf: Leaf) -> bool:
+    variables = filter(_nnx.is_variable, leaf.above)
+    is_of_nnx = any(map(_nnx.is_of_optimizer, variables))
+    return is_of_nnx or any(map(is_optax_state, leaf.above))
 
 
 def _shallow_leaves(tree: Any) -> list[Any]:
