@@ -149,24 +149,24 @@ def test_replicas_with_the_same_data_train_as_one(num_replicas):
 
 @slow_after_first("num_replicas", [1, 4])
 def test_a_run_that_is_stopped_continues_bit_for_bit(num_replicas, tmp_path, caplog):
-    def run(directory, *targets):
-        for target in targets:
-            trainer = make_trainer(num_replicas)
-            manager = armillary.CheckpointManager(
-                armillary.Checkpoint(trainer=trainer), tmp_path / directory
-            )
-            controller = armillary.Controller(
-                trainer=trainer,
-                evaluator=armillary.StepEvaluator(evaluate, trainer),
-                global_step=trainer.global_step,
-                steps_per_loop=3,
-                checkpoint_manager=manager,
-            )
-            output = controller.train_and_evaluate(target, eval_steps=2)
+    def run(directory, target):
+        trainer = make_trainer(num_replicas)
+        manager = armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), tmp_path / directory
+        )
+        controller = armillary.Controller(
+            trainer=trainer,
+            evaluator=armillary.StepEvaluator(evaluate, trainer),
+            global_step=trainer.global_step,
+            steps_per_loop=3,
+            checkpoint_manager=manager,
+        )
+        output = controller.train_and_evaluate(target, eval_steps=2)
         return trainer.state, output
 
     with caplog.at_level(logging.WARNING):
-        stopped, output = run("stopped", 7, 20)
+        run("stopped", 7)
+        stopped, output = run("stopped", 20)
     whole, expected = run("whole", 20)
     assert_same(stopped, whole)
     assert output["error"] == expected["error"]
@@ -209,8 +209,8 @@ class CountingEvaluator(armillary.StandardEvaluator):
     def eval_reduce(self, state, step_outputs):
         return state + int(step_outputs)
 
-    def eval_end(self, state):
-        return {"count": state}
+    def eval_end(self, *state):
+        return {"count": state[0]}
 
 
 @pytest.mark.parametrize("compile_step", [True, False])
