@@ -5,6 +5,7 @@ and where batches go (`layout`). All that users call is written here, on top of 
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -241,7 +242,8 @@ class Strategy:
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
             DoubleReductionError: If `fn` sums what was reduced before, or takes the
                 mean of what was divided before.
-            TypeError: If `fn` cannot be called, or `args` is no tuple.
+            TypeError: If `fn` cannot be called, or `args` is no tuple, or it is a batch
+                that is a tuple.
         """
         check_callable("fn", fn)
         if not isinstance(args, tuple | list):
@@ -256,7 +258,11 @@ class Strategy:
             return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
-        return self._run(lifted_state(), fn, *args, **(kwargs or {}))
+        try:
+            return self._run(lifted_state(), fn, *args, **(kwargs or {}))
+        except TypeError:
+            _check_is_no_batch(fn, args, kwargs or {})
+            raise
 
     @hides_frames
     def reduce(
@@ -615,3 +621,27 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
             "so each replica would get the whole batch. Assign it to an attribute of "
             "the trainer (`self.strategy = strategy`), or use `strategy.scope()`."
         )
+
+
+def _check_is_no_batch(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raises if `args` is a batch that is a tuple, in place of a tuple with the batch.
+
+    It is asked after an error, because looking at a signature takes long.
+    """
+    if len(args) > 1 and _fits(fn, [args], kwargs) and not _fits(fn, args, kwargs):
+        name = getattr(fn, "__name__", "fn")
+        raise TypeError(
+            f"`args` is a tuple of {len(args)} values, so `{name}` gets "
+            f"{len(args)} arguments, but it takes one. To give it a batch that is a "
+            "tuple, write `strategy.run(fn, args=(batch,))`, with the comma."
+        ) from None
+
+
+def _fits(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # The second, if `fn` has no signature.
+        return False
+    return True

@@ -22,6 +22,7 @@ from armillary.state._holders import ATTRIBUTES
 from armillary.state._slots import ABSENT, Slot, describe
 from armillary.state._walk import (
     CodeWatch,
+    Node,
     Walk,
     Watch,
     find_differences,
@@ -59,6 +60,11 @@ class State:
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
         self.ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
+
+    @property
+    def nodes(self) -> Collection[Node]:
+        """Returns the objects that hold others, with the path of each."""
+        return self._walk.nodes.values()
 
     @property
     def _names(self) -> set[str] | None:

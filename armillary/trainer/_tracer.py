@@ -13,9 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
+from armillary._answers import NAMES
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
+from armillary._traceback import Owner, owner_of_class
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk, check_pieces
 from armillary.data.feed._feed import Feed
@@ -33,8 +36,8 @@ from armillary.distribute.program._trace import (
 )
 from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError, StateStructureError
-from armillary.state._lift import State
-from armillary.state._slots import Role, Slot, describe
+from armillary.state._lift import State, as_array
+from armillary.state._slots import Role, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._runner import StepMethod, recorded_reads
@@ -42,6 +45,7 @@ from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
+_RATES = {"learning_rate", "lr"}
 _Leaves: TypeAlias = dict[Any, Any]
 """The arrays of batches, by their paths."""
 
@@ -190,6 +194,7 @@ class StepPrograms:
                 "data ends."
             ) from None
         flat.state.watch()
+        warn_of_rates(flat.state)
         if returned and not (self._drops or method.keep_results):
             self._drops, evaluates = True, method.is_evaluation
             logger.warning(
@@ -385,29 +390,66 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
         )
 
 
+def warn_of_rates(state: State) -> None:
+    """Warns of a learning rate that was assigned to an optimizer of Flax."""
+    nnx = sys.modules.get("flax.nnx")
+    for node in state.nodes if nnx is not None else ():
+        kind = type(node.value)
+        # A class of the user's may have such an attribute for a purpose of its own.
+        if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:
+            continue
+        for name in sorted(_RATES & vars(node.value).keys()):
+            logger.warning(
+                "`%s/%s` was assigned, but nothing reads it: the rate of an optimizer "
+                "of Flax is in its Optax transformation. %s",
+                node.path,
+                name,
+                NAMES["Optimizer.learning_rate"],
+            )
+
+
 def check_training(name: str, state: State, changed: Sequence[int]) -> None:
     """Warns of a step that advances an optimizer and changes no parameter."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
+    leaves = [as_array(leaf) for leaf in state.read()]
+    flags = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
+
+    def is_of_optimizer(index: int) -> bool:
+        variable = getattr(state.owners[index], "variable", None)
+        counts_steps = nnx is not None and isinstance(variable, nnx.OptState)
+        return counts_steps or flags[index]
+
+    def is_float(index: int) -> bool:
+        return jnp.issubdtype(leaves[index].dtype, jnp.inexact)
+
+    # Metrics, counters and random state change in a step that trains nothing, too.
+    moved = [i for i in changed if state.owners[i].role is Role.PLAIN]
+    advanced = [i for i in moved if is_of_optimizer(i)]
+    if not advanced or any(is_float(i) and not is_of_optimizer(i) for i in moved):
         return
 
-    def is_of_optimizer(slot: Slot) -> bool:
-        counts_steps = isinstance(getattr(slot, "variable", None), nnx.OptState)
-        return counts_steps or any(slot.is_of_optimizer())
+    # A moment of an optimizer has the shape of the parameter that it is for.
+    shapes = {leaves[i].shape for i in advanced if is_float(i)}
 
-    # Metrics and random state change in a step that trains nothing, too.
-    owners = [state.owners[i] for i in changed if state.owners[i].role is Role.PLAIN]
-    advances_alone = bool(owners) and all(map(is_of_optimizer, owners))
-    parameters = [i for i, slot in enumerate(state.owners) if slot.is_parameter()]
-    if not (advances_alone and parameters):
+    def has_moment(index: int) -> bool:
+        is_plain = state.owners[index].role is Role.PLAIN and is_float(index)
+        return is_plain and leaves[index].shape in shapes
+
+    parameters = [
+        index
+        for index, slot in enumerate(state.owners)
+        if slot.is_parameter() or (not is_of_optimizer(index) and has_moment(index))
+    ]
+    if not parameters:
         return
     logger.warning(
-        "`%s` advances an optimizer, but changes none of the %d arrays of parameters "
-        "that it reaches, so nothing is trained:\n%s\nThe model comes before the "
+        "`%s` advances an optimizer, but changes none of the parameters that it "
+        "reaches, so nothing is trained:\n%s\nWith Flax, the model comes before the "
         "gradients: `optimizer.update(model, gradients)`. Pass the model itself, not a "
-        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer.",
+        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer. "
+        "With Optax alone, apply the updates, and keep the result: `params = "
+        "optax.apply_updates(params, updates)`.",
         name,
-        len(parameters),
         _list(state, parameters),
     )
 
