@@ -8,7 +8,10 @@ New places or values are noticed between loops, and what is out of date is dropp
 device line by line, where a debugger stops and `print` shows values.
 """
 
+import contextlib
+import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -46,6 +49,8 @@ from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
 _RATES = {"learning_rate", "lr"}
+_is_noticing = threading.Lock()
+_TRACER = re.compile(r"Tracer\(|Traced<")
 _Leaves: TypeAlias = dict[Any, Any]
 """The arrays of batches, by their paths."""
 
@@ -177,7 +182,10 @@ class StepPrograms:
 
         was_current = flat.state.is_current()
         try:
-            with recorded_reads(method.owner, flat.state.note_read):
+            with (
+                recorded_reads(method.owner, flat.state.note_read),
+                noticing_prints(method.name),
+            ):
                 step = trace_step(
                     fn,
                     flat,
@@ -390,10 +398,50 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
         )
 
 
+class _Noticing:
+    """A stream that passes everything on, and notes whether a tracer was printed."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.has_tracer = False
+
+    def write(self, text: str) -> Any:
+        self.has_tracer = self.has_tracer or _TRACER.search(text) is not None
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def noticing_prints(name: str) -> Iterator[None]:
+    """Warns of a step that prints what has no value while it is traced."""
+    # One at a time: two threads would put each other's stream back.
+    if sys.stdout is None or not _is_noticing.acquire(blocking=False):
+        yield
+        return
+    stream: Any = _Noticing(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(stream):
+            yield
+    finally:
+        _is_noticing.release()
+    if stream.has_tracer:
+        logger.warning(
+            "`%s` printed a tracer, which stands for an array without a value: Python "
+            "runs a step once, while it is traced. To print in each step, write "
+            '`jax.debug.print("{}", x)`; a trainer with `compile_step=False` in its '
+            "options runs line by line on one device.",
+            name,
+        )
+
+
 def warn_of_rates(state: State) -> None:
     """Warns of a learning rate that was assigned to an optimizer of Flax."""
     nnx = sys.modules.get("flax.nnx")
-    for node in state.nodes if nnx is not None else ():
+    if nnx is None:
+        return
+    for node in state.nodes:
         kind = type(node.value)
         # A class of the user's may have such an attribute for a purpose of its own.
         if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:

@@ -1,5 +1,9 @@
 """What a traced step shows that is hardly meant is told once, with its line."""
 
+import functools
+import sys
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,8 @@ import pytest
 from flax import nnx
 
 import armillary
+from armillary.trainer._tracer import noticing_prints
+from tests.patience import patience
 from tests.problems import make_strategy
 
 KEY = jax.random.key(0)
@@ -288,4 +294,66 @@ def test_a_rate_of_the_users_own_optimizer_is_not(caplog):
     optimizer.learning_rate = 0.2
     trainer.optimizer = optimizer
     trainer.train(2)
+    assert not caplog.records
+
+
+class Printing(armillary.StandardTrainer):
+    def __init__(self, show):
+        super().__init__([np.ones((4, 2), np.float32)] * 4)
+        self.show, self.total = show, jnp.zeros(())
+
+    def train_step(self, iterator):
+        self.total = self.total + next(iterator).sum()
+        self.show(self.total)
+
+
+def test_a_tracer_that_is_printed_is_told(caplog, capsys):
+    trainer = Printing(functools.partial(print, "total"))
+    trainer.train(2)
+    trainer.train(2)
+
+    assert "total " in capsys.readouterr().out
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("`train_step` printed a tracer")
+    assert '`jax.debug.print("{}", x)`' in message
+
+
+def test_two_traces_at_a_time_leave_the_stream_as_it_was():
+    """The first one begins within the second one, and ends after it."""
+    before = sys.stdout
+    is_first_in = threading.Event()
+    is_second_out = threading.Event()
+
+    def trace_first():
+        with noticing_prints("first"):
+            is_first_in.set()
+            assert is_second_out.wait(patience(60))
+
+    thread = threading.Thread(target=trace_first)
+    thread.start()
+    assert is_first_in.wait(patience(60))
+    with noticing_prints("second"):
+        pass
+    is_second_out.set()
+    thread.join()
+
+    assert sys.stdout is before
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda total: sys.stdout.write(f"traced {total.shape}\n"),
+        lambda total: jax.debug.print("total {}", total),
+    ],
+    ids=["a shape", "by JAX"],
+)
+def test_what_a_trace_may_print_is_not(show, caplog, capsys):
+    before = sys.stdout
+    Printing(show).train(2)
+    jax.effects_barrier()
+
+    assert capsys.readouterr().out.startswith(("traced", "total 8"))
+    assert sys.stdout is before
     assert not caplog.records

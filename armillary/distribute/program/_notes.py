@@ -143,7 +143,9 @@ def _last_name(entry: types.TracebackType) -> str | None:
 def _describe_layer(error: Exception) -> str | None:
     """Names the layer of Flax that an error came from, by its plain attributes."""
     nnx = sys.modules.get("flax.nnx")
-    for entry in _entries_of(error) if nnx is not None else ():
+    if nnx is None:
+        return None
+    for entry in _entries_of(error):
         names = entry.tb_frame.f_locals
         layer = names.get("self")
         if not isinstance(layer, nnx.Module):
