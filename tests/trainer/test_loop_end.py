@@ -1,6 +1,5 @@
 """`loop_end`: numbers that are derived from the metrics of a loop, and its state."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
