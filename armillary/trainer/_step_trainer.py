@@ -18,6 +18,7 @@ from armillary.distribute.replica._policy import create_global_step
 from armillary.errors import StateStructureError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import describe, is_array, is_equal, join_keys
+from armillary.trainer._hooks import map_output
 from armillary.trainer._means import (
     LoopEnd,
     Means,
@@ -189,7 +190,7 @@ class StepTrainer(StandardTrainer):
             started.check()  # A step that was not finite is the earlier error.
             raise
         # The next loop takes over the memory of the state.
-        own = jax.tree.map(_copy, output)
+        own = map_output(_copy, output)
         started.change(lambda _: own)
 
 
