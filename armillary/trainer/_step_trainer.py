@@ -28,6 +28,7 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
+from armillary.trainer._hooks import map_output
 from armillary.trainer._means import (
     LoopEnd,
     Means,
@@ -236,7 +237,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             started.check()  # A step that was not finite is the earlier error.
             raise
         # The next loop takes over the memory of the state.
-        own = jax.tree.map(_copy, output)
+        own = map_output(_copy, output)
         started.change(lambda _: own)
 
 

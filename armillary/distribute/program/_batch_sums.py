@@ -226,11 +226,12 @@ class _Search(Dataflow[_Facts]):
 
 def _shift(facts: _Facts, by: int) -> _Facts:
     """Returns facts about a value with one axis more, or less, at the front."""
-    rows = [fact for fact in facts if isinstance(fact, _Rows)]
-    moved = [fact._replace(axis=fact.axis + by) for fact in rows]
-    if any(fact.axis < 0 for fact in moved) or len(rows) < len(facts):
-        return _SCALED
-    return frozenset(moved)
+    moved = {
+        fact._replace(axis=fact.axis + by) if isinstance(fact, _Rows) else fact
+        for fact in facts
+    }
+    is_lost = any(isinstance(fact, _Rows) and fact.axis < 0 for fact in moved)
+    return _SCALED if is_lost else frozenset(moved)
 
 
 def _divides_by_count(equation: Any, name: str, operands: list[_Facts]) -> bool:

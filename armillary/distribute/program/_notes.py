@@ -197,10 +197,6 @@ class _Draws(Dataflow[bool]):
         return any(operands)
 
 
-IS_MEAN_OF_BATCHES = "is_mean_of_batches"
-"""Metadata of a metric's variable that is meant to be a mean over batches."""
-
-
 class MetricWarnings:
     """Warns once of metrics of a step whose values replicas cannot add up."""
 
@@ -229,11 +225,10 @@ class MetricWarnings:
         extremes: list[tuple[str, str]] = []
         made = _Additions().run(step.program, inputs)
         for i, facts in zip(step.changed, made, strict=False):
-            is_meant = state.owners[i].annotations.get(IS_MEAN_OF_BATCHES, False)
             for kind, line in facts if i in summed else ():
                 if kind == "extreme":
                     extremes.append((state.paths[i], line))
-                elif kind == "mean" and not is_meant:
+                elif kind == "mean":
                     self._means.append((state.paths[i], line))
         is_uneven = self._is_evaluation and len(self._batches) > 1
         if extremes and self._num_replicas == 1:
