@@ -108,7 +108,7 @@ ANSWERS = {
     "save_best_only": "Leave it out: `keep_best` keeps the best besides the newest.",
     "every_n_train_steps": "It is called `checkpoint_interval` here.",
     "save_freq": "It is called `checkpoint_interval` here.",
-    "enable_async_checkpointing": "Leave it out: every save goes on in the background.",
+    "enable_async_checkpointing": "Leave it out: every save runs in the background.",
     "hang_timeout": "It is called `hang_timeout_seconds` here.",
     "checkpoint_name": "Leave it out: a checkpoint is a folder named for its step.",
     "Checkpoint.read.rename": (
