@@ -1,4 +1,4 @@
-"""What people read: sizes, durations and times in one form, and tables.
+"""Text for people: sizes, durations and times in one form, and tables.
 
 Each subcommand of `armillary` prints tables, or JSON if it is asked to.
 """

@@ -1,4 +1,4 @@
-"""What differs between the releases of JAX that the library runs on."""
+"""Differences between the releases of JAX on which Armillary runs."""
 
 import functools
 import json

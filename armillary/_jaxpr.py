@@ -135,7 +135,7 @@ def call_program(
 
 
 def take_inputs(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJaxpr:
-    """Returns a program without those of its inputs that it does not use."""
+    """Returns a program without its unused inputs."""
     if all(is_used):
         return program
     invars = list(itertools.compress(program.jaxpr.invars, is_used))
@@ -176,7 +176,7 @@ class Dataflow(Generic[Fact]):
         return decides
 
     def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
-        """Returns the facts of the program's results, given those of its inputs."""
+        """Returns the facts of the program's results, given the facts of its inputs."""
         while True:
             before = self._written
             results = self._run(program, inputs)

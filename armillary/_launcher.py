@@ -1,4 +1,4 @@
-"""What a process tells the launcher that started it, if one did, through a pipe."""
+"""Reports from a process to its launcher, if it has one, through a pipe."""
 
 import contextlib
 import functools

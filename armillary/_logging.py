@@ -2,8 +2,8 @@
 
 Programs configure the logger `armillary` like any other. A program that configured no
 logging at all would see nothing of a training run, so `ensure_visible` gives the logger
-a handler of its own, which steps aside once the program sets up logging. Of several
-processes that train together, the chief alone says what is no warning.
+its own handler, which writes nothing once the program sets up logging. In a job of
+several processes, only the chief logs messages below the level of a warning.
 """
 
 import functools

@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
     TOO_MANY_RESTARTS = 76
     """A process failed once more after the last restart that was allowed."""
     PREEMPTED = 77
-    """Stopped by a signal after saving: the same command goes on from there."""
+    """Stopped by a signal after saving: the same command continues from there."""
     INTERRUPTED = 130
     """Stopped by SIGINT (Ctrl-C), and not every worker says that it saved."""
     TERMINATED = 143

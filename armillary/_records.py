@@ -1,9 +1,9 @@
-"""What is written into files: numbers of an output, values of JSON, lines, whole files.
+"""Writes and reads files: numbers of an output, JSON values, lines, whole files.
 
-JSON knows no NaN and no infinity, so these are strings: `"NaN"`, `"Infinity"` and
-`"-Infinity"`. Attempts of a run append lines of JSON to one file, and nobody ever cuts
-it. A process that is killed, or a full disk, may leave half a line at its end: whoever
-appends next begins a line of its own, and readers skip the half.
+JSON has no NaN and no infinity, so these are strings: `"NaN"`, `"Infinity"` and
+`"-Infinity"`. Attempts of a run append lines of JSON to one file, which is never cut. A
+process that is killed, or a full disk, may leave an incomplete last line. The next
+writer then begins a new line, and readers skip the incomplete line.
 """
 
 import dataclasses

@@ -205,7 +205,7 @@ ANSWERS = {
     "CheckpointManager.save_weights_only": (
         "Name what to save: `armillary.Checkpoint(model=model)`."
     ),
-    "enable_async_checkpointing": "Leave it out: every save goes on in the background.",
+    "enable_async_checkpointing": "Leave it out: every save runs in the background.",
     "hang_timeout": "It is called `hang_timeout_seconds` here.",
     "checkpoint_name": "Leave it out: a checkpoint is a folder named for its step.",
     "Checkpoint.read.rename": (

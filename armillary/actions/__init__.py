@@ -1,7 +1,7 @@
-"""What a controller runs after each loop of training and after each evaluation.
+"""Actions: functions that a controller runs after a training loop or an evaluation.
 
-An action is any function of an output. The ones here are parts to combine: a condition
-and what to do when it holds; `docs/recipes/best_model.md` does so.
+An action is any function of an output. You can combine the actions here: a condition,
+and an action to run when it holds. `docs/recipes/best_model.md` has an example.
 
 Every process of a run calls the actions with the same output. An action of your own
 that writes to a shared place must therefore write where `jax.process_index() == 0`.

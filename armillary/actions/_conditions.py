@@ -72,11 +72,11 @@ class StepAction:
         self.last_step = self._read_step()
 
     def resume_at(self, step: int) -> None:
-        """Goes on from the last call, at `step`; a `Controller` calls this."""
+        """Continues after a last call at `step`; a `Controller` calls this."""
         self.last_step = step
 
     def _advance(self) -> tuple[int, int]:
-        """Returns the global step of the last call of this method, and that of now."""
+        """Returns the global step of this method's last call, and the current one."""
         if self._read_step is None:
             raise RuntimeError(
                 f"`{type(self).__name__}` was called, but does not know the global "
@@ -101,7 +101,7 @@ class ConditionalAction:
 
     Args:
         condition: Function of the output, such as a `NewBestMetric`.
-        action: What to run if the condition is true: one action or a sequence of them.
+        action: The action to run if the condition is true, or a sequence of actions.
 
     Raises:
         TypeError: If the condition or an action is not callable.
@@ -127,8 +127,8 @@ class PeriodicAction(StepAction):
     run was interrupted.
 
     Args:
-        action: What to run: one action or a sequence of them.
-        interval: Training steps, also where it is an action of evaluations.
+        action: The action to run, or a sequence of actions.
+        interval: Training steps, also if it is an action of evaluations.
 
     Raises:
         TypeError: If an action is not callable.
@@ -229,9 +229,9 @@ class NewBestMetric(_BestValue):
             or a function from the output to a number. NaN is never the best value.
         higher_is_better: Whether a larger value is better: true for an accuracy, false
             for a loss.
-        directory: Where to keep the best value, in a JSON file named for the metric. It
-            is made when the first value is written. Of several processes, the chief
-            writes. `None` keeps it in memory only.
+        directory: Directory for the best value, in a JSON file named for the metric. It
+            is made when the first value is written. In a job of several processes, the
+            chief writes. `None` keeps the value in memory only.
 
     Attributes:
         best_value: The best value so far, or `None` before the first one.

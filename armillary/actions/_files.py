@@ -44,13 +44,13 @@ class ExportFileManager:
     program uses a base name at a time.
 
     Args:
-        base_name: What the names of the files begin with, such as
-            `"runs/digits/export"`. Its directory is made by the first export.
-        max_to_keep: How many files stay: those with the highest numbers, and the one
-            that was written last in any case. `None` keeps all.
-        next_id_fn: What gives the number of the next file: a variable such as
-            `optimizer.step`, or a function without arguments. A number that is there
-            already replaces its file. `None` counts from 0, on from what is there.
+        base_name: The beginning of the file names, such as `"runs/digits/export"`. The
+            first export makes its directory.
+        max_to_keep: How many files stay. The files with the highest numbers stay, and
+            always the file that was written last. `None` keeps all.
+        next_id_fn: The number of the next file: a variable such as `optimizer.step`, or
+            a function without arguments. If the number exists already, its file is
+            replaced. `None` counts on from the highest existing number, or from 0.
 
     Raises:
         TypeError: If `next_id_fn` is neither a variable nor a function.
@@ -110,8 +110,9 @@ class ExportModel:
     `jax.export.deserialize`. `docs/recipes/inference.md` has an example.
 
     A file has its name only when it is complete. Training is not disturbed: the
-    function is traced with copies of the arrays, and what it sets in Python (such as
-    `model.eval()`) is set back. Of several processes, the chief writes.
+    function is traced with copies of the arrays, and values that it sets in Python
+    (such as `model.eval()`) are set back. In a job of several processes, the chief
+    writes.
 
     Args:
         model: The function to export, or a model that can be called. It must not change
@@ -121,8 +122,8 @@ class ExportModel:
             pytrees of them. Shapes may be symbolic (`jax.export.symbolic_shape`).
         polymorphic_batch_size: Whether the program takes any size of the first axis of
             all arguments (of those that have axes), the same for all.
-        platforms: What the program may run on: `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`, or
-            several of them. By default what this program runs on.
+        platforms: The platforms of the exported program: `"cpu"`, `"cuda"`, `"rocm"`,
+            `"tpu"`, or several of them. By default, the platform of this program.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -247,9 +248,9 @@ class Profile(StepAction):
     So it consists of whole loops, and leaves out the first one, which compiles. A run
     that resumes at `at` or later was traced before, and is not traced again.
 
-    It is for `train_actions`. Of several processes, the first one traces its devices.
-    While there is an action, the controller waits for each loop before it starts the
-    next one, so the devices wait a moment between loops.
+    Use it in `train_actions`. In a job of several processes, the first one traces its
+    devices. With such an action, the controller waits for each loop before it starts
+    the next one, so the devices wait a moment between loops.
 
     Args:
         at: The global step from which to trace.

@@ -15,13 +15,13 @@ from armillary.typing import Output
 class SaveCheckpointIfPreempted:
     """Saves after SIGTERM, in all processes at the same step, and ends the program.
 
-    The same program goes on from there when it is started again. It is one of the
+    When the same program is started again, it continues from there. Use it in the
     `train_actions` of a controller; `docs/preemption.md` has an example.
 
-    SIGTERM in any process of the job, or its `watcher`, is a notice. It is heard from
-    the moment that the object is made, and acted on after the loop of training that is
-    running; as one of `eval_actions`, after an evaluation as well, which a run that
-    resumes there repeats. Further SIGTERMs change nothing: the program is ending.
+    SIGTERM in any process of the job, or its `watcher`, is a notice. It is received
+    from the moment that the object is made, and acted on after the loop of training
+    that is running; as one of `eval_actions`, after an evaluation as well, which a run
+    that resumes there repeats. Further SIGTERMs change nothing: the program is ending.
 
     Leaving the `with` block, or `close`, gives SIGTERM its former meaning again. A
     handler that the program had before is not called in between; what it did belongs
@@ -42,7 +42,7 @@ class SaveCheckpointIfPreempted:
         checkpoint_manager: CheckpointManager,
         termination_config: TerminationConfig | None = None,
     ) -> None:
-        fix = "Use that of the controller."
+        fix = "Use the manager of the controller."
         check_instance("checkpoint_manager", checkpoint_manager, CheckpointManager, fix)
         kinds, fix = TerminationConfig | None, "Use `TerminationConfig(exit_fn=leave)`."
         check_instance("termination_config", termination_config, kinds, fix)
@@ -63,8 +63,7 @@ class SaveCheckpointIfPreempted:
         All processes must call it. Without a notice, it costs them one exchange.
 
         Raises:
-            CheckpointError: If the state cannot be saved. The exit code is then not
-                that of a preemption.
+            CheckpointError: If the state cannot be saved. The exit code is then not 77.
             PeerError: If a process has failed.
         """
         del output

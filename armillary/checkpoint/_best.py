@@ -1,7 +1,8 @@
-"""Which checkpoint of a directory an evaluation found best: a file beside them says so.
+"""The best checkpoint of a directory, recorded in a file next to the checkpoints.
 
-It is written before a checkpoint has its name, so it holds the best one before as well.
-A checkpoint is known by when it was saved, because names come again.
+The file is written before a checkpoint has its name, so it also holds the previous best
+checkpoint. It identifies a checkpoint by the time of its save, because names can
+repeat.
 """
 
 import json
@@ -20,7 +21,7 @@ _FILE_NAME = "BEST"
 
 
 class Mark(NamedTuple):
-    """What an evaluation gave, by the metric that decides which checkpoint is best."""
+    """An evaluation's value of the metric that decides which checkpoint is best."""
 
     metric: str
     higher_is_better: bool
@@ -51,8 +52,8 @@ def read_best(directory: epath.Path) -> Best | None:
         pass
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`{file}` is not what was written ({type(error).__name__}: {error}), but "
-            "it says which checkpoint is the best. Delete it to begin anew."
+            f"`{file}` is damaged ({type(error).__name__}: {error}), so the best "
+            "checkpoint is not known. Delete the file to start again."
         ) from error
     return None
 
@@ -89,8 +90,8 @@ def check_best(
     if best is not None and best.mark[:2] != (metric, higher_is_better):
         raise ValueError(
             f"{given}, but in {str(directory)!r} they were {best.mark[0]!r} and "
-            f"{best.mark[1]}. Use these, or delete its file `{_FILE_NAME}` to begin "
-            "anew."
+            f"{best.mark[1]}. Use these, or delete its file `{_FILE_NAME}` to start "
+            "again."
         )
     return metric, higher_is_better
 

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: the slots of objects, and the states of others.
+"""The content of a checkpoint: slots of objects with arrays, and states of others.
 
 Slots are looked up again at every save and restore, because objects may be built
-lazily; each place counts once, under the name that it is reached by first.
+lazily. Each place counts once, under the name by which it is found first.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Checkpoint(OfOneProcess):
 
     Each keyword is the first part of the paths of an object's arrays, so the keywords
     and attribute names of a program must stay the same between saving and restoring.
-    What may be given:
+    Objects can be:
 
     - anything that holds JAX arrays in places that can be assigned: Flax NNX modules,
       optimizers, metrics and variables, objects with arrays or pytrees of arrays in
@@ -68,8 +68,8 @@ class Checkpoint(OfOneProcess):
     NumPy arrays and Python values in plain attributes are not saved. A place that two
     objects share is saved once. A dictionary is saved as the object it is: if a program
     replaces it (`self.params = new_params`), give the object that refers to it
-    (`Checkpoint(trainer=trainer)`). Of several processes, the first one saves its
-    states, and all restore them.
+    (`Checkpoint(trainer=trainer)`). In a job of several processes, the first process
+    saves its states, and all processes restore them.
 
     Args:
         **objects: The objects by name.
@@ -101,7 +101,7 @@ class Checkpoint(OfOneProcess):
         self.objects = MappingProxyType(objects)
         """The objects by name."""
         self.states: dict[str, Any] = {}
-        """What has `get_state` and `set_state`, by name: objects, or their adapters."""
+        """Objects with `get_state` and `set_state`, or their adapters, by name."""
         for name, value in objects.items():
             if (stateful := _find_state(name, value)) is not None:
                 self.states[name] = stateful
@@ -129,12 +129,13 @@ class Checkpoint(OfOneProcess):
             armillary.Checkpoint(model=model).read("runs/digits/checkpoint_1000")
             armillary.Checkpoint(model=model).read(path, only="model/backbone")
 
-        In what is restored, the checkpoint and the program must hold the same leaves,
+        In the restored parts, the checkpoint and the program must hold the same leaves,
         unless `may_differ` names them. A part is named by its path, and is everything
-        below it. What a checkpoint calls otherwise gets its path from a dictionary:
-        `Checkpoint(model={"backbone": encoder})`. Only these arrays are read, to the
-        devices that the program's own are on, whose number may be another than that
-        of the save. Of several processes, all call this.
+        below it. If the checkpoint uses a different name, set the path with a
+        dictionary: `Checkpoint(model={"backbone": encoder})`. Only the arrays of these
+        parts are read. Each array goes to the devices of the program's own array. Their
+        number may differ from the number at the save. In a job of several processes,
+        all processes must call this method.
 
         Args:
             path: The folder of the checkpoint.
@@ -259,7 +260,7 @@ class Checkpoint(OfOneProcess):
         )
 
     def find_missing(self, trainer: Any) -> list[str]:
-        """Returns the paths in a trainer that it lacks, but for metrics."""
+        """Returns the paths in a trainer that it lacks, except metrics."""
         own = {slot.key for slot in self._find_slots()}
         slots = [slot for slot in find_slots(trainer) if slot.key not in own]
         kept = [slot for slot in slots if slot.role is not Role.METRIC]
@@ -308,9 +309,9 @@ class Checkpoint(OfOneProcess):
                 if found != json.loads(said[0])[name]:
                     raise CheckpointError(
                         f"`{name}` has another state in process {index} than in "
-                        "process 0, and a checkpoint holds that of process 0 for all. "
-                        "Begin it alike in all processes (the same seed), or leave it "
-                        "out of the `Checkpoint`."
+                        "process 0, but a checkpoint holds only the state of process "
+                        "0. Start with the same state in all processes (the same "
+                        "seed), or leave it out of the `Checkpoint`."
                     )
 
     def read_leaves(self) -> dict[str, Any]:
@@ -332,7 +333,7 @@ class Checkpoint(OfOneProcess):
             raise ValueError(
                 f"`Checkpoint` finds {len(twice)} paths that name two arrays each: "
                 f"{', '.join(sorted(twice))}. Rename a key of the dictionaries on "
-                "these paths, such as `1` beside `'1'`."
+                "these paths, for example if there are `1` and `'1'`."
             )
         return leaves
 

@@ -1,9 +1,10 @@
 """The folders of a directory, on a disk: which are checkpoints, and which of them go.
 
 A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise (a
-run may go back), so the order is that of saving, by the serial number in the header.
-Saving a number again makes `checkpoint_<number>.<revision>`, and the older one goes
-only then: a complete one is there at every moment, and no folder is overwritten.
+run may go back), so the checkpoints are ordered by the serial number in the header,
+which counts saves. Saving a number again makes `checkpoint_<number>.<revision>`, and
+removes the older folder afterwards. So a complete checkpoint exists at every moment,
+and no folder is overwritten.
 
 A file outlasts a power cut once `fsync` has been called for it, and for each folder up
 to the root. An object store has on its disks what it has taken.
@@ -139,7 +140,7 @@ def list_directory(
             continue
         found = read_header(path)
         if isinstance(found, Saved) and found.number != int(name[1]):
-            found = f"`{_HEADER}` is that of checkpoint {found.number}"
+            found = f"`{_HEADER}` belongs to checkpoint {found.number}"
         if isinstance(found, Saved):
             saved.append(found)
         elif _is_ours(path):

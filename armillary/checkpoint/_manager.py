@@ -36,14 +36,16 @@ class CheckpointManager(OfOneProcess):
     One job writes to a directory at a time; others may read it. Folders are named
     `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`, and
     removes the older folder once the new one is complete. Everything else in the
-    directory (event files, other folders) is left alone, so it can be that of the run.
+    directory (event files, other folders) is left alone, so you can use the directory
+    of the run.
 
-    Of processes that train together, all call the same methods: process 0 writes, all
+    In a job of several processes, all call the same methods: process 0 writes, all
     read, and all must see the directory. Their number may change between runs.
 
     Args:
-        checkpoint: What to save.
-        directory: Where. It is made by the first save if it does not exist.
+        checkpoint: The objects to save.
+        directory: Directory of the checkpoints. The first save makes it if it does not
+            exist.
         max_to_keep: How many of the newest checkpoints stay; `None` keeps all.
         keep_checkpoint_every_n_hours: A checkpoint that `max_to_keep` would remove
             stays for good if it was saved at least this many hours after the last one
@@ -270,10 +272,10 @@ class CheckpointManager(OfOneProcess):
         return step - self._last_step >= interval
 
     def has_saved_step(self, checkpoint_number: int | None = None) -> bool:
-        """Returns whether the latest checkpoint is that of the current step.
+        """Returns whether the latest checkpoint holds the current step.
 
-        That is so if it was saved or restored last, at this step, and certain once
-        `sync` has returned. Without a step counter, the answer is no.
+        This is true if the last save or restore was at this step. The answer is certain
+        once `sync` has returned. Without a step counter, it is `False`.
 
         Args:
             checkpoint_number: The number that `save` was given, if it was given one.
@@ -330,9 +332,9 @@ class CheckpointManager(OfOneProcess):
         """Puts the values of one checkpoint into the objects, with nothing left in it.
 
         Everything is verified and read before anything is written. Each array goes to
-        the devices that the program's own array is on, whose number may be another
-        than that of the save. Data positions are set after all arrays. A part of one is
-        restored by `manager.checkpoint.read(path, only=...)`.
+        the devices of the program's own array. Their number may differ from the number
+        at the save. Data positions are set after all arrays. To restore a part of a
+        checkpoint, use `manager.checkpoint.read(path, only=...)`.
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.
@@ -344,9 +346,9 @@ class CheckpointManager(OfOneProcess):
             TypeError: If `path` is no path.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
-            CheckpointDamageError: If a file of it is not as it was saved.
-            CheckpointMismatchError: If it holds other leaves than the program, but for
-                those that `may_differ`. The objects are as they were in each case.
+            CheckpointDamageError: If a file of it has changed since the save.
+            CheckpointMismatchError: If it holds other leaves than the program, except
+                in parts that `may_differ`. The objects are unchanged in each case.
         """
         folder = as_absolute("path", path)
         self.sync()

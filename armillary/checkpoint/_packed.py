@@ -1,7 +1,7 @@
 """States of Python objects, as JSON and arrays that a checkpoint can hold.
 
-What JSON can hold stays as it is. Everything else becomes a dictionary with a reserved
-key, so that a state comes back with the types that it had::
+Values that JSON can hold stay unchanged. Everything else becomes a dictionary with a
+reserved key, so that a state is restored with its types::
 
     {"ring": ring, "place": (3, 4)}  ->  {"ring": {MARK: "array", "name": ...},
                                           "place": {MARK: "tuple", "items": [3, 4]}}

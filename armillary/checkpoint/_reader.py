@@ -1,8 +1,9 @@
 """Restores one checkpoint: verify, compare, read everything, and only then write.
 
-Damage is found by checksums alone, before anything is decoded. What fails after that is
-no damage, so an older checkpoint would not help. Of several processes each judges, for
-a cache or a disk may show it something else; what one refuses, nobody restores.
+Damage is found by checksums alone, before anything is decoded. A later failure is not
+damage, so an older checkpoint would not help. Each process of a job verifies the files,
+because a cache or a disk may show it different content. If one process refuses a
+checkpoint, no process restores it.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Which values of a checkpoint go where in a program, and which may be left out.
+"""Selects values of a checkpoint, and their places in the program.
 
-A part is named by a path, and is everything at that path or below it. What is selected
-must be the same on both sides, except in parts that may differ: each of those is
-restored whole, or stays whole as the program made it.
+A part is named by a path, and is everything at that path or below it. Selected parts
+must have the same leaves on both sides, except parts that may differ. Such a part is
+either restored completely, or stays completely as the program made it.
 """
 
 import difflib
@@ -19,7 +19,7 @@ Specs = Mapping[str, str]
 
 
 class RestoreReport(NamedTuple):
-    """What restoring a checkpoint did; `print` shows it in full.
+    """The result of restoring a checkpoint; `print` shows all of it.
 
     It has the methods of the status object that `tf.train.Checkpoint.read` returns, so
     the lines of TensorFlow's guides run::
@@ -99,7 +99,7 @@ class RestoreReport(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What of a checkpoint to restore: the arguments of `Checkpoint.read`."""
+    """The parts of a checkpoint to restore: the arguments of `Checkpoint.read`."""
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()

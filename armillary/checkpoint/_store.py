@@ -39,7 +39,7 @@ _MANIFEST_FILE = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What is known of a leaf without its values."""
+    """The description of a leaf without its values."""
 
     # Such as `bfloat16`, or `key<threefry2x32>`: its shape lacks the axis of the data.
     dtype: str
@@ -159,8 +159,8 @@ def write_folder(
 ) -> Callable[[], None]:
     """Starts writing a new folder; returns once the arrays may change again.
 
-    What it returns waits until the folder is complete, or raises the error that
-    prevented it. The folder gets its name after `earlier` threads have ended.
+    The function that it returns waits until the folder is complete, or raises the error
+    that prevented it. The folder gets its name after `earlier` threads have ended.
     """
     import orbax.checkpoint as ocp
 

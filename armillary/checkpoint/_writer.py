@@ -3,9 +3,10 @@
 `start` blocks until the arrays may change again. A thread then waits until all of it is
 on the disk and, only after that, removes what is superseded or expired.
 
-Of several processes, process 0 alone writes, and chooses paths. Arrays that are divided
-travel to it, one after the other. Where it fails with a `CheckpointError`, all raise
-that error: nobody is left waiting, and a program that handles it can go on.
+In a job of several processes, only process 0 writes and chooses paths. Divided arrays
+are sent to it, one after the other. If it fails with a `CheckpointError`, all processes
+raise that error. So no process waits forever, and a program that handles the error can
+continue.
 """
 
 import contextlib

@@ -7,8 +7,8 @@ makes a `ProcessPlan`, which is what `jax.distributed.initialize` needs::
     if plan.is_distributed:
         jax.distributed.initialize(**plan.initialize_arguments())
 
-The names are those of `tf.distribute.cluster_resolver`. Nothing here uses a device,
-opens a connection or changes a setting of JAX.
+The names are the same as in `tf.distribute.cluster_resolver`. Nothing here uses a
+device, opens a connection or changes a setting of JAX.
 """
 
 from armillary._process import ExitCode

@@ -73,9 +73,9 @@ class CommunicationImplementation(enum.StrEnum):
 class CommunicationOptions:
     """Options for the exchange of values between processes.
 
-    The names are those of `tf.distribute.experimental.CommunicationOptions`. There they
-    are hints; here an option that XLA cannot follow is an error that says so. The
-    strategy that gets them sets XLA's flags, when it joins the others.
+    The names are the same as in `tf.distribute.experimental.CommunicationOptions`.
+    There, the options are hints. Here, an option that XLA cannot follow is an error.
+    The strategy that receives the options sets XLA's flags when it joins the others.
 
     Args:
         bytes_per_pack: XLA joins small collective operations into packs of up to so

@@ -1,11 +1,12 @@
 """How the processes of a job agree on something, without their devices.
 
-Values travel as text over the tree of the lifeline, in *rounds* that all processes take
-at the same points of the program. Whoever is at another point, or has failed, is named.
+Values are sent as text over the tree of the lifeline, in *rounds*. All processes take a
+round at the same point of the program. A process that is at a different point, or has
+failed, is named in an error.
 
-Between two loops one exchange serves all that must hear of the others (a stop, a
-preemption, the next data): all say something when one asks, and find their answers when
-they look. Saves, and data within a loop, have rounds of their own.
+Between two loops, one exchange serves everything that the processes must agree on (a
+stop, a preemption, the next data). When one part asks, every part sends its value, and
+each reads its answer later. Saves, and data within a loop, have separate rounds.
 """
 
 import contextlib

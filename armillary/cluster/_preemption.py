@@ -23,11 +23,11 @@ from armillary._logging import logger
 class TerminationConfig:
     """How a job learns that a machine is going to be taken, and how it ends.
 
-    It is that of `tf.distribute.experimental`. SIGTERM is a notice in any case.
+    The name is from `tf.distribute.experimental`. SIGTERM is always a notice.
 
     Args:
         exit_fn: Called without arguments in all processes once they have saved. If it
-            returns, training goes on. `None` ends the program with exit code 77,
+            returns, training continues. `None` ends the program with exit code 77,
             `armillary.cluster.ExitCode.PREEMPTED`.
         watcher: A function without arguments that returns whether the machine is going
             to be taken, for platforms that do not say it by SIGTERM. A thread calls it

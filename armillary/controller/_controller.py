@@ -67,14 +67,16 @@ class Controller(OfOneProcess):
             checkpoint_manager.save(check_interval=True)
         checkpoint_manager.save()
 
-    Several calls in a row work; each goes on at the global step that the last one
-    reached. An exception of the user's code reaches the caller, after summaries are
-    flushed and pending saves are on disk. If the program configured no logging, a
+    You can call these methods several times. Each call continues at the global step
+    that the last call reached. If your code raises an exception, the controller flushes
+    summaries and completes pending saves before the exception reaches you. If the
+    program configured no logging, a
     controller makes the `armillary` logger print to stderr.
 
     Args:
-        global_step: What counts training steps: a variable that the steps advance, such
-            as `optimizer.step`, or a function without arguments that returns the step.
+        global_step: The counter of training steps: a variable that the steps advance,
+            such as `optimizer.step`, or a function without arguments that returns the
+            step.
         trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
         evaluator: Runs evaluations. A dictionary holds several by name, such as
             `{"validation": a, "test": b}`: they run in this order, and their names
@@ -94,11 +96,12 @@ class Controller(OfOneProcess):
             `steps_per_loop`. The last loop before an evaluation and at the end is
             logged as well. `None` logs each loop.
         summary_dir: Directory of the training summaries.
-        eval_summary_dir: That of the evaluations. `None` takes `summary_dir`.
-        summary_manager: Takes the place of the one made from `summary_dir`.
-        eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
+        eval_summary_dir: Directory of the evaluation summaries. `None` uses
+            `summary_dir`.
+        summary_manager: Used instead of a manager for `summary_dir`.
+        eval_summary_manager: Used instead of a manager for `eval_summary_dir`.
         hyperparameters: Names and numbers, nested if you like, for TensorBoard's page
-            of them and for the record of the run.
+            of hyperparameters and for the record of the run.
         hang_timeout_seconds: Seconds after which a program that has not gone on prints
             where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`.
             `None` takes five times the longest loop, evaluation, save or action so far,
@@ -240,8 +243,8 @@ class Controller(OfOneProcess):
             steps: Steps to evaluate. -1 runs until the evaluation data ends.
 
         Returns:
-            What the evaluator returned, with NumPy values; empty if that was `None`.
-            With several evaluators, a dictionary of these by name.
+            The output of the evaluator, with NumPy values; empty if it returned
+            `None`. With several evaluators, a dictionary of outputs by name.
         """
         require(self, "evaluator", for_method="evaluate")
         check_num_steps("steps", steps)
@@ -271,8 +274,8 @@ class Controller(OfOneProcess):
             train_steps: As `steps` in `train`.
             eval_steps: As `steps` in `evaluate`.
             eval_interval: Training steps between evaluations. A loop that would run
-                past one is shortened. `None` evaluates only at the end, and at that of
-                each epoch.
+                past an evaluation is shortened. `None` evaluates only at the end of
+                each epoch and at the end of training.
             epochs: As in `train`.
 
         Returns:
@@ -322,15 +325,16 @@ class Controller(OfOneProcess):
     ) -> Output:
         """Evaluates every checkpoint that appears in the manager's directory.
 
-        Starts with those that are there, oldest first, and evaluates each once. One
-        that is damaged, or deleted before it is restored, is skipped with a warning.
-        Nothing is written to the directory, but for which checkpoint is the best if the
-        manager has `keep_best`. The job that trains keeps that one.
+        Starts with the existing checkpoints, oldest first, and evaluates each once. A
+        checkpoint that is damaged, or deleted before it is restored, is skipped with a
+        warning. If the manager has `keep_best`, the evaluation records in the directory
+        which checkpoint is the best, and the training job keeps it. Nothing else is
+        written to the directory.
 
-        It also returns when the program that trains has ended well, and its last
-        checkpoint is evaluated: there is a file `DONE` in the directory then. One that
-        is there from the start counts five minutes later, since a training that goes on
-        takes it away.
+        The method also returns when the training program has ended without an error and
+        its last checkpoint is evaluated. The directory then contains a file `DONE`. A
+        file `DONE` that is there from the start counts only after five minutes, because
+        a training program that continues deletes it.
 
         Args:
             steps: As in `evaluate`.
@@ -445,7 +449,7 @@ class Controller(OfOneProcess):
         run.log_stop()
 
     def _record_start(self, step: int) -> None:
-        """Writes the first record of an attempt, unless training only goes on."""
+        """Writes the first record of an attempt, unless training only continues."""
         curves, numbers = self._run.curves, self.hyperparameters
         is_first, self._has_begun = not self._has_begun, True
         write = getattr(curves.summary_manager, "write_hyperparameters", None)

@@ -1,8 +1,8 @@
-"""What a run tells of itself: what it trains, at its start, and then signs of life.
+"""Start-up lines and progress: the model and data at first, then signs of life.
 
-A thread looks at the phase that the goodput recorder is in, never at a device. In a
-terminal it keeps one line up to date; elsewhere it logs one when a phase takes long.
-The line is no `Live` of Rich: that hides the cursor, and log handlers that were made
+A thread reads the phase of the goodput recorder, never a device. In a terminal, it
+updates one line. Elsewhere, it logs a line when a phase takes long. The line does not
+use `Live` of Rich, because `Live` hides the cursor, and log handlers that were made
 before it write past it. Here all that Python writes passes through `write` of the
 stream, which wipes the line first.
 """
@@ -53,7 +53,7 @@ _LONG_SECONDS = 30.0
 
 
 class Display:
-    """What a person sees of a controller's calls while they run."""
+    """Shows the progress of a controller's calls while they run."""
 
     def __init__(self, run: Run, progress: bool) -> None:
         self._run, self._progress = run, progress
@@ -79,7 +79,7 @@ class Display:
 
     @contextlib.contextmanager
     def on(self, loop: str, step: int, target: int = -1) -> Iterator[None]:
-        """Shows what goes on in a block; inside another one, nothing is added."""
+        """Shows the progress of a block; a block inside another block adds nothing."""
         if self._is_on or not self._progress or not get_process().is_chief:
             yield
             return

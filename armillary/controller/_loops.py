@@ -47,7 +47,7 @@ _ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to go 
 
 
 class Loops:
-    """What one controller trains between two evaluations."""
+    """Runs the training loops of a controller between two evaluations."""
 
     def __init__(self, run: Run, saving: Saving, display: Display) -> None:
         self._run, self._saving, self._display = run, saving, display

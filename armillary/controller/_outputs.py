@@ -65,7 +65,7 @@ class Records(Mapping[str, list[float]]):
 
 
 class History(Records):
-    """What one call of `train` or `train_and_evaluate` has seen, for reading only.
+    """The outputs of one call of `train` or `train_and_evaluate`; it is read-only.
 
     ::
 
@@ -102,7 +102,7 @@ class RunOutput(dict[str, Any]):
 
 
 class Curves:
-    """Where outputs go: to summaries, and to the file of metrics beside them."""
+    """Writes outputs to summaries, and to the file of metrics next to them."""
 
     def __init__(
         self, summary_manager: SummaryManager, directory: Any, clock: RisingClock

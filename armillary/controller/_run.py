@@ -1,4 +1,4 @@
-"""What a controller is given, checked before it is used, and what its parts share."""
+"""The arguments of a controller, checked before use, and the state its parts share."""
 
 import contextlib
 import math
@@ -296,7 +296,7 @@ class StopRequest:
 
 
 class Run:
-    """What the parts of one controller share; `directory` is that of checkpoints."""
+    """Shared state of one controller's parts; `directory` holds the checkpoints."""
 
     def __init__(self, controller: Any, steps_per_loop: Any) -> None:
         self.trainer, self.strategy = controller.trainer, controller.strategy

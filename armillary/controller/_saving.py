@@ -1,12 +1,13 @@
 """The checkpoints of a controller: saves and restores them, or waits for another job's.
 
-A step is saved before it is evaluated. What the evaluation and its actions change is
-not in the checkpoint then; it says so, and a run that resumes there does what is left
-first, before it trains on. At the end, what they have changed is saved as well.
+A step is saved before it is evaluated. So this checkpoint lacks the changes of the
+evaluation and its actions. The checkpoint records this, and a run that resumes from it
+evaluates first, before it trains. At the end, the changes are saved as well.
 
-A job that evaluates learns that no checkpoint will follow from a file beside them,
-`DONE`: it appears when the program that trains ends, if its last training ended well (a
-program may train several times), and goes when a program begins to train again.
+A file `DONE` next to the checkpoints tells an evaluation job that no checkpoint will
+follow. The file is written when the training program ends, if its last training ended
+without an error (a program may train several times). A program that begins to train
+again deletes it.
 """
 
 import atexit
@@ -132,7 +133,7 @@ def _refuse(directory: str, number: str, host: str | None) -> None:
 
 
 def end_training(directory: str | None, step: int) -> None:
-    """Lets the end of this program say that training is over, unless that goes on."""
+    """Writes `DONE` when this program ends, unless it trains again before."""
     if directory is not None and get_process().is_chief:
         _ends[directory] = json.dumps({"step": step, "time": time.time()})
 
@@ -338,7 +339,7 @@ class Saving:
         return path
 
     def finish(self) -> None:
-        """Saves, unless the latest checkpoint is that of this step as it is now."""
+        """Saves, unless the latest checkpoint holds this step and its current state."""
         self.sync()
         if self.manager is not None:
             is_saved = self.manager.has_saved_step(self._run.read_step())
@@ -403,9 +404,10 @@ def _warn_of_missing_arrays(trainer: Any, checkpoint: Checkpoint) -> None:
         return
     if missing := checkpoint.find_missing(trainer):
         logger.warning(
-            "`Checkpoint` leaves out %s of the trainer, with which a run that resumes "
-            "begins anew, also where it holds a dictionary that steps replace:\n%s\n"
-            "Save all that the trainer holds: `Checkpoint(trainer=trainer)`.",
+            "`Checkpoint` leaves out %s of the trainer, so a run that resumes begins "
+            "with new values there. A dictionary that the steps replace is left out "
+            "as well:\n%s\n"
+            "Save all arrays of the trainer: `Checkpoint(trainer=trainer)`.",
             counted(len(missing), "array"),
             list_lines(missing, 5),
         )
@@ -414,7 +416,7 @@ def _warn_of_missing_arrays(trainer: Any, checkpoint: Checkpoint) -> None:
 def _warn_of_missing(
     trainer: Any, objects: Mapping[str, Any], restored: str, step: int
 ) -> None:
-    """Warns if a restored checkpoint lets steps or data begin anew."""
+    """Warns if steps or data begin again after a checkpoint was restored."""
     if not isinstance(trainer, StandardTrainer):
         return
     if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):

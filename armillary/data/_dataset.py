@@ -42,17 +42,17 @@ class DistributedDataset(OfOneProcessOnceUsed):
         for batch in dataset:           # or: iterator = iter(dataset); next(iterator)
             strategy.run(step_fn, args=(batch,))
 
-    Its position can be saved and restored (`get_state`, `set_state`) if that of the
-    source can. It is the position after the batches that the program has used, however
-    many were read ahead, and it does not depend on the number of replicas.
+    If the source can save and restore its position, so can the data set (`get_state`,
+    `set_state`). It is the position after the batches that the program has used,
+    however many were read ahead. It does not depend on the number of replicas.
 
-    Of several processes, each reads all of a source of global batches, and keeps the
-    rows of its own replicas. A source of per-replica batches is one for each process:
-    then a saved position holds those of all processes.
+    In a job of several processes, each process reads a whole source of global batches,
+    and keeps the rows of its own replicas. With per-replica batches, each process has
+    its own source, and a saved position holds the positions of all processes.
 
     Args:
-        source: Whatever `as_source` takes. By default its batches are *global*: replica
-            r of n gets the r-th of n equal runs of rows.
+        source: Any argument of `as_source`. By default its batches are *global*:
+            replica r of n gets the r-th of n equal runs of rows.
         layout: Where the replicas are; comes from a strategy.
         per_replica_batches: Whether each batch of the source is one replica's, so that
             one distributed batch takes one for every replica.
@@ -85,7 +85,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         """Whether `set_state` changes nothing, for a process that does not train."""
         self.source = as_source(source)
         self.dataset_fn: Callable[[InputContext], Any] | None = None
-        """What made the source, for those who need one like it elsewhere."""
+        """The function that made the source, for code that needs a similar source."""
         self.is_endless = getattr(self.source, "is_endless", False)
         """Whether it is known to repeat its data for ever."""
         self.is_agreed = per_replica_batches and layout.peers is not None
@@ -142,8 +142,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
                 return reader  # A look at what a trainer is in the middle of.
             if not is_owners:
                 logger.warning(
-                    "Two trainers read one distributed dataset, which has one position "
-                    "to save: that of the second. Distribute the source for each."
+                    "Two trainers read one distributed dataset. It has only one "
+                    "position to save, the position of the second trainer. Distribute "
+                    "the source for each."
                 )
         self._reader, self._waiting = reader, None
         self._owner = (lambda: None) if owner is None else weakref.ref(owner)

@@ -72,7 +72,7 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Args:
-        remainder: What happens to a batch that the replicas cannot share equally. The
+        remainder: The rule for a batch that the replicas cannot share equally. The
             *full size* below is the size of the data set's first batch.
 
             - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
@@ -83,8 +83,8 @@ class InputOptions:
               work: 42 examples on 4 devices are 2 replicas of 21, and 41 are 1 replica.
               The loss must be scaled in the step, by `compute_average_loss` or by the
               `num_replicas_in_sync` that is read there.
-            - `"drop"`: a batch smaller than the full size is dropped whole. Of any
-              other, the last rows that do not fill an equal share are dropped. Shapes
+            - `"drop"`: a batch smaller than the full size is dropped. From any other
+              batch, the last rows that do not fill an equal share are dropped. Shapes
               never change, and some examples are not seen.
             - `"pad"`: every batch gets a boolean leaf of shape `(batch,)`: the entry
               `mask` of a dictionary, the last item of a tuple or a list. A batch
@@ -92,16 +92,17 @@ class InputOptions:
               copies of its last row, where the mask is False. Shapes never change, and
               every example is seen.
 
-            With datasets from a function, the full size is that of one replica's batch.
-            When the data ends before every replica has one, `"drop"` leaves that group
-            out, and `"pad"` gives the replicas without data a batch of padding alone.
+            With datasets from a function, the full size is the size of one replica's
+            batch. When the data ends before every replica has a batch, `"drop"` leaves
+            that group out, and `"pad"` gives the replicas without data a batch of
+            padding alone.
         prefetch: Distributed batches that a background thread reads and places ahead of
             the program. Compiled loops read one chunk ahead, unless this is 0. 0 reads
             on demand, in the caller's thread.
         place_on_device: Whether the arrays of a data set from `from_arrays` stay in the
             memory of every device, so that only row numbers travel with each batch.
-            Nothing else changes: the examples of every batch, and saved positions, are
-            those of a run without it, so it may differ between a run and its
+            Nothing else changes: the examples of every batch and the saved positions
+            are the same without it, so it may differ between a run and its
             continuation. The arrays are placed when they are first used.
 
     Raises:
@@ -120,16 +121,17 @@ class InputOptions:
 
 
 Active: TypeAlias = int | tuple[int, ...]
-"""Which replicas have data: so many, the first ones, or those of these numbers."""
+"""The replicas that have data: a number of first replicas, or a tuple of indices."""
 
 
 class BatchLayout(Protocol):
     """Puts host arrays where the replicas of this process expect them.
 
-    If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, of
-    which a process has the rows of its `local_replicas`; else `(batch, ...)`, all on
-    each. `num_replicas` are those of all processes, the `peers`, None if there are no
-    others; `devices` are this one's. A batch has at most `num_shares` parts.
+    If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, and
+    a process has the rows of its `local_replicas`. Otherwise leaves have shape `(batch,
+    ...)`, and each process has all rows. `num_replicas` counts the replicas of all
+    processes. `peers` is None if there is only one process. `devices` belong to this
+    process. A batch has at most `num_shares` parts.
     """
 
     @property

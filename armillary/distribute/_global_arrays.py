@@ -1,8 +1,8 @@
 """Arrays on the devices of several processes, made of what each process has.
 
-`jax.device_put` compares values over the network first. Here nothing travels: state is
-compared once, by fingerprint, and batches are each process's own. What travels is an
-array of which each process has a part, where it is wanted whole.
+`jax.device_put` compares values over the network first. Here nothing is sent: state is
+compared once, by fingerprint, and each process has its own batches. Only an array that
+is divided between the processes is sent, if the program needs all of it.
 """
 
 import functools

@@ -65,7 +65,7 @@ _REDUCE = {
 
 
 class ValueContext(NamedTuple):
-    """What `distribute_values_from_function` passes to its function.
+    """The argument that `distribute_values_from_function` passes to its function.
 
     Attributes:
         replica_id_in_sync_group: The replica whose value is asked for.
@@ -222,7 +222,7 @@ class Strategy(OfOneProcess):
     def leave_program_mesh(self) -> AbstractContextManager[Any]:
         """Returns a context in which a mesh of the program (`jax.set_mesh`) is not set.
 
-        What a strategy computes is on its own devices.
+        A strategy computes on its own devices.
         """
         return without_program_mesh()
 
@@ -266,8 +266,8 @@ class Strategy(OfOneProcess):
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What `fn` returned, each array as a `PerReplica`; as it is, if there is a
-            single replica.
+            The result of `fn`, with each array as a `PerReplica`. With a single
+            replica, the result itself.
 
         Raises:
             ReplicaContextError: If called inside `run`, or in another strategy's scope.
@@ -314,7 +314,7 @@ class Strategy(OfOneProcess):
             reduce_op: A `ReduceOp`, or its name.
             value: A pytree of `PerReplica` values, as `run` returns them.
             axis: An axis of each replica's value to reduce as well, such as 0 for
-                examples. The mean is then that of all examples.
+                examples. The mean is then over all examples.
 
         Returns:
             The same pytree with one array for each `PerReplica`.
@@ -429,9 +429,9 @@ class Strategy(OfOneProcess):
     ) -> DistributedDataset:
         """Returns a dataset that splits each *global* batch over replicas.
 
-        Each process reads all of it, and keeps the rows of its own devices: give the
-        same data, in the same order, to all. What `from_arrays` and its like give is
-        compared.
+        Each process reads all of it, and keeps the rows of its own devices. Pass the
+        same data, in the same order, to all processes. Sources of `from_arrays` and
+        similar functions are compared.
 
         Args:
             dataset: Anything `armillary.data.as_source` takes.
@@ -518,7 +518,7 @@ class Strategy(OfOneProcess):
         return value
 
     def _combine(self, combine: Callable[[Any], Any], value: PyTree) -> PyTree:
-        """Returns what becomes of several devices' values, beside the variables."""
+        """Combines the values of several devices, on the devices of the variables."""
         with self.leave_program_mesh():
             collected = self._collect(value)
             result = jax.tree.map(combine, collected, is_leaf=is_per_replica)

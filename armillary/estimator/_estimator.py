@@ -78,9 +78,9 @@ class Estimator:
 
     Args:
         model_fn: The model function.
-        model_dir: Where checkpoints and summaries are. By default, or if it is empty,
-            that of `config`, or else a new temporary directory. All processes of a job
-            must see it.
+        model_dir: Directory of checkpoints and summaries. By default, or if it is
+            empty, the `model_dir` of `config`, or else a new temporary directory. All
+            processes of a job must see it.
         config: Strategies and intervals.
         params: Copied, and given to `model_fn` and input functions as `params`.
             `model_dir`, `config` and `params` are attributes as well.
@@ -148,9 +148,9 @@ class Estimator:
             input_fn: The input function. Every call begins with its first batch, as in
                 TensorFlow, unless `max_steps` is given.
             steps: How many steps to train. `None` trains until the data ends.
-            max_steps: The global step to train up to. Training that was stopped then
-                goes on in the data where the checkpoint is, if the data has positions.
-                Nothing happens if this step is reached already.
+            max_steps: The global step to train up to. Training that was stopped
+                continues at the data position of the checkpoint, if the data has
+                positions. Nothing happens if this step is reached already.
             hooks: Functions that are called with the output of each loop, for example
                 actions of `armillary.actions`. `request_stop` ends training from
                 there.
@@ -241,7 +241,7 @@ class Estimator:
         checkpoint read, when the first prediction is asked for.
 
         Args:
-            input_fn: The input function. Of batches that are pairs or other tuples, the
+            input_fn: The input function. If batches are pairs or other tuples, the
                 first entry has the features.
             predict_keys: The entries of the predictions to return; `None` for all.
             checkpoint_path: The folder of another checkpoint to take.
@@ -249,8 +249,8 @@ class Estimator:
                 item is of one batch.
 
         Returns:
-            What `predictions` of the model function has for one example: a dictionary
-            of NumPy arrays, as a rule.
+            The part of `predictions` of the model function for one example, usually a
+            dictionary of NumPy arrays.
 
         Raises:
             EstimatorError: If a function cannot work, several processes have joined,

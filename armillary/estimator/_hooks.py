@@ -106,7 +106,7 @@ class PeriodicCall:
 
     Args:
         seconds: The time between two calls.
-        call: The function. Of several processes, the first one has the clock.
+        call: The function. In a job of several processes, the first one has the clock.
     """
 
     def __init__(self, seconds: float, call: Callable[[], Any]) -> None:

@@ -21,7 +21,7 @@ from armillary.typing import Action, PyTree
 
 
 class ModeKeys(enum.StrEnum):
-    """What a model function is called for."""
+    """The purpose of a call of a model function."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -30,7 +30,7 @@ class ModeKeys(enum.StrEnum):
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """What a model function returns; `docs/estimator.md` has an example.
+    """The result of a model function; `docs/estimator.md` has an example.
 
     Args:
         mode: The mode that the function was called with.
@@ -40,12 +40,12 @@ class EstimatorSpec:
             over replicas is taken of it, so do not divide by the global batch size.
             Needed to train and to evaluate.
         train_op: An Optax transformation, through which the gradients of `loss` with
-            respect to all `nnx.Param` of the modules go. That of the first call in a
-            process counts. Needed to train.
-        eval_metric_ops: What an evaluation reports besides the loss, by name: an array
-            with an entry for each example, of which the mean is reported, or a pair of
-            a function that makes a metric of `nnx.metrics` or `armillary.metrics`, and
-            the keyword arguments of its `update`.
+            respect to all `nnx.Param` of the modules go. The transformation of the
+            first call in a process counts. Needed to train.
+        eval_metric_ops: Further values that an evaluation reports, by name. A value is
+            an array with an entry for each example, whose mean is reported; or a pair
+            of a function that makes a metric of `nnx.metrics` or `armillary.metrics`,
+            and the keyword arguments of its `update`.
         training_hooks: Functions of the output of a loop, as `hooks` of
             `Estimator.train`. The hooks of the first call in a process count.
         training_chief_hooks: Hooks that run in the chief alone.
@@ -151,7 +151,7 @@ def _check_signature(
 
 
 def call_with(fn: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Calls a user's function with those of some values that it has arguments for."""
+    """Calls a user's function with the values for which it has arguments."""
     parameters = inspect.signature(fn).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return fn(**values)
@@ -188,7 +188,7 @@ class Modules(nnx.Module):
         if self._maker is None:
             raise EstimatorError(
                 f"`modules.make({name!r}, ...)` was not called when `model_fn` was "
-                "called to make the modules, and a checkpoint holds those of all "
+                "called to make the modules, but a checkpoint holds the modules of all "
                 "modes. Make every module in every call, before looking at the mode."
             )
         return self._maker(name, make_fn)

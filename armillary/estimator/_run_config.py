@@ -55,7 +55,7 @@ class RunConfig:
 
     Args:
         model_dir: Where checkpoints and summaries go, unless the estimator says.
-        tf_random_seed: What the random numbers of modules begin with.
+        tf_random_seed: The seed of the modules' random numbers.
         save_summary_steps: Steps between summaries of training; `None` for none.
         save_checkpoints_steps: Steps between checkpoints; `None` saves at the end of
             each call of `train` alone. (TensorFlow saves every 600 seconds by default.)
@@ -66,8 +66,8 @@ class RunConfig:
             ones that stay for good; `None` for no such ones.
         log_step_count_steps: Steps between log lines, which show the mean loss.
         train_distribute: The strategy of `train`; `None` for the one in effect.
-        eval_distribute: The strategy of `evaluate`; `None` for the one in effect, and
-            for that of training where several processes train.
+        eval_distribute: The strategy of `evaluate`; `None` for the one in effect, or
+            for the strategy of training if several processes train.
 
     Raises:
         TypeError: If a strategy is none, or `model_dir` no path.
@@ -321,8 +321,8 @@ def choose_directory(
     )
     if given is not None and other is not None and given != other:
         raise EstimatorError(
-            f"`model_dir` is {given!r}, but that of `config` is {other!r}. Give one of "
-            "them."
+            f"`model_dir` is {given!r}, but the `model_dir` of `config` is {other!r}. "
+            "Give one of them."
         )
     directory = given or other
     if directory is None and plan.is_distributed:

@@ -97,7 +97,7 @@ def distribute(
 
 
 class InputPosition:
-    """Where in its data a training is; unless it `resumes`, the data begin anew."""
+    """The data position of a training; unless it `resumes`, the data begins again."""
 
     def __init__(
         self, dataset: DistributedDataset | None = None, *, resumes: bool = False
@@ -114,7 +114,7 @@ class InputPosition:
         return {"position": dataset.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position; the manager begins anew if that is none of this data."""
+        """Goes to a position; if this data lacks it, the manager begins again."""
         dataset = self.dataset
         position = state["position"]
         if self._resumes and dataset is not None and position is not None:

@@ -78,7 +78,7 @@ def read_entries(path: Path) -> list[Entry]:
         raise ValueError(
             f"`{path}` has {len(found)} lines, but none in the format {_FORMAT!r}, "
             "which this version of Armillary reads. Use the version that wrote it or "
-            "another run, or move the file away to record anew."
+            "another run, or move the file away to record a new one."
         )
     return entries
 
@@ -94,7 +94,7 @@ class Goodput:
         num_attempts: How many controllers trained.
         num_steps: Steps that count, each once.
         num_lost_steps: Steps that were run and had to be run again.
-        stragglers: What was said of processes that the others waited for.
+        stragglers: The warnings about processes that the others waited for.
     """
 
     seconds: dict[Category, float]
@@ -116,7 +116,7 @@ class Goodput:
 
 
 def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
-    """Reads where the time of a run went, also while it goes on.
+    """Reads how a run spent its time, also while it still runs.
 
     Args:
         run_dir: The directory of the run's checkpoints, or the one above it.

@@ -1,7 +1,7 @@
 """A stopwatch that is in one category at a time, so that its totals add up.
 
 JAX reports a compilation when it has ended. Its seconds are then taken out of the
-category that is running. What processes tell each other of their times shows which one
+category that is running. The processes exchange their times to find the process that
 the others wait for.
 """
 
@@ -20,7 +20,7 @@ from armillary.lifeline._lifeline import read_waits
 
 
 class Category(StrEnum):
-    """What a second of a run was spent on. Every second is in exactly one category."""
+    """The use of a second of a run. Every second is in exactly one category."""
 
     STEPPING = "stepping"
     """Training steps run on the device, or Python starts them or waits for them."""
@@ -45,7 +45,7 @@ class Category(StrEnum):
 
     @property
     def label(self) -> str:
-        """What people call it."""
+        """The name that tables show."""
         return _LABELS.get(self.value, self.value)
 
 
@@ -68,7 +68,8 @@ _active: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)
 class Stopwatch:
     """Counts seconds by category, `None` for none. Only one thread may use it.
 
-    `moves` changes whenever the program goes on; in `category` it is since `began`.
+    `moves` changes whenever the program makes progress. The current `category` lasts
+    since `began`.
     """
 
     def __init__(self, category: Category | None = None, elapsed: float = 0.0) -> None:
@@ -92,13 +93,13 @@ class Stopwatch:
 
     @property
     def times(self) -> "Times":
-        """What it has spent so far, as far as processes compare it."""
+        """The seconds so far in the categories that processes compare."""
         seconds, waits = self.seconds, self._waits
         own = [seconds[each] - waits[each] for each in _COMPARED]
         return Times._make([*own, sum(waits[each] for each in _COMPARED)])
 
     def switch(self, category: Category | None) -> Category | None:
-        """Goes on in another category; returns the one before."""
+        """Changes to another category; returns the previous one."""
         now, waits = _now(), read_waits()
         if self.category is not None:
             self._waits[self.category] += waits - self._waits_before

@@ -32,7 +32,7 @@ _num_replicas = contextvars.ContextVar("num_replicas", default=1)
 
 @contextlib.contextmanager
 def scaled_for_replicas(num_replicas: int) -> Iterator[None]:
-    """Lets the sum over replicas of a model's losses be that of the whole batch."""
+    """Scales a model's losses so that the sum over replicas is the batch's loss."""
     _install()
     token = _num_replicas.set(num_replicas)
     try:
@@ -143,8 +143,8 @@ class KerasEvaluator(StandardEvaluator):
 
     If the optimizer averages the weights (`use_ema=True`), the averages are evaluated,
     which `model.fit` leaves in the model when it ends. Every example counts once,
-    whatever the batch size and the number of replicas. What is refused is what
-    `KerasTrainer` refuses, and a `test_step` of the model's own.
+    whatever the batch size and the number of replicas. It refuses the same models as
+    `KerasTrainer`, and a `test_step` of the model's own.
 
     Args:
         model: A model on which `compile` was called.
@@ -186,7 +186,7 @@ class KerasTrainer(StandardTrainer):
 
     Each loop returns the loss and the metrics of the model. Layers with batch
     statistics use each replica's share of the batch. An optimizer with
-    `use_ema=True` keeps its averages beside the weights: put them into the model after
+    `use_ema=True` keeps its averages next to the weights: put them into the model after
     training with `model.optimizer.finalize_variable_values(model.trainable_variables)`,
     which `model.fit` does when it ends.
 
@@ -194,8 +194,9 @@ class KerasTrainer(StandardTrainer):
         model: A model on which `compile` was called. `train_step` of a subclass is not
             called: derive from `StandardTrainer` for a step of your own.
         train_dataset: As for `StandardTrainer`. Batches are `(x, y)` or
-            `(x, y, sample_weight)`. What is not distributed yet is, by the strategy in
-            effect. One batch is looked at to build the model.
+            `(x, y, sample_weight)`. A data set that is not distributed yet is
+            distributed by the strategy in effect. The first batch is used to build the
+            model.
         options: As for `StandardTrainer`.
 
     Raises:

@@ -160,7 +160,7 @@ class Ending:
 
     @property
     def cause(self) -> ExitCode:
-        """What the end means for the job; `FAILED` if nothing more is known."""
+        """The meaning of the exit status for the job; `FAILED` if it is unknown."""
         is_known = self.returncode in _SPOKEN_FOR
         return ExitCode(self.returncode) if is_known else ExitCode.FAILED
 
@@ -358,7 +358,7 @@ class Machines:
         seconds = self._wait_seconds - (now - min(self._away.values(), default=now))
         self._is_tired = seconds <= 0
         if self._is_tired:
-            return f"{who}, so it goes on with {left}"
+            return f"{who}, so it continues with {left}"
         return f"{who}, and may for {seconds:.0f} s more"
 
     def meet(self, index: int) -> None:

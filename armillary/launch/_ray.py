@@ -155,7 +155,7 @@ class _Worker(Process):
 
 
 class _Stream(io.RawIOBase):
-    """What a worker writes to one of its streams, read by a thread."""
+    """One output stream of a worker, read by a thread."""
 
     def __init__(self, ray: Any, actor: Any, started: Any, name: str) -> None:
         self._ray, self._actor, self._started, self._name = ray, actor, started, name

@@ -27,11 +27,12 @@ _NAMED = re.compile(
 
 
 class Attempt(NamedTuple):
-    """What came of an attempt."""
+    """The outcome of an attempt."""
 
-    cause: ExitCode  # What its end means for the job.
-    ending: Ending = Ending(returncode=0, seconds=0.0)  # Of what failed first.
-    words: str = ""  # What that one said last, in a line.
+    cause: ExitCode  # The meaning of its end for the job.
+    # The process that failed first, and the last line that it wrote.
+    ending: Ending = Ending(returncode=0, seconds=0.0)
+    words: str = ""
     absence: str = ""  # What is done about workers that did not come: no failure.
 
 

@@ -69,7 +69,7 @@ def run_job(job: Job) -> ExitCode:
 
 
 class _Supervisor:
-    """What the groups of a job share, and the signals that the launcher gets."""
+    """Shared state of a job's groups, and the signals that the launcher receives."""
 
     def __init__(self, job: Job, output: Output) -> None:
         self.job, self.output, self.say = job, output, output.say

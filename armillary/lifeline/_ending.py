@@ -61,7 +61,7 @@ _is_ending, _has_said = False, threading.Event()
 
 
 class Report(NamedTuple):
-    """What a process tells the others every second."""
+    """The report that a process sends to the others every second."""
 
     phase: str  # Such as `"data"` or `"step"`.
     line: str
@@ -233,7 +233,7 @@ def set_timer(limit_seconds: float) -> None:
 def find_line(phase: str, stack: list[Line] | None = None) -> str:
     """Returns the innermost line of the user's code in the main thread.
 
-    While data is awaited, also those of other threads, which may read it.
+    If the main thread waits for data, also the lines of other threads, which may read.
     """
     main = read_stack() if stack is None else stack
     if not main:
@@ -276,10 +276,10 @@ def read_stack(thread: int | None = None) -> list[Line]:
 
 
 def _at_once(read: Callable[[], Any]) -> Any:
-    """Calls a function of C while no other thread goes on.
+    """Calls a C function while no other thread runs.
 
-    CPython 3.11 crashed now and then where a frame that was looked at ended meanwhile,
-    and `faulthandler` where a thread began.
+    Otherwise CPython 3.11 crashed now and then, if a frame ended while it was read.
+    `faulthandler` crashed if a thread began.
     """
     # ORDER: all in one call. The collector of garbage calls functions of Python, in
     # which another thread may take over.

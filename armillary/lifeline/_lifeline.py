@@ -239,7 +239,7 @@ class Lifeline:
                 self._beat(time.monotonic())
             except Exception as error:
                 set_timer(math.inf)  # Nobody may be there to set it again.
-                text = f"What watches this process has failed: {error!r}\n"
+                text = f"The watch over this process has failed: {error!r}\n"
                 if text != said:
                     os.write(2, text.encode(errors="replace"))
                 said = text
@@ -257,7 +257,7 @@ class Lifeline:
         self._tree.close()
 
     def _beat(self, now: float) -> None:
-        """Reports, and looks whether anything goes on anywhere."""
+        """Reports, and checks whether any process makes progress."""
         if (late := now - self._beat_at) > _LATE_SECONDS:
             self._skip(late)
         self._beat_at = now

@@ -1,8 +1,8 @@
 """The connections of the processes of a job: a tree, so that few have many.
 
-Each process is connected to a parent and to at most eight children. What all say goes
-up, and the answer comes down. A message is one JSON text a line. The kernel closes the
-connection of a process that ends, and of a machine that no longer answers.
+Each process is connected to a parent and to at most eight children. Messages go up, and
+the answer comes down. A message is one line of JSON. The kernel closes the connection
+of a process that ends, and of a machine that no longer answers.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Ends(NamedTuple):
 
 
 class Tree:
-    """The place of one process among all, used in one thread but for `answers`."""
+    """The place of one process in the tree. Only `answers` is used in other threads."""
 
     def __init__(self, index: int, count: int, ends: Ends | None = None) -> None:
         self.ends = ends or Ends()

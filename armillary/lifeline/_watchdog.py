@@ -1,4 +1,4 @@
-"""A process beside this one that ends it if its interpreter no longer runs.
+"""The watchdog: a second process that ends this one if its interpreter is stuck.
 
 C code that keeps the interpreter's lock stops every thread of Python, the lifeline too.
 So the lifeline sends its limit through a pipe every second, and the watchdog counts for

@@ -1,8 +1,8 @@
-"""What metrics are made of, and metrics of numbers.
+"""Exact sums, from which metrics are made, and metrics of numbers.
 
-JAX has integers of 32 bits only, unless told otherwise, too few for an epoch of pixels.
-So an integer is held in three parts, of 16 bits each but the last. Parts are sums, so
-the copies of replicas add up part by part, whatever was carried from one to the next.
+By default, JAX has only integers of 32 bits, too few for an epoch of pixels. So an
+integer is held in three parts; all parts except the last have 16 bits. Parts are sums,
+so the copies of replicas add up part by part, whatever was carried between parts.
 """
 
 import functools
@@ -85,9 +85,9 @@ class FloatSum(Counts):
     """Sums of floats, exact and the same in whatever order the floats come.
 
     A float of 32 bits is an integer of 24 bits times a power of two, of which there are
-    256. `FloatSum.zeros(..., 65)` adds up the integers of four neighboring powers
-    together, and `FloatSum.zeros(..., 256)` those of each. The last integer notes
-    values that are not finite.
+    256. `FloatSum.zeros(..., 65)` has one sum for four neighboring powers, and
+    `FloatSum.zeros(..., 256)` has one sum for each power. The last integer notes values
+    that are not finite.
     """
 
     def add_float(self, value: jax.Array, times: int | tuple[int, ...] = 1) -> None:
@@ -180,8 +180,8 @@ def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
         )
     if mask.shape != shape[: mask.ndim]:
         raise ValueError(
-            f"`mask` of `{name}` has the shape {mask.shape}, but it must be that of "
-            f"what it is for, {shape}, or the beginning of it. Use "
+            f"`mask` of `{name}` has the shape {mask.shape}. It must have the shape of "
+            f"the values, {shape}, or the first axes of this shape. Use "
             f"`mask.reshape({shape[:1]})`."
         )
     mask = mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim))
@@ -208,7 +208,7 @@ class _MeanError(CountingMetric):
             targets: Numbers of the same shape.
             mask: Booleans of this shape, or of its first axes: which elements count.
                 `None` for all.
-            **_: What an `nnx.MultiMetric` has for other metrics.
+            **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
             TypeError: If the mask is not boolean.
@@ -257,8 +257,8 @@ class Distribution(CountingMetric):
 
         Args:
             values: An array, or a pytree of arrays. In replica context each replica
-                counts its own; what is equal on all is counted once by each.
-            **_: What an `nnx.MultiMetric` has for other metrics.
+                counts its own; a value that is equal on all is counted once by each.
+            **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
             TypeError: If a leaf is no array of numbers.

@@ -1,8 +1,8 @@
-"""Metrics of scores and labels: what they take, and what they refuse.
+"""Metrics of scores and labels, with checks of their arguments.
 
-Shapes and types are checked when a step is traced. What a label is shows on the device
-only, where nothing can be raised: examples that cannot be judged are counted there, and
-`compute` raises.
+Shapes and types are checked when a step is traced. The values of labels are known only
+on the device, where nothing can be raised. So invalid examples are counted there, and
+`compute` raises an error.
 """
 
 import math
@@ -44,7 +44,7 @@ class _LabeledMetric(CountingMetric):
             labels: Numbers of classes, of shape `(...)`.
             mask: Booleans of the shape of `labels`, or of its first axes: which
                 examples count. `None` for all.
-            **_: What an `nnx.MultiMetric` has for other metrics.
+            **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
             TypeError: If labels are no integers, or the mask is not boolean.
@@ -105,14 +105,14 @@ class _LabeledMetric(CountingMetric):
 
 
 class AUC(_LabeledMetric):
-    """The area under the ROC curve, or under that of precision and recall.
+    """The area under the ROC curve, or under the precision-recall curve.
 
     It is NaN without a positive or without a negative example. Scores are counted in
-    buckets of equal width between logits of -20 and 20, and those of one bucket count
-    as equal. So the area under the ROC curve is off by at most half the share of pairs,
-    of a positive and a negative example, that fall into one bucket: above 1 percent,
-    `compute` logs a warning. To be exact, collect all scores in `eval_reduce`, and use
-    scikit-learn.
+    buckets of equal width between logits of -20 and 20, and scores in one bucket count
+    as equal. Pairs of a positive and a negative example in one bucket cause an error:
+    the area under the ROC curve is off by at most half the share of these pairs. If the
+    share is above 1 percent, `compute` logs a warning. For exact results, collect all
+    scores in `eval_reduce`, and use scikit-learn.
 
     Args:
         curve: `"ROC"`, or `"PR"` for the average precision, the area below the steps
@@ -176,7 +176,7 @@ class AUC(_LabeledMetric):
 class TopKAccuracy(_LabeledMetric):
     """The share of examples whose label is among the `k` highest scores.
 
-    Of equal scores the one of the lower class is higher, as for `argmax`: so `k=1` is
+    If scores are equal, the lower class counts as higher, as for `argmax`. So `k=1` is
     the accuracy, and a model that gives all classes the same score is not right. It is
     NaN if there was no example.
 
@@ -301,7 +301,7 @@ class F1Score(_Score):
 
     Args:
         num_classes: As in `ConfusionMatrix`.
-        threshold: As in `ConfusionMatrix`. The score is then that of class 1.
+        threshold: As in `ConfusionMatrix`. The score then belongs to class 1.
         average: `"macro"` is the mean over the classes that are among labels or
             predictions, `"weighted"` weighs each by its labels, and `None` gives an
             array of all classes. The other average, `"micro"`, is the accuracy.

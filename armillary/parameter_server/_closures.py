@@ -50,9 +50,9 @@ class RemoteValue:
         self.future: Future[Any] = Future()  # Of Ray's reference to the result.
 
     def get(self) -> PyTree:
-        """Returns what the function returned, with JAX arrays; waits for it.
+        """Waits for the function, and returns its result with JAX arrays.
 
-        What the function raised is raised here, too.
+        If the function raised an exception, the same exception is raised here.
 
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
@@ -63,9 +63,9 @@ class RemoteValue:
         )
 
     def fetch(self) -> PyTree:
-        """Returns what the function returned, with NumPy arrays; waits for it.
+        """Waits for the function, and returns its result with NumPy arrays.
 
-        What the function raised is raised here, too.
+        If the function raised an exception, the same exception is raised here.
 
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
@@ -160,7 +160,7 @@ class Closure:
 
 @dataclass
 class Statistics:
-    """What has been counted since the last `take_statistics`."""
+    """The counts since the last `take_statistics`."""
 
     num_calls: int = 0
     total_staleness: int = 0

@@ -173,7 +173,7 @@ class ClusterCoordinator:
     ) -> PerWorkerDataset:
         """Has every worker build a data set of its own.
 
-        A worker that is lost builds it anew, from its beginning.
+        If a worker is lost, its replacement builds a new data set from the beginning.
 
         Args:
             dataset_fn: Called on each worker, with an `InputContext` that tells which
@@ -206,11 +206,11 @@ class ClusterCoordinator:
 
     @property
     def statistics(self) -> Statistics:
-        """What was counted since `take_statistics`."""
+        """The counts since the last `take_statistics`."""
         return self._scheduler.statistics
 
     def take_statistics(self) -> Statistics:
-        """Returns what was counted since this was last called."""
+        """Returns the counts since the last call, and sets them to zero."""
         statistics = self._scheduler.statistics
         self._scheduler.statistics = Statistics()
         return statistics

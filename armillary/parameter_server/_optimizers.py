@@ -3,10 +3,11 @@
 On a worker, each Optax transformation stands for the one on the parameter servers: its
 `update` takes down the gradients, which are sent.
 
-A server runs it on the variables that it has, beside zeros for all others. That these
-do not matter is proved once, from the traced update of all: an array of its state
-belongs to the variable whose gradients it is made of, or else (such as a count of
-steps) each server has a copy. One that needs several variables for one is refused.
+A server runs it on its own variables, with zeros for all others. The traced update of
+all variables proves once that the zeros do not matter. An array of the optimizer's
+state belongs to the variable whose gradients it is made of. Other arrays, such as a
+count of steps, have a copy on each server. An array that is made of several variables
+is refused.
 """
 
 import itertools
@@ -65,8 +66,8 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
     def init(params: PyTree) -> PyTree:
         raise RuntimeError(
             "`init` of an Optax transformation was called in a scheduled function, "
-            "where its state would be made anew at each call. Make it once, outside, "
-            "and hold it in an attribute."
+            "where each call would make a new state. Make it once, outside, and hold "
+            "it in an attribute."
         )
 
     def update(
@@ -203,7 +204,7 @@ class SplitUpdate:
 
 
 def _operations(program: core.ClosedJaxpr) -> list[Any]:
-    """Returns what a program computes, but for repeating values along new axes."""
+    """Returns the operations of a program, except repeating values along new axes."""
     return [
         (
             equation.primitive.name,
@@ -217,7 +218,7 @@ def _operations(program: core.ClosedJaxpr) -> list[Any]:
 
 
 class LocalUpdate(NamedTuple):
-    """What a server needs to know of an optimizer, by variable."""
+    """The parts of an optimizer that a server needs, by variable."""
 
     transformation: bytes
     spec: UpdateSpec

@@ -1,10 +1,10 @@
-"""A scheduled function as a worker runs it: reads variables, sends what changes them.
+"""A scheduled function as a worker runs it: reads variables, and sends changes.
 
-The function is traced as any step is. What it does to each variable then becomes one of
+The function is traced like any step. Its effect on each variable then becomes one of
 these, or is refused by name:
 
     update      gradients for an optimizer, which runs on the parameter servers
-    addition    what is added to the variable (`count += 1`, metrics, batch statistics)
+    addition    a value to add to the variable (`count += 1`, metrics, batch statistics)
     nothing     random keys: each call draws its own numbers, and leaves the stored key
 """
 
@@ -38,7 +38,7 @@ from armillary.xla._compile import compile_step
 
 
 class TaskSpec(NamedTuple):
-    """What a scheduled function does to variables, by their number in its state."""
+    """The effects of a scheduled function on variables, by number in its state."""
 
     updates: tuple[UpdateSpec, ...]
     additions: tuple[int, ...]
@@ -179,7 +179,7 @@ def _find_additions(
 
 
 class _Origins:
-    """What values of a program were made of, as far as that is plain to see."""
+    """The operands of a program's values, as far as its operations show them."""
 
     def __init__(self, jaxpr: Any) -> None:
         self._invars = jaxpr.invars

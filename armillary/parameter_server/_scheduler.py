@@ -356,7 +356,7 @@ class Scheduler:
             if self._error is not None:
                 self._cancel_queue()
             self._changed.notify_all()
-        message = "%s is lost (%s). %d calls of it are run again; Ray starts it anew."
+        message = "%s is lost (%s). Its %d calls are run again; Ray restarts it."
         logger.warning(message, worker.label, error, len(lost))
 
     def _fail(self, closure: Closure, error: BaseException) -> None:

@@ -75,7 +75,7 @@ def join(places: Sequence[Place], found: Mapping[Part, np.ndarray]) -> np.ndarra
 
 
 class Push(NamedTuple):
-    """What one call of a scheduled function sends to one server."""
+    """The message of one call of a scheduled function to one server."""
 
     call: int
     oldest: int
@@ -85,7 +85,7 @@ class Push(NamedTuple):
 
 
 class Actor:
-    """What all actors answer."""
+    """The methods that all actors have."""
 
     def greet(self) -> tuple[int, str]:
         return os.getpid(), import_ray().util.get_node_ip_address()

@@ -36,11 +36,12 @@ class ParameterServerStrategy(SingleStrategy):
     and saved here, and `run` runs here.
 
     Args:
-        cluster_resolver: What names the chief, the workers and the parameter servers of
-            a cluster, such as `armillary.cluster.TFConfigClusterResolver()`: each runs
-            the same program (`armillary.distribute.coordinator.Server`). By default
-            `TF_CONFIG` names them, if it is set. Without it, workers and servers are
-            processes of this machine, or of the Ray cluster that `RAY_ADDRESS` names.
+        cluster_resolver: Names the chief, the workers and the parameter servers of a
+            cluster, such as `armillary.cluster.TFConfigClusterResolver()`. Each of them
+            runs the same program (`armillary.distribute.coordinator.Server`). By
+            default `TF_CONFIG` names them, if it is set. Without it, workers and
+            servers are processes of this machine, or of the Ray cluster that
+            `RAY_ADDRESS` names.
         variable_partitioner: Into how many parts variables are cut, along their first
             axis; by default each is whole on one server. Such as
             `armillary.distribute.partitioners.MinSizePartitioner`.

@@ -33,7 +33,7 @@ _offered: list[dict[int, StepIterator]] = []
 
 
 class PerWorkerDataset:
-    """What `ClusterCoordinator.create_per_worker_dataset` returns."""
+    """The result of `ClusterCoordinator.create_per_worker_dataset`."""
 
     def __init__(self, build: Callable[[], int]) -> None:
         self._build = build
@@ -146,9 +146,9 @@ class Datasets:
         found = self._found.get(number)
         if found is None:
             raise RuntimeError(
-                "A per-worker iterator was scheduled by another `ClusterCoordinator` "
-                "than the one that made it. Make the data set anew, by "
-                "`create_per_worker_dataset` of the one that schedules."
+                "A per-worker iterator was scheduled by a different "
+                "`ClusterCoordinator` than the one that made it. Make a new data set "
+                "by `create_per_worker_dataset` of the coordinator that schedules."
             )
         if isinstance(found, Exception):
             raise found
@@ -159,7 +159,7 @@ class Datasets:
         return {number: self._find(number).peek(n) for number, n in counts.items()}
 
     def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
-        """Returns the next batches, and goes on behind them."""
+        """Returns the next batches, and moves behind them."""
         batches = self.peek(counts)
         for number, taken in batches.items():
             for _ in taken:

@@ -46,7 +46,7 @@ class Failed(NamedTuple):
 
 
 class NotKnown(NamedTuple):
-    """A worker was asked that was started anew since the coordinator greeted it."""
+    """The answer of a worker that was restarted since the coordinator greeted it."""
 
 
 class _ServerLostError(Exception):
@@ -56,7 +56,7 @@ class _ServerLostError(Exception):
 
 
 Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
-"""What was read before its call began: by server, the parts and the answer."""
+"""Values that were read before their call began, by server: parts and answer."""
 
 
 class Worker(Actor):

@@ -1,8 +1,8 @@
-"""What a training step costs on devices that are not there.
+"""Plans the memory and communication of a training step for TPUs or GPUs.
 
-`plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs,
-on any machine, and reads from the result whether it fits and what devices send each
-other. See `docs/plan.md`.
+`plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs.
+This works on any machine. The result shows whether the step fits, and the data that
+devices exchange. See `docs/plan.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

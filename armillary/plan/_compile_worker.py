@@ -1,7 +1,7 @@
 """Compiles an exported program for devices that are not there.
 
-A program of its own, as the compilers for TPUs and GPUs make `import jax` slow, and
-write to the terminal. It writes the answer beside the request::
+It is a separate program, because the compilers for TPUs and GPUs make `import jax` slow
+and write to the terminal. It writes the answer next to the request::
 
     python _compile_worker.py FOLDER  # request.json, program.bin -> answer.json, hlo
 """

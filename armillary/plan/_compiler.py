@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeds the limit"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program."""
+    """The compiler's report about a program."""
 
     memory: dict[str, int]
     seconds: float

@@ -1,4 +1,4 @@
-"""What a step costs: its arithmetic, and its collectives as they were traced."""
+"""The costs of a step: its arithmetic, and its collectives as they were traced."""
 
 import math
 from collections import defaultdict
@@ -42,10 +42,10 @@ class Collective:
         group_size: How many devices take part in one of its groups.
         is_asynchronous: Whether it starts at one place of the schedule and is waited
             for at another, with work in between.
-        round: One more than the rounds of those of its kind that it has to wait for.
-            Collectives of one round need nothing of each other, so a compiler may
-            combine them. TPU's and NVIDIA's compilers do, the CPU's does not; the
-            number of rounds is the same for all.
+        round: One more than the last round of the same kind that it has to wait for.
+            Collectives of one round are independent, so a compiler may combine them.
+            The compilers for TPUs and NVIDIA GPUs do so, but the compiler for CPUs
+            does not. The number of rounds is the same for all.
     """
 
     kind: str

@@ -39,10 +39,10 @@ class Memory:
     """Bytes on each device.
 
     Attributes:
-        arguments: What the program takes: the state, and the batches of its steps.
-        donated: How much of that its outputs take over.
-        temporaries: What it needs while it runs.
-        outputs: What it leaves.
+        arguments: The inputs of the program: the state, and the batches of its steps.
+        donated: The part of the arguments whose memory the outputs reuse.
+        temporaries: The memory that it needs while it runs.
+        outputs: The results of the program.
         code: The program itself.
         batches_ahead: The batches of the next call, which wait on the device.
     """
@@ -56,13 +56,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What a device must have."""
+        """The memory that a device must have."""
         return sum(vars(self).values()) - 2 * self.donated
 
 
 @dataclass
 class Plan:
-    """What is known of a training step on devices that are not there.
+    """The known facts about a training step on devices that you do not have.
 
     Printed, it is a table.
 
@@ -78,13 +78,13 @@ class Plan:
         held_bytes: How many of them each device holds.
         flops: Operations of one step on one device in products and convolutions, by
             dtype; as traced, without what a compiler computes twice. Under
-            `ShardedStrategy`, an equal share of those of the step.
+            `ShardedStrategy`, an equal share of the operations of the step.
         is_abstract: Whether nothing was compiled.
         accumulate_steps: Parts in which a step takes its batch.
-        collectives: What devices send each other.
+        collectives: The data that devices send each other.
         host_transfers: Operations inside loops that reach the host.
-        memory: What each device must hold. `None` if it was not compiled, or the
-            compiler found no way to fit it.
+        memory: The memory that each device needs. `None` if nothing was compiled, or if
+            the compiler found no way to fit it.
         compile_seconds: How long the compiler took here.
         largest_batch: The largest batch of a replica that fits, if it was looked for.
     """
@@ -242,9 +242,10 @@ def plan(
         trainer: The trainer, under a `MirroredStrategy` or a `ShardedStrategy`.
         topology: A TPU slice such as `"v5e:16x16"`, or hosts by GPUs such as
             `"h100:8x8"`. An abstract plan takes a number of devices too.
-        steps_per_loop: As for the `Controller`. `None` takes that of the last loop.
-        per_replica_batch: Examples of each replica, or part of a batch, in place of
-            what it has now.
+        steps_per_loop: As for the `Controller`. `None` uses the number of the last
+            loop.
+        per_replica_batch: Examples of each replica, or part of a batch, instead of the
+            current number.
         find_batch: Whether to look for the largest batch that fits, to an eighth, by
             compiling for one after the other.
         target: The kind of device, if it is not a known one.

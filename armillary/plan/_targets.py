@@ -20,8 +20,8 @@ class Target:
         name: Its name.
         platform: `"tpu"` or `"cuda"`.
         memory_bytes: Memory of one device.
-        config: What XLA's GPU compiler must know, as a `GpuTargetConfigProto` in text.
-            Not for TPUs.
+        config: The properties that XLA's GPU compiler needs, as a
+            `GpuTargetConfigProto` in text. Not for TPUs.
 
     Raises:
         TypeError: If a text is none.
@@ -43,7 +43,7 @@ class Target:
 
 
 class _Architecture(NamedTuple):
-    """What the GPUs of one generation share."""
+    """The properties that all GPUs of one generation share."""
 
     capability: int  # The major number.
     device: str  # Further fields of XLA's `gpu_device_info`.
@@ -112,8 +112,8 @@ def find_target(name: str) -> Target:
     """
     if not isinstance(name, str) or name not in TARGETS:
         raise ValueError(
-            f"The name {name!r} is that of no known device. Use one of "
-            f"{', '.join(TARGETS)}, or describe it with "
+            f"The name {name!r} is not the name of a known device. Use one of "
+            f"{', '.join(TARGETS)}, or describe the device with "
             "`target=armillary.plan.Target(...)`."
         )
     return TARGETS[name]
@@ -136,7 +136,7 @@ class Topology:
 
     @property
     def xla_name(self) -> str:
-        """What JAX calls it: of GPUs slices, hosts and devices."""
+        """The name that JAX uses. For GPUs it contains slices, hosts and devices."""
         sizes = "x".join(map(str, self.shape))
         if self.target is not None and self.target.platform == "cuda":
             return f"1x{sizes}"

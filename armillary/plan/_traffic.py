@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def label(self) -> str:
-        """What it is, in short: a target for calls, else the opcode."""
+        """A short name: the target of a call, else the opcode."""
         target = _TARGET.search(self.attributes)
         return target[1] if target else self.opcode
 
@@ -125,7 +125,7 @@ def count_bytes(shape: str) -> int:
 
 
 class Traffic(NamedTuple):
-    """What a program sends, and what reaches the host."""
+    """The data that a program sends, and the operations that reach the host."""
 
     collectives: tuple[Collective, ...]
     host_transfers: tuple[str, ...]

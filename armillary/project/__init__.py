@@ -1,5 +1,5 @@
-"""What `armillary new` writes: a small project to begin with, in `template`.
+"""`armillary new`: writes a small project from the files in `template`.
 
-The files of the template end with `.tmpl`, so that no tool takes them for code of the
-library. Where they say `my_project`, a new project has its name.
+The files of the template end with `.tmpl`, so that no tool treats them as code of the
+library. A new project replaces `my_project` in them with its name.
 """

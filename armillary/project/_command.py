@@ -39,17 +39,17 @@ def check_target(directory: Path) -> None:
 
 def _find_problem(name: str) -> str | None:
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        return "cannot be that of a package of the project"
+        return "cannot be the name of a Python package"
     if keyword.iskeyword(name):
         return "is a keyword of Python"
     if len(name) > _MOST_LETTERS:
         return f"is longer than {_MOST_LETTERS} letters"
     if name == "tests" or name in sys.stdlib_module_names:
-        return "is that of another package, which the program needs"
+        return "is the name of another package, which the program needs"
     spec = importlib.util.find_spec(name)
     # A namespace package is any folder, such as the new one itself.
     if spec is not None and spec.origin is not None:
-        return f"is that of a package that is there already ({spec.origin})"
+        return f"is the name of a package that is installed already ({spec.origin})"
     return None
 
 
@@ -72,7 +72,7 @@ def add_new(parser: argparse.ArgumentParser) -> None:
         "directory",
         type=Path,
         metavar="DIRECTORY",
-        help="the new directory; its name is that of the project's package",
+        help="the new directory; the project's package has the same name",
     )
 
 

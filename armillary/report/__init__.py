@@ -1,6 +1,6 @@
-"""What a run was, as one HTML page and as a line of a table.
+"""Reports of runs: an HTML page for one or several, and a table of many.
 
 `armillary report RUN_DIR ...` writes the page, `armillary runs DIR` prints the table.
-Both read what a `Controller` has written: `metrics.jsonl`, `goodput.jsonl` and its
+Both read the files of a `Controller`: `metrics.jsonl`, `goodput.jsonl` and its
 checkpoints.
 """

@@ -282,7 +282,7 @@ def _model(run: Run) -> str:
 
 
 def _hyperparameters(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> str:
-    """Returns those of the last attempts, and what earlier ones had in their place."""
+    """Returns the hyperparameters of the last attempts, and the values before them."""
     table = _side_by_side(runs, configs)
     for run in runs:
         attempts = [start.get("config") or {} for start in run.starts]

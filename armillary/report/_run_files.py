@@ -27,7 +27,7 @@ SPEED = "steps_per_second"
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say; times are in seconds since the epoch."""
+    """The content of a run's files; times are in seconds since the epoch."""
 
     name: str
     path: Path
@@ -106,8 +106,8 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     found = list(_walk(Path(path))) if os.path.isdir(path) else []
     if not found:
         raise ValueError(
-            f"`{path}` is no directory with a `{METRICS_NAME}` in it or below. A "
-            "`Controller` writes it into its `summary_dir`, or else beside its "
+            f"`{path}` is not a directory with a `{METRICS_NAME}` in it or below. A "
+            "`Controller` writes this file into its `summary_dir`, or else next to its "
             "checkpoints: use that directory, or one above it."
         )
     return found

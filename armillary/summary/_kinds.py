@@ -1,4 +1,4 @@
-"""What a summary holds besides a number, as pytrees: a distribution, images, text."""
+"""Values of summaries that are not numbers, as pytrees: distributions, images, text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,8 +98,8 @@ class Image(Summary):
         pixels: An array of shape `(height, width)`, `(height, width, channels)` or
             `(images, height, width, channels)`, with 1, 3 or 4 channels: gray, RGB or
             RGBA. Pixels are of type `uint8`, or floats from 0 to 1: what lies outside
-            is cut off with a warning, and NaN is 0. Of several images, the first is
-            written as `tag/0`.
+            is cut off with a warning, and NaN is 0. If there are several images, the
+            first is written as `tag/0`.
 
     Raises:
         TypeError: If `pixels` is no array of numbers.
@@ -166,7 +166,7 @@ def as_arrays(name: str, values: PyTree) -> list[Any]:
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Returns an array of real numbers, or that of a variable."""
+    """Returns an array of real numbers; a variable returns its array."""
     arrays = jax.Array | np.ndarray | np.generic
     if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # A variable; a `PerReplica` raises.

@@ -1,7 +1,8 @@
 """Writes nested outputs: one directory, and one event file, for each level of nesting.
 
-tensorboardX provides the format, but not the writer: `flush` of its own does not drain
-a queue, and names by the second let a quick restart overwrite the file it goes on from.
+tensorboardX provides the format, but not the writer. Its own `flush` does not drain the
+queue, and its file names contain only seconds, so a quick restart would overwrite the
+file of the run that it continues.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Summaries for Weights & Biases, in one run that goes on."""
+"""Summaries for Weights & Biases, in one run that a restarted program continues."""
 
 import io
 import os
@@ -20,10 +20,11 @@ _STEP = "global_step"
 class WandbWriter:
     """Makes writers to one run of Weights & Biases, whichever managers have it.
 
-    It is a `writer_fn`, or one of several, of a `SummaryManager`. Its identity is in
-    its directory, so a program that resumes goes on with it. It takes numbers, images
-    and hyperparameters. A nested directory begins the name, such as `train/loss`. The
-    global step is the axis. `docs/summaries.md` has an example.
+    Use it as the `writer_fn` of a `SummaryManager`, or as one of several. The identity
+    of the run is stored in its directory, so a program that resumes continues the same
+    run. It writes numbers, images and hyperparameters. A nested directory begins the
+    name, such as `train/loss`. The global step is the axis. `docs/summaries.md` has an
+    example.
 
     Args:
         run_dir: The directory of the run, at or above all summaries.
@@ -45,7 +46,7 @@ class WandbWriter:
         self._step = 0
 
     def __call__(self, directory: str) -> Any:
-        """Returns the writer of one directory, which must be in that of the run."""
+        """Returns the writer of one directory, which must be in the run's directory."""
         below = Path(os.path.abspath(directory)).relative_to(self._run_dir)
         if not self._num_writers:
             self._begin()

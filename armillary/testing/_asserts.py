@@ -1,8 +1,8 @@
 """Checks that a trainer gets the same numbers under every strategy, and sends no more.
 
-What devices send is counted in *rounds*: collectives that need nothing of each other,
-which compilers for TPUs and GPUs combine into one. A step that sums its gradients once
-has one round of all-reduces, however many parameters there are.
+Communication is counted in *rounds*. A round contains independent collectives, which
+compilers for TPUs and GPUs combine into one. A step that sums its gradients once has
+one round of all-reduces, however many parameters there are.
 """
 
 import re
@@ -36,10 +36,10 @@ _PLATFORM = "cpu"
 _START = "Before the first step"
 _CAUSES = (
     'Look for a reduction that does not fit the loss ("mean" for a mean over the '
-    'examples of a replica, "sum" for one divided by the global batch), for a loss '
-    "that is no mean of examples, and for statistics of a batch or random numbers, of "
-    "which each replica has its own. What only grows with the steps is rounding: raise "
-    "`tolerance`. Where a gradient is zero but for rounding, Adam makes a step of "
+    'examples of a replica, "sum" for a loss divided by the global batch), for a loss '
+    "that is not a mean of examples, and for batch statistics or random numbers, which "
+    "differ between replicas. A difference that only grows with the steps is rounding: "
+    "raise `tolerance`. If a gradient is zero up to rounding, Adam makes a step of "
     "noise: name its path in `ignore`."
 )
 
@@ -66,9 +66,9 @@ def assert_strategies_agree(
         strategies: At least two. The first one is what the others are compared with,
             such as `OneDeviceStrategy("cpu:0")`.
         steps: How many steps to train. All batches of the data may be fewer.
-        tolerance: Largest difference in an array: the root of its mean square, relative
-            to that of the values, or to 0.01 if that is smaller. Integers and random
-            keys must be equal.
+        tolerance: Largest difference in an array: its root mean square, relative to the
+            root mean square of the values, or to 0.01 if that is smaller. Integers and
+            random keys must be equal.
         ignore: Regular expressions, searched for in paths such as
             `Trainer/model/kernel`: arrays that are not compared.
 
@@ -196,14 +196,14 @@ def assert_collectives(
     Args:
         trainer: The trainer, under a `MirroredStrategy`.
         all_reduce: Rounds of all-reduces: how many must follow each other. The default
-            is a step that sums its gradients once.
-        all_gather: The same of all-gathers, and so on.
-        reduce_scatter: Of reduce-scatters.
-        all_to_all: Of all-to-all exchanges.
-        collective_permute: Of permutes.
-        max_bytes: Most bytes over all collectives of a step: of operands on each
-            device, for all-gathers of the result. Gradients have as many bytes as the
-            parameters.
+            fits a step that sums its gradients once.
+        all_gather: Rounds of all-gathers.
+        reduce_scatter: Rounds of reduce-scatters.
+        all_to_all: Rounds of all-to-all exchanges.
+        collective_permute: Rounds of permutes.
+        max_bytes: Most bytes over all collectives of a step. The bytes of the operands
+            on each device count, or of the result for all-gathers. Gradients have as
+            many bytes as the parameters.
         num_replicas: How many replicas to compile for. `None` takes all CPU devices of
             this process.
 

@@ -14,7 +14,7 @@ class PendingLoops:
     """Loops of training that were started. The device may still run them.
 
     Args:
-        outputs: What each loop returned.
+        outputs: The output of each loop.
 
     Attributes:
         num_steps: For how many steps there was data, over all loops. `None` if only

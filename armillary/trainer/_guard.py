@@ -1,12 +1,12 @@
 """Guards the loops of a trainer: values that are not finite, copies that differ.
 
-After each step the new values are looked at in one pass. Only if one is infinite or not
-a number, it counts whether there are more of them in an array than before the step.
-What was found (`Health`) travels from program to program: after a step that ended
-training no other has an effect, so nobody waits before the `LoopCheck` is resolved.
+After each step, one pass checks the new values. Only if a value is infinite or not a
+number, a second pass counts whether an array has more of them than before the step. The
+result (`Health`) is passed from program to program. After a step that ended training,
+no other step has an effect, so nothing waits before the `LoopCheck` is resolved.
 
-Both looks are on the far side of a branch, across which XLA merges no operations: so
-the step gives the same bits as without them.
+Both passes are behind a branch, across which XLA merges no operations. So the step
+gives the same bits as without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ Halt: TypeAlias = Callable[[Sequence[Position], Sequence[int]], str | None]
 
 
 class Health(NamedTuple):
-    """What is known of the steps of one loop."""
+    """The health of the steps of one loop."""
 
     is_halted: Any  # whether no further step may have an effect
     num_steps: Any  # that ran, with the one that stopped the loop

@@ -1,8 +1,8 @@
-"""What a trainer does where a loop begins and ends, as part of the compiled program.
+"""Compiles the methods `train_loop_begin` and `train_loop_end` with the steps.
 
-With `train_loop_begin` and `train_loop_end` in it, many loops are one program. They may
-be if they need no Python, and only reset metrics, set arrays, and compute numbers from
-them: the user says so (`compile_hooks=True`), or their code shows it.
+With these methods inside, one program can run many loops. This is possible if they need
+no Python, and only reset metrics, set arrays, and compute numbers from them. The user
+declares this (`compile_hooks=True`), or their code shows it.
 """
 
 import ast

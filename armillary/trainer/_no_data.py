@@ -32,7 +32,7 @@ def take_batches(iterator: Any) -> tuple[Batch, ...]:
     """Returns the arguments of a pure step after the state: a batch, if there is data.
 
     Args:
-        iterator: What a trainer passes to its step.
+        iterator: The argument that a trainer passes to its step.
     """
     if isinstance(iterator, NoBatches):
         return ()

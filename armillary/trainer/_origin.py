@@ -1,9 +1,9 @@
 """Finds the operation of a step that first left values which are not finite.
 
 A bad step was undone, and its data taken back, so it can run once more. Now each value
-has a number beside it: that of the operation, or of the array of the batch, which is to
-blame if the value is bad. An operation hands on the smallest number of its operands,
-and gives its own if all of them are good.
+has a number next to it. If the value is bad, the number identifies the operation, or
+the array of the batch, that caused it. An operation passes on the smallest number of
+its operands. If all operands are good, it uses its own number.
 """
 
 import functools

@@ -31,7 +31,7 @@ _MOST_OUTPUT_BYTES = 2**20
 
 
 class _Inputs(NamedTuple):
-    """What a call takes besides the arrays that it takes over."""
+    """The arguments of a call, except the donated arrays."""
 
     others: Sequence[Any]
     chunk: list[Any]

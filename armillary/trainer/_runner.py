@@ -1,4 +1,4 @@
-"""What a trainer and an evaluator share: options, a step, its data, a strategy."""
+"""The common base of trainers and evaluators: options, a step, data, a strategy."""
 
 import contextlib
 import difflib
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """What trainers and evaluators have in common: see `StandardTrainerOptions`."""
+    """Options of trainers and evaluators: see `StandardTrainerOptions`."""
 
     compile_loop: bool = True
     compile_step: bool = True
@@ -74,9 +74,10 @@ class StandardTrainerOptions(LoopOptions):
         compile_loop: Whether many steps run as one device program. Off, the same
             compiled step runs from a Python loop, with bit-identical results.
         compile_step: Whether the step is compiled at all. Off, every operation runs
-            when Python reaches it, for debugging: slow, equal up to rounding. What
-            `run` of several replicas is given is traced and proved as in a compiled
-            step; on one device it runs line by line, and `print` shows values.
+            when Python reaches it, for debugging: slow, equal up to rounding. On
+            several replicas, the function given to `run` is traced and checked as in a
+            compiled step. On one device, it runs line by line, and `print` shows
+            values.
         steps_per_chunk: Most steps in one device program, and most batches that are
             stacked for it. Results do not depend on it. More save time between
             programs, but delay the first step and need more memory. `None` takes as
@@ -92,21 +93,22 @@ class StandardTrainerOptions(LoopOptions):
             one program is compiled for each, when it is met first. More are a
             `RetraceError`. Only steps in a row with batches of one shape are one device
             program; results do not depend on that.
-        on_non_finite: What to do if a step leaves more values that are infinite or not
-            a number in an array of its state than there were before. `"raise"` undoes
-            the step, runs no further one, and raises `NonFiniteError`; state and data
-            are those before the step. `"skip"` undoes the step and goes on; only
-            counters and random keys move on, see below. `None` looks at nothing.
-        accumulate_steps: Parts in which `armillary.value_and_grad(..., batch=batch)`
-            takes each replica's share of a batch, one after the other: memory for the
-            activations of one part, one update, and gradients, summed over replicas
-            once, that are those of the whole batch. The examples of a replica must
-            be a multiple of it.
+        on_non_finite: The reaction to a step after which an array of the state has more
+            values that are infinite or not a number than before. `"raise"` undoes the
+            step, runs no further step, and raises `NonFiniteError`; state and data are
+            the same as before the step. `"skip"` undoes the step and continues; only
+            counters and random keys advance, see below. `None` checks nothing.
+        accumulate_steps: Gradient accumulation: the number of parts in which
+            `armillary.value_and_grad(..., batch=batch)` takes each replica's share of a
+            batch, one after the other. Only the activations of one part need memory.
+            There is one update. The gradients, summed over replicas once, equal the
+            gradients of the whole batch. The examples of a replica must be a multiple
+            of this number.
         read_ahead: Whether batches may be read while earlier steps run. Off, each batch
-            is read right before its step, in the thread that trains, when the state is
-            that of the step before. For data that depend on the parameters, such as
-            games that the model plays. Each step is then a program of its own, and the
-            device waits while Python makes the batch.
+            is read right before its step, in the thread that trains, with the state
+            after the previous step. Use this for data that depends on the parameters,
+            such as games that the model plays. Each step is then a separate program,
+            and the device waits while Python makes the batch.
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
@@ -118,9 +120,9 @@ class StandardTrainerOptions(LoopOptions):
             once, like the step. Loops that are watched (`on_non_finite`,
             `check_replicas_every`) or not compiled leave them in Python.
 
-    A step that is skipped leaves every array as it was, but for random keys and
-    integers of 32 or 64 bits outside metrics, batch statistics and the state of Optax:
-    the global step counts it.
+    A step that is skipped changes no array, except random keys and integers of 32 or 64
+    bits outside metrics, batch statistics and the state of Optax. So the global step
+    counts it.
 
     Raises:
         ValueError: If a number is below 1, or `on_non_finite` is none of its values, or
@@ -316,7 +318,7 @@ def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
 
 
 class Runner:
-    """What runs a step of its own, many times."""
+    """The base of objects that run their own step many times."""
 
     if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
 

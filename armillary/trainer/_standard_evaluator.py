@@ -52,10 +52,11 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         return eval_end() if state is None else eval_end(state)
 
     Every example counts exactly once, whatever the batch size and the number of
-    replicas. What replicas cannot share equally runs through smaller steps, in which
-    the replicas without data change nothing: so `eval_step` may run a few times more
-    than there are batches. In such a step reduce with `ReplicaContext.all_reduce`,
-    which leaves those replicas out, and not with `jax.lax.psum`.
+    replicas. A batch that the replicas cannot share equally runs through smaller steps,
+    in which the replicas without data change nothing. So `eval_step` may run a few
+    times more than there are batches. In such a step, reduce with
+    `ReplicaContext.all_reduce`, which leaves these replicas out, and not with
+    `jax.lax.psum`.
 
     Args:
         eval_dataset: As `train_dataset` of `StandardTrainer`. With `None`, each
@@ -105,8 +106,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         """Returns the state after one step; runs in Python, so the state may grow.
 
         Args:
-            state: What `eval_begin` or the last `eval_reduce` returned.
-            step_outputs: What `eval_step` returned, with arrays in place of tracers.
+            state: The result of `eval_begin` or of the last `eval_reduce`.
+            step_outputs: The result of `eval_step`, with arrays in place of tracers.
 
         Raises:
             NotImplementedError: If `eval_begin` returns a state and this method is not
@@ -140,7 +141,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             num_steps: Batches to evaluate, at least 1; -1 for all that the data holds.
 
         Returns:
-            What `eval_end` returned.
+            The result of `eval_end`.
 
         Raises:
             ValueError: If `num_steps` is neither positive nor -1, or -1 where the
@@ -210,8 +211,8 @@ def predict(
     example.
 
     It reads the data from its beginning, and leaves the position of `dataset` alone. In
-    a shuffled data set, the order is that of its first pass. Of several processes, all
-    must go through it, and each gets all outputs.
+    a shuffled data set, it uses the order of the first pass. In a job of several
+    processes, all must iterate over it, and each gets all outputs.
 
     Args:
         fn: Takes a batch, or a replica's share of one, and returns a pytree of arrays

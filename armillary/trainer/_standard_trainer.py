@@ -49,10 +49,10 @@ class StandardTrainer(Runner, AbstractTrainer):
     model, optimizer, metrics and other state to `self`. A strategy that is assigned to
     `self` is in effect, if no other is.
 
-    A loop reuses the memory of the state that the last one left. What `train_loop_end`
-    returns is safe; copy an array that you take out of a variable between loops
-    (`variable[...].copy()`). `Checkpoint(trainer=trainer)` saves all of the state, and
-    the position in the data, if that has one.
+    A loop reuses the memory of the previous loop's state. The output of
+    `train_loop_end` is safe, but copy an array that you take out of a variable between
+    loops (`variable[...].copy()`). `Checkpoint(trainer=trainer)` saves all of the
+    state, and the position in the data if the data has positions.
 
     Args:
         train_dataset: A dataset from `make_distributed_dataset`, anything that
@@ -88,7 +88,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         """Runs one step: override.
 
         It is traced once and compiled, so it must be written with `jax.numpy` and may
-        not depend on values in Python. What it returns is dropped.
+        not depend on values in Python. Its result is dropped.
 
         Args:
             iterator: An iterator with the structure of `train_dataset`. Each `next` on
@@ -113,8 +113,8 @@ class StandardTrainer(Runner, AbstractTrainer):
             num_steps: Steps to run, at least 1.
 
         Returns:
-            What `train_loop_end` returned; `None` if there was no data for any step.
-            `data_exhausted` tells whether the data ended.
+            The output of `train_loop_end`; `None` if there was no data for any step.
+            `data_exhausted` shows whether the data ended.
 
         Raises:
             TypeError: If the constructor of this class was not called.
@@ -143,7 +143,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         return [each and each.get_state() for each in self._positions()]
 
     def set_state(self, state: list[Any]) -> None:
-        """Goes on in the data where a state was taken.
+        """Continues in the data at a saved position.
 
         Raises:
             DatasetStateError: If it is of another number of data sets, or one refuses.
@@ -183,10 +183,11 @@ class StandardTrainer(Runner, AbstractTrainer):
         elif lost and not run.has_warned:
             run.has_warned = True
             logger.warning(
-                "No checkpoint holds the position in the training data (%s), which has "
-                "none: a run that resumes reads it from its beginning, and counts "
-                "`epochs` anew. Use `armillary.data.from_arrays`, Grain, TFRecords, or "
-                "a loader with `state_dict` and `load_state_dict`.",
+                "No checkpoint holds the position in the training data (%s), because "
+                "the data has no position. A run that resumes reads it from its "
+                "beginning, and counts `epochs` from 0. Use "
+                "`armillary.data.from_arrays`, Grain, TFRecords, or a loader with "
+                "`state_dict` and `load_state_dict`.",
                 ", ".join(lost),
             )
         return [

@@ -223,8 +223,8 @@ class StepPrograms:
         if returned and not (self._drops or method.keep_results):
             self._drops, evaluates = True, method.is_evaluation
             logger.warning(
-                "What `%s` returns is dropped. Update a metric in it, and return what "
-                "that computes from `%s`%s.",
+                "The result of `%s` is dropped. Update a metric in this method, and "
+                "return the result of the metric from `%s`%s.",
                 method.name,
                 "eval_end" if evaluates else "train_loop_end",
                 "; or have `eval_begin` return a state, and write `eval_reduce`"
@@ -252,7 +252,7 @@ class StepPrograms:
             raise RetraceError(
                 f"`{method.name}` took {list(self.batches_per_step)} batches of its "
                 f"datasets in one step, and now takes {list(taken)}. Batches that were "
-                "read ahead cannot be shared out anew: take the same number in every "
+                "read ahead cannot be divided again: take the same number in every "
                 "step, or make a new trainer."
             )
         if old is not None:
@@ -339,9 +339,9 @@ def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
 def check_shapes(
     method: StepMethod, seen: list[_Leaves], batches: Sequence[PyTree]
 ) -> None:
-    """Checks that batches are like the first ones, and adds those of a new shape.
+    """Checks that batches are like the first ones, and records a new shape.
 
-    Whatever the number of examples is; `seen` has the first batches of each shape.
+    The number of examples may differ. `seen` has the first batches of each shape.
     """
     axis = 1 if method.strategy.layout.stacked else 0
     now = dict(jax.tree_util.tree_leaves_with_path(list(batches)))
@@ -407,8 +407,8 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
     if drawn := [i for i, slot in owners.items() if slot.key in counts]:
         logger.warning(
-            "`%s` draws random numbers for dropout, so that its results are those of a "
-            "model in training mode:\n%s\nEvaluate a view of it, which shares its "
+            "`%s` draws random numbers for dropout, so its results are the results of "
+            "a model in training mode:\n%s\nEvaluate a view of it, which shares its "
             "variables: `self.model = nnx.view(model, deterministic=True)`.",
             name,
             _list(state, drawn),

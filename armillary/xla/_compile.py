@@ -1,7 +1,7 @@
 """How the program of a step is compiled, and where compiled programs are kept.
 
-What suits a step is chosen by looking at it, never at a clock. So a resumed run makes
-the same choice, and has the same results bit for bit.
+Options are chosen from the operations of a step, never from measured times. So a
+resumed run makes the same choice, and has the same results bit for bit.
 """
 
 import functools
@@ -36,7 +36,7 @@ gradient of a bias takes an eighth of the time. It runs convolutions on one core
 their gradients at a third of the speed. The network `CnnTask` in `benchmarks/tasks.py`
 made 41 steps/s with YNNPACK for all three, 62 without it and 82 with this, and 39, 36
 and 50 on one core. Steps without convolutions gain less, and keep the default;
-convolutions in groups that stay as JAX has them lose. Of other slowdowns by YNNPACK:
+grouped convolutions that stay as JAX has them lose. Other slowdowns by YNNPACK:
 https://github.com/jax-ml/jax/issues/37465.
 """
 
@@ -49,7 +49,7 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
     Call it first, before anything is compiled: programs compiled earlier in this
     process stay in use, and are not stored. A second process that runs the same code on
     the same kind and number of devices then reaches its first step without compiling.
-    Results are those of the program that was stored, bit for bit.
+    Its results equal the results of the stored program, bit for bit.
 
     It is a setting of the whole process, for code outside Armillary too, and replaces
     a cache that was set before. Several processes may share a directory. JAX removes
@@ -58,9 +58,9 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
     Programs that call back into Python, such as with `jax.debug.print`, are not stored.
     JAX's own switch `jax_enable_compilation_cache` still turns the cache off.
 
-    What is in the directory is run as code: let only those write there who may run
-    programs as this user, and keep it on the machine, because a program for a CPU may
-    use instructions that another CPU lacks.
+    The files in the directory are run as code. So only users who may run programs as
+    this user should be able to write there. Keep the directory on the machine, because
+    a program for a CPU may use instructions that another CPU lacks.
 
     Args:
         directory: Where to. It is made if it does not exist, with the rights that this

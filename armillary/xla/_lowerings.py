@@ -49,7 +49,7 @@ def has_rules() -> bool:
 
 
 class Lowered:
-    """What `jax.jit` returned, to be lowered in a context such as `canonically()`."""
+    """A function of `jax.jit`, to be lowered in a context such as `canonically()`."""
 
     def __init__(
         self, compiled: Any, context: Callable[[], AbstractContextManager[Any]]

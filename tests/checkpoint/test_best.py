@@ -316,7 +316,7 @@ def test_the_name_says_which_of_several_evaluators(tmp_path):
             "they were 'accuracy' and True. Use these": lambda at: make(
                 at, {}, higher_is_better=False
             ),
-            "is not what was written .* Delete it": lambda at: (
+            "is damaged .* Delete the file": lambda at: (
                 (at / "BEST").write_text("{}["),
                 make(at, {}),
             ),

@@ -50,7 +50,7 @@ BROKEN: dict[str, tuple[Callable[[epath.Path], object], str]] = {
     },
     "another version": (other_value("version", 1), "is of another version"),
     "another library": (other_value("format", "other"), "or another library"),
-    "another number": (other_value("number", 7), "is that of checkpoint 7"),
+    "another number": (other_value("number", 7), "belongs to checkpoint 7"),
 }
 
 

@@ -108,7 +108,7 @@ def test_a_source_that_cannot_go_back_is_an_error(index, compile_step):
         trainer.train(6)
     message = (
         r"The source \(generator function\) was interrupted \(Ctrl-C\) while it was "
-        "read, and cannot go back.*Make the dataset anew, or use a source that can"
+        "read, and cannot go back.*Make a new dataset, or use a source that can"
     )
     for _ in range(2):
         with pytest.raises(DatasetStateError, match=message):

@@ -34,7 +34,7 @@ def over_all(name: str, op: str, update: Callable[[Any, Any], Any]) -> Case:
 
 
 def _of_model(model: Any, batch: Batch, replica: Replica) -> None:
-    """Differentiates the loss of all replicas by a module, with something beside it."""
+    """Differentiates the loss of all replicas by a module, and a value next to it."""
 
     def own(model: Any, scale: Any) -> Any:
         outputs = model(batch["x"])

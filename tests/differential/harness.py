@@ -223,7 +223,7 @@ def _is_rest(path: Any, value: Any) -> bool:
 
 
 def _fold(keys: Any, replica: int) -> Any:
-    """Returns the keys of a replica: those of the first one are the stored ones."""
+    """Returns the keys of a replica. The first replica uses the stored keys."""
     if replica == 0:
         return keys
 

@@ -24,7 +24,7 @@ from tests.differential.harness import (
 
 Call = Callable[[Any, Any], Any]
 AT_TWO = ((2, 1), (1, 1, 1))
-MEAN_NOTE = "batch statistics are the mean of each replica's own"
+MEAN_NOTE = "batch statistics are the mean over the statistics of the replicas"
 HAS_ROPE = hasattr(nnx, "RoPE")  # Flax 0.12.12 has it.
 KEY_NOTE = "each replica draws from its own key"
 
@@ -438,7 +438,8 @@ METRICS = [
         refusal=Refusal(
             ReplicaMismatchError,
             "must be equal on all replicas",
-            "it does not add up: update it with gathered values",
+            "the sum of the replicas' values is not the value of the whole batch: "
+            "update it with gathered values",
         ),
     ),
     metric(

@@ -424,8 +424,9 @@ def _opaque_sam_step(learner: Any, batch: Batch, replica: Replica) -> None:
 def _aggregate_cases(name: str, make: Make) -> list[Case]:
     """Returns the cases of an update with the gradients of single examples.
 
-    With those of all examples it is what one device does, noise included. With those
-    of a replica's own, each replica would add the noise of a whole batch.
+    With the gradients of all examples, the update equals the update on one device,
+    noise included. With the gradients of its own examples only, each replica would add
+    the noise of a whole batch.
     """
 
     def step_on(is_whole: bool, state: Any, batch: Batch, replica: Replica) -> None:
@@ -446,7 +447,7 @@ def _aggregate_cases(name: str, make: Make) -> list[Case]:
         make=build,
         step=functools.partial(step_on, True),
         note="gather the gradients of all examples first (`all_gather`), which are "
-        "then reduced already; the noise is that of one device",
+        "then averaged already; the noise is the same as on one device",
     )
     of_own = Case(
         name=f"optax.contrib.{name} (of a replica's own examples)",

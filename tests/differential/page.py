@@ -7,19 +7,26 @@ from tests.differential.suite import CASES, SECTIONS, count_configurations
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 HEAD = """\
-# What works inside a step
+# Compatibility table
 
 <!-- Written by `make differential` from tests/differential. -->
 
-Each construct is trained inside a step without a strategy, and on 1, 2 and 4 replicas,
-in one loop of three steps, three of one, and of two and one. The state must equal, in
-float64, that of plain JAX or NNX on one device with the whole batch, and all replicas
-must hold the same copy of it. A step says how it reduces: where its name tells nothing
-else, it takes `armillary.all_reduce("sum", gradients)` of a loss by
-`compute_average_loss`. `make differential` runs all of it; the default run of the tests
-takes a sample, on two replicas. A test fails if a public factory of Optax, a layer or
-transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or `jax.ops` has
-no case. Of `jax.numpy` and `jax.scipy`, one function stands for each primitive.
+This table lists the functions of Optax, Flax NNX and JAX that work inside a step, by name.
+
+Each construct is trained inside a step: without a strategy, and on 1, 2 and 4 replicas.
+Each training runs in one loop of three steps, in three loops of one step, and in loops of
+two steps and one step. Afterwards, the state must equal, in float64, the state that plain
+JAX or NNX computes on one device with the whole batch. All replicas must hold the same
+copy of it.
+
+The name of a case says how the step averages over the replicas. If the name says nothing,
+the loss uses `compute_average_loss` and the step calls
+`armillary.all_reduce("sum", gradients)`.
+
+`make differential` runs every case. The default run of the tests takes a sample, on two
+replicas. A test fails if one of these has no case: a public factory of Optax, a layer or
+transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or `jax.ops`. For
+`jax.numpy` and `jax.scipy`, one function stands for each primitive.
 
 | | |
 | --- | --- |
@@ -29,8 +36,9 @@ no case. Of `jax.numpy` and `jax.scipy`, one function stands for each primitive.
 | of these with a note | {noted} |
 | refused with a clear error | {refused} |
 
-Where a note says so, equal means equal to what each replica does by itself, worked out
-by hand: with its share of the batch, and its own random key.
+Some notes say that each replica draws its own random numbers or uses its own statistics.
+There, the expected state is computed by hand from what each replica does: with its share of
+the batch, and with its own random key.
 """
 
 
@@ -53,7 +61,7 @@ def _section(title: str, cases: list[Case]) -> str:
     parts = [f"## {title}\n"]
     if plain:
         names = ", ".join(f"`{case.name}`" for case in plain)
-        parts.append(f"Equal, without more to say ({len(plain)}): {names}.\n")
+        parts.append(f"Equal, without a note ({len(plain)}): {names}.\n")
     if rows:
         parts.append(
             "\n".join(["| construct | result |", "| --- | --- |", *rows]) + "\n"

@@ -63,7 +63,7 @@ def reduced(op: str, name: str, loss_fn: Loss) -> Case:
 
 
 def _similar(w: Any, batch: Batch, replica: Replica) -> Any:
-    """Returns a contrastive loss of each example: with those of all replicas."""
+    """Returns a contrastive loss of each example with the examples of all replicas."""
     own = jnp.tanh(batch["x"] * w)
     return jax.nn.logsumexp(own @ replica.gather(own).T, axis=1)
 
@@ -116,7 +116,7 @@ MEANS: dict[str, Loss] = {
     ),
 }
 SUMS: dict[str, Loss] = {
-    "a penalty beside an average: armillary.scale_regularization_loss": (
+    "a penalty next to an average: armillary.scale_regularization_loss": (
         lambda w, b, r: r.average(errors(w, b)) + r.shared(penalty(w))
     ),
     "a loss of gathered examples (contrastive), sum": (
@@ -170,7 +170,7 @@ def _accumulated(name: str, op: str | None) -> Case:
 
 
 class Normed(Network):
-    """A network whose batch statistics are those of all replicas."""
+    """A network with batch statistics over all replicas."""
 
     def __init__(self) -> None:
         kinds = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}

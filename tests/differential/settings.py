@@ -161,7 +161,7 @@ def own_state(name: str, make_own: Callable[[], Any], step: Any) -> Case:
                     lambda a, b: np.testing.assert_allclose(a, b, 1e-8), actual, own
                 )
 
-    note = "a value of `distribute_values_from_function`, given to `run` and returned"
+    note = "a value of `distribute_values_from_function`, passed to `run` and returned"
     return Case(name=name, program=program, note=note)
 
 
@@ -186,8 +186,8 @@ STATE = [
         refusal=Refusal(
             ReplicaMismatchError,
             "must be equal on all replicas",
-            "keep it in a value of `strategy.distribute_values_from_function`, give it "
-            "to `run` as an argument and assign what `run` returns",
+            "keep it in a value of `strategy.distribute_values_from_function`, pass it "
+            "to `run` as an argument, and assign the value that `run` returns",
         ),
     ),
     own_state(

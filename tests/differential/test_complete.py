@@ -160,5 +160,5 @@ def test_a_reason_is_given_only_where_there_is_no_case():
 
 def test_the_page_lists_the_cases():
     assert PAGE.read_text() == render(), (
-        "Run `make differential` to write the page anew."
+        "Run `make differential` to write the page again."
     )

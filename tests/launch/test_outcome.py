@@ -117,12 +117,12 @@ def test_a_job_does_without_a_worker_that_stays_away_and_tries_it_again(monkeypa
     assert machines.miss([1]) == "1 of 4 workers did not come, and may for 9 s more"
     assert reserve() == "01234"
     now += 10
-    assert machines.miss([1]) == "1 of 4 workers did not come, so it goes on with 3"
+    assert machines.miss([1]) == "1 of 4 workers did not come, so it continues with 3"
     # The evaluator keeps its own.
     assert reserve() == "0234"
     # Whatever ends that attempt, all are tried again, and waited for no longer.
     assert reserve() == "01234"
-    assert machines.miss([1]).endswith("so it goes on with 3")
+    assert machines.miss([1]).endswith("so it continues with 3")
     assert reserve() == "0234"
     assert reserve() == "01234"
     for index in range(4):

@@ -131,7 +131,7 @@ def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     job.lifelines[0].watch(7.0, lambda: Place("step", 1))
     wait_until(lambda: (own[0], 7.0) in timers)
     assert job.reasons == [None] * 2
-    text = "What watches this process has failed: OSError('too many open files')"
+    text = "The watch over this process has failed: OSError('too many open files')"
     assert capfd.readouterr().err.count(text) == 2  # Once for each.
 
 

@@ -33,7 +33,7 @@ def test_a_target_of_the_users_own_takes_any_name():
     ("text", "message"),
     [
         ("v5e:0x4", "`topology` is 'v5e:0x4', which describes no devices"),
-        ("k80:1x8", "The name 'k80' is that of no known device"),
+        ("k80:1x8", "The name 'k80' is not the name of a known device"),
         ("h100:8", 'Write "h100:1x8" for one host'),
     ],
 )

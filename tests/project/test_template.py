@@ -116,14 +116,14 @@ def test_the_commands_of_its_readme_work(project, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("My-Project", "'My-Project', cannot be that of a package of the project"),
-        ("2nd", "'2nd', cannot be that of a package of the project"),
-        ("_hidden", "'_hidden', cannot be that of a package"),
+        ("My-Project", "'My-Project', cannot be the name of a Python package"),
+        ("2nd", "'2nd', cannot be the name of a Python package"),
+        ("_hidden", "'_hidden', cannot be the name of a Python package"),
         ("class", "'class', is a keyword of Python"),
-        ("json", "'json', is that of another package, which the program needs"),
-        ("tests", "'tests', is that of another package"),
-        ("jax", "'jax', is that of a package that is there already"),
-        ("armillary", "'armillary', is that of a package that is there already"),
+        ("json", "'json', is the name of another package, which the program needs"),
+        ("tests", "'tests', is the name of another package"),
+        ("jax", "'jax', is the name of a package that is installed already"),
+        ("armillary", "'armillary', is the name of a package that is installed"),
         ("a" * 31, "is longer than 30 letters"),
     ],
 )

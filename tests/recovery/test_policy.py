@@ -96,7 +96,7 @@ def test_a_job_shrinks_and_grows_reads_each_example_once_and_computes_the_same(
     assert [name.read_text() for name in names] == ["4", "3", "4"], stderr
     assert "worker 3 of 4 failed first: killed by SIGKILL" in stderr
     assert "worker 3 of 4 failed first: exit code 1" in stderr
-    assert "1 of 4 workers did not come, so it goes on with 3." in stderr
+    assert "1 of 4 workers did not come, so it continues with 3." in stderr
     assert "worker 1 of 3 failed first: killed by SIGKILL" in stderr
     whole = train(
         make_strategy(4), tmp_path / "whole", NUM_STEPS, lambda step: None, Plain()

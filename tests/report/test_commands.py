@@ -201,9 +201,9 @@ def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["report", "nowhere"], "`nowhere` is no directory with a `metrics.jsonl`"),
+        (["report", "nowhere"], "`nowhere` is not a directory with a `metrics.jsonl`"),
         (["runs", "README.md"], "`README.md` is no directory with"),
-        (["runs", "docs"], "`docs` is no directory with a `metrics.jsonl` in it or"),
+        (["runs", "docs"], "`docs` is not a directory with a `metrics.jsonl` in it or"),
         (["report", "docs", "--output", "docs"], "name of a file. Use `--output rep"),
     ],
 )

@@ -344,9 +344,9 @@ def test_dropout_in_an_evaluation_is_a_warning(num_replicas, caplog):
 
     (record,) = caplog.records
     assert record.getMessage() == (
-        "`eval_step` draws random numbers for dropout, so that its results are those "
-        "of a model in training mode:\n  model/dropout/rngs/count\nEvaluate a view of "
-        "it, which shares its variables: `self.model = nnx.view(model, "
+        "`eval_step` draws random numbers for dropout, so its results are the "
+        "results of a model in training mode:\n  model/dropout/rngs/count\nEvaluate a "
+        "view of it, which shares its variables: `self.model = nnx.view(model, "
         "deterministic=True)`."
     )
 

@@ -406,7 +406,7 @@ def test_what_a_step_returns_is_not_dropped_in_silence(caplog):
     trainer.train(1)
     trainer.rate = 2.0
     trainer.train(3)
-    said = "What `train_step` returns is dropped. Update a metric in it, and return"
+    said = "The result of `train_step` is dropped. Update a metric in this method"
     assert caplog.text.count(said) == 1
 
 

@@ -1,1 +1,1 @@
-"""What each scheduler tells a process: which one it is, of how many, and who leads."""
+"""Resolvers of schedulers: the index of a process, their number, and the leader."""

@@ -117,7 +117,7 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     Args:
         task_type: The job of this process, instead of what `TF_CONFIG` says.
         task_id: The index of this process in its job, likewise.
-        environ: The environment to read, by default that of this process.
+        environ: The environment to read, by default `os.environ`.
 
     Raises:
         ClusterError: If `TF_CONFIG` is not set, is malformed, or describes a cluster

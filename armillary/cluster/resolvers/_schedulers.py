@@ -1,4 +1,4 @@
-"""What a scheduler tells a process, and the choice of a resolver by what is told."""
+"""The variables that schedulers set for a process, and the choice of a resolver."""
 
 import dataclasses
 import math
@@ -111,8 +111,8 @@ class SlurmClusterResolver(ScheduledResolver):
     """Reads what Slurm tells each task that `srun` starts.
 
     Task 0 runs on the first node of the list; the others need no address. Variables of
-    the step come before those of the job. JAX's own detection gives each task one GPU;
-    here it has those that Slurm lets it see.
+    the step have priority over variables of the job. JAX's own detection gives each
+    task one GPU; here a task has all GPUs that Slurm lets it see.
 
     Args:
         jobs: How many tasks each job has, such as `{"worker": 4, "evaluator": 1}`.
@@ -124,7 +124,7 @@ class SlurmClusterResolver(ScheduledResolver):
         gpus_per_task: How many GPUs of its node each task takes, the first task the
             first ones. By default a task uses all that it sees, which is right if
             Slurm binds them (`srun --gpus-per-task`) or a node runs one task.
-        environ: The environment to read, by default that of this process.
+        environ: The environment to read, by default `os.environ`.
 
     Raises:
         ClusterError: If a variable is missing or malformed, or `jobs` has another
@@ -202,7 +202,7 @@ class KubernetesClusterResolver(ScheduledResolver):
     needed.
 
     Args:
-        environ: The environment to read, by default that of this process.
+        environ: The environment to read, by default `os.environ`.
 
     Raises:
         ClusterError: If a variable is missing or malformed, or the index is not below
@@ -247,7 +247,7 @@ class TorchrunClusterResolver(ScheduledResolver):
     `True`), JAX's coordination service takes the next port.
 
     Args:
-        environ: The environment to read, by default that of this process.
+        environ: The environment to read, by default `os.environ`.
 
     Raises:
         ClusterError: If a variable is missing or malformed, or a rank is not below its
@@ -285,7 +285,7 @@ class TPUClusterResolver(ScheduledResolver):
     Args:
         tpu: May be `""` or `"local"`, as in TensorFlow's guides: the TPU that the
             program runs on, which is the only one it can use.
-        environ: The environment to read, by default that of this process.
+        environ: The environment to read, by default `os.environ`.
 
     Raises:
         ClusterError: If the machines are listed and another variable is missing or
@@ -350,11 +350,11 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
     a TPU slice. Without any of them this is a single process.
 
     Args:
-        environ: The environment to read, by default that of this process.
+        environ: The environment to read, by default `os.environ`.
 
     Raises:
-        ClusterError: If what is taken is malformed. The next one is not tried: this
-            process would train alone while the others wait for it.
+        ClusterError: If the chosen description is malformed. The next resolver is not
+            tried, because this process would train alone while the others wait for it.
     """
     ensure_visible()
     environ = find_environ(environ)

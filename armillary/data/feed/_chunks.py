@@ -45,7 +45,7 @@ class Chunk:
 
     @property
     def inputs(self) -> list[tuple[PyTree, PyTree]]:
-        """What a program takes for each reader: its arrays, and those that stay."""
+        """The inputs of a program for each reader: its arrays, and resident arrays."""
         return list(zip(self.arrays, self.resident, strict=True))
 
     def __str__(self) -> str:

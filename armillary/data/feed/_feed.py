@@ -225,7 +225,7 @@ class Feed(Generic[T]):
         self._is_cut_off = False
 
     def _recover(self) -> None:
-        """Reads anew what was lost to Ctrl-C: an interrupted generator has ended."""
+        """Reads batches again that Ctrl-C lost, since an interrupted generator ends."""
         if not self._is_cut_off:
             return
         for dataset in self._datasets:
@@ -233,8 +233,8 @@ class Feed(Generic[T]):
                 raise DatasetStateError(
                     f"The source ({dataset.source_name}) was interrupted (Ctrl-C) "
                     "while it was read, and cannot go back to the batches that were "
-                    "lost. Make the dataset anew, or use a source that can go back, "
-                    "such as `armillary.data.from_arrays`."
+                    "lost. Make a new dataset, or use a source that can go back, such "
+                    "as `armillary.data.from_arrays`."
                 )
         self.seek(self.positions)
 

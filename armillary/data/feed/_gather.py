@@ -57,7 +57,7 @@ class Gather:
         return _with_mask(rows, batch)
 
     def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
-        """Places a host batch, or a chunk of them; arguments are those of `place`."""
+        """Places a host batch, or a chunk of them; the arguments are as in `place`."""
         layout = self.layout
         has_all = layout.peers is not None and not layout.stacked
         sent = self.on_host(batch, later=has_all)
@@ -95,7 +95,7 @@ class Gather:
         return types if as_sent and self.placed is not None else self.rows(types)
 
     def rows(self, types: Batch) -> Batch:
-        """Returns the types of rows for those of the source's batches."""
+        """Converts the types of the source's batches to types of rows."""
         if self.arrays is None:
             return types
         shape = types[_ROWS].shape

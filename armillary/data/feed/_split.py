@@ -1,9 +1,9 @@
 """Rules that turn source batches into pieces that the replicas can share.
 
-A *group* is what becomes one distributed batch: one global batch, or one batch for each
-replica. A group that fits becomes one piece. What happens to any other follows from
-`InputOptions.remainder`. With `"exact"` it is one piece for fewer replicas, each on
-several devices; in an evaluation, where steps add up, it is several smaller pieces::
+A *group* becomes one distributed batch: one global batch, or one batch for each
+replica. A group that fits becomes one piece. `InputOptions.remainder` decides about any
+other group. With `"exact"` it becomes one piece for fewer replicas, each on several
+devices. In an evaluation, where steps add up, it becomes several smaller pieces::
 
     global batch of 10 rows on 4 replicas      5 rows for each of 2 replicas
       in an evaluation                         piece 1: rows 0-7, 2 for each replica
@@ -96,7 +96,7 @@ class Splitter:
             before = after
 
     def describe(self, spec: PyTree, full_size: int) -> PyTree:
-        """Returns the types of a distributed batch, given those of a source batch."""
+        """Converts the types of a source batch to types of a distributed batch."""
         num_rows = count_rows(spec)
         if self._remainder == "pad":
             num_rows = self._round_up(max(num_rows, full_size))

@@ -247,7 +247,7 @@ class Prefetcher(Generic[T]):
 
     @property
     def ahead(self) -> T | None:
-        """What `head` is going to return, if it has been read."""
+        """The item that `head` will return, if it has been read."""
         return next(iter(self._ready), None)
 
     @property

@@ -82,7 +82,7 @@ class IndexedDataset(abc.ABC):
 
     @functools.cached_property
     def order_of_examples(self) -> dict[str, Any]:
-        """What the place of an example depends on, as JSON can hold it."""
+        """The values that decide the place of an example, as JSON can hold them."""
         return {
             "examples": self.num_examples,
             "shuffle_seed": self.shuffle_seed,

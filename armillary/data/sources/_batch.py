@@ -95,7 +95,7 @@ def canonical_dtype(leaf: Any) -> np.dtype:
 def as_device_values(
     arrays: PyTree, get_name: Callable[[], str], numbers: np.ndarray | None = None
 ) -> PyTree:
-    """Returns NumPy arrays with a device's dtypes; `numbers` are those of examples."""
+    """Returns NumPy arrays with a device's dtypes; `numbers` are example numbers."""
     try:
         return jax.tree.map(_narrow, arrays)
     except (OverflowError, FloatingPointError):

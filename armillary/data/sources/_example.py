@@ -1,7 +1,7 @@
-"""What a `tf.train.Example` holds: many messages at once, or one by one.
+"""Reads `tf.train.Example` messages, many together or one by one.
 
-A message is a run of fields. Each has a tag, the length of what it holds, and that; so
-messages are walked through without a parser, which the unusual ones get.
+A message is a run of fields. Each field has a tag, a length and its content. So usual
+messages are read without a parser. Unusual messages use the parser.
 """
 
 import functools
@@ -33,8 +33,8 @@ class FixedLenFeature:
 
     Args:
         shape: Shape of one example; `()` for one value.
-        dtype: What the batch has. Integers and floats may be narrower than in the file
-            (`np.int32`), and a value that does not fit is an error. A feature that was
+        dtype: The dtype in the batch. Integers and floats may be narrower than in the
+            file (`np.int32`); a value that does not fit is an error. A feature that was
             written as bytes, with `array.tobytes()`, is read with the dtype of the
             array. `bytes` keeps byte strings, in arrays of objects.
         default_value: For records without the feature: one value, or one for each
@@ -324,7 +324,7 @@ message_type { name: "Example"
 
 @functools.cache
 def example_class() -> Any:
-    """Returns the class of messages, in a pool of its own beside TensorFlow's."""
+    """Returns the class of messages, in a pool separate from TensorFlow's."""
     from google.protobuf import descriptor_pb2, descriptor_pool, text_format
     from google.protobuf import message_factory as factory
 

@@ -35,12 +35,12 @@ def as_source(source: Any) -> Source:
     """Returns `source` as a `Source`.
 
     Args:
-        source: What `from_arrays` or its like returned; a `grain.MapDataset` (batched),
-            `grain.IterDataset` or `grain.DataLoader`; a `tf.data.Dataset` (batched); a
-            PyTorch `DataLoader`; a Hugging Face `IterableDataset` (batched); an
-            iterable of batches, such as a list; a function without arguments that
-            returns an iterator, such as a generator function; an iterator, for one
-            pass; or a `Source`.
+        source: The result of `from_arrays` or a similar function; a `grain.MapDataset`
+            (batched), `grain.IterDataset` or `grain.DataLoader`; a `tf.data.Dataset`
+            (batched); a PyTorch `DataLoader`; a Hugging Face `IterableDataset`
+            (batched); an iterable of batches, such as a list; a function without
+            arguments that returns an iterator, such as a generator function; an
+            iterator, for one pass; or a `Source`.
 
     Raises:
         TypeError: If it is none of these.

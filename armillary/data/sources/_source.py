@@ -155,7 +155,7 @@ class LoaderIterator:
             is_next = next(self, None) is not None
         except Exception as error:
             logger.warning(
-                "A loader begins anew, since its state is refused: %r", error
+                "A loader begins from its start, since it refuses its state: %r", error
             )
         else:
             if is_next:

@@ -59,8 +59,9 @@ def from_tfrecords(
             `"train-*.tfrecord"` stands for the files that fit it, in sorted order. An
             address such as `"gs://bucket/train-*.tfrecord"` is read by `fsspec`, which
             needs the package for it (`gcsfs`).
-        features: What to read of each record, by name; the rest is left out.
-        batch_size: As in `from_arrays`, like all that follow.
+        features: The features to read from each record, by name. Other features are
+            skipped.
+        batch_size: As in `from_arrays`, like all arguments below.
         shuffle_seed: Seed of the order.
         repeat: Whether the data set never ends.
         drop_remainder: Whether to leave out a last batch that is not full.
@@ -165,8 +166,8 @@ class TFRecordDataset(IndexedDataset):
         wrong = np.flatnonzero(written != _checksums(_cut(data, begins, ends)))
         if len(wrong):
             raise TFRecordError(
-                f"{self._name(rows[wrong[0]])} is damaged: its data do not have the "
-                "checksum that was written with them. Copy the file anew."
+                f"{self._name(rows[wrong[0]])} is damaged: its data does not match the "
+                "checksum that was written with it. Copy the file again."
             )
         return data, begins, ends
 
@@ -192,15 +193,15 @@ def _find_records(path: str) -> np.ndarray:
     if len(wrong):
         raise TFRecordError(
             f"{_name(path, wrong[0], offsets[wrong[0]])} is damaged, or the file is "
-            "compressed or no TFRecord file: the length of the record does not have "
-            "the checksum that was written with it. Copy the file anew, or unpack it."
+            "compressed or not a TFRecord file: the length of the record does not "
+            "match its checksum. Copy the file again, or unpack it."
         )
     if offset != end:
         if offset < end:  # Not even the header is there.
             offsets.append(offset := offset + _HEADER.size)
         raise TFRecordError(
             f"{_name(path, len(offsets) - 1, offsets[-1])} is cut off: the file ends "
-            f"{offset - end} bytes before the end of the record. Copy the file anew."
+            f"{offset - end} bytes before the end of the record. Copy the file again."
         )
     return np.stack([np.array(offsets, np.int64), table["size"]], 1)
 

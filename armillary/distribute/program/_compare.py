@@ -52,7 +52,7 @@ _TOPICS = {
         "(`make_distributed_dataset`).",
     ),
 }
-"""What is compared: what it means if it differs, and what to do."""
+"""For each topic of a comparison: the meaning of a difference, and the advice."""
 
 
 def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
@@ -138,9 +138,9 @@ def check_same_program(
     raise PeerError(
         f"`{name}` computes with other values in each process, where all must have the "
         f"same:\n{_list(differing)}\n"
-        "What a step captures, and arguments that all replicas share, must come from "
-        "one seed and the same data in all processes. What is to differ between "
-        "replicas belongs into the batches."
+        "Values that a step captures, and arguments that all replicas share, must come "
+        "from one seed and the same data in all processes. Put values that differ "
+        "between replicas into the batches."
     )
 
 

@@ -76,7 +76,7 @@ class FlatState:
         self._stale = set(range(len(self._places)))
 
     def rebind(self, state: State) -> None:
-        """Goes on with what a new search for the same places has found."""
+        """Continues with the values that a new search for the same places has found."""
         # Now, and not when it is next asked: NumPy arrays can be written into.
         state.watch()
         self._bind(state)

@@ -176,7 +176,7 @@ class Function:
 
 
 def warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
-    """Warns, once, of a function that each call seems to compile anew."""
+    """Warns once about a function that seems to be compiled again by each call."""
     code = code_of(fn)
     _num_compiled[code] += 1
     if _num_compiled[code] == _MANY_PROGRAMS:

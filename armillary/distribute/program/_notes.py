@@ -237,9 +237,9 @@ class MetricWarnings:
             metric, line = extremes[0]
             logger.warning(
                 f"`{self._name}` keeps a maximum or minimum in the metric {metric} "
-                f"({line}), and those of {self._num_replicas} replicas are added up. "
-                'Reduce it first (`armillary.all_reduce("max", value)`), in a variable '
-                "of your own (`nnx.Variable`), or outside `run`."
+                f"({line}), and the values of {self._num_replicas} replicas are added "
+                'up. Reduce it first (`armillary.all_reduce("max", value)`), in a '
+                "variable of your own (`nnx.Variable`), or outside `run`."
             )
         elif self._means and is_uneven:
             metric, line = self._means[0]

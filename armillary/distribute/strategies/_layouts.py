@@ -129,7 +129,7 @@ class _OnMesh:
 
 @dataclass(frozen=True)
 class ReplicaLayout(_OnMesh):
-    """One row of a batch on each device of a mesh, those of each process in a row."""
+    """One row of a batch on each device of a mesh, ordered by process."""
 
     stacked = True
 

@@ -109,7 +109,7 @@ def _check_no_implementation(cluster_resolver: Any) -> None:
 
 
 def order_devices(devices: Any) -> list[Any]:
-    """Returns devices with those of a process side by side, alike in each process."""
+    """Returns devices ordered by process, in the same order in each process."""
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 

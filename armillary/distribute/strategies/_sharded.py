@@ -63,12 +63,12 @@ class ShardedStrategy(JoinedStrategy):
             rules={"up/kernel": PartitionSpec("fsdp", "tensor")},
         )
 
-    A step sees the global batch, so `num_replicas_in_sync` is 1, and numbers are those
-    of one device: statistics of a batch are of all of it.
+    A step sees the global batch. So `num_replicas_in_sync` is 1, and numbers equal the
+    numbers of one device. Batch statistics are over the whole batch.
 
     In a job of several processes it joins them, as `MultiWorkerMirroredStrategy` does,
-    and spans the devices of all: make it before anything uses a device. Each process
-    reads the same global batches, and sends its devices their part.
+    and uses the devices of all processes. So make it before anything uses a device.
+    Each process reads the same global batches, and sends its devices their part.
 
     Args:
         mesh_shape: The number of devices along the axes `data`, `fsdp` and `tensor`;
@@ -78,8 +78,8 @@ class ShardedStrategy(JoinedStrategy):
             found counts. Where none is, an array of 1024 values or more is split over
             `fsdp` along its longest axis that divides, and others are whole on every
             device. The state of an optimizer is split like the parameters.
-        devices: The devices, or their names, with those of `tensor` side by side. By
-            default all, one process after the other.
+        devices: The devices, or their names, with the devices of `tensor` next to each
+            other. By default all devices, one process after the other.
         cluster_resolver: Tells which process this is, and where the others are. By
             default `armillary.cluster.resolve_cluster()` finds out.
         communication_options: How values are exchanged between processes, and how long
@@ -158,7 +158,7 @@ class ShardedStrategy(JoinedStrategy):
         return self._layout
 
     def leave_program_mesh(self) -> AbstractContextManager[Any]:
-        """Leaves every mesh but that of this strategy, which a step may use."""
+        """Leaves every mesh except this strategy's mesh, which a step may use."""
         return without_program_mesh(self._mesh)
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:

@@ -196,20 +196,21 @@ class MirroredStrategy(Strategy):
 class CentralStorageStrategy(MirroredStrategy):
     """One replica per device, with the variables in one place.
 
-    As `tf.distribute.experimental.CentralStorageStrategy`: variables live in the memory
-    of `parameter_device`, by default that of the host. A compiled program begins with
-    copying those that it reads to the devices, and ends with copying those that it
-    changed back. So between programs the devices hold no state; while one runs, each
-    holds a copy, as under `MirroredStrategy`, and all make the same aggregated update.
+    As `tf.distribute.experimental.CentralStorageStrategy`: variables are stored in the
+    memory of `parameter_device`, by default the memory of the host. A compiled program
+    first copies the variables that it reads to the devices. At its end, it copies
+    changed variables back. So between programs the devices hold no state. While a
+    program runs, each device holds a copy, as under `MirroredStrategy`, and all devices
+    make the same aggregated update.
     A program is a call of an `armillary.function` or of `run`, or a chunk of steps of a
     trainer: `StandardTrainerOptions(steps_per_chunk=1)` moves state at every step.
 
     Args:
         compute_devices: One `jax.Device` or name (`"gpu:0"`) per replica. By default
             all devices of this process.
-        parameter_device: Where variables live, a device or a name. By default the first
-            CPU, whose memory is that of the host. A name reaches platforms other than
-            JAX's default one. An attribute as well.
+        parameter_device: The device that stores the variables, or its name. By default
+            the first CPU, that is, the memory of the host. A name reaches platforms
+            other than JAX's default platform. An attribute as well.
         axis_name: As for `MirroredStrategy`.
 
     Raises:
@@ -255,9 +256,9 @@ def make_distributed_dataset(
 
     where the last function takes an `input_context`, by which it knows its share, and
     returns batches of the *per-replica* size
-    (`input_context.get_per_replica_batch_size(batch_size)`). In Orbit the batches of
-    every function are of the per-replica size; here those of one without an
-    `input_context` are global ones.
+    (`input_context.get_per_replica_batch_size(batch_size)`). In Orbit, the batches of
+    every function have the per-replica size. Here, a function without an
+    `input_context` returns global batches.
 
     Args:
         strategy: The strategy, or `None` for the one in effect (`get_strategy()`).
