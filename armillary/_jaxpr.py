@@ -216,6 +216,17 @@ class Dataflow(Generic[Fact]):
         lines = map(source_line, (equation, *reversed(self.within)))
         return next(filter(None, lines), "")
 
+    def is_backward(self, equation: Any) -> bool:
+        """Returns whether it is part of a backward pass, as JAX's name stack says."""
+        for each in (equation, *reversed(self.within)):
+            stack = str(each.source_info.name_stack)
+            # What `jax.checkpoint` computes once more stands within a backward pass.
+            if "rematted_computation" in stack.rpartition(")")[2]:
+                return False
+            if "transpose(" in stack:
+                return True
+        return False
+
     def _enter(self, equation: Any, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         self.within.append(equation)
         try:

@@ -38,7 +38,16 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
     if num_replicas in (None, mesh.shape[axis]):
         return mesh
     devices = mesh.devices.reshape(num_replicas, -1)
-    return Mesh(devices, (axis, "copy"), axis_types=(AxisType.Auto,) * 2)
+    copies = "copy" if axis != "copy" else "copies"
+    return Mesh(devices, (axis, copies), axis_types=(AxisType.Auto,) * 2)
+
+
+def find_replica_axis(mesh: Mesh | AbstractMesh | None) -> str | None:
+    """Returns the axis of replicas; `None` if a single replica has the whole mesh."""
+    # A mesh over which XLA divides one replica has an axis for each way to divide.
+    if mesh is None or len(mesh.axis_names) > 1:
+        return None
+    return mesh.axis_names[0]
 
 
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:

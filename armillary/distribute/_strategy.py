@@ -28,6 +28,7 @@ from armillary.data._layout import (
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import everywhere
+from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, explain_unbound_axis
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
@@ -36,6 +37,7 @@ from armillary.distribute.replica._context import (
     require_cross_replica_context,
 )
 from armillary.distribute.replica._cross_device import CrossDeviceOps
+from armillary.distribute.replica._draws import SharedDraw
 from armillary.distribute.replica._extended import StrategyExtended
 from armillary.distribute.replica._values import (
     PerReplica,
@@ -79,6 +81,11 @@ class Strategy:
     Args:
         mesh: The devices, or `None` for a strategy that runs on a single one.
         num_replicas: How many copies of the step run together.
+        axis_name: The name of the axis of replicas inside `run`.
+
+    Attributes:
+        axis_name: The name of the axis of replicas, for the functions of `jax.lax`.
+            Inside `run` it exists under every strategy, with one replica too.
     """
 
     peers: Peers | None = None
@@ -102,9 +109,17 @@ class Strategy:
     split: Split | None = None
     """How XLA divides examples, where it divides a step between devices itself."""
 
-    def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh | None,
+        num_replicas: int,
+        axis_name: str = DEFAULT_AXIS_NAME,
+    ) -> None:
         self._mesh: Any = mesh
         self._num_replicas = num_replicas
+        self.axis_name = axis_name
+        # The draws of random numbers that replicas share, once each.
+        self.warned_draws: set[SharedDraw] = set()
         self.dispatch = Dispatch(mesh)
 
     @property
@@ -223,7 +238,8 @@ class Strategy:
         `fn` may read and write every variable that the trainer reaches; outside a
         trainer and `armillary.function`, every one that `fn` and its arguments reach.
         Inside, all values are the replica's own, and nothing is reduced but by
-        `armillary.all_reduce` or JAX's collectives over the axis `"replica"`.
+        `armillary.all_reduce` or JAX's collectives over the axis `"replica"` (or the
+        strategy's `axis_name`).
 
         Args:
             fn: The function. It runs in replica context.
@@ -256,7 +272,13 @@ class Strategy:
             return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
-        return self._run(lifted_state(), fn, *args, **(kwargs or {}))
+        try:
+            return self._run(lifted_state(), fn, *args, **(kwargs or {}))
+        except NameError as error:
+            note = explain_unbound_axis(error, self)
+            if note is not None:
+                error.add_note(note)
+            raise
 
     @hides_frames
     def reduce(

@@ -38,7 +38,6 @@ from armillary.distribute.replica._context import (
     without_strategy,
 )
 from armillary.distribute.replica._cross_device import NcclAllReduce
-from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.keras._dataset_creator import DatasetCreator
 from armillary.parameter_server._strategy import ParameterServerStrategy
@@ -310,7 +309,8 @@ def _place(model: Any) -> None:
 def _mesh_of(strategy: "Strategy") -> Mesh:
     if strategy.mesh is not None:
         return strategy.mesh
-    return Mesh(np.asarray(list(strategy.layout.devices)), (AXIS_NAME,))
+    devices = np.asarray(list(strategy.layout.devices))
+    return Mesh(devices, (strategy.axis_name,))
 
 
 @functools.lru_cache(maxsize=16)
@@ -319,6 +319,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
 
     base: Any = keras.distribution.DataParallel
     mesh = _mesh_of(strategy)
+    axis = strategy.axis_name
 
     class StrategyDistribution(base):
         """Divides batches where that is possible, and leaves variables alone."""
@@ -329,7 +330,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
             if strategy.split is not None:
                 return strategy.split(shape, 0)
             is_divided = bool(shape) and shape[0] % mesh.size == 0
-            spec = PartitionSpec(AXIS_NAME) if is_divided else PartitionSpec()
+            spec = PartitionSpec(axis) if is_divided else PartitionSpec()
             return NamedSharding(mesh, spec)
 
         def get_variable_layout(self, variable: Any) -> None:
@@ -337,7 +338,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
             del variable
 
     devices = np.asarray(mesh.devices).reshape(-1)
-    device_mesh = keras.distribution.DeviceMesh(devices.shape, [AXIS_NAME], devices)
+    device_mesh = keras.distribution.DeviceMesh(devices.shape, [axis], devices)
     return StrategyDistribution(device_mesh, auto_shard_dataset=False)
 
 

@@ -96,7 +96,8 @@ class Scheduler:
     def _make_worker(self, index: int) -> _Worker:
         options = self._strategy.actor_options("worker", index)
         actor = import_ray().remote(Worker).options(**options)
-        made = actor.remote(index, self._strategy.num_workers)
+        strategy = self._strategy
+        made = actor.remote(index, strategy.num_workers, strategy.axis_name)
         return _Worker(index, made, self._strategy.name_task("worker", index))
 
     def _watch_servers(self) -> None:

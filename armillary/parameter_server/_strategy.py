@@ -17,6 +17,7 @@ from armillary.cluster.resolvers._resolver import (
     ClusterResolver,
     TFConfigClusterResolver,
 )
+from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ClusterError, StateStructureError
 from armillary.parameter_server._node import check_cluster, has_joined, name_resource
@@ -49,15 +50,17 @@ class ParameterServerStrategy(SingleStrategy):
         worker_options: Options of Ray for the actors of workers, such as
             `{"num_gpus": 1}`.
         ps_options: Options of Ray for the actors of parameter servers.
+        axis_name: As for `MirroredStrategy`. The axis has length 1 on each worker.
 
     Attributes:
         num_workers: Number of workers.
         num_ps: Number of parameter servers.
 
     Raises:
-        TypeError: If the resolver or the partitioner is something else.
+        TypeError: If the resolver or the partitioner is something else, or `axis_name`
+            is not a string.
         ValueError: If a number is out of range, or given for a cluster that a resolver
-            or `TF_CONFIG` describes.
+            or `TF_CONFIG` describes, or `axis_name` is empty.
         ClusterError: If the cluster lacks a job, or this process is not the chief.
     """
 
@@ -71,8 +74,9 @@ class ParameterServerStrategy(SingleStrategy):
         report_seconds: float = 30.0,
         worker_options: dict[str, Any] | None = None,
         ps_options: dict[str, Any] | None = None,
+        axis_name: str = DEFAULT_AXIS_NAME,
     ) -> None:
-        super().__init__()
+        super().__init__(axis_name=check_axis_name(axis_name))
         fix = 'Use a dictionary of options of Ray, such as `{"num_cpus": 1}`.'
         check_instance("worker_options", worker_options, dict | None, fix)
         check_instance("ps_options", ps_options, dict | None, fix)

@@ -81,8 +81,8 @@ def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
 class WorkerStrategy(SingleStrategy):
     """One replica, which knows what share of the data is its worker's."""
 
-    def __init__(self, index: int, num_workers: int) -> None:
-        super().__init__()
+    def __init__(self, index: int, num_workers: int, axis_name: str) -> None:
+        super().__init__(axis_name=axis_name)
         self._context = InputContext(num_workers, index, 1)
 
     @property

@@ -60,8 +60,8 @@ Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 
 
 class Worker(Actor):
-    def __init__(self, index: int, num_workers: int) -> None:
-        self._strategy = WorkerStrategy(index, num_workers)
+    def __init__(self, index: int, num_workers: int, axis_name: str) -> None:
+        self._strategy = WorkerStrategy(index, num_workers, axis_name)
         self._datasets = Datasets(self._strategy)
         self._servers: list[Any] = []
         self._tasks: dict[int, Task] = {}

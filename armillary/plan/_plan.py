@@ -1,6 +1,7 @@
 """Plans a training step for devices that are not there, and shows the plan."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 from armillary._checks import check_instance, check_one_of, check_positive_int
 from armillary._format import as_text, format_bytes, format_scaled, make_table
 from armillary._traceback import hides_frames
-from armillary.distribute.replica._values import AXIS_NAME
 from armillary.plan._compiler import compile_loop, export_loop
 from armillary.plan._costs import (
     KINDS,
@@ -69,7 +69,7 @@ class Plan:
     Attributes:
         topology: The devices.
         mesh: How many devices there are along each axis of the strategy's mesh:
-            `replica`, or `data`, `fsdp` and `tensor`.
+            `replica` (or the strategy's `axis_name`), or `data`, `fsdp` and `tensor`.
         per_replica_batch: Examples of each replica in a step; under `ShardedStrategy`,
             of each part of the batch.
         global_batch: Examples of a step on all devices.
@@ -117,12 +117,12 @@ class Plan:
     @property
     def num_replicas(self) -> int:
         """How many replicas the devices run: one, if it spans all of them."""
-        return self.mesh.get(AXIS_NAME, 1)
+        return 1 if self.is_divided else math.prod(self.mesh.values())
 
     @property
     def is_divided(self) -> bool:
         """Whether the compiler divides the step, as under `ShardedStrategy`."""
-        return AXIS_NAME not in self.mesh
+        return len(self.mesh) > 1
 
     def of_step(self, kind: str | None = None) -> list[Collective]:
         """Returns the collectives of every step, of one kind or of all."""

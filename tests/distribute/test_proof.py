@@ -16,7 +16,7 @@ def find(make_mirrored):
 
         def replica_fn(x, w):
             program = jax.make_jaxpr(fn)(x, w)
-            found.append(Proof(program, [BATCH, EQUAL], [2]))
+            found.append(Proof(program, [BATCH, EQUAL], [2], "replica"))
             return x
 
         mapped = jax.shard_map(

@@ -46,7 +46,7 @@ def grad(model):
 
 def trace(fn, holder=None):
     holder = holder or Holder()
-    strategy = WorkerStrategy(1, 2)
+    strategy = WorkerStrategy(1, 2, "replica")
 
     def task():
         return fn(holder, strategy)

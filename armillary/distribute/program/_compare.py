@@ -22,8 +22,12 @@ from armillary._checks import list_lines
 from armillary.cluster._peers import Peers
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._dispatch import Dispatch
-from armillary.distribute._global_arrays import everywhere, is_divided, is_key
-from armillary.distribute.replica._values import AXIS_NAME
+from armillary.distribute._global_arrays import (
+    everywhere,
+    find_replica_axis,
+    is_divided,
+    is_key,
+)
 from armillary.errors import PeerError, ReplicaDivergenceError
 from armillary.state._captured import find_constants
 from armillary.state._holders import captured
@@ -140,19 +144,15 @@ def check_same_program(
     )
 
 
-def has_copies(mesh: Mesh | None) -> bool:
-    """Returns whether several devices of a mesh hold a copy of mirrored state."""
-    return mesh is not None and mesh.shape.get(AXIS_NAME, 1) > 1
-
-
 def largest_on_replicas(
     mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
 ) -> Any:
     """Returns the largest `fn(arrays)` of all replicas, which then decide alike."""
-    if not has_copies(mesh):
+    axis = find_replica_axis(mesh)
+    if mesh is None or axis is None or mesh.size == 1:
         return fn(arrays)
     mapped = jax.shard_map(
-        lambda arrays: jax.lax.pmax(fn(arrays), AXIS_NAME),
+        lambda arrays: jax.lax.pmax(fn(arrays), axis),
         mesh=mesh,
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),
@@ -166,12 +166,13 @@ class ReplicaComparison:
 
     def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
         self._dispatch, self._compiled = dispatch, None
-        if mesh is not None and has_copies(mesh):
+        axis = find_replica_axis(mesh)
+        if mesh is not None and axis is not None and mesh.size > 1:
             rows = jax.shard_map(
                 lambda arrays: jnp.stack(list(map(_checksum, arrays)))[None],
                 mesh=mesh,
                 in_specs=PartitionSpec(),
-                out_specs=PartitionSpec(AXIS_NAME),
+                out_specs=PartitionSpec(axis),
                 # That copies are equal is what is to be found out.
                 check_vma=False,
             )

@@ -9,9 +9,9 @@ import jax
 from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
+from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
-from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import ArmillaryError
 from armillary.state._lift import State
 from armillary.state._slots import describe
@@ -35,9 +35,6 @@ _READING = {
 _MOST_ARRAYS = 20
 # What a message has in it, and what to write instead.
 _MISTAKES = {
-    "unbound axis name": f"The axis of replicas is called {AXIS_NAME!r}, and is there "
-    "inside `strategy.run`, under every strategy: put the code into a function, and "
-    "call it with `strategy.run(replica_fn, args=(batch,))`.",
     "'StepIterator' object": "The step gets an iterator, and takes each batch from it: "
     "`batch = next(iterator)`.",
     "PerReplica": "Outside `strategy.run`, a batch holds a `PerReplica`: a value for "
@@ -61,6 +58,10 @@ def add_notes(
             f"`jax.debug.print`; to read it, {_READING[owner]}. On one device, a "
             "trainer with `compile_step=False` in its options runs line by line."
         )
+    elif note := explain_unbound_axis(error, get_strategy()):
+        # `strategy.run` may have noted it, with the strategy that it is a method of.
+        if not getattr(error, "__notes__", ()):
+            error.add_note(note)
     elif notes := [note for key, note in _MISTAKES.items() if key in str(error)]:
         error.add_note(notes[0])
     elif arguments and owner != "the function":

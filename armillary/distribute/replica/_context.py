@@ -110,6 +110,7 @@ class ReplicaContext:
             )
         if self.axis_name is None or self._num_replicas == 1:
             return jax.tree.map(functools.partial(_alone, op), value)
+        self._check_is_not_hidden("all_reduce", self.axis_name)
         leaves, treedef = jax.tree.flatten(value)
         # Of what is not differentiable there is no gradient.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
@@ -128,8 +129,21 @@ class ReplicaContext:
         """Returns arrays combined over replicas, in the way of the strategy."""
         ops = self.strategy.cross_device_ops
         if ops is not None and values:
-            return reduce_by(ops, op, values, self._num_replicas)
+            axis = self.strategy.axis_name
+            return reduce_by(ops, op, values, axis, self._num_replicas)
         return _REDUCE.get(op, jax.lax.psum)(values, self.axis_name)
+
+    def _check_is_not_hidden(self, function: str, axis_name: str) -> None:
+        """Raises if another axis of the same name hides the axis of replicas."""
+        size = jax.lax.axis_size(axis_name)
+        if size == self._num_replicas:
+            return
+        raise ReplicaContextError(
+            f"`{function}` was called where {axis_name!r} is an axis of size {size}, "
+            f'as inside `jax.vmap(fn, axis_name="{axis_name}")`, and not the axis of '
+            f"{self._num_replicas} replicas. Call it outside of `fn`, or give the axis "
+            "of replicas another name (`axis_name=...` of the strategy)."
+        )
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value that changes no result, where a replica holds no data."""
@@ -159,6 +173,7 @@ class ReplicaContext:
         """
         if self.axis_name is None:
             return value
+        self._check_is_not_hidden("all_gather", self.axis_name)
 
         def gather(leaf: Any) -> jax.Array:
             rows = jax.lax.all_gather(leaf, self.axis_name)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from armillary._checks import check_not_negative_int, check_positive_int
 from armillary.distribute.replica._context import get_replica_context
-from armillary.distribute.replica._values import AXIS_NAME, ReduceOp
+from armillary.distribute.replica._values import ReduceOp
 
 _COLLECTIVES = {
     ReduceOp.SUM: jax.lax.psum,
@@ -37,8 +37,9 @@ class CrossDeviceOps:
     """The base of ways to reduce over replicas (`tf.distribute.CrossDeviceOps`).
 
     To reduce in a way of your own, override `reduce` and use the collectives of
-    `jax.lax` over the axis `"replica"`. For example, values that travel as they are and
-    are added in the order of the replicas::
+    `jax.lax` over the axis of replicas: `"replica"`, or the `axis_name` of the strategy
+    (`armillary.get_replica_context().axis_name`). For example, values that travel as
+    they are and are added in the order of the replicas::
 
         class Gathered(armillary.distribute.CrossDeviceOps):
             def reduce(self, op, values):
@@ -82,6 +83,13 @@ class CrossDeviceOps:
         return f"{type(self).__name__}()"
 
 
+def _axis_name() -> str:
+    """Returns the axis of replicas of the strategy in whose step the code runs."""
+    context = get_replica_context()
+    assert context is not None
+    return context.strategy.axis_name
+
+
 class NcclAllReduce(CrossDeviceOps):
     """XLA's own all-reduce, which is NCCL on NVIDIA GPUs: the default.
 
@@ -104,7 +112,7 @@ class NcclAllReduce(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
         """Returns the arrays after XLA's all-reduce."""
-        return _COLLECTIVES[op](list(values), AXIS_NAME)
+        return _COLLECTIVES[op](list(values), _axis_name())
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
@@ -153,9 +161,10 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         groups = self._find_groups()
         if op is not ReduceOp.SUM or groups is None:
             return NcclAllReduce().reduce(op, values)
+        axis = _axis_name()
         results: list[Any] = []
         for pack in _split(values, self._num_packs):
-            results += _by_dtype(lambda flat: _sum_in_groups(flat, groups), pack)
+            results += _by_dtype(lambda flat: _sum_in_groups(flat, groups, axis), pack)
         return results
 
     def _find_groups(self) -> list[list[int]] | None:
@@ -164,7 +173,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         assert context is not None
         mesh = context.strategy.mesh
         assert mesh is not None
-        num_replicas = jax.lax.axis_size(AXIS_NAME)
+        num_replicas = jax.lax.axis_size(_axis_name())
         # For an uneven batch, several devices are one replica.
         step = mesh.size // num_replicas
         if self._devices_per_group is not None:
@@ -204,16 +213,17 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
         """Returns the arrays combined on the first replica."""
-        is_first = jax.lax.axis_index(AXIS_NAME) == 0
-        num_replicas = jax.lax.axis_size(AXIS_NAME)
+        axis = _axis_name()
+        is_first = jax.lax.axis_index(axis) == 0
+        num_replicas = jax.lax.axis_size(axis)
         totals = list(values)
         for other in range(1, num_replicas):
-            received = jax.lax.ppermute(list(values), AXIS_NAME, [(other, 0)])
+            received = jax.lax.ppermute(list(values), axis, [(other, 0)])
             totals = list(map(_COMBINE[op], totals, received))
         # XLA has no broadcast on all platforms. Zeros of the others change no bit but
         # the sign of a zero.
         sent = [jnp.where(is_first, total, jnp.zeros_like(total)) for total in totals]
-        return jax.lax.psum(sent, AXIS_NAME)
+        return jax.lax.psum(sent, axis)
 
 
 def _split(values: Sequence[Any], num_packs: int) -> list[list[Any]]:
@@ -247,13 +257,13 @@ def _by_dtype(
     return results
 
 
-def _sum_in_groups(flat: jax.Array, groups: list[list[int]]) -> jax.Array:
+def _sum_in_groups(flat: jax.Array, groups: list[list[int]], axis: str) -> jax.Array:
     """Returns a flat array summed over all replicas, by groups of equal size."""
     across = [list(column) for column in zip(*groups, strict=True)]
     padded = jnp.pad(flat, (0, -flat.size % (len(groups) * len(across))))
-    part = jax.lax.psum_scatter(padded, AXIS_NAME, axis_index_groups=groups, tiled=True)
+    part = jax.lax.psum_scatter(padded, axis, axis_index_groups=groups, tiled=True)
     # The two halves of an all-reduce, because not every JAX has a `psum` over groups.
-    part = jax.lax.psum_scatter(part, AXIS_NAME, axis_index_groups=across, tiled=True)
-    part = jax.lax.all_gather(part, AXIS_NAME, axis_index_groups=across, tiled=True)
-    whole = jax.lax.all_gather(part, AXIS_NAME, axis_index_groups=groups, tiled=True)
+    part = jax.lax.psum_scatter(part, axis, axis_index_groups=across, tiled=True)
+    part = jax.lax.all_gather(part, axis, axis_index_groups=across, tiled=True)
+    whole = jax.lax.all_gather(part, axis, axis_index_groups=groups, tiled=True)
     return whole[: flat.size]

@@ -28,7 +28,6 @@ import numpy as np
 from armillary._checks import check_not_negative_int
 from armillary.distribute._global_arrays import on_data
 from armillary.distribute.replica._context import ReplicaContext
-from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
 
@@ -184,12 +183,12 @@ def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
     return Policy.RANDOM if is_own else policy
 
 
-def enter(policy: Policy, value: jax.Array) -> jax.Array:
+def enter(policy: Policy, value: jax.Array, context: ReplicaContext) -> jax.Array:
     """Returns what a replica sees of a slot when its step begins."""
     if policy is Policy.SUM:
-        return jnp.where(_replica_id() == 0, value, jnp.zeros_like(value))
+        return jnp.where(_replica_id(context) == 0, value, jnp.zeros_like(value))
     if policy is Policy.RANDOM:
-        return _fold_replica_in(value)
+        return _fold_replica_in(value, context)
     return value
 
 
@@ -204,7 +203,7 @@ def leave(
     if policy is Policy.MIRRORED or (is_equal and policy is not Policy.SUM):
         return after
     if policy is Policy.RANDOM:
-        return _key_of_first(after)
+        return _key_of_first(after, context)
     # A replica without data adds nothing to what it began with.
     idle = entered if policy is Policy.SUM else None
     return combine(policy, after, context, idle)
@@ -225,10 +224,10 @@ def combine(
         idle: The value that a replica without data adds to a sum; by default nothing.
     """
     if policy is Policy.ONLY_FIRST_REPLICA:
-        return _sum(_masked(context.is_first(), value))
+        return _sum(_masked(context.is_first(), value), context)
     if context.num_active < context.num_replicas_in_sync:
         value = _masked(context.is_active(), value, idle)
-    return _sum(value) if policy is Policy.SUM else _mean(value, context.num_active)
+    return _sum(value, context) if policy is Policy.SUM else _mean(value, context)
 
 
 def _masked(
@@ -237,42 +236,43 @@ def _masked(
     return jnp.where(holds, value, jnp.zeros_like(value) if other is None else other)
 
 
-def _sum(value: jax.Array) -> jax.Array:
+def _sum(value: jax.Array, context: ReplicaContext) -> jax.Array:
     wide = value.astype(int) if value.dtype == bool else value
-    return jax.lax.psum(wide, AXIS_NAME).astype(value.dtype)
+    return jax.lax.psum(wide, context.strategy.axis_name).astype(value.dtype)
 
 
-def _mean(value: jax.Array, count: int) -> jax.Array:
+def _mean(value: jax.Array, context: ReplicaContext) -> jax.Array:
+    count = context.num_active
     if not jnp.issubdtype(value.dtype, jnp.integer):
         # In half precision the sum may overflow.
         wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-        return (_sum(wide) / count).astype(value.dtype)
+        return (_sum(wide, context) / count).astype(value.dtype)
     # The sum of integers may overflow, and floats may not hold them.
     wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
     quotient = wide // count
-    rest = _sum(wide - quotient * count) // count
-    return (_sum(quotient) + rest).astype(value.dtype)
+    rest = _sum(wide - quotient * count, context) // count
+    return (_sum(quotient, context) + rest).astype(value.dtype)
 
 
-def _fold_replica_in(value: jax.Array) -> jax.Array:
+def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
     """Returns the keys of this replica; those of the first one are the stored ones."""
     keys = as_keys(value)
+    replica = _replica_id(context)
 
     def fold(key: jax.Array) -> jax.Array:
         other = jax.random.fold_in(key, _OTHER_REPLICAS)
-        other = jax.random.key_data(jax.random.fold_in(other, _replica_id()))
-        return on_data(lambda own: jnp.where(_replica_id() == 0, own, other), key)
+        other = jax.random.key_data(jax.random.fold_in(other, replica))
+        return on_data(lambda own: jnp.where(replica == 0, own, other), key)
 
     # NNX splits a stream into an array of keys for layers that are scanned over.
     folded = jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
     return as_before(folded, value)
 
 
-def _key_of_first(value: jax.Array) -> jax.Array:
+def _key_of_first(value: jax.Array, context: ReplicaContext) -> jax.Array:
     """Returns what the first replica left, which is what one alone leaves."""
-    first = on_data(
-        lambda data: _sum(_masked(_replica_id() == 0, data)), as_keys(value)
-    )
+    is_first = _replica_id(context) == 0
+    first = on_data(lambda data: _sum(_masked(is_first, data), context), as_keys(value))
     return as_before(first, value)
 
 
@@ -286,5 +286,5 @@ def as_before(keys: jax.Array, value: jax.Array) -> jax.Array:
     return jax.random.key_data(keys) if value.dtype == jnp.uint32 else keys
 
 
-def _replica_id() -> jax.Array:
-    return jax.lax.axis_index(AXIS_NAME)
+def _replica_id(context: ReplicaContext) -> jax.Array:
+    return jax.lax.axis_index(context.strategy.axis_name)

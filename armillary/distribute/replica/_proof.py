@@ -20,6 +20,8 @@ On the way, values carry labels, which tell whether a sum or a mean is the right
     GRADIENT     what differs in a backward pass    all that differs
     RAW_KEY      a key of `jax.random.PRNGKey`      parts of arrays
     KEY          a key made of one                  equal keys
+    DRAWN        random numbers, equal everywhere   all that is equal
+    NOISED       a gradient and such numbers        linear operations
 """
 
 import enum
@@ -42,20 +44,21 @@ from armillary._jaxpr import (
     walk_equations,
 )
 from armillary.distribute.replica._sameness import kind_of
-from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
 _NUMBER = frozenset({"the number of the replica, or random keys made with it"})
 _PYTHON = frozenset({"a callback to Python"})
-_SOURCES = {
+SOURCES = {
     "axis_index": _NUMBER,
     **dict.fromkeys(("pure_callback", "io_callback"), _PYTHON),
     **dict.fromkeys(("infeed", "rng_uniform", "ffi_call"), frozenset({"the device"})),
 }
 # How operations begin whose result is the same on all replicas that take part.
-_REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
+REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
 # Exchanges in which each replica gets something else.
-_EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+# Operations that draw random numbers from a key.
+DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 _COPIES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 _PARTS = (*_COPIES, "slice", "dynamic_slice", "gather")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
@@ -69,6 +72,9 @@ _NOT_LINEAR = frozenset(
 # divide it by the number of replicas.
 _KERAS_MEAN = "reduce_values"
 _KERAS_SCALES = ("scale_loss_for_distribution", "_scale")
+
+# The function of Optax that adds noise to a sum over examples, and divides both.
+_PRIVATE = "differentially_private_aggregate.<locals>.update_fn"
 
 # Names of the number that a loss is divided by, so that its sum or mean is the batch's.
 DIVISOR = "armillary divisor"
@@ -88,6 +94,8 @@ class Kind(enum.Enum):
     GRADIENT = enum.auto()
     RAW_KEY = enum.auto()
     KEY = enum.auto()
+    DRAWN = enum.auto()
+    NOISED = enum.auto()
 
 
 _MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT}
@@ -120,6 +128,12 @@ _WRONG = {
         "global batch, or by the number of replicas, already (at {origin}): it would "
         'be {count} times too small. Take the sum (`armillary.all_reduce("sum", '
         "gradients)`), or let the loss be the plain mean over this replica's examples."
+    ),
+    Kind.NOISED: (
+        "The sum over replicas at {where} is of gradients to which each replica has "
+        "added the same random numbers (at {origin}), so that these would count "
+        "{count} times. Reduce the gradients first, and add random numbers to the "
+        f"result, or take the mean ({_MEAN})."
     ),
     Kind.KEY: (
         "`{origin}` holds a key of `jax.random.PRNGKey`, of which all replicas would "
@@ -157,15 +171,27 @@ BATCH = Facts(frozenset({"one replica's share of the batch"}))
 
 
 class Proof(Dataflow[Facts]):
-    """A program that leaves no replica waiting, on `counts[0]`, and reduces rightly."""
+    """A program that leaves no replica waiting, on `counts[0]`, and reduces rightly.
+
+    Args:
+        program: The program of one replica.
+        inputs: The facts of its inputs.
+        counts: How many replicas run it, and how many of them hold data.
+        axis_name: The axis of replicas.
+    """
 
     nothing = EQUAL
 
     def __init__(
-        self, program: core.ClosedJaxpr, inputs: Sequence[Facts], counts: Sequence[int]
+        self,
+        program: core.ClosedJaxpr,
+        inputs: Sequence[Facts],
+        counts: Sequence[int],
+        axis_name: str,
     ) -> None:
         super().__init__()
         self._counts = counts
+        self._axis_name = axis_name
         # By where the operation stands: a loop is looked at until nothing changes.
         self._errors: dict[Any, Exception | None] = {}
         self._reduced_at: set[str] = set()
@@ -242,18 +268,18 @@ class Proof(Dataflow[Facts]):
             begun = self._labels(Kind.AVERAGED, equation)
             results = self._follow(equation, operands)
             return [Facts(reasons, labels | begun) for reasons, labels in results]
-        if name in _SOURCES:
-            reasons = self.join(operands).reasons | _SOURCES[name]
+        if name in SOURCES:
+            reasons = self.join(operands).reasons | SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
         has_groups = equation.params.get("axis_index_groups") is not None
-        is_over_all = AXIS_NAME in named_axes(equation) and not has_groups
-        if name.startswith(_REDUCTIONS) and is_over_all:
+        is_over_all = self._axis_name in named_axes(equation) and not has_groups
+        if name.startswith(REDUCTIONS) and is_over_all:
             pairs = zip(operands, equation.outvars, strict=True)
             return [self._reduce(equation, *pair) for pair in pairs]
-        if name.startswith((*_REDUCTIONS, *_EXCHANGES)):
+        if name.startswith((*REDUCTIONS, *EXCHANGES)):
             operand = self.join(operands)
             labels = frozenset(operand.only(*_SCALES))
-            if self._is_backward(equation) and not (operand.reasons or labels):
+            if self.is_backward(equation) and not (operand.reasons or labels):
                 labels = self._labels(Kind.OF_REDUCED, equation)
             return [Facts(operand.reasons | _NUMBER, labels)]
         return None
@@ -263,7 +289,7 @@ class Proof(Dataflow[Facts]):
     ) -> Facts:
         """Returns the facts of a reduction's result; `by_ops` is what ops made it."""
         where = self.line(equation)
-        if self._is_backward(equation):
+        if self.is_backward(equation):
             # The transpose of a reduction within a loss. What it adds up is equal if
             # the loss was reduced last: a replica's part counts for every replica.
             labels = frozenset(operand.only(*_SCALES, Kind.OF_REDUCED))
@@ -283,7 +309,7 @@ class Proof(Dataflow[Facts]):
                 self.sums_gradients |= is_of_gradient and not is_mean
                 wrong = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
                 if not is_mean:
-                    wrong += [Kind.WEIGHED, Kind.AVERAGED]
+                    wrong += [Kind.WEIGHED, Kind.AVERAGED, Kind.NOISED]
                 else:
                     # Of a reduced loss a mean gives the sum of the parts, and of what
                     # was reduced it is what it was.
@@ -316,11 +342,14 @@ class Proof(Dataflow[Facts]):
         both = self.join(operands)
         reasons, labels = both
         is_new = reasons and not both.only(Kind.GRADIENT)
-        if is_new and self._is_backward(equation):
+        if is_new and self.is_backward(equation):
             labels |= self._labels(Kind.GRADIENT, equation)
+        if equation.primitive.name in DRAWS and not reasons:
+            labels |= self._labels(Kind.DRAWN, equation)
         if not labels or not equation.outvars:
             return Facts(reasons)
         name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+        labels |= self._noised(equation, operands)
         if equation.params.get("y") == 1:  # as Optax has `g**order`
             name = "copy"
         if name == "div":
@@ -334,15 +363,40 @@ class Proof(Dataflow[Facts]):
             kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
         if name == "random_unwrap" and not reasons:
             kept |= {Label(Kind.RAW_KEY, x.origin) for x in operands[0].only(Kind.KEY)}
-        if name in ("random_bits", "random_gamma") and not reasons:
+        if name in DRAWS and not reasons:
             self._note(equation, operands[0], [Kind.KEY])
         return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
+
+    def _noised(self, equation: Any, operands: list[Facts]) -> frozenset[Label]:
+        """Returns the label of a gradient that equal random numbers are added to.
+
+        A mean over replicas keeps these numbers as they are, and a sum does not. The
+        aggregate of differential privacy divides them by the number of examples of a
+        replica, so a mean does not, either.
+        """
+        is_sum = equation.primitive.name in ("add", "add_any", "sub")
+        drawn = [each for each in operands if each.find(Kind.DRAWN)]
+        own = [each for each in operands if each.reasons]
+        if not (is_sum and drawn and own) or self.is_backward(equation):
+            return frozenset()
+        if is_made_by(equation, _PRIVATE):
+            self._errors[self._place(equation)] = DoubleReductionError(
+                "`optax.contrib.differentially_private_aggregate` (or `dpsgd`) at "
+                f"{self.line(equation)} gets the gradients of one replica's examples. "
+                f"All {self._counts[0]} replicas would add the same noise, "
+                f"{self._counts[0]} times as much as one device adds. Give it the "
+                "gradients of all examples: `gradients = armillary."
+                "get_replica_context().all_gather(gradients, axis=0)` before `update`."
+            )
+        if not any(each.find(Kind.GRADIENT) for each in own):
+            return frozenset()
+        return self._labels(Kind.NOISED, equation)
 
     def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
         """Returns the labels that a sum or a product of such operands has not."""
         both, own = self.join(operands), [each for each in operands if each.reasons]
         lost: set[Label] = set()
-        if own and not self._is_backward(equation):
+        if own and not self.is_backward(equation):
             # An equal gradient that weighs what differs, as a line search, makes none.
             lost |= both.only(Kind.OF_REDUCED) - self.join(own).labels
         if name in ("add", "add_any", "sub"):
@@ -360,8 +414,10 @@ class Proof(Dataflow[Facts]):
             and any(map(self._is_count, equation.invars))
         )
         is_square = name in _PRODUCTS and len(divided) == len(operands)
-        if (is_report or is_square) and not self._is_backward(equation):
+        if (is_report or is_square) and not self.is_backward(equation):
             lost |= both.only(Kind.DIVIDED)
+        if name in _PRODUCTS and all(each.find(Kind.NOISED) for each in operands):
+            lost |= both.only(Kind.NOISED)
         return lost
 
     def _labels(self, kind: Kind, equation: Any) -> frozenset[Label]:
@@ -369,17 +425,6 @@ class Proof(Dataflow[Facts]):
 
     def _place(self, equation: Any) -> tuple[int, ...]:
         return (*map(id, self.within), id(equation))
-
-    def _is_backward(self, equation: Any) -> bool:
-        """Returns whether it is part of a backward pass, as JAX's name stack says."""
-        for each in (equation, *reversed(self.within)):
-            stack = str(each.source_info.name_stack)
-            # What `jax.checkpoint` computes once more stands within a backward pass.
-            if "rematted_computation" in stack.rpartition(")")[2]:
-                return False
-            if "transpose(" in stack:
-                return True
-        return False
 
     def _begins_keras_mean(self, equation: Any) -> bool:
         """Returns whether the derivative of a loss goes into a mean of Keras here.
@@ -391,14 +436,14 @@ class Proof(Dataflow[Facts]):
         return (
             "keras" in sys.modules
             and any(map(_is_one, equation.invars))
-            and self._is_backward(equation)
+            and self.is_backward(equation)
             and is_made_by(equation, _KERAS_MEAN)
             and not is_made_by(equation, *_KERAS_SCALES)
         )
 
     def _keeps_scale(self, equation: Any, name: str) -> bool:
         """Returns whether an operation surely leaves the scale of a gradient."""
-        return name in (*_COPIES, "add", "add_any") or self._is_backward(equation)
+        return name in (*_COPIES, "add", "add_any") or self.is_backward(equation)
 
     def _divides_by_count(self, equation: Any) -> bool:
         """Returns whether an operation divides by a number of replicas."""
@@ -449,6 +494,8 @@ def _goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) 
         return not reasons and issubdtype(dtype, prng_key)
     if kind is Kind.GRADIENT:
         return bool(reasons)
+    if kind is Kind.DRAWN:
+        return not reasons
     if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
         return False
     return kind is not Kind.REDUCED or not reasons
@@ -462,7 +509,7 @@ def _is_of_mean(equation: Any) -> bool:
 
 def _has_collective(program: Any) -> bool:
     return any(
-        equation.primitive.name.startswith((*_REDUCTIONS, *_EXCHANGES))
+        equation.primitive.name.startswith((*REDUCTIONS, *EXCHANGES))
         for equation in walk_equations(program)
     )
 

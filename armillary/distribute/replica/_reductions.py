@@ -19,7 +19,7 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._gradient import AVERAGE, num_parts, split_aux
 from armillary.distribute.replica._proof import DIVISOR, WEIGHT
-from armillary.distribute.replica._values import AXIS_NAME, ReduceOp, count_active
+from armillary.distribute.replica._values import ReduceOp, count_active
 from armillary.errors import BatchSizeError
 from armillary.state._lift import State
 from armillary.state._nnx import is_node
@@ -154,7 +154,7 @@ def over_replicas(
         context = require_replica_context("over_replicas", _INSTEAD)
         if context.axis_name is None:
             return loss_fn(shared, *args, **kwargs)
-        with _sharing(shared) as own:
+        with _sharing(shared, context.axis_name) as own:
             result = loss_fn(own, *args, **kwargs)
         loss, aux = split_aux(result, has_aux)
         total = context.all_reduce(reduce_op, loss)
@@ -164,37 +164,40 @@ def over_replicas(
 
 
 @contextmanager
-def _sharing(tree: Any) -> Iterator[Any]:
+def _sharing(tree: Any, axis_name: str) -> Iterator[Any]:
     """Gives a pytree whose derivatives are those of all replicas."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
     state = State([(leaf, "") for leaf in leaves if is_node(leaf)])
     before = state.read()
-    after = list(map(_share, before))
+    after = [_share(leaf, axis_name) for leaf in before]
     state.write(after)
     try:
-        yield treedef.unflatten(x if is_node(x) else _share(x) for x in leaves)
+        yield treedef.unflatten(
+            x if is_node(x) else _share(x, axis_name) for x in leaves
+        )
     finally:
         pairs = zip(state.read(), after, before, strict=True)
         state.write([old if now is new else now for now, new, old in pairs])
 
 
-@jax.custom_jvp
-def _shared(value: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _shared(axis_name: str, value: Any) -> Any:
     """Returns a value that is equal on all replicas."""
+    del axis_name
     return value
 
 
 @_shared.defjvp
-def _shared_jvp(values: Any, tangents: Any) -> Any:
+def _shared_jvp(axis_name: str, values: Any, tangents: Any) -> Any:
     # A mean of equal tangents changes nothing. Its transpose is the mean of what the
     # transpose of the loss' sum has made larger by the number of replicas.
-    return _shared(*values), jax.lax.pmean(tangents[0], AXIS_NAME)
+    return _shared(axis_name, *values), jax.lax.pmean(tangents[0], axis_name)
 
 
-def _share(leaf: Any) -> Any:
+def _share(leaf: Any, axis_name: str) -> Any:
     is_array = isinstance(leaf, jax.Array)
     is_float = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return _shared(leaf) if is_float else leaf
+    return _shared(axis_name, leaf) if is_float else leaf
 
 
 def compute_average_loss(

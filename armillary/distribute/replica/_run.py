@@ -15,13 +15,15 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
+from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import (
     call_program,
     is_in_trace,
     named_axes,
+    programs_in,
     source_line,
-    walk_equations,
 )
+from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._context import (
@@ -29,7 +31,20 @@ from armillary.distribute.replica._context import (
     Scope,
     is_in_inner_trace,
 )
-from armillary.distribute.replica._policy import Policy, enter, leave, policies_of
+from armillary.distribute.replica._draws import (
+    MEANT,
+    SHARED,
+    Origin,
+    find_shared_draws,
+    of_batch,
+)
+from armillary.distribute.replica._policy import (
+    Policy,
+    VariableAggregation,
+    enter,
+    leave,
+    policies_of,
+)
 from armillary.distribute.replica._proof import (
     BATCH,
     EQUAL,
@@ -39,7 +54,6 @@ from armillary.distribute.replica._proof import (
     Proof,
 )
 from armillary.distribute.replica._values import (
-    AXIS_NAME,
     PerReplica,
     array_of,
     count_active,
@@ -79,7 +93,8 @@ class Call:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Calls it; returns what changed, before and after, and arrays returned."""
         state = self._state
-        start = [enter(*pair) for pair in zip(self.policies, slots, strict=True)]
+        pairs = zip(self.policies, slots, strict=True)
+        start = [enter(policy, slot, context) for policy, slot in pairs]
         with (
             state.swapped(start),
             Scope(context.strategy, context),
@@ -146,7 +161,7 @@ def run_in_replicas(
         own = [array[0] if is_split else array for array, is_split in pairs]
         return take_first_copy(mesh, call.trace_and_prove(evaluate, slots, own))
 
-    whole, split = PartitionSpec(), PartitionSpec(AXIS_NAME)
+    whole, split = PartitionSpec(), PartitionSpec(strategy.axis_name)
     mapped = jax.shard_map(
         replica,
         mesh=mesh,
@@ -184,7 +199,11 @@ class _MappedCall(Call):
         batches = list(itertools.compress(given, self.is_split))
         active, self.num_replicas = _find_active(batches, strategy)
         self._context = ReplicaContext(
-            strategy, AXIS_NAME, active, self.num_replicas, _find_share_size(batches)
+            strategy,
+            strategy.axis_name,
+            active,
+            self.num_replicas,
+            _find_share_size(batches),
         )
         # Which of the arrays that the function returned are equal, and which are parts
         # that were divided for a sum over replicas.
@@ -227,7 +246,7 @@ class _MappedCall(Call):
         ]
         num_all = self._strategy.num_replicas_in_sync
         counts = (self.num_replicas, count_active(self._context.active))
-        proof = Proof(program, facts, counts)
+        proof = Proof(program, facts, counts, self._strategy.axis_name)
         is_narrow = self.num_replicas < num_all
         if is_narrow and proof.sums_gradients and not self._context.was_asked:
             raise BatchSizeError(
@@ -244,7 +263,44 @@ class _MappedCall(Call):
             if self.policies[i] is Policy.MIRRORED
         }
         proof.require_equal(names, len(state.paths))
+        self._warn_of_shared_draws(program)
         return proof
+
+    def _warn_of_shared_draws(self, program: core.ClosedJaxpr) -> None:
+        """Warns of equal random numbers that replicas use for different examples."""
+        if self.num_replicas == 1:
+            return
+        variables = program.jaxpr.invars[len(self.before) :]
+        origins = [
+            *self._origins_of_slots(),
+            *(
+                of_batch(variable.aval.ndim) if is_split else SHARED
+                for variable, is_split in zip(variables, self.is_split, strict=True)
+            ),
+        ]
+        strategy = self._strategy
+        found = find_shared_draws(program, origins, strategy.axis_name)
+        for draw in found:
+            if draw in strategy.warned_draws:
+                continue
+            strategy.warned_draws.add(draw)
+            logger.warning(
+                f"The random numbers of {draw.drawn_at} are the same on all "
+                f"{self.num_replicas} replicas, but each replica uses them for its own "
+                f"examples at {draw.used_at}. Fold the number of the replica into the "
+                "key (`jax.random.fold_in(key, "
+                f'jax.lax.axis_index("{strategy.axis_name}"))`), or draw from a key in '
+                "the state, such as an `nnx.Rngs` of the trainer."
+            )
+
+    def _origins_of_slots(self) -> list[Origin]:
+        """Returns for each array whether it may be a key that is to stay equal."""
+        return [
+            MEANT
+            if owner.annotations.get("aggregation") is VariableAggregation.NONE
+            else SHARED
+            for owner in self._state.owners
+        ]
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
         """Yields what users get for the arrays that the function returned."""
@@ -322,15 +378,16 @@ def run_alone(
     if state is None or not is_in_trace():
         return _run_in_place(context, fn, args, kwargs)
     call = Call(fn, state)
+    axis = strategy.axis_name
     program = jax.make_jaxpr(
-        lambda slots: call.run(context, slots, args, kwargs), axis_env=[(AXIS_NAME, 1)]
+        lambda slots: call.run(context, slots, args, kwargs), axis_env=[(axis, 1)]
     )(call.before)
 
     def evaluate(*_: Any) -> list[Any]:
         return call_program(program, call.before, call.name)
 
-    if _names_axis(program):
-        rows = jax.vmap(evaluate, axis_name=AXIS_NAME)(jnp.zeros(1))
+    if _names_axis(program, axis):
+        rows = jax.vmap(evaluate, axis_name=axis)(jnp.zeros(1))
         outputs = [row[0] for row in rows]
     else:
         outputs = evaluate()
@@ -339,8 +396,34 @@ def run_alone(
     return call.returned(values)
 
 
-def _names_axis(program: core.ClosedJaxpr) -> bool:
-    named = [each for each in walk_equations(program) if AXIS_NAME in named_axes(each)]
+def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
+    """Returns whether a program needs the axis of replicas.
+
+    Raises:
+        ReplicaContextError: If the axis cannot be there, or means something else too.
+    """
+    named: list[Any] = []
+    hiding: list[Any] = []
+    pending: list[Any] = [program]
+    while pending:
+        current = pending.pop()
+        for equation in getattr(current, "jaxpr", current).eqns:
+            is_map = equation.primitive.name == "shard_map"
+            if is_map and axis in get_mapped_axes(equation):
+                # Inside, the name is that of an axis of the user's mesh.
+                hiding.append(equation)
+                continue
+            if axis in named_axes(equation):
+                named.append(equation)
+            pending.extend(programs_in(equation))
+
+    if named and hiding:
+        raise ReplicaContextError(
+            f"`shard_map` at {source_line(hiding[0])} is over an axis {axis!r} of its "
+            f"mesh, but the axis of replicas has this name too, and the step uses it "
+            f"at {source_line(named[0])}. Give the axis of the mesh another name, or "
+            "the axis of replicas (`axis_name=...` of the strategy)."
+        )
     for equation in named:
         name = equation.primitive.name
         if name.endswith("all_to_all"):  # Its result has another shape here.
@@ -373,7 +456,8 @@ def _run_in_place(
         return list(filter(_has_axis, held))
 
     with state.moved() as move:
-        outputs = iter(jax.vmap(run, axis_name=AXIS_NAME)(jnp.zeros(1)))
+        axis = context.strategy.axis_name
+        outputs = iter(jax.vmap(run, axis_name=axis)(jnp.zeros(1)))
 
     def without_axis(leaf: Any) -> Any:
         return next(outputs)[0] if _has_axis(leaf) else leaf

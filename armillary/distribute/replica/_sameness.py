@@ -20,7 +20,7 @@ from jax.dtypes import float0
 from jax.extend import core
 
 from armillary._jaxpr import Dataflow, mark, named_axes, programs_in, walk_equations
-from armillary.distribute.replica._values import AXIS_NAME, ReduceOp
+from armillary.distribute.replica._values import ReduceOp
 from armillary.errors import ReplicaMismatchError
 
 Classes: TypeAlias = tuple[int, ...]
@@ -48,7 +48,9 @@ _SOURCES = frozenset(
 _CASTS = ("pvary", "pcast")
 
 
-def reduce_by(ops: Any, op: ReduceOp, values: list[Any], num_replicas: int) -> Any:
+def reduce_by(
+    ops: Any, op: ReduceOp, values: list[Any], axis_name: str, num_replicas: int
+) -> Any:
     """Returns what a `CrossDeviceOps` makes of some arrays, proved equal everywhere.
 
     The operations of `ops` become one equation of the step's program, whose results
@@ -59,6 +61,7 @@ def reduce_by(ops: Any, op: ReduceOp, values: list[Any], num_replicas: int) -> A
         op: The reduction that `all_reduce` was asked for. A mean is a sum here, which
             the caller divides.
         values: This replica's arrays.
+        axis_name: The axis of replicas.
         num_replicas: At least 2.
 
     Raises:
@@ -74,7 +77,7 @@ def reduce_by(ops: Any, op: ReduceOp, values: list[Any], num_replicas: int) -> A
             lambda parts: ops.reduce(asked, parts), return_shape=True
         )(values)
         _check_results(ops, values, shapes)
-        _check_same(ops, program, num_replicas)
+        _check_same(ops, program, axis_name, num_replicas)
         results = core.jaxpr_as_fun(program)(*values)
         return [mark(result, name) for result in results]
 
@@ -84,12 +87,12 @@ def reduce_by(ops: Any, op: ReduceOp, values: list[Any], num_replicas: int) -> A
         if asked is not ReduceOp.SUM:
             by_order = jax.lax.pmax if asked is ReduceOp.MAX else jax.lax.pmin
             # JAX says that this has no derivative.
-            return jax.jvp(lambda parts: by_order(parts, AXIS_NAME), primals, tangents)
+            return jax.jvp(lambda parts: by_order(parts, axis_name), primals, tangents)
         # A sum is linear. Its derivative is XLA's own, which JAX can transpose, because
         # the user's operations may have no transpose.
         is_float = [change.dtype != float0 for change in changes]
         sums = iter(
-            jax.lax.psum(list(itertools.compress(changes, is_float)), AXIS_NAME)
+            jax.lax.psum(list(itertools.compress(changes, is_float)), axis_name)
         )
         pairs = zip(changes, is_float, strict=True)
         return reduce(parts), [next(sums) if has else zero for zero, has in pairs]
@@ -122,8 +125,10 @@ def _describe(arrays: Iterable[Any]) -> str:
     return ", ".join(f"{each.dtype}{list(each.shape)}" for each in arrays)
 
 
-def _check_same(ops: Any, program: core.ClosedJaxpr, num_replicas: int) -> None:
-    analysis = Sameness(num_replicas)
+def _check_same(
+    ops: Any, program: core.ClosedJaxpr, axis_name: str, num_replicas: int
+) -> None:
+    analysis = Sameness(axis_name, num_replicas)
     inputs = [analysis.different] * len(program.jaxpr.invars)
     results = analysis.find(program, inputs)
     for line in analysis.waits[:1]:
@@ -138,9 +143,9 @@ def _check_same(ops: Any, program: core.ClosedJaxpr, num_replicas: int) -> None:
             f"`reduce` of {ops!r} may leave different values on the replicas "
             f"({len(differing)} of {len(results)} results), but `all_reduce` must "
             "give every replica the same. End with a collective that does, such as\n"
-            '  parts = jax.lax.all_gather(value, "replica")\n'
+            f'  parts = jax.lax.all_gather(value, "{axis_name}")\n'
             "  total = jnp.sum(parts, axis=0)\n"
-            'or `jax.lax.psum(value, "replica")`.'
+            f'or `jax.lax.psum(value, "{axis_name}")`.'
         )
 
 
@@ -152,7 +157,8 @@ class Sameness(Dataflow[Classes]):
         waits: Lines of branches that replicas may take differently, with collectives.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, axis_name: str, num_replicas: int) -> None:
+        self._axis_name = axis_name
         self.different = tuple(range(num_replicas))
         self.nothing = (0,) * num_replicas
         self.waits: list[str] = []
@@ -189,7 +195,7 @@ class Sameness(Dataflow[Classes]):
             return operands
         if name in _SOURCES:
             return [self.different] * len(equation.outvars)
-        if AXIS_NAME not in named_axes(equation):
+        if self._axis_name not in named_axes(equation):
             return None
         make = self._rule(equation)
         if len(operands) == len(equation.outvars):

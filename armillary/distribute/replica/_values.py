@@ -18,9 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from armillary.data._layout import Active
 from armillary.state._holders import is_claimed
 
-AXIS_NAME = "replica"
-"""The axis of replicas, for the functions of `jax.lax`."""
-
 # Attributes that tensors of TensorFlow and PyTorch have, and arrays of JAX lack.
 _OF_TENSORS = ("numpy", "detach", "cpu")
 # Other names for the operations, as users of other libraries call them.

@@ -19,7 +19,7 @@ from armillary.distribute._global_arrays import (
     place_parts,
     split,
 )
-from armillary.distribute.replica._values import AXIS_NAME, PerReplica
+from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -142,8 +142,13 @@ class ReplicaLayout(_OnMesh):
         return range(start, start + owners.count(self.peers.index))
 
     @property
+    def axis_name(self) -> str:
+        (name,) = self.mesh.axis_names
+        return name
+
+    @property
     def num_replicas(self) -> int:
-        return self.mesh.shape[AXIS_NAME]
+        return self.mesh.size
 
     num_shares = num_replicas
 
@@ -163,12 +168,12 @@ class ReplicaLayout(_OnMesh):
         return split(arrays, sharding, leading_axes, rows, count)
 
     def _sharding(self, leading_axes: int, num_replicas: int | None) -> NamedSharding:
-        spec = PartitionSpec(*[None] * leading_axes, AXIS_NAME)
+        spec = PartitionSpec(*[None] * leading_axes, self.axis_name)
         return NamedSharding(narrow_mesh(self.mesh, num_replicas), spec)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         mesh = narrow_mesh(self.mesh, len(rows))
-        return _take_locally(mesh, PartitionSpec(AXIS_NAME), arrays, rows)
+        return _take_locally(mesh, PartitionSpec(self.axis_name), arrays, rows)
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         return jax.tree.map(lambda leaf: PerReplica(leaf, num_active), arrays)

@@ -25,8 +25,12 @@ from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data
+from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._cross_device import CrossDeviceOps
-from armillary.distribute.replica._values import array_of, is_per_replica
+from armillary.distribute.replica._values import (
+    array_of,
+    is_per_replica,
+)
 from armillary.distribute.strategies._single import MirroredStrategy
 from armillary.errors import ClusterError
 from armillary.typing import PyTree
@@ -130,12 +134,14 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             processes wait for each other.
         cross_device_ops: As for `MirroredStrategy`. `HierarchicalCopyAllReduce()` takes
             the devices of each process as a group.
+        axis_name: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If a device was used before the processes joined, this process has
             joined another cluster, or it is a `ps`.
         TypeError: If an argument is of another type.
-        ValueError: If the platform cannot follow `communication_options`.
+        ValueError: If the platform cannot follow `communication_options`, or
+            `axis_name` is empty.
     """
 
     def __init__(
@@ -143,10 +149,13 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        axis_name: str = DEFAULT_AXIS_NAME,
     ) -> None:
+        check_axis_name(axis_name)
         self._join(cluster_resolver, communication_options)
         devices = order_devices(self._find_devices(self.peers is not None))
-        super().__init__(devices, cross_device_ops)
+        super().__init__(devices, cross_device_ops, axis_name=axis_name)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         return jax.devices() if is_joined else jax.local_devices()
@@ -166,23 +175,31 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     Args:
         resolver: Tells which machine this is, and where the others are. By default
             `armillary.cluster.resolve_cluster()` finds out.
+        axis_name: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If JAX has no TPU here, a device was used before the machines of a
             job joined, this process has joined another cluster, or it is a `ps`.
-        TypeError: If `resolver` is of another type.
+        TypeError: If `resolver` or `axis_name` is of another type.
+        ValueError: If `axis_name` is empty.
     """
 
     _kind = "tpu"
 
-    def __init__(self, resolver: ClusterResolver | None = None) -> None:
+    def __init__(
+        self,
+        resolver: ClusterResolver | None = None,
+        *,
+        axis_name: str = DEFAULT_AXIS_NAME,
+    ) -> None:
+        check_axis_name(axis_name)
         fix = "Use one of `armillary.cluster`, or leave it out."
         check_instance("resolver", resolver, ClusterResolver | None, fix)
         # Joining would wait for other machines in vain.
         reason = _why_there_is_no_tpu() if self._kind == "tpu" else None
         if reason is not None:
             _refuse(reason)
-        super().__init__(resolver)
+        super().__init__(resolver, axis_name=axis_name)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         find = jax.devices if is_joined else jax.local_devices

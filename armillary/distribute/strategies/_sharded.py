@@ -29,6 +29,7 @@ from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
+from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._run import run_alone
 from armillary.distribute.strategies._layouts import MeshLayout, as_devices
@@ -81,13 +82,16 @@ class ShardedStrategy(JoinedStrategy):
             default `armillary.cluster.resolve_cluster()` finds out.
         communication_options: How values are exchanged between processes, and how long
             they wait for each other.
+        axis_name: As for `MirroredStrategy`. The axis has length 1 here, because there
+            is one replica. `data`, `fsdp` and `tensor` are axes of the mesh.
 
     Raises:
         ClusterError: If this process is to join others, but a device was used before,
             or it has joined another cluster, or it is a `ps`.
         TypeError: If an argument is of another type.
         ValueError: If the mesh does not have as many devices as there are, a process
-            has none in it, or a rule does not fit it.
+            has none in it, a rule does not fit it, or `axis_name` is empty or an axis
+            of the mesh.
     """
 
     def __init__(
@@ -97,7 +101,10 @@ class ShardedStrategy(JoinedStrategy):
         devices: Sequence[Any] | None = None,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        axis_name: str = DEFAULT_AXIS_NAME,
     ) -> None:
+        check_axis_name(axis_name, AXES)
         sizes = _check_shape(mesh_shape)
         self._join(cluster_resolver, communication_options)
         if self.peers is not None and devices is None:
@@ -122,7 +129,7 @@ class ShardedStrategy(JoinedStrategy):
             )
         mesh = Mesh(found.reshape(sizes), AXES, axis_types=_KINDS)
         self._rules = _Rules(mesh, rules)
-        super().__init__(mesh, num_replicas=1)
+        super().__init__(mesh, num_replicas=1, axis_name=axis_name)
         self._use(mesh)
         self._functions = Functions()
 

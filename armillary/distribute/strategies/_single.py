@@ -17,11 +17,11 @@ from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import OPTIONS_FIX, Strategy
 from armillary.distribute.program._function import Functions
+from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._context import get_strategy, set_default
 from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._run import run_alone, run_in_replicas
-from armillary.distribute.replica._values import AXIS_NAME
 from armillary.distribute.strategies._layouts import (
     Device,
     ReplicaLayout,
@@ -36,8 +36,10 @@ from armillary.typing import PyTree
 class SingleStrategy(Strategy):
     """One replica, on a device or, for `None`, wherever JAX puts it."""
 
-    def __init__(self, device: Device | None = None) -> None:
-        super().__init__(mesh=None, num_replicas=1)
+    def __init__(
+        self, device: Device | None = None, axis_name: str = DEFAULT_AXIS_NAME
+    ) -> None:
+        super().__init__(None, num_replicas=1, axis_name=axis_name)
         self._device = self.default_device = device
         self._sharding = None if device is None else SingleDeviceSharding(device)
 
@@ -94,15 +96,18 @@ class OneDeviceStrategy(SingleStrategy):
 
     Args:
         device: A `jax.Device`, or a name such as `"cpu:0"` or `"gpu:1"`.
+        axis_name: As for `MirroredStrategy`. The axis has length 1 here.
 
     Raises:
         ClusterError: If `TF_CONFIG` says that this process is a `ps`.
-        ValueError: If there is no such device.
+        TypeError: If `axis_name` is not a string.
+        ValueError: If there is no such device, or `axis_name` is empty.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, *, axis_name: str = DEFAULT_AXIS_NAME) -> None:
+        check_axis_name(axis_name)
         check_is_no_server(self.cluster_resolver)
-        super().__init__(as_device("device", device))
+        super().__init__(as_device("device", device), axis_name)
 
     def __repr__(self) -> str:
         return f"OneDeviceStrategy({self._device})"
@@ -125,19 +130,24 @@ class MirroredStrategy(Strategy):
         cross_device_ops: How `all_reduce` combines values over replicas, such as
             `armillary.distribute.HierarchicalCopyAllReduce()` or a `CrossDeviceOps` of
             your own. By default XLA chooses.
+        axis_name: The name of the axis of replicas inside `run`, for a model that has a
+            name of its own, such as `BatchNorm(axis_name="batch")`.
 
     Raises:
         ClusterError: If `TF_CONFIG` says that this process is a `ps`.
-        TypeError: If `cross_device_ops` is of another type.
+        TypeError: If `cross_device_ops` or `axis_name` is of another type.
         ValueError: If the devices cannot form replicas, or not the groups that
-            `cross_device_ops` asks for.
+            `cross_device_ops` asks for, or `axis_name` is empty.
     """
 
     def __init__(
         self,
         devices: Sequence[Any] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        axis_name: str = DEFAULT_AXIS_NAME,
     ) -> None:
+        check_axis_name(axis_name)
         check_is_no_server(self.cluster_resolver)
         found = as_devices("devices", devices)
         fix = "Use `armillary.distribute.NcclAllReduce()`, or leave it out."
@@ -146,13 +156,13 @@ class MirroredStrategy(Strategy):
         if cross_device_ops is not None:
             cross_device_ops._check_replicas(len(found))
         self.cross_device_ops = cross_device_ops
-        mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=(AxisType.Auto,))
-        super().__init__(mesh, num_replicas=len(found))
+        mesh = Mesh(np.asarray(found), (axis_name,), axis_types=(AxisType.Auto,))
+        super().__init__(mesh, num_replicas=len(found), axis_name=axis_name)
         self._functions = Functions()
 
     def _describe(self, num_devices: int) -> None:
         kinds = (AxisType.Auto,)
-        self._mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=kinds)
+        self._mesh = AbstractMesh((num_devices,), (self.axis_name,), axis_types=kinds)
         self._num_replicas = num_devices
 
     @property
@@ -196,18 +206,25 @@ class CentralStorageStrategy(MirroredStrategy):
         parameter_device: Where variables live, a device or a name. By default the first
             CPU, whose memory is that of the host. A name reaches platforms other than
             JAX's default one. An attribute as well.
+        axis_name: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If `TF_CONFIG` says that this process is a `ps`.
-        ValueError: If a device does not exist, or the devices cannot form replicas.
+        TypeError: If `axis_name` is not a string.
+        ValueError: If a device does not exist, the devices cannot form replicas, or
+            `axis_name` is empty.
     """
 
     def __init__(
         self,
         compute_devices: Sequence[Any] | None = None,
         parameter_device: Any = None,
+        *,
+        axis_name: str = DEFAULT_AXIS_NAME,
     ) -> None:
-        super().__init__(as_devices("compute_devices", compute_devices))
+        check_axis_name(axis_name)
+        devices = as_devices("compute_devices", compute_devices)
+        super().__init__(devices, axis_name=axis_name)
         home = "cpu:0" if parameter_device is None else parameter_device
         self.parameter_device: Device = as_device("parameter_device", home)
         self.home = SingleDeviceSharding(self.parameter_device)

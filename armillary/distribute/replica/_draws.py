@@ -1,0 +1,274 @@
+"""Finds random numbers that all replicas draw alike, and use for different examples.
+
+A key in the state is folded with the number of the replica (`_policy`). Any other key,
+such as one that the step captured, is the same on all replicas, and so are its numbers.
+That is right for numbers that all examples share, such as the noise of a parameter: one
+device draws them once, too. It is a mistake for numbers of single examples, such as a
+mask of dropout, because examples on different replicas then share one mask.
+
+The difference shows in the axes. A value of a replica's own has an axis along which its
+examples lie. The numbers are a mistake where they differ along this same axis.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from armillary._jaxpr import Dataflow, named_axes, walk_equations
+from armillary.distribute.replica._proof import (
+    DRAWS,
+    EXCHANGES,
+    REDUCTIONS,
+    SOURCES,
+)
+from armillary.distribute.replica._sameness import kind_of
+
+# Operations whose result may have other sizes along the same axes.
+_SAME_AXES = (
+    *("concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev"),
+    *("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),
+    *("select_and_gather_add", "select_and_scatter_add"),
+)
+# Operations without some axes of their operand, and the parameter that names these.
+_REMOVED = {
+    "squeeze": "dimensions",
+    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_max", "reduce_min"), "axes"),
+    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor"), "axes"),
+    **dict.fromkeys(("argmax", "argmin"), "axes"),
+}
+
+
+class Origin(NamedTuple):
+    """What a value is made of, as far as random numbers are concerned.
+
+    Axes are counted from the last one, -1, so that they stay the same where a loop
+    takes a value apart along its first axis.
+
+    Attributes:
+        is_own: Whether the value may differ between replicas.
+        examples: The axes along which the examples of a replica lie.
+        lines: The lines that drew numbers, equal on all replicas, of which it is made.
+        numbers: Such a line, and an axis along which its numbers differ.
+        is_meant: Whether it is made of a key that is to be equal on all replicas.
+        is_gradient: Whether it is made in a backward pass.
+    """
+
+    is_own: bool = False
+    examples: frozenset[int] = frozenset()
+    lines: frozenset[str] = frozenset()
+    numbers: frozenset[tuple[str, int]] = frozenset()
+    is_meant: bool = False
+    is_gradient: bool = False
+
+
+SHARED = Origin()
+MEANT = Origin(is_meant=True)
+
+
+def of_batch(num_axes: int) -> Origin:
+    """Returns the origin of an array of a replica's own, whose examples come first."""
+    return Origin(is_own=True, examples=frozenset({-num_axes} if num_axes else ()))
+
+
+class SharedDraw(NamedTuple):
+    """A line that draws, and a line that takes its numbers for a replica's own."""
+
+    drawn_at: str
+    used_at: str
+
+
+def find_shared_draws(
+    program: core.ClosedJaxpr, inputs: Sequence[Origin], axis_name: str
+) -> list[SharedDraw]:
+    """Returns draws whose numbers are equal on all replicas, but should not be.
+
+    Args:
+        program: The program of one replica.
+        inputs: The origins of its inputs.
+        axis_name: The axis of replicas.
+    """
+    if not any(each.primitive.name in DRAWS for each in walk_equations(program)):
+        return []
+    analysis = _Draws(axis_name)
+    analysis.run(program, inputs)
+    return sorted(analysis.found)
+
+
+class _Draws(Dataflow[Origin]):
+    nothing = SHARED
+
+    def __init__(self, axis_name: str) -> None:
+        super().__init__()
+        self._axis_name = axis_name
+        self.found: set[SharedDraw] = set()
+
+    def join(self, facts: Iterable[Origin]) -> Origin:
+        several = set(facts)
+        if len(several) < 2:
+            return several.pop() if several else SHARED
+        return Origin(
+            is_own=any(each.is_own for each in several),
+            examples=frozenset().union(*(each.examples for each in several)),
+            lines=frozenset().union(*(each.lines for each in several)),
+            numbers=frozenset().union(*(each.numbers for each in several)),
+            is_meant=any(each.is_meant for each in several),
+            is_gradient=any(each.is_gradient for each in several),
+        )
+
+    def decide(self, equation: Any, decides: Origin) -> Origin:
+        del equation
+        return Origin(is_own=decides.is_own)
+
+    def transfer(self, equation: Any, operands: list[Origin]) -> list[Origin] | None:
+        name = equation.primitive.name
+        num_results = len(equation.outvars)
+        if kind_of(equation) is not None:
+            # A call of a `CrossDeviceOps`, which reduces over all replicas. Arrays that
+            # it has captured come before the arrays to reduce.
+            return [self._reduce(equation, each) for each in operands[-num_results:]]
+        if name in DRAWS:
+            return [self._draw(equation, operands[0])] * num_results
+        if name in SOURCES:
+            return [Origin(is_own=True)] * num_results
+        has_groups = equation.params.get("axis_index_groups") is not None
+        is_over_all = self._axis_name in named_axes(equation) and not has_groups
+        if name.startswith(REDUCTIONS) and is_over_all:
+            return [self._reduce(equation, each) for each in operands]
+        if name.startswith((*REDUCTIONS, *EXCHANGES)):
+            return [Origin(is_own=True)] * num_results
+        return None
+
+    def _draw(self, equation: Any, key: Origin) -> Origin:
+        if key.is_own or key.is_meant:
+            return Origin(is_own=key.is_own, is_meant=key.is_meant)
+        line = self.line(equation)
+        shape = equation.outvars[-1].aval.shape
+        axes = [axis - len(shape) for axis, size in enumerate(shape) if size > 1]
+        numbers = frozenset((line, axis) for axis in axes)
+        return Origin(lines=frozenset({line}), numbers=numbers)
+
+    def _reduce(self, equation: Any, operand: Origin) -> Origin:
+        """Notes a reduction that makes nothing equal, because replicas drew alike."""
+        is_gathered = equation.primitive.name.startswith("all_gather")
+        is_for_replicas = is_gathered or operand.is_gradient
+        if is_for_replicas and not operand.is_own and not self.is_backward(equation):
+            self._note(operand.lines, equation)
+        lines = frozenset() if operand.is_own else operand.lines
+        return Origin(lines=lines)
+
+    def mix(self, equation: Any, operands: list[Origin]) -> Origin:
+        both = self.join(operands)
+        is_gradient = both.is_gradient or self.is_backward(equation)
+        numbers = _move(
+            equation, operands, lambda each: [] if each.is_own else each.numbers
+        )
+        if not both.is_own:
+            return both._replace(numbers=numbers, is_gradient=is_gradient)
+
+        places = _move(
+            equation, operands, lambda each: [("", axis) for axis in each.examples]
+        )
+        examples = frozenset(axis for _, axis in places)
+        # An order of the examples, which a sort makes, may be the same on all replicas.
+        if equation.primitive.name != "sort":
+            self._note({line for line, axis in numbers if axis in examples}, equation)
+        return Origin(
+            is_own=True,
+            examples=examples,
+            is_meant=both.is_meant,
+            is_gradient=is_gradient,
+        )
+
+    def _note(self, lines: Iterable[str], equation: Any) -> None:
+        self.found.update(SharedDraw(line, self.line(equation)) for line in lines)
+
+
+def _move(
+    equation: Any,
+    operands: list[Origin],
+    find: Callable[[Origin], Iterable[tuple[str, int]]],
+) -> frozenset[tuple[str, int]]:
+    """Returns lines and axes of the operands, with the axes of the result instead."""
+    found: set[tuple[str, int]] = set()
+    for index, operand in enumerate(operands):
+        for line, axis in find(operand):
+            moved = _axes_of_result(equation, index, axis)
+            found.update((line, each) for each in moved)
+    return frozenset(found)
+
+
+def _axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
+    """Yields what becomes of an axis of an operand; nothing where that is not known."""
+    name, params = equation.primitive.name, equation.params
+    shape = equation.invars[index].aval.shape
+    result = equation.outvars[0].aval.shape if equation.outvars else ()
+    place = axis + len(shape)
+    if place < 0:
+        return  # A loop has taken the value apart along this axis.
+
+    if name == "broadcast_in_dim":
+        # Along an axis that was copied, the numbers are equal.
+        target = params["broadcast_dimensions"][place]
+        if shape[place] == result[target]:
+            yield target - len(result)
+    elif name == "transpose":
+        yield params["permutation"].index(place) - len(result)
+    elif name == "reshape":
+        yield from _axes_of_reshaped(shape, result, place)
+    elif name == "dot_general":
+        yield from _axes_of_product(equation, index, place)
+    elif name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        if index == 0 and place == numbers.lhs_spec[0]:
+            yield numbers.out_spec[0] - len(result)
+    elif name == "gather":
+        offset = params["dimension_numbers"].offset_dims
+        kept = [each for each in range(len(result)) if each not in offset]
+        if index == 1 and place < len(kept):
+            yield kept[place] - len(result)
+    elif name in _REMOVED:
+        removed = params[_REMOVED[name]]
+        if place not in removed:
+            before = sum(each < place for each in removed)
+            yield place - before - len(result)
+    elif len(shape) == len(result):
+        is_kept = shape[place] == result[place] and _fit(shape, result)
+        if is_kept or name in _SAME_AXES:
+            yield axis
+
+
+def _fit(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Returns whether an operation may be one of single elements."""
+    pairs = zip(shape, result, strict=True)
+    return all(size in (1, other) for size, other in pairs)
+
+
+def _axes_of_reshaped(
+    shape: Sequence[int], result: Sequence[int], place: int
+) -> Iterator[int]:
+    """Yields the axes that share elements' strides with an axis of the old shape."""
+    first = math.prod(shape[place + 1 :])
+    last = first * shape[place]
+    for target in range(len(result)):
+        begin = math.prod(result[target + 1 :])
+        end = begin * result[target]
+        if max(first, begin) < min(last, end):
+            yield target - len(result)
+
+
+def _axes_of_product(equation: Any, index: int, place: int) -> Iterator[int]:
+    """Yields the axis of a product, unless the product sums over it."""
+    contracted, batch = equation.params["dimension_numbers"]
+    result = equation.outvars[0].aval.shape
+    free: list[list[int]] = []
+    for each in range(2):
+        axes = range(equation.invars[each].aval.ndim)
+        used = (*contracted[each], *batch[each])
+        free.append([axis for axis in axes if axis not in used])
+    if place in batch[index]:
+        yield list(batch[index]).index(place) - len(result)
+    elif place in free[index]:
+        before = len(batch[0]) + (len(free[0]) if index else 0)
+        yield before + free[index].index(place) - len(result)
