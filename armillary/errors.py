@@ -47,6 +47,10 @@ class DatasetStateError(ArmillaryError, ValueError):
     """A data source cannot be repositioned, or the position does not fit it."""
 
 
+class StaleStateError(ArmillaryError, RuntimeError):
+    """Training data read state that later steps have replaced, or are to replace."""
+
+
 class TFRecordError(ArmillaryError, ValueError):
     """A TFRecord file is damaged, or its records do not hold the features."""
 

@@ -12,15 +12,26 @@ from tests import patience
 
 
 def open_feed(
-    *datasets: DistributedDataset, in_pieces: bool = False, name: str | None = None
+    *datasets: DistributedDataset,
+    in_pieces: bool = False,
+    name: str | None = None,
+    reads_ahead: bool = True,
 ) -> Feed[Any]:
     """Returns a feed that was not started."""
-    return Feed(datasets, in_pieces=in_pieces, begins_anew=in_pieces, name=name)
+    return Feed(
+        datasets,
+        in_pieces=in_pieces,
+        begins_anew=in_pieces,
+        name=name,
+        reads_ahead=reads_ahead,
+    )
 
 
-def open_reader(dataset: DistributedDataset, *, in_pieces: bool = False) -> BatchReader:
+def open_reader(
+    dataset: DistributedDataset, *, in_pieces: bool = False, reads_ahead: bool = True
+) -> BatchReader:
     """Returns what reads the next pass over a dataset."""
-    feed = open_feed(dataset, in_pieces=in_pieces)
+    feed = open_feed(dataset, in_pieces=in_pieces, reads_ahead=reads_ahead)
     (reader,) = feed.readers
     vars(reader)["its_feed"] = feed  # With the feed, its readers are closed.
     return reader

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from armillary._checks import list_lines
+from armillary._copies import OfOneProcess
 from armillary._traceback import hides_frames
 from armillary.checkpoint._folder import (
     Saved,
@@ -23,11 +24,19 @@ from armillary.checkpoint._folder import (
     find_all,
     number_after,
 )
+from armillary.checkpoint._packed import Packed, pack
+from armillary.checkpoint._python_state import (
+    Described,
+    HostArray,
+    adapt,
+    adapt_loader,
+)
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, RestoreReport, Selection, as_paths
 from armillary.checkpoint._store import Content, describe_leaves
 from armillary.checkpoint._writer import announcing_errors, write_once
 from armillary.cluster._join import get_peers
+from armillary.cluster._peers import Peers
 from armillary.data.sources._source import MAY_BE_MISSING
 from armillary.errors import CheckpointError
 from armillary.state import _keras
@@ -36,8 +45,10 @@ from armillary.state._lift import State, find_slots
 from armillary.state._slots import Role, Slot
 from armillary.state._walk import Walk
 
+_STATE_DICT = ("state_dict", "load_state_dict")
 
-class Checkpoint:
+
+class Checkpoint(OfOneProcess):
     """Names the objects that make up a run.
 
     Each keyword is the first part of the paths of an object's arrays, so the keywords
@@ -47,22 +58,34 @@ class Checkpoint:
     - anything that holds JAX arrays in places that can be assigned: Flax NNX modules,
       optimizers, metrics and variables, objects with arrays or pytrees of arrays in
       their attributes, dictionaries and lists of arrays;
-    - anything with `get_state()` and `set_state(state)`, whose state can be written as
-      JSON, such as a distributed dataset.
+    - anything with `get_state()` and `set_state(state)`, or `state_dict()` and
+      `load_state_dict(state)`: a distributed dataset, a replay buffer, a game. A state
+      is made of numbers, strings, bytes, NumPy arrays, and lists, tuples and
+      dictionaries of them;
+    - a NumPy array, `np.random.Generator` or `random.Random`, and the modules `random`
+      and `np.random` for their own generators. Each is restored in place.
 
     NumPy arrays and Python values in plain attributes are not saved. A place that two
     objects share is saved once. A dictionary is saved as the object it is: if a program
     replaces it (`self.params = new_params`), give the object that refers to it
-    (`Checkpoint(trainer=trainer)`).
+    (`Checkpoint(trainer=trainer)`). Of several processes, the first one saves its
+    states, and all restore them.
 
     Args:
         **objects: The objects by name.
 
     Raises:
-        TypeError: If an object holds neither arrays nor a state.
+        TypeError: If an object holds neither arrays nor a state, or a NumPy array does
+            not hold numbers or cannot be written to.
         ValueError: If there is no object, or two arrays have the same path.
         DatasetStateError: If a data source cannot be repositioned.
     """
+
+    _why_not_copied = "it names the objects of this program"
+    _copy_instead = (
+        "Make a `Checkpoint` of the other objects, save this one, and read its folder "
+        "there (`checkpoint.read(path)`)."
+    )
 
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
         if unnamed:
@@ -77,12 +100,13 @@ class Checkpoint:
             )
         self.objects = MappingProxyType(objects)
         """The objects by name."""
-        self.states = {
-            name: value for name, value in objects.items() if has_position(value)
-        }
-        """The objects with `get_state` and `set_state`, by name."""
+        self.states: dict[str, Any] = {}
+        """What has `get_state` and `set_state`, by name: objects, or their adapters."""
         for name, value in objects.items():
-            _check_holds_state(name, value, name in self.states)
+            if (stateful := _find_state(name, value)) is not None:
+                self.states[name] = stateful
+            if not isinstance(stateful, HostArray | Described):
+                _check_holds_state(name, value, name in self.states)
         for value in self.states.values():
             if _has_method(value, "check_repositionable"):
                 value.check_repositionable()
@@ -228,7 +252,8 @@ class Checkpoint:
     def _write(self, choose: Callable[[], Saved]) -> str:
         with announcing_errors():
             content = self.read_content()
-        has_arrays = any(0 not in spec.shape for spec in content.specs.values())
+        has_leaves = any(0 not in spec.shape for spec in content.specs.values())
+        has_arrays = has_leaves or bool(content.state_arrays)
         return write_once(
             lambda: dataclasses.replace(choose(), has_arrays=has_arrays), content
         )
@@ -259,8 +284,34 @@ class Checkpoint:
                 "Assign the results of a step before saving; after a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
-        states = {name: _read_state(name, obj) for name, obj in self.states.items()}
-        return Content(leaves, describe_leaves(leaves), states)
+        packed = {name: _read_state(name, obj) for name, obj in self.states.items()}
+        if (peers := get_peers()) is not None:
+            self._check_agreed(packed, peers)
+        states = {name: each.state for name, each in packed.items()}
+        arrays = {key: a for each in packed.values() for key, a in each.arrays.items()}
+        return Content(leaves, describe_leaves(leaves), states, arrays)
+
+    def _check_agreed(self, packed: Mapping[str, Packed], peers: Peers) -> None:
+        """Raises if a Python object has another state in another process."""
+        names = [name for name in packed if not _is_ours(self.states[name])]
+        if not names:
+            return
+        # What JSON holds may tell of one process, such as a time or a path.
+        own = {name: "" for name in names}
+        for name in names:
+            is_adapted = isinstance(self.states[name], HostArray | Described)
+            if is_adapted or packed[name].has_arrays:
+                own[name] = packed[name].fingerprint()
+        said = peers.gather("the states of Python objects", json.dumps(own))
+        for index, text in enumerate(said):
+            for name, found in json.loads(text).items():
+                if found != json.loads(said[0])[name]:
+                    raise CheckpointError(
+                        f"`{name}` has another state in process {index} than in "
+                        "process 0, and a checkpoint holds that of process 0 for all. "
+                        "Begin it alike in all processes (the same seed), or leave it "
+                        "out of the `Checkpoint`."
+                    )
 
     def read_leaves(self) -> dict[str, Any]:
         """Returns what the slots hold now, by path.
@@ -301,11 +352,12 @@ class Checkpoint:
             for slot in slots:
                 slot.write([leaves[path] for path in slot.paths])
             for name, state in states.items():
-                undo[name] = _read_state(name, self.states[name])
+                undo[name] = _read_state(name, self.states[name]).unpack()
                 try:
                     self.states[name].set_state(state)
-                except ValueError as error:
-                    if name not in may_refuse:
+                except Exception as error:
+                    is_refusal = isinstance(error, ValueError)
+                    if not (is_refusal and name in may_refuse):
                         error.add_note(
                             f"That is `{name}`, so nothing was restored. If it changed "
                             "on purpose, it can stay as the program makes it: "
@@ -321,11 +373,14 @@ class Checkpoint:
                 }
             for name in refused:
                 self.states[name].set_state(undo[name])
-        except BaseException:
+        except BaseException as error:
             for slot, old in zip(slots, before, strict=True):
                 slot.write(old)
             for name, state in reversed(undo.items()):
-                self.states[name].set_state(state)
+                try:
+                    self.states[name].set_state(state)
+                except Exception as later_error:
+                    error.add_note(f"`{name}` is not as it was: {later_error!r}")
             raise
         return refused
 
@@ -365,7 +420,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 
 def has_position(value: Any) -> bool:
-    """Returns whether an object has a state of what JSON can hold."""
+    """Returns whether an object has a state of its own to save."""
     return not isinstance(value, type) and all(
         _has_method(value, name) for name in ("get_state", "set_state")
     )
@@ -376,26 +431,35 @@ def _has_method(value: Any, name: str) -> bool:
     return inspect.getattr_static(value, name, None) is not None
 
 
-def _read_state(name: str, value: Any) -> Any:
-    state = value.get_state()
-    try:
-        # The text is a copy too: the object may change its state while it is written.
-        return json.loads(json.dumps(state), object_pairs_hook=_as_dictionary)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`{name}` of type {type(value).__name__} has a `get_state` whose result "
-            f"cannot be written as JSON ({error}). Return dictionaries, lists, strings "
-            "and Python numbers (`int(value)`), and keep arrays in attributes."
-        ) from error
+def _find_state(name: str, value: Any) -> Any:
+    """Returns what reads and writes the state of an object, or `None`."""
+    adapter = adapt(name, value)
+    if adapter is not None:
+        return adapter
+    if has_position(value):
+        return value
+    # An object with arrays of JAX is saved by these, as it always was.
+    has_methods = all(_has_method(value, each) for each in _STATE_DICT)
+    if has_methods and not find_slots(value, name):
+        return adapt_loader(name, value)
+    return None
 
 
-def _as_dictionary(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns what JSON holds, unless two keys became one, such as `1` and `"1"`."""
-    if len(found := dict(pairs)) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = {key for key in keys if keys.count(key) > 1}
-        raise ValueError(f"several of its keys become {twice!r:.80}")
-    return found
+def _read_state(name: str, value: Any) -> Packed:
+    # A copy: the object may change its state while it is written.
+    return pack(
+        name,
+        value.get_state(),
+        lambda: f"`get_state` of `{name}`, of type {type(value).__name__},",
+    )
+
+
+def _is_ours(value: Any) -> bool:
+    """Returns whether a class of this library says what its states are."""
+    get_state = getattr(type(value), "get_state", None)
+    module = getattr(get_state, "__module__", None) or ""
+    is_adapter = isinstance(value, HostArray | Described)
+    return module.startswith("armillary.") and not is_adapter
 
 
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:

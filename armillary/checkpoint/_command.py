@@ -15,6 +15,7 @@ from armillary.checkpoint._folder import (
     list_directory,
     read_header,
 )
+from armillary.checkpoint._packed import summarize
 from armillary.checkpoint._store import read_description
 
 
@@ -66,7 +67,7 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
     return lambda: print_out(
         f"{saved.path}: step {saved.number}, {_when(saved)}{mark}",
         make_table(["path", "dtype", "shape"], rows),
-        *(f"{name}: {json.dumps(states[name])}" for name in sorted(states)),
+        *(f"{name}: {json.dumps(summarize(states[name]))}" for name in sorted(states)),
     )
 
 

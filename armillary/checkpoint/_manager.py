@@ -16,6 +16,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
+from armillary._copies import OfOneProcess
 from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
@@ -29,7 +30,7 @@ from armillary.errors import CheckpointError
 from armillary.state._summarize import as_step_counter
 
 
-class CheckpointManager:
+class CheckpointManager(OfOneProcess):
     """Saves and restores a `Checkpoint` below one directory.
 
     One job writes to a directory at a time; others may read it. Folders are named
@@ -73,6 +74,12 @@ class CheckpointManager:
         ValueError: If a number is out of range, a path of `may_differ` is empty, or
             `keep_best` is without `higher_is_better`, or not as in the directory.
     """
+
+    _why_not_copied = "it writes one directory of this process"
+    _copy_instead = (
+        "Make another `CheckpointManager` in the process that uses it, with the "
+        "objects that are there."
+    )
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from armillary.checkpoint._folder import (
     list_directory,
     read_header,
 )
+from armillary.checkpoint._packed import find_names, unpack
 from armillary.checkpoint._selection import RestoreReport, Selection, is_inside, match
 from armillary.checkpoint._store import (
     LeafSpec,
@@ -151,10 +152,15 @@ def _restore_intact(
         )
         full = [name for name in taken if name in saved and 0 not in saved[name].shape]
         shardings = {name: stored_sharding(leaves[name]) for name in full}
+        taken_states = {name: states[name] for name in taken if name in states}
+        for state in taken_states.values():
+            shardings.update(dict.fromkeys(find_names(state)))
         with _reading(folder):
             stored = read_arrays(folder, shardings)
+            new_states = {
+                name: unpack(state, stored) for name, state in taken_states.items()
+            }
         restored = {name: as_restored(stored[name], leaves[name]) for name in full}
-        new_states = {name: states[name] for name in taken if name in states}
         may_refuse = [n for n in new_states if is_inside(n, selection.may_differ)]
         refused = checkpoint.write_content(
             {**leaves, **restored}, new_states, may_refuse

@@ -292,11 +292,15 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
 
 
 def _as_arrays(content: Content, peers: Peers | None) -> dict[str, Any]:
-    return {
+    arrays = {
         name: as_stored(leaf, peers)
         for name, leaf in content.leaves.items()
         if 0 not in content.specs[name].shape
     }
+    is_writer = peers is None or peers.index == 0
+    for name, array in content.state_arrays.items() if is_writer else ():
+        arrays[name] = as_stored(array)
+    return arrays
 
 
 def _as_manifest(content: Content) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from armillary._checks import (
     check_path,
     check_positive_int,
 )
+from armillary._copies import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
 from armillary.actions._conditions import as_actions, tell
@@ -27,6 +28,7 @@ from armillary.controller._outputs import History, RunOutput, run_evaluations
 from armillary.controller._run import (
     Run,
     check_arguments,
+    check_evaluations_end,
     check_target,
     finishing,
     is_reached,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 
-class Controller:
+class Controller(OfOneProcess):
     """Runs the outer loop around a trainer and an evaluator.
 
     Training is, in short::
@@ -104,6 +106,12 @@ class Controller:
 
     Arguments are attributes, too, for reading only.
     """
+
+    _why_not_copied = "it runs the trainer and writes the files of this process"
+    _copy_instead = (
+        "Make the model, the trainer and the controller in the process that uses "
+        "them, such as in the function that a search over hyperparameters calls."
+    )
 
     @hides_frames
     def __init__(
@@ -273,6 +281,7 @@ class Controller:
         step = self._run.read_step()
         check_target("train_steps", train_steps, step, epochs, may_be_past=may_be_past)
         check_num_steps("eval_steps", eval_steps)
+        check_evaluations_end(self.evaluator, eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None

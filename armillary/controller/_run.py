@@ -21,6 +21,8 @@ from armillary.goodput._journal import make_recorder
 from armillary.goodput._stopwatch import Times, find_straggler
 from armillary.state._summarize import as_step_counter
 from armillary.trainer._contract import AbstractTrainer
+from armillary.trainer._runner import flatten_datasets
+from armillary.trainer._standard_evaluator import StandardEvaluator, check_ends
 from armillary.typing import Action
 
 _COMPARED_LOOPS = 10  # Twice.
@@ -140,6 +142,16 @@ def check_target(
             f"`{name}` is {steps}, but the global step is already {step}, and "
             f"`{name}` is the step to train up to. Use `{name}={step}` or more."
         )
+
+
+def check_evaluations_end(evaluator: Any, eval_steps: int) -> None:
+    """Raises if an evaluation would never end, before training begins."""
+    several = evaluator.values() if isinstance(evaluator, Mapping) else [evaluator]
+    for each in several:
+        method = getattr(type(each), "evaluate", None)
+        if method is StandardEvaluator.evaluate:
+            datasets, _ = flatten_datasets(each.eval_dataset)
+            check_ends("eval_steps", eval_steps, datasets)
 
 
 class StopRequest:

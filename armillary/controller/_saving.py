@@ -32,6 +32,7 @@ from armillary._process import get_process
 from armillary.actions._conditions import NewBestMetric, find_parts, tell
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
+from armillary.checkpoint._python_state import is_generator
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
@@ -347,8 +348,11 @@ def _differs(before: Content, now: Content) -> bool:
     """Returns whether an evaluation has changed a value that is saved."""
     if before.states != now.states or before.leaves.keys() != now.leaves.keys():
         return True
-    pairs = ((leaf, now.leaves[path]) for path, leaf in before.leaves.items())
-    return not all(_is_same(*pair) for pair in pairs)
+    if before.state_arrays.keys() != now.state_arrays.keys():
+        return True
+    old = {**before.leaves, **before.state_arrays}
+    new = {**now.leaves, **now.state_arrays}
+    return not all(_is_same(leaf, new[path]) for path, leaf in old.items())
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -409,12 +413,14 @@ def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> N
     for name, value in held_by(trainer):
         # Of data, a trainer saves the position, and an evaluation needs none.
         is_data = isinstance(value, IndexedDataset | DistributedDataset)
-        if has_position(value) and not (is_data or id(value) in saved):
+        has_state = has_position(value) or is_generator(value)
+        if has_state and not (is_data or id(value) in saved):
             logger.warning(
-                "`%s` of the trainer has a `get_state` that the `Checkpoint` leaves "
+                "`%s` of the trainer has a state (`%s`) that the `Checkpoint` leaves "
                 "out, so a restart forgets it. Name it there: `Checkpoint(..., "
                 "%s=trainer.%s)`.",
-                *(name, name, name),
+                *(name, "get_state" if has_position(value) else type(value).__name__),
+                *(name, name),
             )
     for part in find_parts(actions):
         if id(part) in saved or not has_position(part):

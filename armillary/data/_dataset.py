@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from armillary._copies import OfOneProcessOnceUsed
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
@@ -33,7 +34,7 @@ from armillary.typing import Batch, PyTree
 _PIPELINES, _ORDER = "pipelines", "order"
 
 
-class DistributedDataset:
+class DistributedDataset(OfOneProcessOnceUsed):
     """Spreads the batches of a source over the replicas of a layout.
 
     Every `iter` begins the next pass over the source (the next *epoch*)::
@@ -62,6 +63,12 @@ class DistributedDataset:
         TypeError: If `source` does not give batches, or its arrays should stay on the
             device and it has none.
     """
+
+    _why_not_copied = "it has a reader, and a place on the devices of this process"
+    _copy_instead = (
+        "Pass on the data set that it was made from, and distribute that in the "
+        "process that uses it (`strategy.distribute_dataset(source)`)."
+    )
 
     def __init__(
         self,
@@ -107,7 +114,12 @@ class DistributedDataset:
         return 0 if self.is_agreed else self.options.prefetch
 
     def open_reader(
-        self, *, in_pieces: bool, begins_anew: bool, owner: Any = None
+        self,
+        *,
+        in_pieces: bool,
+        begins_anew: bool,
+        owner: Any = None,
+        reads_ahead: bool = True,
     ) -> BatchReader:
         """Returns what a feed reads; its arguments are the feed's."""
         last, first = self._reader, Position()
@@ -121,7 +133,9 @@ class DistributedDataset:
             waiting = last.used, self.read(last.used)
         if waiting is None or (waiting[0].is_exhausted and begins_anew):
             waiting = self._open_next()
-        reader = BatchReader(self, *waiting, in_pieces=in_pieces)
+        reader = BatchReader(
+            self, *waiting, in_pieces=in_pieces, reads_ahead=reads_ahead
+        )
         feed = last.feed() if last is not None and self._owner() is not None else None
         if last and feed is not None and not (feed.is_closed or last.used.is_exhausted):
             if owner is None:
@@ -149,6 +163,11 @@ class DistributedDataset:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch.arrays
             )
             self._first = SourceBatch(types, batch.position)
+
+    @property
+    def source_spec(self) -> PyTree | None:
+        """The types of the first batch of the source; `None` before it was read."""
+        return None if self._first is None else self._first.arrays
 
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from armillary._checks import check_callable, check_instance
+from armillary._copies import OfOneProcess
 from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
@@ -73,7 +74,7 @@ class ValueContext(NamedTuple):
     num_replicas_in_sync: int
 
 
-class Strategy:
+class Strategy(OfOneProcess):
     """Spreads one training step over devices (`tf.distribute.Strategy`).
 
     Use one of the subclasses. Code written against this class runs under all of them.
@@ -87,6 +88,13 @@ class Strategy:
         axis_name: The name of the axis of replicas, for the functions of `jax.lax`.
             Inside `run` it exists under every strategy, with one replica too.
     """
+
+    _why_not_copied = "it stands for the devices of this process"
+    _copy_instead = (
+        "Make the strategy, and the trainers that hold it, in the process that uses "
+        "them. To hand on what was trained, save a `Checkpoint`, or copy the state "
+        "(`nnx.clone(model)`, or `trainer.state` of a `StepTrainer`)."
+    )
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""

@@ -162,6 +162,8 @@ class Plan:
         batch = f"{self.per_replica_batch} each, {self.global_batch} global"
         if self.accumulate_steps > 1:
             batch += f", in {self.accumulate_steps} parts"
+        if not self.global_batch:
+            batch = "none: the steps make their own data"
         held = f"{format_bytes(self.held_bytes)} on each device"
         if self.held_bytes < self.state_bytes:
             held = f"{format_bytes(self.state_bytes)}, {held}"
@@ -252,7 +254,8 @@ def plan(
     Raises:
         TypeError: If `trainer` is no `StandardTrainer`.
         ValueError: If `topology` describes no devices, the strategy is for one, or
-            `find_batch` is asked of an abstract plan.
+            `find_batch` is asked of an abstract plan, or a batch is chosen for a
+            trainer without data.
         PlanError: If there is no compiler for them, or it fails.
     """
     fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
@@ -269,6 +272,13 @@ def plan(
         raise ValueError(
             "`find_batch` is True, but it compiles to see what fits, and with "
             "`abstract=True` nothing is compiled. Leave one of them out."
+        )
+    if trainer.train_dataset is None and (find_batch or per_replica_batch is not None):
+        name = "find_batch" if find_batch else "per_replica_batch"
+        value = True if find_batch else per_replica_batch
+        raise ValueError(
+            f"`{name}` is {value}, but `train_dataset` of the trainer is None: its "
+            "steps make their own data and take no batch. Leave it out."
         )
     devices = parse_topology(topology, target, abstract=abstract)
     platform = "tpu" if devices.target is None else devices.target.platform

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
@@ -33,7 +34,7 @@ class DescribedLoop(NamedTuple):
     depth: int  # how many loops of the program are around a step
     capacity: int  # steps for which it has room
     num_shares: int  # parts of a batch, one for each replica if there are any
-    share_size: int  # examples of each in a step, of the first dataset
+    share_size: int  # examples of each in a step, of the first dataset, 0 without
     num_parts: int  # in which a step takes them
     chunk_bytes: int  # of batches, on each device
     state_bytes: int
@@ -74,7 +75,9 @@ def described(
             flat = programs.find_state()
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
             programs.loops_per_chunk = size // num_steps
-            chunk = _describe_chunk(programs, gathers, shares, options, size, mesh)
+            chunk = _describe_chunk(
+                programs, gathers, shares, layout, options, size, mesh
+            )
             program = programs.get(chunk)
             health = None
             if options.on_non_finite is not None:
@@ -89,7 +92,7 @@ def described(
                 depth=program.depth,
                 capacity=chunk.capacity,
                 num_shares=layout.num_shares,
-                share_size=jax.tree.leaves(shares[0])[0].shape[0],
+                share_size=jax.tree.leaves(shares[0])[0].shape[0] if shares else 0,
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
                 state_bytes=sum(each.size * each.dtype.itemsize for each in flat.types),
@@ -112,11 +115,11 @@ def _describe_chunk(
     programs: StepPrograms,
     gathers: list[Gather],
     shares: list[PyTree],
+    layout: BatchLayout,
     options: LoopOptions,
     most_steps: int,
     mesh: AbstractMesh,
 ) -> Chunk:
-    layout = gathers[0].layout
     types = [layout.describe(share) for share in shares]
     active = (layout.num_replicas,) * len(types)
     per_step = programs.count_batches(types, active)
@@ -126,7 +129,9 @@ def _describe_chunk(
         max_chunk_bytes=options.max_chunk_bytes,
     )
     pairs = zip(gathers, shares, strict=True)
-    sent, resident = zip(*(each.describe(share) for each, share in pairs), strict=True)
+    described = [gather.describe(share) for gather, share in pairs]
+    sent = [types for types, _ in described]
+    resident = [types for _, types in described]
     capacity = builder.count_steps([layout.describe(each) for each in sent])
     arrays = [
         layout.describe(each, (capacity * taken,))

@@ -15,11 +15,13 @@ import jax
 from armillary._logging import logger
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._split import Piece
 from armillary.data.feed._stream import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._hooks import map_output
+from armillary.trainer._last_batch import check_last_batch
 from armillary.trainer._origin import find_origin
 from armillary.trainer._runner import (
     Run,
@@ -61,7 +63,12 @@ class Loop:
         self._method, self._strategy = method, method.strategy
         self.datasets = run.distribute(method.strategy)
         self._structure = flatten_datasets(run.datasets)[1]
-        self._steps_per_chunk = method.options.steps_per_chunk
+        reads_ahead = method.options.read_ahead
+        self._steps_per_chunk = method.options.steps_per_chunk if reads_ahead else 1
+        # Without data there is nothing to wait for.
+        self._prefetch = min((1, *(each.prefetch for each in self.datasets)))
+        if not (self.datasets and reads_ahead):
+            self._prefetch = 0
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
         gathers = [data.gather for data in self.datasets]
@@ -84,7 +91,13 @@ class Loop:
             begins_anew=begins_anew,
             name=method.name,
             owner=method.owner,
+            reads_ahead=method.options.read_ahead,
         )
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether a batch may be read before the step in front of it has run."""
+        return self._prefetch > 0 or self._steps_per_chunk != 1
 
     def reopen(self) -> None:
         self.feed.close()
@@ -92,9 +105,11 @@ class Loop:
 
     def begin_epoch(self, epochs: int) -> int:
         """Begins the next pass, if the last one has ended; see `AbstractTrainer`."""
-        if len(self.datasets) > 1 or self.datasets[0].is_endless:
+        if len(self.datasets) != 1 or self.datasets[0].is_endless:
             reason = f"has {len(self.datasets)} datasets, which end at different steps"
-            if len(self.datasets) == 1:
+            if not self.datasets:
+                reason = "is None, and steps that make their own data have no epochs"
+            elif len(self.datasets) == 1:
                 reason = "repeats its data for ever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
@@ -154,15 +169,25 @@ class Loop:
         types = [reader.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.num_active for batch in first)
         assert self._steps_per_chunk is not None
+        batches_per_step = self._programs.count_batches(types, active)
+        is_in_parts = self._method.options.accumulate_steps > 1
+        if is_in_parts and batches_per_step == (1,):
+            check_last_batch(self.feed.readers[0], self._trace_for)
         builder = ChunkBuilder(
-            self._programs.count_batches(types, active),
+            batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self._method.options.max_chunk_bytes,
             # Nothing runs in one process alone: the others must hear of it instead.
-            gives_errors_at_once=self.datasets[0].layout.peers is not None,
+            gives_errors_at_once=self._strategy.layout.peers is not None,
+            # An evaluation changes no state that its data could read.
+            reads_ahead=self._reads_ahead and not self._method.is_evaluation,
         )
-        prefetch = min(1, *(dataset.prefetch for dataset in self.datasets))
-        self.feed.start(builder.build, prefetch)
+        self.feed.start(builder.build, self._prefetch)
+
+    def _trace_for(self, piece: Piece) -> None:
+        """Traces the step for a batch of the only data set."""
+        gather = self.feed.readers[0].gather
+        self._programs.trace([gather.types(piece)], (piece.num_active,))
 
     # Loops with the hooks of the trainer
 
@@ -248,7 +273,9 @@ class Loop:
             start = self.feed.offset
             count, full = _count(chunk.ends[start:], most, remaining)
             first = start if program.is_nested else 0
-            arrays = self._start(flat, chunk, count, is_last=full == remaining)
+            # The data may look at the state before the next step.
+            is_seen = full == remaining or not self._reads_ahead
+            arrays = self._start(flat, chunk, count, is_seen=is_seen)
             remaining -= full if remaining > 0 else 0
             if not self._method.keep_results:
                 yield full, []
@@ -266,9 +293,12 @@ class Loop:
         count: int,
         num_loops: int = 0,
         *,
-        is_last: bool = True,
+        is_seen: bool = True,
     ) -> list[jax.Array]:
-        """Starts steps of a chunk, the `is_last` or not; returns the arrays put out."""
+        """Starts steps of a chunk; returns the arrays put out.
+
+        If the state after them `is_seen` by Python, it is put in its places.
+        """
         program, feed, guard = self._programs.get(chunk), self.feed, self._guard
         start = feed.offset
         with flat.lent(program.changed) as (donated, others):
@@ -280,7 +310,7 @@ class Loop:
             guard.add(chunk.positions[start : start + count])
             feed.commit(count)
             feed.read_on()  # when the device has something to do
-            if is_last:
+            if is_seen:
                 flat.write_back()  # here, since Ctrl-C is kept away
         return arrays
 

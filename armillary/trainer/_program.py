@@ -279,6 +279,9 @@ def take_batches(
         ]
         return jax.tree.leaves(batches)
 
+    if not inputs:
+        return []
+
     def take_in_branch(index: Any) -> list[Any]:
         # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
         # branch whose condition it cannot know. The other one is never taken; being

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
+from armillary._copies import OfOneProcess, refuse_copy
 from armillary._jaxpr import is_in_trace
 from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._stream import Prefetcher
@@ -22,6 +23,7 @@ from armillary.errors import ReplicaContextError
 from armillary.goodput._stopwatch import Category, get_stopwatch
 from armillary.lifeline._lifeline import waiting
 from armillary.state._holders import held_by
+from armillary.trainer._no_data import NoBatches
 from armillary.typing import PyTree
 
 # How often the device is looked at. Data that comes ends the wait at once.
@@ -43,6 +45,7 @@ class LoopOptions:
     check_replicas_every: int | None = field(default=None, init=False, repr=False)
     compile_hooks: bool | None = field(default=False, init=False, repr=False)
     accumulate_steps: int = field(default=1, init=False, repr=False)
+    read_ahead: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_one_of("compile_loop", self.compile_loop, (True, False))
@@ -99,6 +102,11 @@ class StandardTrainerOptions(LoopOptions):
             activations of one part, one update, and gradients, summed over replicas
             once, that are those of the whole batch. The examples of a replica must
             be a multiple of it.
+        read_ahead: Whether batches may be read while earlier steps run. Off, each batch
+            is read right before its step, in the thread that trains, when the state is
+            that of the step before. For data that depend on the parameters, such as
+            games that the model plays. Each step is then a program of its own, and the
+            device waits while Python makes the batch.
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
@@ -116,16 +124,25 @@ class StandardTrainerOptions(LoopOptions):
 
     Raises:
         ValueError: If a number is below 1, or `on_non_finite` is none of its values, or
-            steps that are not compiled are to be watched.
+            steps that are not compiled are to be watched, or chunks of several steps
+            are not to be read ahead.
     """
 
     on_non_finite: Literal["raise", "skip"] | None = None
     check_replicas_every: int | None = None
     compile_hooks: bool | None = None
     accumulate_steps: int = 1
+    read_ahead: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_one_of("read_ahead", self.read_ahead, (True, False))
+        if not self.read_ahead and self.steps_per_chunk not in (None, 1):
+            raise ValueError(
+                f"`read_ahead` is False, but `steps_per_chunk` is "
+                f"{self.steps_per_chunk}, and the batches of a chunk are read before "
+                "its first step. Leave `steps_per_chunk` out."
+            )
         check_one_of("on_non_finite", self.on_non_finite, (None, "raise", "skip"))
         check_positive_int("accumulate_steps", self.accumulate_steps)
         check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
@@ -197,8 +214,14 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
 
 
 @dataclass
-class Run:
+class Run(OfOneProcess):
     """The data of a step, and what runs it: apart from the user's attributes."""
+
+    _why_not_copied = "its loop has threads and programs of this process"
+    _copy_instead = (
+        "Make another one in the process that uses it, and give it the state: save and "
+        "restore a `Checkpoint`, or copy a model by `nnx.clone`."
+    )
 
     datasets: PyTree
     options: Any
@@ -206,20 +229,28 @@ class Run:
     loop: Any = None  # what ran last, a `Loop` or an `AsynchronousLoop`
     has_warned: bool = False  # of data that resumes or ends otherwise than one thinks
     # The datasets as a strategy has them, and of which nest they were made.
-    _parts: Sequence[DistributedDataset] = ()
+    _parts: Sequence[DistributedDataset] | None = None
     _nest: PyTree = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.loop is not None:
+            raise refuse_copy("A trainer or an evaluator that has run steps", self)
+        return object.__reduce_ex__(self, protocol)
 
     def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
         """Returns the datasets under a strategy, at the positions that they have."""
-        before = self._parts if self._nest is self.datasets else ()
-        if not before or any(each.layout != strategy.layout for each in before):
-            leaves, _ = flatten_datasets(self.datasets)
-            self._parts = [distribute(each, strategy) for each in leaves]
-            self._nest = self.datasets
-            for old, new in zip(before, self._parts, strict=False):
-                if old is not new and old.is_repositionable:
-                    new.set_state(old.get_state())
-        return self._parts
+        before = self._parts if self._nest is self.datasets else None
+        if before is not None and all(
+            each.layout == strategy.layout for each in before
+        ):
+            return before
+        leaves, _ = flatten_datasets(self.datasets)
+        self._parts = parts = [distribute(each, strategy) for each in leaves]
+        self._nest = self.datasets
+        for old, new in zip(before or (), parts, strict=False):
+            if old is not new and old.is_repositionable:
+                new.set_state(old.get_state())
+        return parts
 
 
 def make_run(
@@ -230,7 +261,12 @@ def make_run(
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
     for each in flatten_datasets(datasets)[0]:
-        is_one = each is None or isinstance(each, Iterable | Callable | Source)
+        is_one = isinstance(each, Iterable | Callable | Source)
+        if isinstance(each, tuple) and not each:
+            raise TypeError(
+                f"`{argument}` is (), which holds no data set. Pass one, or None for a "
+                "step that makes its own data."
+            )
         if not is_one or isinstance(each, str | bytes | bytearray | dict):
             raise TypeError(
                 f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
@@ -252,6 +288,9 @@ class StepMethod(NamedTuple):
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
+        if iterators is None:
+            argument = "eval_dataset" if self.is_evaluation else "train_dataset"
+            iterators = NoBatches(argument, self.name)
         with accumulating(self.options.accumulate_steps, self.name):
             return self.fn(iterators)
 
@@ -327,7 +366,12 @@ class Runner:
 
 
 def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:
-    """Flattens a nest of datasets; a list that holds arrays is one, of its batches."""
+    """Flattens a nest of datasets; a list that holds arrays is one, of its batches.
+
+    `None` is a nest without datasets, for a step that makes its own data.
+    """
+    if nest is None:
+        return [], jax.tree.structure(None)
     leaves, structure = jax.tree.flatten(nest, is_leaf=_is_dataset)
     if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
         return [nest], jax.tree.structure(0)

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     which leaves those replicas out, and not with `jax.lax.psum`.
 
     Args:
-        eval_dataset: As `train_dataset` of `StandardTrainer`.
+        eval_dataset: As `train_dataset` of `StandardTrainer`. With `None`, each
+            evaluation needs a number of steps.
         options: How to run; see `StandardEvaluatorOptions`.
     """
 
@@ -143,8 +144,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
 
         Raises:
             ValueError: If `num_steps` is neither positive nor -1, or -1 where the
-                dataset repeats its data for ever, or the dataset belongs to another
-                strategy.
+                dataset repeats its data for ever or there is none, or the dataset
+                belongs to another strategy.
             ThreadError: If another thread runs steps with the same state.
         """
         check_num_steps("num_steps", num_steps)
@@ -154,12 +155,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             last, keeps = run.loop, state is not None
             method = self._get_method(run, strategy, "eval_step", keep_results=keeps)
             loop = find_loop(run, method)
-            if num_steps == -1 and all(data.is_endless for data in loop.datasets):
-                raise ValueError(
-                    "`num_steps` is -1, for all of the data, but `eval_dataset` "
-                    "repeats its data for ever. Make it without `repeat=True`, or "
-                    "give a number of steps."
-                )
+            check_ends("num_steps", num_steps, loop.datasets)
             if loop is last and _begins_anew(loop, run.options):
                 loop.reopen()
             for step_outputs in loop.iterate(num_steps):
@@ -175,6 +171,24 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                 )
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
+
+
+def check_ends(name: str, num_steps: int, datasets: Sequence[Any]) -> None:
+    """Raises if an evaluation of all the data would never end."""
+    if num_steps != -1:
+        return
+    if not datasets:
+        raise ValueError(
+            f"`{name}` is -1, for all of the data, but `eval_dataset` is None, and "
+            "steps that make their own data never end. Give a number of steps: "
+            "`controller.evaluate(steps=100)`, or `eval_steps=100` of "
+            "`train_and_evaluate`."
+        )
+    if all(getattr(each, "is_endless", False) for each in datasets):
+        raise ValueError(
+            f"`{name}` is -1, for all of the data, but `eval_dataset` repeats its "
+            "data for ever. Make it without `repeat=True`, or give a number of steps."
+        )
 
 
 def _begins_anew(loop: Loop, options: StandardEvaluatorOptions) -> bool:

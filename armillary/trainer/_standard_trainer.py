@@ -57,6 +57,7 @@ class StandardTrainer(Runner, AbstractTrainer):
     Args:
         train_dataset: A dataset from `make_distributed_dataset`, anything that
             `armillary.data.as_source` takes, or a nest (list, dict, ...) of them.
+            `None` if the step makes its own data and takes no batch.
         options: How to run; see `StandardTrainerOptions`.
 
     Raises:
@@ -91,7 +92,8 @@ class StandardTrainer(Runner, AbstractTrainer):
 
         Args:
             iterator: An iterator with the structure of `train_dataset`. Each `next` on
-                it gives one global batch, for `strategy.run`.
+                it gives one global batch, for `strategy.run`. Without data, `next` is
+                a `TypeError`.
         """
 
     def train_loop_end(self) -> Output:
@@ -124,6 +126,8 @@ class StandardTrainer(Runner, AbstractTrainer):
             NonFiniteError: If a step left values that are not finite, and
                 `on_non_finite` is `"raise"`.
             ThreadError: If another thread runs steps with the same state.
+            StaleStateError: If the data read the state of the trainer, and are read
+                ahead.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
         started = self._start(num_steps, 1)
@@ -145,6 +149,8 @@ class StandardTrainer(Runner, AbstractTrainer):
             DatasetStateError: If it is of another number of data sets, or one refuses.
         """
         datasets = self._positions()
+        if not datasets and not any(state):
+            return
         if len(state) != len(datasets):
             raise DatasetStateError(
                 f"`state` holds the positions of {len(state)} data sets, but "
@@ -166,7 +172,15 @@ class StandardTrainer(Runner, AbstractTrainer):
                 parts = run.distribute(strategy)
         ours = [each for each in parts if isinstance(each, DistributedDataset)]
         lost = [each.source_name for each in ours if not each.is_repositionable]
-        if lost and not run.has_warned:
+        if lost and not run.has_warned and not run.options.read_ahead:
+            run.has_warned = True
+            logger.info(
+                "The training data (%s) have no position: a run that resumes reads "
+                "them from their beginning. Name the objects that make them in the "
+                "checkpoint: `Checkpoint(trainer=trainer, game=game)`.",
+                ", ".join(lost),
+            )
+        elif lost and not run.has_warned:
             run.has_warned = True
             logger.warning(
                 "No checkpoint holds the position in the training data (%s), which has "
@@ -382,6 +396,7 @@ def _check_options(options: LoopOptions) -> None:
         "check_replicas_every",
         "accumulate_steps",
         "compile_hooks",
+        "read_ahead",
     ):
         value = getattr(options, name)
         if value != getattr(StandardTrainerOptions, name):

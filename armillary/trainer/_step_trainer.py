@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_methods
+from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import create_global_step
@@ -16,6 +17,7 @@ from armillary.errors import StateStructureError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import describe, is_array, is_equal, join_keys
 from armillary.trainer._hooks import without_python
+from armillary.trainer._no_data import check_step_arguments, take_batches
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
@@ -55,7 +57,8 @@ class StepTrainer(StandardTrainer):
             or `None`.
         state: The state to begin with. Its arrays are copied, NumPy's as well, and
             integers become arrays. Other leaves, such as functions, are constants.
-        train_dataset: As for `StandardTrainer`.
+        train_dataset: As for `StandardTrainer`. Without it, the step makes its own
+            data and takes the state alone: `step(state)`.
         strategy: Whose replicas run the step; by default the one in effect.
         metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
         options: As for any `StandardTrainer`.
@@ -69,16 +72,17 @@ class StepTrainer(StandardTrainer):
         global_step: How many steps were run, a variable of shape `()`.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or `step` returns no such pair.
+        TypeError: If an argument is of the wrong type, or `step` returns no such pair,
+            or takes a batch and there is no data, or takes none and there is.
         StateStructureError: If `step` returns another kind of state than it took.
         ValueError: If `state` has no array, or there are more than 64 means.
     """
 
     def __init__(
         self,
-        step: Callable[[Any, Batch], tuple[Any, Mapping[str, Any] | None]],
+        step: Callable[..., tuple[Any, Mapping[str, Any] | None]],
         state: Any,
-        train_dataset: PyTree,
+        train_dataset: PyTree = None,
         *,
         strategy: Strategy | None = None,
         metrics: Any = None,
@@ -89,6 +93,12 @@ class StepTrainer(StandardTrainer):
         self.strategy = get_strategy() if strategy is None else strategy
         super().__init__(train_dataset, options)
         check_callable("step", step)
+        check_step_arguments(
+            "armillary.StepTrainer(step, state",
+            step,
+            "train_dataset",
+            has_data=train_dataset is not None,
+        )
         if options is not None and options.accumulate_steps > 1:
             raise ValueError(
                 f"`accumulate_steps` is {options.accumulate_steps}, but a pure step "
@@ -105,11 +115,18 @@ class StepTrainer(StandardTrainer):
         self.state = jax.tree.map(_own, state)
         self.global_step = create_global_step()
 
+    if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "state":
+                check_state_is_current("trainer.state")
+            return super().__getattribute__(name)
+
     def train_loop_begin(self) -> None:
         self._metrics.reset()
 
     def train_step(self, iterator: Any) -> None:
-        self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+        self.strategy.run(self._run, args=take_batches(iterator))
         self.global_step[...] += 1
 
     train_step.__name__ = "step"  # for messages: the user wrote `step`
@@ -117,8 +134,8 @@ class StepTrainer(StandardTrainer):
     def train_loop_end(self) -> Output:
         return self._metrics.compute()
 
-    def _run(self, batch: Batch) -> None:
-        result = self._step(self.state, batch)
+    def _run(self, *batches: Batch) -> None:
+        result = self._step(self.state, *batches)
         is_tuple = isinstance(result, tuple)
         if not is_tuple or len(result) != 2:
             shown = f"{len(result)} values" if is_tuple else describe(result)
@@ -129,7 +146,8 @@ class StepTrainer(StandardTrainer):
             )
         check_state(self.state, result[0])
         self.state = result[0]
-        add_metrics(self._metrics, result[1], batch)
+        # Without data, each step has the same weight.
+        add_metrics(self._metrics, result[1], batches)
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):
@@ -160,25 +178,33 @@ class StepEvaluator(StandardEvaluator):
     Args:
         step: Takes the state and a batch; returns a dictionary of metrics.
         trainer: A `StepTrainer`, or anything whose attribute `state` is the state.
-        eval_dataset: As for `StandardEvaluator`.
+        eval_dataset: As for `StandardEvaluator`. Without it, the step takes the state
+            alone, and each evaluation needs a number of steps.
         metrics: As in `StepTrainer`.
         options: As for any `StandardEvaluator`.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or `step` returns no dictionary.
+        TypeError: If an argument is of the wrong type, or `step` returns no dictionary,
+            or takes a batch and there is no data, or takes none and there is.
     """
 
     def __init__(
         self,
-        step: Callable[[Any, Batch], Mapping[str, Any]],
+        step: Callable[..., Mapping[str, Any]],
         trainer: Any,
-        eval_dataset: PyTree,
+        eval_dataset: PyTree = None,
         *,
         metrics: Any = None,
         options: StandardEvaluatorOptions | None = None,
     ) -> None:
         super().__init__(eval_dataset, options)
         check_callable("step", step)
+        check_step_arguments(
+            "armillary.StepEvaluator(step, trainer",
+            step,
+            "eval_dataset",
+            has_data=eval_dataset is not None,
+        )
         check_methods("trainer", trainer, ["state"], "Give the `StepTrainer`.")
         self.strategy = getattr(trainer, "strategy", None) or get_strategy()
         self._step, self._trainer = step, trainer
@@ -188,7 +214,7 @@ class StepEvaluator(StandardEvaluator):
         self._metrics.reset()
 
     def eval_step(self, iterator: Any) -> None:
-        self.strategy.run(self._run, args=(jax.tree.map(next, iterator),))
+        self.strategy.run(self._run, args=take_batches(iterator))
 
     eval_step.__name__ = "step"
 
@@ -199,9 +225,9 @@ class StepEvaluator(StandardEvaluator):
             return name_means(self._metrics.seen.structure, output)
         return output
 
-    def _run(self, batch: Batch) -> None:
-        result = self._step(self._trainer.state, batch)
-        add_metrics(self._metrics, result, batch)
+    def _run(self, *batches: Batch) -> None:
+        result = self._step(self._trainer.state, *batches)
+        add_metrics(self._metrics, result, batches)
 
 
 class Seen:

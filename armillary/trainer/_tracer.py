@@ -141,6 +141,10 @@ class StepPrograms:
         _, self.batches_per_step = self._find_trace(types, active)
         return self.batches_per_step
 
+    def trace(self, types: list[PyTree], active: tuple[Active, ...]) -> None:
+        """Traces the step for batches that are to come; the trace is kept."""
+        self._find_trace(types, active)
+
     def _find_trace(
         self, batches: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[TracedStep, tuple[int, ...]]:

@@ -190,6 +190,22 @@ def test_a_thread_reads_ahead_what_is_agreed_on_later(prefetch, num_read):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
+def test_processes_agree_on_each_batch_that_is_not_read_ahead(prefetch):
+    def run(peers: Any) -> list[int]:
+        source = Counted()
+        dataset = make_dataset(peers, lambda: source, prefetch)
+        reader = open_reader(dataset, reads_ahead=False)
+        counts = []
+        for _ in range(3):
+            next(reader)
+            counts.append(source.num_read)
+        reader.close()
+        return counts
+
+    assert run_together(run) == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
     def run(peers: Any) -> list[Any]:
         source = Counted()

@@ -1,5 +1,6 @@
 """Chunks: the batches of many steps, stacked for one device call."""
 
+import contextlib
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
 from armillary.data.feed._stream import Position
 from armillary.data.sources._batch import describe_shapes
+from armillary.data.sources._stale import reading_ahead
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
@@ -63,10 +65,12 @@ class ChunkBuilder:
         steps_per_chunk: int,
         max_chunk_bytes: int = 256 * 2**20,
         gives_errors_at_once: bool = False,
+        reads_ahead: bool = False,
     ) -> None:
         self._batches_per_step = tuple(batches_per_step)
         self._steps_per_chunk, self._max_chunk_bytes = steps_per_chunk, max_chunk_bytes
         self._gives_errors_at_once = gives_errors_at_once
+        self._reading = reading_ahead if reads_ahead else contextlib.nullcontext
         # By signature. The first chunk of each decides.
         self._capacities: dict[Hashable, int] = {}
 
@@ -88,7 +92,8 @@ class ChunkBuilder:
         """Returns the batches of one step, or None if the data ends before."""
         step: Step = []
         for reader, count in zip(readers, self._batches_per_step, strict=True):
-            batches = list(itertools.islice(reader, count))
+            with self._reading():
+                batches = list(itertools.islice(reader, count))
             if len(batches) < count:
                 return None
             step.append(batches)

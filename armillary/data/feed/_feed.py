@@ -42,9 +42,12 @@ class Feed(Generic[T]):
         begins_anew: bool = False,
         name: str | None = None,
         owner: Any = None,
+        reads_ahead: bool = True,
     ) -> None:
         self._datasets, self._name = tuple(datasets), name
-        self._peers = None if name is None else datasets[0].layout.peers
+        # Steps without data are the same in all processes.
+        is_compared = name is not None and bool(datasets)
+        self._peers = datasets[0].layout.peers if is_compared else None
         self._announcing = contextlib.nullcontext
         if self._peers is not None:
             self._announcing = self._peers.announcing_errors
@@ -52,7 +55,10 @@ class Feed(Generic[T]):
         # Not for use while a thread reads.
         self.readers = [
             dataset.open_reader(
-                in_pieces=in_pieces, begins_anew=begins_anew, owner=owner
+                in_pieces=in_pieces,
+                begins_anew=begins_anew,
+                owner=owner,
+                reads_ahead=reads_ahead,
             )
             for dataset in datasets
         ]

@@ -50,6 +50,7 @@ class BatchReader:
         batches: Prefetcher[SourceBatch],
         *,
         in_pieces: bool,
+        reads_ahead: bool = True,
     ) -> None:
         if dataset.is_agreed and dataset.options.remainder == "exact" and not in_pieces:
             raise ValueError(
@@ -58,6 +59,8 @@ class BatchReader:
                 '(`strategy.distribute_dataset`), or use `remainder="pad"`.'
             )
         self.dataset, self.gather, self._in_pieces = dataset, dataset.gather, in_pieces
+        self._most_offers = _MOST_OFFERS if reads_ahead else 1
+        self._reads_ahead = reads_ahead
         self.feed: Callable[[], Feed[Any] | None] = lambda: None  # that it belongs to
         self.used = position  # after the last batch that the program has used
         self.open(position, batches)
@@ -70,9 +73,13 @@ class BatchReader:
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead what the processes are to agree on.
-            num_ahead = _MOST_OFFERS if dataset.options.prefetch else 0
+            has_thread = self._reads_ahead and dataset.options.prefetch > 0
+            num_ahead = self._most_offers if has_thread else 0
             ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
-            pieces = _Lockstep(ahead, dataset.layout, self._in_pieces).align(position)
+            lockstep = _Lockstep(
+                ahead, dataset.layout, self._in_pieces, self._most_offers
+            )
+            pieces = lockstep.align(position)
         self._pieces = Prefetcher(pieces, 0, self)
 
     def __iter__(self) -> "BatchReader":
@@ -120,9 +127,14 @@ class _Lockstep:
     """Makes one sequence of batches out of what each process reads for itself."""
 
     def __init__(
-        self, pieces: Prefetcher[Piece], layout: BatchLayout, in_pieces: bool
+        self,
+        pieces: Prefetcher[Piece],
+        layout: BatchLayout,
+        in_pieces: bool,
+        most_offers: int,
     ) -> None:
         assert layout.peers is not None
+        self._most_offers = most_offers
         self._pieces, self._layout, self._in_pieces = pieces, layout, in_pieces
         self._peers = layout.peers
         # Offered to all and not used yet; and how many steps are agreed on, but ahead.
@@ -160,7 +172,7 @@ class _Lockstep:
         said = self._peers.boundary.take(self._say)
         if said is None:
             with self._peers.announcing_errors():
-                missing = _MOST_OFFERS - len(self._waiting)
+                missing = self._most_offers - len(self._waiting)
                 self._waiting.extend(itertools.islice(self._pieces, missing))
             text = json.dumps([self._offer(piece) for piece in self._waiting])
             texts = self._peers.gather("the next batches", text)
@@ -169,9 +181,10 @@ class _Lockstep:
 
     def _say(self) -> list[_Offer] | None:
         """Describes the pieces for the other processes, if all of them were read."""
-        while len(self._waiting) < _MOST_OFFERS and self._pieces.ahead is not None:
+        most = self._most_offers
+        while len(self._waiting) < most and self._pieces.ahead is not None:
             self._waiting.append(next(self._pieces))
-        is_all = len(self._waiting) == _MOST_OFFERS or self._pieces.has_ended
+        is_all = len(self._waiting) == most or self._pieces.has_ended
         if self._num_turns or not is_all:
             return None
         return [self._offer(piece) for piece in self._waiting]

@@ -18,6 +18,7 @@ from armillary._checks import list_lines
 from armillary._process import READER_THREADS
 from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._source import IterableSource, Source
+from armillary.data.sources._stale import explaining_deleted_arrays
 from armillary.errors import DatasetStateError
 from armillary.typing import PyTree
 
@@ -159,7 +160,8 @@ def read_batches(
                 return f"Batch {number} of the source ({source.name})"
 
             try:
-                raw = next(iterator)
+                with explaining_deleted_arrays(get_name):
+                    raw = next(iterator)
             except StopIteration:
                 return
             arrays, num_rows = check_batch(raw, get_name)

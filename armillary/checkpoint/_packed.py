@@ -1,0 +1,184 @@
+"""States of Python objects, as JSON and arrays that a checkpoint can hold.
+
+What JSON can hold stays as it is. Everything else becomes a dictionary with a reserved
+key, so that a state comes back with the types that it had::
+
+    {"ring": ring, "place": (3, 4)}  ->  {"ring": {MARK: "array", "name": ...},
+                                          "place": {MARK: "tuple", "items": [3, 4]}}
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+MARK = "__armillary__"
+_MOST_INLINE_BYTES = 1024
+"""Arrays up to this size are text, because files for each would be slow."""
+
+
+class Packed(NamedTuple):
+    """A state as JSON, and the arrays that it names.
+
+    It `has_arrays` if there are NumPy arrays or numbers in it, however small.
+    """
+
+    state: Any
+    arrays: dict[str, np.ndarray]
+    has_arrays: bool
+
+    def unpack(self) -> Any:
+        """Returns the state as it was, with arrays of its own."""
+        return unpack(self.state, {k: v.copy() for k, v in self.arrays.items()})
+
+    def fingerprint(self) -> str:
+        """Returns a short text, equal for equal states."""
+        found = hashlib.blake2b(json.dumps(self.state).encode(), digest_size=16)
+        for array in self.arrays.values():
+            found.update(array.reshape(-1).view(np.uint8).data)
+        return found.hexdigest()
+
+
+def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
+    """Returns a copy of a state, in parts that a checkpoint can hold.
+
+    Args:
+        name: The name of the object in the checkpoint. Names of arrays begin with it.
+        value: The state.
+        describe: Says whose state it is, for messages.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    num_arrays = 0
+
+    def refuse(part: Any, path: str) -> TypeError:
+        place = f" at `{path}`" if path else ""
+        return TypeError(
+            f"{describe()} returned {part!r:.60} of type {type(part).__name__}{place}, "
+            "which a checkpoint cannot hold. Return numbers, strings, bytes, NumPy "
+            "arrays, and lists, tuples and dictionaries of them."
+        )
+
+    def pack_array(array: np.ndarray, path: str, kind: str) -> dict[str, Any]:
+        nonlocal num_arrays
+        num_arrays += 1
+        if isinstance(array, np.ma.MaskedArray) or not is_storable(array.dtype):
+            raise refuse(array, path)
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+        marked = {MARK: kind, "dtype": array.dtype.name, "shape": list(array.shape)}
+        if array.nbytes <= _MOST_INLINE_BYTES:
+            return {**marked, "data": _as_text(array.tobytes())}
+        # By number, since keys may be equal as text. No keyword has a dot.
+        full_name = f"{name}.state/{len(arrays)}"
+        arrays[full_name] = array
+        return {**marked, "name": full_name}
+
+    def pack_dictionary(held: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        parts = [pack_value(part, _join(path, key)) for key, part in held.items()]
+        if MARK not in held and all(type(key) is str for key in held):
+            return dict(zip(held, parts, strict=True))
+        keys = [pack_value(key, path) for key in held]
+        return {MARK: "dictionary", "keys": keys, "values": parts}
+
+    def pack_items(items: Any, path: str) -> list[Any]:
+        return [pack_value(part, _join(path, i)) for i, part in enumerate(items)]
+
+    def pack_value(part: Any, path: str) -> Any:
+        match part:
+            case np.ndarray():
+                return pack_array(part, path, "array")
+            case np.generic():
+                return pack_array(np.asarray(part), path, "scalar")
+            case None | bool() | int() | float() | str():
+                return part
+            case bytes():
+                return {MARK: "bytes", "data": _as_text(part)}
+            case list():
+                return pack_items(part, path)
+            case tuple():
+                return {MARK: "tuple", "items": pack_items(part, path)}
+            case dict():
+                return pack_dictionary(part, path)
+        raise refuse(part, path)
+
+    try:
+        state = pack_value(value, "")
+    except RecursionError:
+        raise TypeError(
+            f"{describe()} returned a state that holds itself, which a checkpoint "
+            "cannot hold. Return copies of its parts."
+        ) from None
+    return Packed(state, arrays, has_arrays=num_arrays > 0)
+
+
+def unpack(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Returns a state from its JSON, and the arrays that `find_names` asked for."""
+    match state:
+        case {"__armillary__": kind, **rest}:
+            return _unpack_marked(kind, rest, arrays)
+        case list():
+            return [unpack(part, arrays) for part in state]
+        case dict():
+            return {key: unpack(part, arrays) for key, part in state.items()}
+    return state
+
+
+def _unpack_marked(
+    kind: str, rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> Any:
+    if kind == "bytes":
+        return base64.b64decode(rest["data"])
+    if kind == "tuple":
+        return tuple(unpack(rest["items"], arrays))
+    if kind == "dictionary":
+        keys = [unpack(key, arrays) for key in rest["keys"]]
+        return dict(zip(keys, unpack(rest["values"], arrays), strict=True))
+    dtype, shape = np.dtype(rest["dtype"]), rest["shape"]
+    if "name" in rest:
+        array = arrays[rest["name"]].astype(dtype, copy=False)
+        array = array if array.flags["W"] else array.copy()
+    else:
+        data = base64.b64decode(rest["data"])
+        array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+    return array[()] if kind == "scalar" else array
+
+
+def find_names(state: Any) -> Iterator[str]:
+    """Yields the names of the arrays that belong to the JSON of a state."""
+    if isinstance(state, dict):
+        if MARK in state and "name" in state:
+            yield state["name"]
+            return
+        state = list(state.values())
+    for part in state if isinstance(state, list) else ():
+        yield from find_names(part)
+
+
+def summarize(state: Any) -> Any:
+    """Returns the JSON of a state for people, with arrays by dtype and shape."""
+    match state:
+        case {"__armillary__": "array" | "scalar", "dtype": dtype, "shape": shape}:
+            return f"{dtype} {tuple(shape)}"
+        case list():
+            return [summarize(part) for part in state]
+        case dict():
+            return {key: summarize(part) for key, part in state.items()}
+    return state
+
+
+def is_storable(dtype: np.dtype) -> bool:
+    """Returns whether arrays of a dtype can be saved: of numbers, and not longer."""
+    # By JAX, because NumPy does not count `bfloat16` and the like among numbers.
+    is_number = any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.number))
+    return is_number and dtype.char not in "gG"
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def _as_text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,146 @@
+"""Python objects whose state a checkpoint holds, and restores in place.
+
+Each adapter has the two methods that users give to objects of their own: `get_state`,
+which `armillary.checkpoint._packed` makes JSON and arrays of, and `set_state`.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from armillary.checkpoint._packed import is_storable
+from armillary.data.sources._source import has_methods
+from armillary.errors import CheckpointMismatchError
+
+
+class Stateful(Protocol):
+    """Something with a state besides arrays of JAX."""
+
+    def get_state(self) -> Any: ...
+    def set_state(self, state: Any) -> None: ...
+
+
+def adapt(name: str, value: Any) -> Stateful | None:
+    """Returns what reads and writes the state of a known kind of Python object.
+
+    Args:
+        name: The name of the object in the checkpoint, for messages.
+        value: The object; its own `get_state` and `set_state` come first.
+
+    Raises:
+        TypeError: If an array cannot be saved, or cannot be written to.
+    """
+    if isinstance(value, np.ndarray):
+        return HostArray(name, value)
+    if isinstance(value, np.random.Generator):
+        return Described(name, value.bit_generator, _get_bits, _set_bits)
+    if isinstance(value, np.random.BitGenerator):
+        return Described(name, value, _get_bits, _set_bits)
+    is_random = isinstance(value, random.Random) or value is random
+    # The numbers of the operating system have no state.
+    if is_random and not isinstance(value, random.SystemRandom):
+        return Described(name, value, _get_random, _set_random)
+    return None
+
+
+def is_generator(value: Any) -> bool:
+    """Returns whether a value is a generator of random numbers of Python or NumPy."""
+    return isinstance(
+        value, np.random.Generator | np.random.RandomState | random.Random
+    )
+
+
+def adapt_loader(name: str, value: Any) -> Stateful | None:
+    """Returns the same for an object with `state_dict` and `load_state_dict`."""
+    if isinstance(value, type) or not has_methods(
+        value, "state_dict", "load_state_dict"
+    ):
+        return None
+    return Described(
+        name,
+        value,
+        lambda own: own.state_dict(),
+        lambda own, state: own.load_state_dict(state),
+    )
+
+
+class HostArray:
+    """The values of a NumPy array, written into the array itself."""
+
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        is_plain = is_storable(array.dtype) and not isinstance(array, np.ma.MaskedArray)
+        if not (is_plain and array.flags["W"]):
+            problem = "cannot be written to" if is_plain else "does not hold numbers"
+            raise TypeError(
+                f"`{name}` is an array of dtype {array.dtype} and shape {array.shape} "
+                f"that {problem}, so a checkpoint cannot restore it. Use an array of "
+                "numbers that can be written to (`array.copy()`)."
+            )
+        self._name, self._array = name, array
+
+    def get_state(self) -> np.ndarray:
+        return self._array
+
+    def set_state(self, state: Any) -> None:
+        array = self._array
+        has, needs = (_describe(each) for each in (state, array))
+        if has != needs:
+            raise CheckpointMismatchError(
+                f"`{self._name}` is {needs} in the program, but {has} in the "
+                "checkpoint. Make the array as it was when the checkpoint was saved."
+            )
+        array[...] = state
+
+
+class Described:
+    """An object whose state two functions read and write."""
+
+    def __init__(
+        self,
+        name: str,
+        value: Any,
+        get: Callable[[Any], Any],
+        put: Callable[[Any, Any], None],
+    ) -> None:
+        self._name, self._value = name, value
+        self._get, self._put = get, put
+
+    def get_state(self) -> Any:
+        return self._get(self._value)
+
+    def set_state(self, state: Any) -> None:
+        try:
+            self._put(self._value, state)
+        except Exception as error:
+            raise CheckpointMismatchError(
+                f"`{self._name}` of type {type(self._value).__name__} refuses the "
+                f"state in the checkpoint ({type(error).__name__}: {error}). Make the "
+                "object as it was when the checkpoint was saved."
+            ) from error
+
+
+def _get_bits(bits: Any) -> Any:
+    return bits.state
+
+
+def _set_bits(bits: Any, state: Any) -> None:
+    bits.state = state
+
+
+def _get_random(generator: Any) -> Any:
+    # A method of an instance, or a function of the module.
+    version, words, gauss = generator.getstate()
+    return version, np.array(words, np.uint32), gauss
+
+
+def _set_random(generator: Any, state: Any) -> None:
+    version, words, gauss = state
+    generator.setstate((version, tuple(words.tolist()), gauss))
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, np.ndarray):
+        return f"a state of type {type(value).__name__}"
+    return f"{value.dtype.newbyteorder('=').name} {value.shape}"

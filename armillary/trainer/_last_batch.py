@@ -1,0 +1,70 @@
+"""The last batch of a pass, which may be smaller, looked at before the first step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary.data.feed._reader import BatchReader
+from armillary.data.feed._split import Piece, Splitter
+from armillary.data.feed._stream import Position, SourceBatch
+from armillary.data.sources._arrays import IndexedDataset
+from armillary.errors import BatchSizeError
+
+
+def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None:
+    """Raises if a step cannot run on the last batch of a pass.
+
+    Args:
+        reader: Of the only data set, after its first batch was read.
+        trace: Traces the step for a batch.
+
+    Raises:
+        BatchSizeError: If the replicas cannot share the batch, or the step refuses it.
+    """
+    dataset, source = reader.dataset, reader.dataset.source
+    if not isinstance(source, IndexedDataset) or dataset.per_replica_batches:
+        return
+    is_full = source.repeat or source.drop_remainder
+    num_rows = source.num_examples % source.batch_size
+    place = reader.used.source or {"index": 0}
+    # A position of a run with another batch size may leave another rest.
+    is_known = place["index"] % source.batch_size == 0
+    if is_full or not num_rows or not is_known:
+        return
+    with _explaining(source, num_rows):
+        for piece in _split(reader, num_rows):
+            trace(piece)
+
+
+def _split(reader: BatchReader, num_rows: int) -> Iterator[Piece]:
+    """Yields what becomes of a batch of so many rows; nothing if it is dropped."""
+    spec = reader.dataset.source_spec
+    if spec is None:
+        return
+    # Views of one number: nothing looks at the values.
+    rows = jax.tree.map(
+        lambda leaf: np.broadcast_to(
+            np.zeros((), leaf.dtype), (num_rows, *leaf.shape[1:])
+        ),
+        spec,
+    )
+    before = Position(full_size=reader.dataset.source.full_size)
+    splitter = Splitter(reader.dataset, in_pieces=False)
+    yield from splitter.split(iter([SourceBatch(rows, before)]), before)
+
+
+@contextmanager
+def _explaining(source: IndexedDataset, num_rows: int) -> Iterator[None]:
+    try:
+        yield
+    except BatchSizeError as error:
+        raise BatchSizeError(
+            f"`train_dataset` has {source.num_examples} examples in batches of "
+            f"{source.batch_size}, so the last batch of each pass has {num_rows}, with "
+            f"which no step can run: {error}\nNo step has run. Leave that batch "
+            "out (`drop_remainder=True`), let batches run across the ends of passes "
+            "(`repeat=True`), or use another batch size."
+        ) from error
