@@ -107,11 +107,12 @@ def check_instance(
         _refuse_kind(name, value, f"a {shown}. {fix}")
 
 
-def check_path(name: str, value: Any) -> str:
+def check_path(name: str, value: Any, *, only_python_opens: bool = False) -> str:
     """Returns an absolute path as a string, with the home folder for a leading `~`.
 
     A path of a user means what it meant when it was given, wherever the program goes
-    afterwards. Addresses with a scheme, such as `gs://`, stay as they are.
+    afterwards. Addresses with a scheme, such as `gs://`, stay as they are. Python opens
+    a file whatever the bytes of its name are, but other libraries need UTF-8.
     """
     if not isinstance(value, str | os.PathLike):
         _refuse_kind(name, value, "a path. Use a string or a `pathlib.Path`.")
@@ -125,7 +126,49 @@ def check_path(name: str, value: Any) -> str:
     if expanded.startswith("~"):
         fix = f'Write the whole path, or `{name}="./{text}"` for a name with a tilde.'
         _refuse(name, text, f"a path whose home folder this machine knows. {fix}")
-    return os.path.abspath(expanded)
+    path = os.path.abspath(expanded)
+    if not (only_python_opens or _is_utf8_on_disk(path)):
+        raise ValueError(
+            f"`{name}` is {path!a}, but it must be a path whose name on the disk "
+            f"is UTF-8. {_say_how_to_encode(path, 'rename the folder')}"
+        )
+    return path
+
+
+def _is_utf8_on_disk(path: str) -> bool:
+    try:
+        return os.fsencode(path) == path.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def check_encodable(what: str, text: str, otherwise: str) -> None:
+    """Raises if UTF-8 cannot encode a text; `what` begins the message.
+
+    Python has such text for bytes from outside, such as a variable of the environment,
+    that are not text in the encoding of the locale. `otherwise` says what to do if
+    these bytes are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{what} {text!a}, but it must be text that UTF-8 can encode. "
+            f"{_say_how_to_encode(text, otherwise)}"
+        ) from None
+
+
+def _say_how_to_encode(text: str, otherwise: str) -> str:
+    try:
+        # What Python could not decode when the program started stands in the text as
+        # surrogates, which this gives back as the bytes that they were.
+        text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        return f"Its bytes are not UTF-8: {otherwise}."
+    return (
+        "Python does not expect UTF-8 with this locale: set the variable "
+        "`LC_ALL=C.UTF-8` or `PYTHONUTF8=1` for the program."
+    )
 
 
 def check_callable(name: str, value: Any) -> None:

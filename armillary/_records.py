@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from armillary._checks import check_encodable
 from armillary._logging import logger
 from armillary._process import is_first
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # To look at abstract types takes most of the time of a record.
 _EXACT = frozenset({bool, int, str, type(None)})
+_LEAST_SECONDS = 1e-6  # A float tells times since the epoch apart that differ by this.
 
 
 def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | float]:
@@ -83,10 +86,14 @@ def flatten(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Returns values as services show them: by path, and a list as a string.
 
     Raises:
-        ValueError: If two of them get one path.
+        ValueError: If two of them get one path, or UTF-8 cannot encode one of them.
     """
     found: dict[str, bool | int | float | str] = {}
     for path, value in _flatten(as_json(values), ""):
+        for text in (path, value):
+            if isinstance(text, str):
+                what = "`hyperparameters` has the text"
+                check_encodable(what, text, "give it another text")
         if path in found:
             raise ValueError(
                 f"`hyperparameters` has two values that are both called {path!r}. "
@@ -104,6 +111,32 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value if isinstance(value, int | float | str) else str(value)
 
 
+class RisingClock:
+    """Seconds since the epoch that never fall, also when a machine's clock is set back.
+
+    Then the time continues from the last value, as fast as it really passes. So values
+    of one clock can be compared. `start_after` continues a clock of an earlier process.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._read_at = 0.0
+
+    def start_after(self, seconds: float) -> None:
+        """Lets all further values be above a value of an earlier clock."""
+        if seconds > self._last:
+            self._last = seconds
+            self._read_at = time.monotonic()
+
+    def now(self) -> float:
+        """Returns the time, above every earlier value."""
+        now = time.monotonic()
+        passed = max(now - self._read_at, _LEAST_SECONDS)
+        self._last = max(time.time(), self._last + passed)
+        self._read_at = now
+        return self._last
+
+
 class LinesFile:
     """A local file that the first process of a job appends lines to.
 
@@ -117,6 +150,18 @@ class LinesFile:
     def is_on(self) -> bool:
         """Whether lines of this process are written."""
         return self._path is not None and is_first()
+
+    def read_end(self, num_bytes: int) -> list[bytes]:
+        """Returns the lines at the end of the file, the first one maybe cut."""
+        if self._path is None or not is_first():
+            return []
+        try:
+            with open(self._path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - num_bytes))
+                return file.read().split(b"\n")
+        except OSError:  # There is no file yet, or its reader says what is wrong.
+            return []
 
     def append(self, lines: str) -> None:
         """Appends whole lines; the first ones make the file and its directory."""

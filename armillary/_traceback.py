@@ -1,11 +1,13 @@
 """What users call: its tracebacks show their lines, and its keywords are suggested.
 
 Like JAX, the library removes its own frames from an exception that leaves it, unless
-`JAX_TRACEBACK_FILTERING=off`. Also tells whose code this is, by its module or file.
+`JAX_TRACEBACK_FILTERING=off`. This file also decides whose code a class, a function
+or a file is.
 """
 
 import contextlib
 import difflib
+import enum
 import functools
 import inspect
 import linecache
@@ -21,14 +23,21 @@ from armillary._answers import answer_names, find_answer
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LIBRARIES = frozenset(
+# Libraries that this package imports, wherever they are: no package of the user's can
+# have such a name.
+_IMPORTED = ("armillary", "etils", "flax", "jax", "jaxlib", "numpy", "optax", "orbax")
+# Other libraries that this package works with. A user's package may have such a name.
+_OPTIONAL = frozenset(
     {
-        *("armillary", "datasets", "equinox", "etils", "flax", "grain", "jax"),
-        *("jaxlib", "keras", "numpy", "optax", "orbax", "rich", "tensorboard"),
+        *("datasets", "equinox", "grain", "keras", "rich", "tensorboard"),
         *("tensorboardX", "tensorflow", "torch"),
     }
 )
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_IN_SITE = re.compile(r"(.*?[/\\](?:site|dist)-packages)[/\\]([^/\\]+)")
+# Modules that make classes when they are called. A class then names one of them.
+_MAKERS = ("abc", "types")
+_HEAP_TYPE = 1 << 9  # Of `type.__flags__`: set for every class that Python code makes.
 _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
@@ -306,7 +315,7 @@ def _note_name(error: AttributeError) -> None:
     if jax is not None and isinstance(error.obj, jax.Array):
         kind = jax.Array
     answer = None
-    if error.name is not None and is_library(kind.__module__):
+    if error.name is not None and owner_of_class(kind) is Owner.LIBRARY:
         answer = find_answer(kind, error.name)
     if answer is not None and answer not in getattr(error, "__notes__", ()):
         error.add_note(answer)
@@ -357,18 +366,119 @@ def _is_own(entry: types.TracebackType) -> bool:
     return file.startswith(_PACKAGE) or file == contextlib.__file__
 
 
-def is_library(module: str | None) -> bool:
-    """Returns whether a module is one of Python's, of this package or what it uses."""
-    name = (module or "").partition(".")[0]
-    return name in _LIBRARIES or name in sys.stdlib_module_names
+class Owner(enum.IntEnum):
+    """Whose code a class, a function or a module is."""
+
+    USER = 0
+    PACKAGE = 1  # installed, but unknown to Armillary
+    LIBRARY = 2  # Python itself, Armillary, or a library that it works with
+
+
+def is_library_file(file: str) -> bool:
+    """Returns whether a file belongs to a library, or code has no file."""
+    return _owner_of_file(file) is Owner.LIBRARY
 
 
 @functools.lru_cache(maxsize=4096)
-def is_library_file(file: str) -> bool:
-    """Returns whether a file belongs to such a module, or code has no file."""
-    if file.startswith(_STANDARD_LIBRARY):
-        return "-packages" not in file
-    modules = (sys.modules.get(name) for name in _LIBRARIES)
-    files = (getattr(module, "__file__", None) for module in modules)
-    folders = (os.path.dirname(file) + os.sep for file in files if file)
-    return file.startswith(("<", *folders))
+def _owner_of_file(file: str) -> Owner:
+    if file.startswith(("<", *_imported_folders())):
+        return Owner.LIBRARY
+
+    in_site = _IN_SITE.match(file)
+    if in_site is None:
+        is_python = file.startswith(_STANDARD_LIBRARY)
+        return Owner.LIBRARY if is_python else Owner.USER
+
+    site, entry = in_site.groups()
+    name = entry.partition(".")[0]
+    is_known = name in _OPTIONAL and _is_installed(site, name)
+    return Owner.LIBRARY if is_known else Owner.PACKAGE
+
+
+def _imported_folders() -> Iterator[str]:
+    for name in _IMPORTED:
+        for folder in getattr(sys.modules.get(name), "__path__", ()):
+            yield folder + os.sep
+
+
+@functools.lru_cache(maxsize=256)
+def _is_installed(site: str, name: str) -> bool:
+    """Returns whether the library of a name was installed there.
+
+    Otherwise the package of this name came with a distribution of the user's.
+    """
+    try:
+        entries = os.listdir(site)
+    except OSError:
+        return False
+    return any(
+        entry.lower().startswith(name.lower()) and entry.endswith("-info")
+        for entry in entries
+    )
+
+
+def owner_of_module(module: Any) -> Owner:
+    """Returns whose code a module is: by its file, as anyone may take its name."""
+    known = getattr(module, "__dict__", {})
+    file = known.get("__file__")
+    if isinstance(file, str):
+        return _owner_of_file(file)
+    origin = getattr(known.get("__spec__"), "origin", None)
+    if origin in ("built-in", "frozen"):
+        return Owner.LIBRARY
+    # A compiled library makes modules without a file inside its own.
+    above = str(known.get("__name__", "")).rpartition(".")[0]
+    return owner_of_module(sys.modules[above]) if above in sys.modules else Owner.USER
+
+
+def owner_of_function(function: types.FunctionType) -> Owner:
+    """Returns whose code a Python function is.
+
+    A decorator of a library gives its own function the module of the one it wraps, and
+    text that is run by `exec` can have the name of any module. So a function is a
+    library's only if the module that it names and its globals are.
+    """
+    names = function.__globals__
+    home = str(names.get("__name__"))
+    module = sys.modules.get(home)
+    if module is None or vars(module) is not names:
+        return Owner.USER
+    owner = owner_of_module(module)
+    if function.__module__ == home:
+        return owner
+    return min(owner, owner_of_module(sys.modules.get(function.__module__)))
+
+
+@functools.lru_cache(maxsize=4096)
+def owner_of_class(kind: type) -> Owner:
+    """Returns whose code a class is.
+
+    A class need not be in the module that it names: `type("Sweep", (Trainer,), {})`
+    names the module of the metaclass, and `exec` without a `__name__` names `builtins`.
+    """
+    name = kind.__module__ if isinstance(kind.__module__, str) else ""
+    while name and name not in sys.modules:
+        name = name.rpartition(".")[0]
+    module = sys.modules.get(name)
+    owner = owner_of_module(module)
+    if owner is Owner.USER or _find_class(module, kind.__qualname__) is kind:
+        return owner
+
+    is_made_in_c = not kind.__flags__ & _HEAP_TYPE
+    has_room = kind.__dictoffset__ or "__slots__" in vars(kind)
+    if is_made_in_c or not has_room:
+        return owner
+
+    functions = [
+        each for each in vars(kind).values() if isinstance(each, types.FunctionType)
+    ]
+    if name in _MAKERS or not functions:
+        return Owner.USER
+    return min(map(owner_of_function, functions))
+
+
+def _find_class(module: Any, path: str) -> Any:
+    found = module
+    for name in path.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found

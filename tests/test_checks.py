@@ -1,8 +1,10 @@
 """Keywords of Orbit and tf.distribute that have another name are answered with it."""
 
 import inspect
+import os
 
 import pytest
+from flax import nnx
 
 import armillary
 from armillary import actions, cluster, distribute, summary
@@ -130,6 +132,44 @@ def test_a_home_folder_that_is_not_there_is_an_error():
         match=r"`directory` is '~nobody-of-this-name/run'.*`directory=\"\./~",
     ):
         check_path("directory", "~nobody-of-this-name/run")
+
+
+# A path of the bytes of UTF-8, and of Latin-1, as Python has it in an ASCII locale.
+AS_UTF8 = "lauf ü".encode().decode("ascii", "surrogateescape")
+AS_LATIN = "lauf ü".encode("latin-1").decode("ascii", "surrogateescape")
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        (AS_UTF8, "`LC_ALL=C.UTF-8` or `PYTHONUTF8=1`"),
+        (AS_LATIN, "not UTF-8: rename the folder"),
+        ("lauf \ud800", "not UTF-8: rename the folder"),
+    ],
+)
+def test_a_path_that_is_not_utf8_is_an_error(path, fix, tmp_path):
+    folder = f"{tmp_path}/{path}"
+    checkpoint = armillary.Checkpoint(model=nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    for make in (
+        lambda: armillary.CheckpointManager(checkpoint, folder, step_counter=1),
+        lambda: checkpoint.save(folder),
+        lambda: summary.SummaryManager(folder),
+    ):
+        with pytest.raises(ValueError, match=rf"`\w+` is '.*\\ud.*{fix}"):
+            make()
+    # Python's own functions open such a file.
+    assert check_path("paths", folder, only_python_opens=True) == folder
+
+
+@pytest.mark.parametrize("path", ["lauf ü", "走る ☃"])
+def test_a_path_in_utf8_is_none(path, tmp_path):
+    assert check_path("directory", f"{tmp_path}/{path}") == f"{tmp_path}/{path}"
+
+
+def test_a_locale_with_another_encoding_is_an_error(monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda path: path.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"on the disk is UTF-8.*LC_ALL=C\.UTF-8"):
+        check_path("directory", "/lauf ü")
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ from armillary.data.sources._source import MAY_BE_MISSING
 from armillary.errors import CheckpointError
 from armillary.state import _keras
 from armillary.state._holders import is_frozen
-from armillary.state._lift import State, find_slots
+from armillary.state._lift import find_slots
 from armillary.state._slots import Role, Slot
-from armillary.state._walk import Walk
+from armillary.state._walk import Walk, slots_of
 
 _STATE_DICT = ("state_dict", "load_state_dict")
 
@@ -397,7 +397,7 @@ class Checkpoint(OfOneProcess):
         return [n.path for n in nodes.values() if _keras.is_compiled_metrics(n.value)]
 
     def _find_slots(self) -> Sequence[Slot]:
-        return State([(value, name) for name, value in self.objects.items()]).slots
+        return slots_of((value, name) for name, value in self.objects.items())
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

@@ -15,7 +15,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from time import monotonic, time
+from time import monotonic
 from typing import Any, TypeVar
 
 from etils import epath
@@ -23,6 +23,7 @@ from etils import epath
 from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._process import is_first
+from armillary._records import RisingClock
 from armillary.checkpoint import _folder
 from armillary.checkpoint._best import Mark, read_best, write_best
 from armillary.checkpoint._folder import Saved, sync_name
@@ -76,7 +77,8 @@ class Writer:
         self._max_to_keep = max_to_keep
         self._keep_every_hours = keep_every_hours
         self._peers = get_peers()
-        self._preserved_at = time()
+        self._clock = RisingClock()
+        self._preserved_at = self._clock.now()
         self._has_cleaned = False
         self._is_saving = False
         # What ends the save that is running, and what it has found out.
@@ -169,9 +171,9 @@ class Writer:
         if last is not None:
             # A restarted run goes on from what the run before it kept.
             self._preserved_at = last.preserved_at
-        # Rising strictly, also when a clock is set back, because ages are compared.
-        earliest = max(self._preserved_at, last.saved_at if last else 0.0) + 1e-3
-        serial, saved_at = last.serial + 1 if last else 1, max(time(), earliest)
+            self._clock.start_after(max(last.saved_at, last.preserved_at))
+        serial = last.serial + 1 if last else 1
+        saved_at = self._clock.now()
         return Saved(path, number, serial, saved_at, self._preserved_at, has_arrays)
 
     def _finish(

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from armillary._checks import check_encodable
 from armillary._logging import logger
-from armillary._records import find_numbers
+from armillary._records import RisingClock, find_numbers
 from armillary.cluster._join import expire_boundary
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._lifeline import waiting
@@ -103,13 +104,15 @@ class RunOutput(dict[str, Any]):
 class Curves:
     """Where outputs go: to summaries, and to the file of metrics beside them."""
 
-    def __init__(self, summary_manager: SummaryManager, directory: Any) -> None:
+    def __init__(
+        self, summary_manager: SummaryManager, directory: Any, clock: RisingClock
+    ) -> None:
         self.summary_manager = summary_manager
         self.summary_dir = getattr(summary_manager, "summary_dir", None)
         # A job that evaluates another one's checkpoints writes nothing beside them.
         is_beside = self.summary_dir is None
         folder = directory if is_beside else self.summary_dir
-        self.file = MetricsFile(folder, is_of_training=is_beside)
+        self.file = MetricsFile(folder, is_of_training=is_beside, clock=clock)
 
     def write(self, record: str, step: int, output: Output, **fields: Any) -> None:
         """Writes an output, and the scalars among it as a record."""
@@ -146,6 +149,8 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
     seen: dict[str, tuple[Any, ...]] = {}
     for path, value in _walk(output):
         name = "/".join(map(str, path))
+        what = f"`{source}` returned a value under the name"
+        check_encodable(what, name, "use another name")
         other = seen.setdefault(name, path)
         if other != path:
             raise ValueError(

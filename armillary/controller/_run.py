@@ -15,6 +15,7 @@ from armillary._checks import (
     check_seconds,
 )
 from armillary._logging import logger
+from armillary._records import RisingClock
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._outputs import Curves, History
 from armillary.goodput._journal import make_recorder
@@ -214,9 +215,10 @@ class Run:
         )
         self.goodput = make_recorder(None if self.trainer is None else directory)
         summaries = controller.summary_manager, controller.eval_summary_manager
-        self.curves = self.eval_curves = Curves(summaries[0], directory)
+        clock = RisingClock()
+        self.curves = self.eval_curves = Curves(summaries[0], directory, clock)
         if summaries[1] is not summaries[0]:
-            self.eval_curves = Curves(summaries[1], directory)
+            self.eval_curves = Curves(summaries[1], directory, clock)
         self.stop, self.history = StopRequest(), History()
 
     def take_history(self) -> History:

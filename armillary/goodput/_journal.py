@@ -125,7 +125,7 @@ def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
         ValueError: If `run_dir` is no directory, holds no record or several, or the
             record cannot be read.
     """
-    found = find_journals(Path(check_path("run_dir", run_dir)))
+    found = find_journals(Path(check_path("run_dir", run_dir, only_python_opens=True)))
     if len(found) != 1:
         choices = ", ".join(repr(str(path.parent)) for path in found)
         raise ValueError(

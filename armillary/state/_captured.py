@@ -21,7 +21,7 @@ from armillary.state import _keras, _nnx
 from armillary.state._holders import entries_of, is_function
 from armillary.state._lift import State
 from armillary.state._slots import is_equal
-from armillary.state._walk import Walk
+from armillary.state._walk import slots_of
 
 if TYPE_CHECKING:
     import keras
@@ -166,7 +166,7 @@ def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]
     roots = [(fn, ""), *((method, "") for method in methods_of(fn))]
     return {
         id(slot.variable): (slot.path, slot.variable)
-        for slot in Walk(roots).slots.values()
+        for slot in slots_of(roots)
         if slot.variable is not None
     }
 

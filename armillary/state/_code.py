@@ -7,19 +7,17 @@ module has many names, and only those count that occur in this code.
 """
 
 import functools
-import pathlib
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from armillary._traceback import is_library
-from armillary.state._holders import (
-    FUNCTION_TYPES,
-    entries_of,
-    global_names,
-    is_opaque,
+from armillary._traceback import (
+    Owner,
+    owner_of_class,
+    owner_of_function,
+    owner_of_module,
 )
+from armillary.state._holders import FUNCTION_TYPES, entries_of, global_names
 from armillary.state._slots import ABSENT, PLAIN
 
 
@@ -59,7 +57,7 @@ class Code:
         if issubclass(kind, type):
             self._add_classes(value)
         elif issubclass(kind, types.ModuleType):
-            if is_of_user(value.__name__):
+            if owner_of_module(value) is Owner.USER:
                 self._spaces.setdefault(id(value), value)
         elif issubclass(kind, FUNCTION_TYPES):
             self._add_function(value)
@@ -68,14 +66,16 @@ class Code:
 
     def _add_classes(self, kind: type) -> None:
         for base in kind.__mro__:
-            if not is_opaque(base) and is_of_user(base.__module__):
+            if owner_of_class(base) is Owner.USER:
                 self._spaces.setdefault(id(base), base)
 
     def _add_function(self, function: Any) -> None:
         if id(function) in self._functions:
             return
         self._functions.add(id(function))
-        if not is_of_user(getattr(function, "__module__", None)):
+        is_python = isinstance(function, types.FunctionType)
+        if is_python and owner_of_function(function) is not Owner.USER:
+            # Installed packages do not change while a program runs, and are large.
             return
         entries = entries_of(function)
         code = entries.pop("code", None)
@@ -130,18 +130,6 @@ class Code:
             is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
             if kind not in PLAIN and not is_code:
                 yield place.value, place.path
-
-
-@functools.lru_cache(maxsize=4096)
-def is_of_user(module: str | None) -> bool:
-    """Returns whether a module is the user's own, and not an installed package.
-
-    Installed packages do not change while a program runs, and have a lot of code.
-    """
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    folders = () if file is None else pathlib.Path(file).parts
-    is_installed = any(folder.endswith("-packages") for folder in folders)
-    return not (is_library(module) or is_installed)
 
 
 # Python calls these without their names.

@@ -10,7 +10,6 @@ import dataclasses
 import dis
 import functools
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from armillary._traceback import is_library
+from armillary._traceback import Owner, owner_of_class, owner_of_function
 from armillary.state import _keras, _nnx
 from armillary.state._slots import ABSENT, PLAIN, join, join_keys
 
@@ -32,7 +31,7 @@ _TRANSPARENT = {
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",
     "armillary.estimator._runners.EstimatorTrainer",
-    "armillary.trainer._step_trainer.Means",
+    "armillary.trainer._means.Means",
     "armillary.trainer._step_trainer.StepEvaluator",
     "armillary.trainer._step_trainer.StepTrainer",
     "argparse.Namespace",
@@ -43,8 +42,6 @@ _TRANSPARENT = {
 }
 # Descriptions of modules: constants with thousands of parts.
 _CONSTANT = {"flax.nnx.graph.GraphDef", "flax.nnx.graphlib.GraphDef"}
-# Modules that make classes when they are called.
-_MAKERS = ("abc", "types")
 COMPILED_FUNCTION = type(jax.jit(lambda: None))
 FUNCTION_TYPES = (
     types.FunctionType,
@@ -156,17 +153,7 @@ def is_opaque(kind: type) -> bool:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _TRANSPARENT or name.startswith(("flax.", "equinox.")):
         return name in _CONSTANT
-    return is_library(kind.__module__) and not _is_made_by_call(kind)
-
-
-def _is_made_by_call(kind: type) -> bool:
-    """Returns whether a call made a class, such as `type("Sweep", (Trainer,), {})`.
-
-    Python then names the module of the caller, which is `abc` for a class with an
-    abstract base, and `types` for a dataclass.
-    """
-    module = kind.__module__
-    return module in _MAKERS and not hasattr(sys.modules[module], kind.__qualname__)
+    return owner_of_class(kind) is Owner.LIBRARY
 
 
 def part_of(source: Any, kind: Kind) -> Part:
@@ -368,7 +355,9 @@ def _is_of_user(value: Any) -> bool:
         return _is_of_user(value.func)
     if isinstance(value, types.MethodType):
         return _is_of_user(value.__func__)
-    return isinstance(value, types.FunctionType) and not is_library(value.__module__)
+    if not isinstance(value, types.FunctionType):
+        return False
+    return owner_of_function(value) is not Owner.LIBRARY
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,13 +19,14 @@ from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._holders import ATTRIBUTES
-from armillary.state._slots import ABSENT, Slot, describe
+from armillary.state._slots import ABSENT, LeafKind, Slot, describe
 from armillary.state._walk import (
     CodeWatch,
     Walk,
     Watch,
     find_differences,
     find_facts,
+    slots_of,
 )
 
 
@@ -59,6 +60,18 @@ class State:
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
         self.ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
 
+    @functools.cached_property
+    def kinds(self) -> tuple[LeafKind, ...]:
+        """What each array is for, in the order of `paths`."""
+        return tuple(kind for slot in self.slots for kind in slot.kinds())
+
+    def place_of(self, index: int) -> str:
+        """Returns how messages name an array."""
+        for slot, start, stop in self.ranges:
+            if start <= index < stop:
+                return slot.places()[index - start]
+        raise IndexError(index)
+
     @property
     def _names(self) -> set[str] | None:
         """The attributes of the first root that matter; `None` for all."""
@@ -91,8 +104,7 @@ class State:
             (
                 type(slot),
                 slot.paths,
-                slot.role,
-                slot.annotations.get("aggregation"),
+                tuple(slot.kinds()),
                 slot.annotations.get("synchronization"),
                 tuple((leaf.shape, leaf.dtype) for leaf in map(as_array, slot.read())),
             )
@@ -270,7 +282,7 @@ def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
     """Takes arrays of a trace out of plain places that hold some; returns these."""
     left = [
         slot
-        for slot in Walk(roots).slots.values()
+        for slot in slots_of(roots)
         if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]
     for slot in left:
@@ -279,7 +291,7 @@ def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
 
 
 def find_slots(root: Any, path: str = "") -> list[Slot]:
-    return list(State([(root, path)]).slots)
+    return slots_of([(root, path)])
 
 
 def strong(leaf: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from armillary.state._slots import Role, Slot
+from armillary.state._slots import LeafKind, Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -99,6 +99,22 @@ def _role_of(kind: type) -> Role:
     return next(found, Role.PLAIN)
 
 
+def kind_of(variable: "nnx.Variable", held_by: Any = None) -> LeafKind:
+    """Returns what the value of a variable is for, which lies in a pytree there."""
+    role = _role_of(type(variable))
+    if role is Role.METRIC and _is_welford(held_by):
+        role = Role.PLAIN
+    return LeafKind(role, variable.get_metadata().get("aggregation"))
+
+
+def _is_welford(state: Any) -> bool:
+    """Returns whether a `State` is what `nnx.split` makes of a Welford metric."""
+    from flax import nnx
+
+    is_state = isinstance(state, nnx.State | dict)
+    return is_state and {"count", "mean", "m2"} <= set(state.keys())
+
+
 def merges_by_sum(value: Any) -> bool:
     """Returns whether the state of a metric on several replicas adds up."""
     from flax import nnx
@@ -114,6 +130,13 @@ def is_internal(name: Any) -> bool:
 
 def metadata(variable: "nnx.Variable") -> dict[str, Any]:
     return variable._var_metadata
+
+
+def assign(module: "nnx.Pytree", other: "nnx.Pytree") -> None:
+    """Puts the values of one module into another with the same structure."""
+    from flax import nnx
+
+    nnx.update(module, nnx.state(other))
 
 
 def is_here(part: Any) -> bool:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +32,11 @@ PLAIN = frozenset(
 )
 """Types of values that hold nothing, and are told apart by looking at them."""
 
-_PLAIN_OR_TUPLE = PLAIN | {tuple}
-
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 """What a place holds that is not there."""
+
+ANY_ARRAY = object()
+"""Stands for an array in messages that do not describe it."""
 
 
 def are_plain(values: Iterable[object]) -> bool:
@@ -43,21 +44,41 @@ def are_plain(values: Iterable[object]) -> bool:
     return PLAIN.issuperset(map(type, values))
 
 
-def are_constant(values: Sequence[object]) -> bool:
+def are_constant(values: Collection[object]) -> bool:
     """Returns whether many values are plain, or tuples of plain values at any depth.
 
     A list of files with their labels has a million of them: Python looks at each in C.
     """
+    return _are_nests_of_plain(values, (tuple,))
+
+
+def hold_no_arrays(values: Collection[object]) -> bool:
+    """Returns whether many values are plain, or nests of plain values at any depth."""
+    return _are_nests_of_plain(values, (tuple, list, dict))
+
+
+def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> bool:
+    seen: set[int] = set()  # A list can hold itself.
     while True:
         kinds = set(map(type, values))
         if kinds <= PLAIN:
             return True
-        if not kinds <= _PLAIN_OR_TUPLE:
+        if not kinds <= PLAIN.union(nests):
             return False
-        tuples: Any = values
-        if len(kinds) > 1:
-            tuples = [value for value in values if type(value) is tuple]
-        values = list(itertools.chain.from_iterable(tuples))
+
+        contents: list[Iterable[Any]] = []
+        for kind in kinds.intersection(nests):
+            inner: Any = values
+            if len(kinds) > 1:
+                inner = [value for value in values if type(value) is kind]
+            if kind is not tuple:
+                by_id = dict(zip(map(id, inner), inner, strict=True))
+                for known in by_id.keys() & seen:
+                    del by_id[known]
+                seen |= by_id.keys()
+                inner = by_id.values()
+            contents += map(dict.values, inner) if kind is dict else inner
+        values = list(itertools.chain.from_iterable(contents))
 
 
 def is_array(value: object) -> bool:
@@ -101,6 +122,13 @@ class Role(enum.Enum):
     FIRST_REPLICA = "step counter"
 
 
+class LeafKind(NamedTuple):
+    """The role of one array, and the aggregation that a user gave for it, if any."""
+
+    role: Role
+    aggregation: Any = None
+
+
 class Slot:
     """One place that holds arrays, in a pytree of which all else must stay as it is.
 
@@ -135,7 +163,7 @@ class Slot:
                 value, is_leaf=is_leaf
             )
         leaves = [leaf for _, leaf in entries]
-        self._leaf_paths = [join_keys(path, keys) for keys, _ in entries]
+        self._leaf_paths = self._name_leaves(entries)
         self._is_state, self.is_dynamic = is_state, list(map(is_state, leaves))
         self._positions = [i for i, dynamic in enumerate(self.is_dynamic) if dynamic]
         self.paths = tuple(self._leaf_paths[i] for i in self._positions)
@@ -146,6 +174,10 @@ class Slot:
         self._is_leaf_if_any = is_leaf if has_objects else None
         # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
         self.is_leaf = self.paths == (path,) and self.treedef == _LEAF
+
+    def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
+        """Returns the paths of the leaves, from the keys that JAX gives them."""
+        return [join_keys(self.path, keys) for keys, _ in entries]
 
     @property
     def others(self) -> list[tuple[str, Any]]:
@@ -182,7 +214,7 @@ class Slot:
             )
         rows = zip(self._leaf_paths, self.is_dynamic, self._static, leaves, strict=True)
         changes = [
-            f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
+            f"{path}: {became(ANY_ARRAY if dynamic else old, new)}"
             for path, dynamic, old, new in rows
             if dynamic != self._is_state(new)
             or not (dynamic or self._is_same(old, new))
@@ -221,6 +253,15 @@ class Slot:
         self.write(leaves)
         return lambda: self.put(old)
 
+    def kinds(self) -> list[LeafKind]:
+        """Returns what each array is for, in the order of `paths`."""
+        kind = LeafKind(self.role, self.annotations.get("aggregation"))
+        return [kind] * len(self.paths)
+
+    def places(self) -> list[str]:
+        """Returns how messages name the arrays, in the order of `paths`."""
+        return list(self.paths)
+
     def is_parameter(self) -> bool:
         """Returns whether it is a variable of a kind that is trained."""
         return False
@@ -229,10 +270,10 @@ class Slot:
         """Returns, for each array, whether it is part of an optimizer's state."""
 
         def is_part(value: Any) -> bool:
-            return self._is_own(value) or _is_optax_state(value)
+            return self._is_own(value) or is_optax_state(value)
 
         return [
-            _is_optax_state(part)
+            is_optax_state(part)
             for part in jax.tree.leaves(self.get(), is_leaf=is_part)
             for leaf in jax.tree.leaves(part, is_leaf=self._is_claimed)
             if self._is_state(leaf)
@@ -281,6 +322,19 @@ def describe(leaf: PyTree) -> str:
     return f"{type(leaf).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"
 
 
-def _is_optax_state(value: Any) -> bool:
+def became(old: Any, new: Any) -> str:
+    """Returns what a place held and holds, with the types of values that look alike."""
+    before = "an array" if old is ANY_ARRAY else describe(old)
+    now = describe(new)
+    if before == now and type(old) is type(new):
+        now = "another value"
+    elif before == now:
+        before = f"`{type(old).__name__}` of {before}"
+        now = f"`{type(new).__name__}` of {now}"
+    return f"{before} became {now}"
+
+
+def is_optax_state(value: Any) -> bool:
+    """Returns whether a value is one of Optax' tuples."""
     kind = type(value)
     return issubclass(kind, tuple) and kind.__module__.partition(".")[0] == "optax"

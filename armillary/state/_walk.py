@@ -48,8 +48,16 @@ from armillary.state._slots import (
     are_constant,
     are_plain,
     describe,
+    hold_no_arrays,
     is_array,
     is_equal,
+)
+from armillary.state._tree import (
+    PURE_STATE,
+    PureSlot,
+    PureStateOwner,
+    TreeSlot,
+    is_object,
 )
 
 # Of nests that are deeper (or reach themselves), JAX can make no tree.
@@ -75,13 +83,21 @@ class _Task(NamedTuple):
 
 
 class Walk:
-    """One walk over pairs of an object and its path; slots come in a fixed order."""
+    """One walk over pairs of an object and its path; slots come in a fixed order.
+
+    Without `finds_plain`, it passes over nests of plain values, however long they are.
+    """
 
     def __init__(
-        self, roots: Iterable[tuple[Any, str]], *, finds_slots: bool = True
+        self,
+        roots: Iterable[tuple[Any, str]],
+        *,
+        finds_slots: bool = True,
+        finds_plain: bool = True,
     ) -> None:
         self.roots = tuple(roots)
         self._finds_slots = finds_slots
+        self._passes_over = are_constant if finds_plain else hold_no_arrays
         self.nodes: dict[int, Node] = {}
         self.slots: dict[Any, Slot] = {}
         # Which holders each one leads to, with the name of the place.
@@ -143,7 +159,7 @@ class Walk:
         averages = map(id, _keras.batch_statistics(value))
         self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
         for part in reversed(parts):
-            if are_constant(part.values):
+            if self._passes_over(part.values):
                 continue
             for name, held in reversed(part.pairs):
                 if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
@@ -153,14 +169,15 @@ class Walk:
 
     def _add_place(self, task: _Task) -> bool:
         """Adds the place of an array, or a pytree with arrays; returns if it is one."""
-        value, path, part, name, above = task
+        value, part, above = task.value, task.part, task.above
         if part is None or part.kind.put is None:
             return False
+        is_pure = self._owner_of_pure_state(task) is not None
         try:
-            if not (is_array(value) or _holds_arrays(value)):
+            has_arrays = _has_arrays if is_pure else _holds_arrays
+            if not (is_array(value) or has_arrays(value)):
                 return False
-            get, put = part.kind.get, part.kind.put
-            slot = Slot(part.source, name, path, get=get, put=put, is_leaf=is_claimed)
+            slot = self._make_slot(task)
         except (RecursionError, TypeError, ValueError):
             # JAX makes no tree of it, such as of a dict with mixed keys.
             return False
@@ -170,6 +187,26 @@ class Walk:
             for leaf_path, leaf in reversed(slot.others)
         )
         return True
+
+    def _make_slot(self, task: _Task) -> Slot:
+        part, name, path = task.part, task.name, task.path
+        assert part is not None
+        get = part.kind.get
+        put = part.kind.put
+        assert put is not None
+        owner = self._owner_of_pure_state(task)
+        if owner is not None:
+            return PureSlot(part.source, name, path, get=get, put=put, owner=owner)
+        return TreeSlot(part.source, name, path, get=get, put=put, is_leaf=is_claimed)
+
+    def _owner_of_pure_state(self, task: _Task) -> PureStateOwner | None:
+        """Returns the trainer whose attribute `state` a task looks at."""
+        if task.above is None or task.name != PURE_STATE or task.part is None:
+            return None
+        holder = self.nodes[task.above[0]].value
+        is_attribute = task.part.kind is ATTRIBUTES
+        is_pure = is_attribute and isinstance(holder, PureStateOwner)
+        return holder if is_pure else None
 
     def _add(self, slot: Slot, above: tuple[int, Any] | None) -> None:
         slot.holder = above and above[0]
@@ -252,6 +289,12 @@ class Found(NamedTuple):
     path: str
 
 
+def slots_of(roots: Iterable[tuple[Any, str]]) -> list[Slot]:
+    """Returns the slots that pairs of an object and its path lead to, by path."""
+    slots = Walk(roots, finds_plain=False).slots.values()
+    return sorted(slots, key=lambda slot: slot.path)
+
+
 def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> set[int]:
     pending, reached = list(start), set[int]()
     while pending:
@@ -266,6 +309,11 @@ def _is_plain_nest(value: Any) -> bool:
     return type(value) in (dict, list) and are_plain(children_of(value))
 
 
+def _has_arrays(value: Any) -> bool:
+    """Returns whether a pytree has arrays, also in variables."""
+    return any(map(is_array, jax.tree.leaves(value, is_leaf=is_object)))
+
+
 def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     """Returns whether `value` is a tree, as JAX knows them, with arrays in it."""
     if len(above) > _MAX_TREE_DEPTH or id(value) in above:
@@ -273,7 +321,7 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     children = children_of(value)
     if are_plain(children):  # as most values have none
         return False
-    if isinstance(children, list | tuple) and are_constant(children):
+    if isinstance(children, Collection) and hold_no_arrays(children):
         return False
     above = (*above, id(value))
     found = [

@@ -6,32 +6,46 @@ Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fi
 import json
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 from armillary._checks import check_path
-from armillary._records import LinesFile, as_json, from_json, read_lines
+from armillary._records import (
+    LinesFile,
+    RisingClock,
+    as_json,
+    from_json,
+    read_lines,
+)
 
 FILE_NAME = "metrics.jsonl"
 _FIELDS = {"record", "time", "step"}
+_END_BYTES = 1 << 16
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
-    """Appends the records of a controller; `is_of_training`, from a `"start"` on."""
+    """Appends the records of a controller; `is_of_training`, from a `"start"` on.
+
+    Readers put the files of a run in the order of time. So all of them share a clock,
+    which continues from the records of earlier attempts.
+    """
 
     def __init__(
         self,
         directory: str | os.PathLike[str] | None,
         *,
         is_of_training: bool = False,
+        clock: RisingClock | None = None,
     ) -> None:
         is_local = directory is not None and "://" not in os.fspath(directory)
         path = Path(directory) / FILE_NAME if directory and is_local else None
         self._file = LinesFile(path, "metrics are")
         self._lines: list[str] = []
         self._waits = is_of_training
+        self._clock = RisingClock() if clock is None else clock
+        for line in self._file.read_end(_END_BYTES):
+            self._clock.start_after(_read_time(line))
         self.last_step = -1  # The highest of all records.
 
     @property
@@ -44,7 +58,7 @@ class MetricsFile:
         self._waits = self._waits and record != "start"
         if self._waits or not self.is_on:
             return
-        content = {"record": record, "time": time.time(), "step": step, **fields}
+        content = {"record": record, "time": self._clock.now(), "step": step, **fields}
         self._lines.append(_encode(as_json(content)) + "\n")
 
     def flush(self) -> None:
@@ -52,6 +66,13 @@ class MetricsFile:
         if self._lines:
             lines, self._lines = self._lines, []
             self._file.append("".join(lines))
+
+
+def _read_time(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["time"])
+    except (LookupError, TypeError, ValueError):  # a part of a line
+        return -math.inf
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -70,7 +91,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If there is no such file, or one cannot be read.
     """
-    folder_of_run = Path(check_path("run_dir", run_dir))
+    folder_of_run = Path(check_path("run_dir", run_dir, only_python_opens=True))
     timed: list[tuple[float, dict[str, Any]]] = []
     for path in _find_files(folder_of_run):
         is_below = path.parent.parent == folder_of_run
@@ -81,7 +102,8 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             values = record.get("values") or {}
             values.update({name: from_json(value) for name, value in values.items()})
-            # Of one file, the order of lines counts: a clock may go back.
+            # The order of the lines of one file counts: in a file of an earlier
+            # release, the clock may go back.
             latest = max(latest, record["time"])
             timed.append((latest, {**record, "folder": folder}))
     records = [record for _, record in sorted(timed, key=lambda pair: pair[0])]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from armillary.errors import StateStructureError, ThreadError
-from armillary.state._walk import Walk
+from armillary.state._walk import slots_of
 
 
 class _Claim(NamedTuple):
@@ -88,11 +88,11 @@ def _find_places(owner: Any) -> dict[Any, str]:
         return known.paths
 
     try:
-        slots = Walk([(owner, "")]).slots
+        slots = slots_of([(owner, "")])
     except StateStructureError:
         return {}  # The step raises it as well, with its own words.
 
-    paths = {place: slot.path for place, slot in slots.items()}
+    paths = {slot.key: slot.path for slot in slots}
     with contextlib.suppress(TypeError):  # An object without weak references.
         _places[id(owner)] = _Places(weakref.ref(owner), paths)
     return paths

@@ -28,7 +28,7 @@ from armillary.distribute.program._compare import (
 )
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
-from armillary.state._slots import Role, Slot
+from armillary.state._slots import LeafKind, Role
 from armillary.trainer._runner import StepMethod
 
 _HOW_TO_FIND = (
@@ -75,7 +75,7 @@ class StepGuard:
         self._moves_on = [
             not self._stops
             and not of_optimizer[i]
-            and _is_counter_or_key(state.owners[i], types[i].dtype)
+            and _is_counter_or_key(state.kinds[i], types[i].dtype)
             for i in changed
         ]
 
@@ -132,12 +132,12 @@ class StepGuard:
         )
 
 
-def _is_counter_or_key(slot: Slot, dtype: Any) -> bool:
+def _is_counter_or_key(kind: LeafKind, dtype: Any) -> bool:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return True
     # Narrow integers are quantized values, and those of a metric are parts of it.
     is_counter = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
-    return is_counter and slot.role not in (Role.METRIC, Role.BATCH_STATISTIC)
+    return is_counter and kind.role not in (Role.METRIC, Role.BATCH_STATISTIC)
 
 
 def _has_bad(arrays: Sequence[Any]) -> Any:

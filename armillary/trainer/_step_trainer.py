@@ -1,32 +1,37 @@
 """Trainer and evaluator around pure functions of any pytree and a batch."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_methods
 from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
-from armillary.distribute.replica._policy import create_global_step
-from armillary.errors import StateStructureError
+from armillary.distribute.replica._leaf_kinds import StateKinds
+from armillary.distribute.replica._policy import (
+    VariableAggregation,
+    create_global_step,
+)
+from armillary.distribute.replica._pure_state import (
+    has_data,
+    lend,
+    own_state,
+    take_back,
+)
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.state._slots import describe, is_array, is_equal, join_keys
-from armillary.trainer._hooks import without_python
+from armillary.state._slots import LeafKind, describe
+from armillary.state._tree import Leaf, PureStateOwner
+from armillary.state._weak_types import explained_types, find_weak
+from armillary.trainer._means import Means, add_metrics, make_metrics, name_means
 from armillary.trainer._no_data import check_step_arguments, take_batches
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
 from armillary.typing import Batch, Output, PyTree
 
-_MOST_METRICS = 64
 
-
-class StepTrainer(StandardTrainer):
+class StepTrainer(StandardTrainer, PureStateOwner):
     """Trains with a pure step: `step(state, batch) -> (state, metrics)`.
 
     The state is any pytree: parameters and Optax state in a tuple or a dictionary, an
@@ -61,6 +66,15 @@ class StepTrainer(StandardTrainer):
             data and takes the state alone: `step(state)`.
         strategy: Whose replicas run the step; by default the one in effect.
         metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
+        kinds: What becomes of leaves that differ between replicas: a mapping from a
+            regular expression, searched for in the path of a leaf
+            (`state/batch_stats/norm/mean`), or from the type of a node that holds it,
+            to `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`. The values are
+            the `aggregation` of a variable, see `VariableAggregation`, and the first
+            entry that finds a leaf counts. By default the library of a leaf decides:
+            Linen's `batch_stats`, the state of an Equinox module and the statistics
+            of a Keras model are averaged, the variables of an `nnx.State` keep their
+            kind, and any other leaf must be equal on all replicas.
         options: As for any `StandardTrainer`.
 
     `Checkpoint(trainer=trainer)` saves the state, the number of steps and the position
@@ -75,7 +89,8 @@ class StepTrainer(StandardTrainer):
         TypeError: If an argument is of the wrong type, or `step` returns no such pair,
             or takes a batch and there is no data, or takes none and there is.
         StateStructureError: If `step` returns another kind of state than it took.
-        ValueError: If `state` has no array, or there are more than 64 means.
+        ValueError: If `state` has no array, there are more than 64 means, or `kinds`
+            has a kind that does not exist, or a pattern or type without a leaf.
     """
 
     def __init__(
@@ -86,6 +101,7 @@ class StepTrainer(StandardTrainer):
         *,
         strategy: Strategy | None = None,
         metrics: Any = None,
+        kinds: Mapping[str | type, VariableAggregation | str] | None = None,
         options: StandardTrainerOptions | None = None,
     ) -> None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
@@ -106,13 +122,15 @@ class StepTrainer(StandardTrainer):
                 "`optax.MultiSteps(optimizer, every_k_schedule=k)`, or those of parts "
                 "of a batch by `jax.lax.scan` in the step."
             )
-        if not any(map(_is_data, jax.tree.leaves(state))):
+        if not has_data(state):
             raise ValueError(
                 f"`state` is {state!r:.80}, which has no array, so that no step could "
                 "change it. Give parameters and optimizer state, as a pytree."
             )
         self._step, self._metrics = step, make_metrics(metrics)
-        self.state = jax.tree.map(_own, state)
+        self._kinds = StateKinds(kinds, state, step)
+        self.state = own_state(state)
+        self._weak = find_weak(self.state)
         self.global_step = create_global_step()
 
     if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
@@ -121,6 +139,12 @@ class StepTrainer(StandardTrainer):
             if name == "state":
                 check_state_is_current("trainer.state")
             return super().__getattribute__(name)
+
+    def _kind_of_leaf(self, leaf: Leaf) -> LeafKind:
+        return self._kinds.find(leaf)
+
+    def _place_of_leaf(self, leaf: Leaf) -> str:
+        return self._kinds.place_of(leaf)
 
     def train_loop_begin(self) -> None:
         self._metrics.reset()
@@ -135,7 +159,8 @@ class StepTrainer(StandardTrainer):
         return self._metrics.compute()
 
     def _run(self, *batches: Batch) -> None:
-        result = self._step(self.state, *batches)
+        with explained_types(self._step, self.state, batches, self._weak):
+            result = self._step(lend(self.state), *batches)
         is_tuple = isinstance(result, tuple)
         if not is_tuple or len(result) != 2:
             shown = f"{len(result)} values" if is_tuple else describe(result)
@@ -144,8 +169,7 @@ class StepTrainer(StandardTrainer):
                 "the step, and its metrics. Write `return state, metrics`, with `{}` "
                 "if there are none."
             )
-        check_state(self.state, result[0])
-        self.state = result[0]
+        self.state = take_back(self.state, result[0])
         # Without data, each step has the same weight.
         add_metrics(self._metrics, result[1], batches)
 
@@ -226,125 +250,5 @@ class StepEvaluator(StandardEvaluator):
         return output
 
     def _run(self, *batches: Batch) -> None:
-        result = self._step(self._trainer.state, *batches)
+        result = self._step(lend(self._trainer.state), *batches)
         add_metrics(self._metrics, result, batches)
-
-
-class Seen:
-    """What a trace has found; a step that changed plain values would be traced anew."""
-
-    structure: Any = None
-
-
-@without_python
-class Means:
-    """Means by number: which ones there are is known only when the step is traced."""
-
-    def __init__(self) -> None:
-        from flax import nnx
-
-        zeros = np.zeros(_MOST_METRICS, np.float32)
-        self.total = nnx.metrics.MetricState(jnp.array(zeros))
-        self.weight = nnx.metrics.MetricState(jnp.array(zeros))
-        self.seen = Seen()
-
-    def reset(self) -> None:
-        for each in (self.total, self.weight):
-            each[...] = jnp.zeros_like(each[...])
-
-    def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
-        leaves, self.seen.structure = jax.tree.flatten(metrics)
-        if len(leaves) > _MOST_METRICS:
-            raise ValueError(
-                f"`step` returned {len(leaves)} metrics, but at most {_MOST_METRICS} "
-                "can be means. Return fewer, or one array: its values are averaged."
-            )
-        if not leaves:
-            return
-        sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-        values = [jnp.asarray(leaf) for leaf in leaves]
-        weights = [each.size if each.ndim else (sizes or [1])[0] for each in values]
-        means = [jnp.mean(each, dtype=jnp.float32) for each in values]
-        weight, rest = jnp.asarray(weights, jnp.float32), _MOST_METRICS - len(values)
-        total = jnp.where(weight > 0, jnp.stack(means) * weight, 0)
-        self.total[...] = self.total[...] + jnp.pad(total, (0, rest))
-        self.weight[...] = self.weight[...] + jnp.pad(weight, (0, rest))
-
-    def compute(self) -> Any:
-        return {"total": self.total[...], "weight": self.weight[...]}
-
-
-def name_means(structure: Any, output: Any) -> Output:
-    """Returns the means by name, from what `Means.compute` returned."""
-    if output is None or structure is None:
-        return None
-    with np.errstate(invalid="ignore"):  # Of no values, the mean is NaN.
-        means = np.asarray(output["total"]) / np.asarray(output["weight"])
-    return jax.tree.unflatten(structure, means[: structure.num_leaves])
-
-
-def make_metrics(metrics: Any) -> Any:
-    if metrics is not None:
-        fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
-        check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
-    return Means() if metrics is None else metrics
-
-
-def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
-    if not isinstance(metrics, Mapping | None):
-        raise TypeError(
-            f"`step` returned {describe(metrics)} as its metrics, but they must be a "
-            'dictionary. Write, for example, `{"loss": loss}`.'
-        )
-    if isinstance(to, Means):
-        to.add(metrics or {}, batch)
-    else:
-        to.update(**(metrics or {}))
-
-
-def _is_data(leaf: Any) -> bool:
-    # As in `jax.jit`, an integer is an array; a flag or a rate of Equinox is none.
-    is_host = isinstance(leaf, np.ndarray | np.generic) or type(leaf) is int
-    return is_host or is_array(leaf)
-
-
-def _own(leaf: Any) -> Any:
-    try:
-        return jnp.array(leaf) if _is_data(leaf) else leaf
-    except (OverflowError, TypeError) as error:
-        raise TypeError(
-            f"`state` has the leaf {leaf!r:.80}, of which JAX makes no array: {error}"
-        ) from error
-
-
-def check_state(before: PyTree, after: PyTree) -> None:
-    """Raises, with the place, if a step returns another kind of state than it took."""
-    for problem in _find_changes(before, after):
-        raise StateStructureError(
-            f"`step` must return a state like the one that it takes, but {problem}. "
-            "Return all of it, in the same order, with the same shapes and dtypes, and "
-            "the metrics after it: `return state, metrics`."
-        )
-
-
-def _find_changes(before: PyTree, after: PyTree) -> Iterator[str]:
-    flatten = jax.tree_util.tree_flatten_with_path
-    old, new = (
-        {join_keys("state", keys): leaf for keys, leaf in flatten(tree)[0]}
-        for tree in (before, after)
-    )
-    for place in dict.fromkeys([*old, *new]):
-        if place not in new:
-            yield f"`{place}` is gone"
-        elif place not in old:
-            yield f"`{place}` is new"
-        elif not is_array(old[place]):
-            if not is_equal(old[place], new[place]):
-                yield (
-                    f"`{place}`, which is no array but {old[place]!r:.40}, became "
-                    f"{describe(new[place])}: begin with `jnp.asarray(...)`"
-                )
-        elif (now := describe(new[place])) != (was := describe(old[place])):
-            yield f"`{place}` was {was} and became {now}"
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        yield "its structure changed: a node has another type, or other static fields"

@@ -3,11 +3,14 @@
 import itertools
 import os
 import threading
+import time
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+from armillary import _records
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import find_checkpoints
 
@@ -45,9 +48,15 @@ def test_only_the_newest_are_kept_in_the_order_of_saving(make_manager):
     assert sorted(os.listdir(manager.directory)) == sorted(names(manager))
 
 
+def set_clock(monkeypatch, wall, monotonic):
+    """Sets the clocks of what is written, and no others."""
+    clocks = types.SimpleNamespace(time=wall, monotonic=monotonic)
+    monkeypatch.setattr(_records, "time", clocks)
+
+
 def test_a_new_manager_goes_on_with_the_same_retention(make_manager, monkeypatch):
     hours = iter(range(1000))
-    monkeypatch.setattr(_writer, "time", lambda: 3600.0 * next(hours))
+    set_clock(monkeypatch, lambda: 3600.0 * next(hours), time.monotonic)
     counter = Counter()
     managers = [
         make_manager(
@@ -65,6 +74,22 @@ def test_a_new_manager_goes_on_with_the_same_retention(make_manager, monkeypatch
     assert len(times) >= 2
     assert all(b - a >= 4 for a, b in zip([0, *times], times, strict=False))
     assert names(managers[-1])[-2:] == ["checkpoint_10", "checkpoint_11"]
+
+
+def test_hours_count_where_the_clock_is_set_back(make_manager, monkeypatch):
+    """As on a machine that starts with a wrong time, and corrects it after a save."""
+    counter = Counter()
+    hour, hours_ahead = 0.0, 8760.0
+    set_clock(monkeypatch, lambda: 3600 * (hour + hours_ahead), lambda: 3600 * hour)
+    manager = make_manager(
+        Checkpoint(counter=counter), max_to_keep=1, keep_checkpoint_every_n_hours=4
+    )
+    for step in range(1, 12):
+        hour += 1
+        save_steps(manager, counter, step)
+        hours_ahead = 8760.0 if step < 2 else 0.0
+
+    assert names(manager) == ["checkpoint_4", "checkpoint_8", "checkpoint_11"]
 
 
 def test_other_content_of_the_directory_is_not_touched(make_manager, tmp_path):

@@ -92,6 +92,20 @@ def test_two_values_of_one_name_are_refused(output, places):
     assert all(place in str(caught.value) for place in places)
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("précision".encode().decode("ascii", "surrogateescape"), "LC_ALL=C.UTF-8"),
+        ("précision".encode("latin-1").decode(errors="surrogateescape"), "not UTF-8"),
+    ],
+)
+def test_a_name_that_no_file_can_hold_is_refused(name, fix):
+    controller = make_controller(lambda _: {"a": {name: 1.0}}, steps_per_loop=2)
+
+    with pytest.raises(ValueError, match=rf"under the name 'a/pr\\ud.*{fix}"):
+        controller.train(2)
+
+
 def test_keys_of_several_types_are_no_riddle():
     controller = make_controller(
         lambda _: {0: jnp.ones(()), "v": 2.0}, steps_per_loop=2

@@ -11,6 +11,7 @@ import pytest
 
 from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
+from tests.conftest import JAX_RELEASE
 from tests.multiprocess.conftest import DEADLINE, Job
 from tests.patience import patience, wait_until
 from tests.tiers import slow_after_first
@@ -62,6 +63,11 @@ def test_a_process_that_is_killed_is_named_by_the_others(start, count, dead):
     job.processes[dead].send_signal(signal.SIGKILL)
     alive = [index for index in range(count) if index != dead]
     codes = job.wait_for_ends(alive)
+    if dead == 0 and JAX_RELEASE < (0, 10):
+        # As soon as process 0 is gone, JAX ends the others in C++, perhaps first.
+        assert set(codes) <= {ExitCode.FAILED, ExitCode.RESTART_REQUESTED}
+        return
+
     assert codes == [ExitCode.RESTART_REQUESTED] * len(alive)
     for index in alive:
         assert f"Process {dead} of {count} is gone" in job.output(index)

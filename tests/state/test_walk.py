@@ -385,3 +385,58 @@ def test_a_proxy_whose_object_is_gone_holds_nothing():
     trainer = Holder(gone=gone, several=[gone, (gone,)], kernel=jnp.ones(2))
 
     assert find_paths(trainer) == ["kernel"]
+
+
+def make_rows(number: int = 1000) -> list[Any]:
+    return [
+        {"path": f"{i}", "at": [i, (0.5, {"part": "train"})]} for i in range(number)
+    ]
+
+
+def test_a_long_list_of_plain_dictionaries_is_looked_at_as_one():
+    holder = Holder(rows=make_rows(), kernel=jnp.ones(2))
+
+    walk = Walk([(holder, "")], finds_plain=False)
+
+    assert len(walk.nodes) < 10
+    assert [slot.path for slot in walk.slots.values()] == ["kernel"]
+    assert len(Walk([(holder, "")]).nodes) > 1000
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda rows, value: rows[-1].update(weight=value),
+        lambda rows, value: rows[-1]["at"].append(value),
+        lambda rows, value: rows[-1]["at"].append({"deep": [value]}),
+        lambda rows, value: rows.append(value),
+    ],
+)
+def test_an_array_among_many_plain_dictionaries_is_found(put):
+    rows = make_rows(100)
+    holder = Holder(rows=rows)
+    assert find_paths(holder) == []
+
+    put(rows, jnp.ones(2))
+
+    (path,) = find_paths(holder)
+    assert path.startswith("rows/")
+    (slot,) = Walk([(holder, "")]).slots.values()
+    assert slot.paths == (path,)
+
+
+def test_a_plain_list_that_holds_itself_ends():
+    rows: list[Any] = [1, {"two": 2}]
+    rows += [rows, rows, {"rows": rows}]
+    assert find_paths(Holder(rows=rows, kernel=jnp.ones(2))) == ["kernel"]
+
+
+def test_a_number_in_a_plain_dictionary_is_watched():
+    rows = make_rows(10)
+    state = State([(Holder(rows=rows, kernel=jnp.ones(2)), "")])
+    state.watch()
+    assert state.is_current()
+
+    rows[3]["at"][1] = 7
+
+    assert not state.is_current()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary._records import find_numbers
+from armillary._records import RisingClock, find_numbers
 from armillary.summary import Histogram, Text, read_metrics
 from armillary.summary._metrics_file import MetricsFile
 
@@ -82,15 +82,43 @@ def test_a_later_attempt_takes_the_place_of_what_it_did_again(tmp_path):
     ]
 
 
-def test_the_order_is_that_of_lines_where_a_clock_goes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    write_run(MetricsFile(tmp_path), ("start", 0), ("train", 10), ("train", 20))
-    monkeypatch.setattr(time, "time", lambda: 400.0)
-    write_run(MetricsFile(tmp_path), ("start", 10), ("train", 20), ("train", 30))
+@pytest.mark.parametrize("jump", [-600.0, 600.0])
+def test_the_order_is_that_of_writing_where_a_clock_jumps(jump, tmp_path, monkeypatch):
+    wall = iter([1000.0] * 5 + [1000.0 + jump] * 5)
+    monkeypatch.setattr(time, "time", lambda: next(wall))
+    for attempt in range(2):
+        # The files of a run share a clock.
+        clock = RisingClock()
+        train = MetricsFile(tmp_path / "train", clock=clock)
+        evaluation = MetricsFile(tmp_path / "eval", clock=clock)
+        write_run(train, ("start", 10 * attempt), ("train", 20))
+        write_run(evaluation, ("eval", 20))
+        write_run(train, ("train", 30))
+        write_run(evaluation, ("eval", 30))
 
-    steps = [("start", 0), ("train", 10), ("start", 10), ("train", 20), ("train", 30)]
-    assert read_steps(tmp_path) == steps
-    assert read_metrics(tmp_path)[-1]["time"] == 400.0
+    assert read_steps(tmp_path) == [
+        ("start", 0),
+        ("start", 10),
+        ("train", 20),
+        ("eval", 20),
+        ("train", 30),
+        ("eval", 30),
+    ]
+    times = [each["time"] for each in read_metrics(tmp_path)]
+    assert times == sorted(set(times))
+
+
+def test_the_order_of_lines_counts_in_a_file_of_an_earlier_release(tmp_path):
+    written = [("start", 0, 900), ("train", 20, 1000), ("start", 10, 400)]
+    written.append(("train", 20, 500))
+    lines = [
+        json.dumps({"record": record, "time": seconds, "step": step})
+        for record, step, seconds in written
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    assert read_steps(tmp_path) == [("start", 0), ("start", 10), ("train", 20)]
+    assert read_metrics(tmp_path)[-1]["time"] == 500
 
 
 def test_runs_beside_each_other_keep_their_records(tmp_path):

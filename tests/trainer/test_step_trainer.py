@@ -269,9 +269,9 @@ def count(state, batch):
 @pytest.mark.parametrize(
     ("step", "error", "message"),
     [
-        (drop, StateStructureError, "`state/rate` is gone"),
-        (widen, StateStructureError, "`state/w` was float32 (3,) and became"),
-        (count, StateStructureError, "`state/rate`, which is no array but 0.5, became"),
+        (drop, StateStructureError, "`state['rate']` is gone"),
+        (widen, StateStructureError, "`state['w']` was float32 (3,) and became"),
+        (count, StateStructureError, "`state['rate']`, which is not an array but 0.5"),
         (lambda s, _: ({}, s), StateStructureError, "`return state, metrics`"),
         (lambda state, batch: state, TypeError, "it must return a pair"),
         (lambda state, batch: (state, 0, 1), TypeError, "returned 3 values, but it"),

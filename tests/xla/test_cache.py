@@ -13,11 +13,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from armillary.xla import use_compilation_cache
-from tests.conftest import OPTIMIZE_LESS, forget_devices
+from tests.conftest import CAN_CACHE, OPTIMIZE_LESS, forget_devices
 from tests.patience import patience
 
 TESTS = Path(__file__).resolve().parents[1]
 SETTINGS = (
+    "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
@@ -94,14 +95,17 @@ def test_a_second_process_trains_without_compiling(tmp_path: Path) -> None:
     assert second["requests"] == second["hits"] > 10
     assert second["stored"] == 0
     assert without["results"] == first["results"] == second["results"]
-    # XLA would say so if it took this machine for another one than it compiled for.
-    assert "machine" not in messages.lower()
+    # XLA says so if it takes this machine for another one than it compiled for. Older
+    # releases do on every machine.
+    if CAN_CACHE:
+        assert "machine" not in messages.lower()
 
 
 @pytest.fixture
 def restore_settings() -> Iterator[None]:
     """Puts the cache of this process back after the test."""
     before = {name: jax.config.values[name] for name in SETTINGS}
+    jax.config.update("jax_enable_compilation_cache", True)
     yield
     for name, value in before.items():
         jax.config.update(name, value)

@@ -91,7 +91,9 @@ class TFRecordDataset(IndexedDataset):
     ) -> None:
         if isinstance(paths, str | os.PathLike) or not np.iterable(paths):
             paths = [paths]
-        self._paths = find_files([check_path("paths", path) for path in paths])
+        self._paths = find_files(
+            [check_path("paths", path, only_python_opens=True) for path in paths]
+        )
         self._features = check_features(features)
         places = [_find_records(path) for path in self._paths]
         # Where the data of each record are, and how many records the files before have.

@@ -29,7 +29,7 @@ from armillary._checks import check_not_negative_int
 from armillary.distribute._global_arrays import on_data
 from armillary.distribute.replica._context import ReplicaContext
 from armillary.state._lift import State
-from armillary.state._slots import Role, Slot
+from armillary.state._slots import LeafKind, Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -75,10 +75,6 @@ _BY_ROLE = {
     Role.BATCH_STATISTIC: VariableAggregation.MEAN,
     Role.FIRST_REPLICA: VariableAggregation.ONLY_FIRST_REPLICA,
 }
-_ANNOTATIONS = {
-    "aggregation": VariableAggregation,
-    "synchronization": VariableSynchronization,
-}
 # Folded into the key of every replica but the first, before the replica's number. A
 # step that folds small numbers into its key, as NNX does, or splits it, must not arrive
 # at the key of another replica.
@@ -109,25 +105,36 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
 def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
     check_annotations(state)
     return [
-        _policy_of(slot, leaf, is_of_optimizer)
+        _policy_of(slot, kind, leaf, is_of_optimizer)
         for slot, start, stop in state.ranges
-        for leaf, is_of_optimizer in zip(
-            leaves[start:stop], slot.is_of_optimizer(), strict=True
+        for kind, leaf, is_of_optimizer in zip(
+            state.kinds[start:stop],
+            leaves[start:stop],
+            slot.is_of_optimizer(),
+            strict=True,
         )
     ]
 
 
 def check_annotations(state: State) -> None:
-    for slot in state.slots:
-        for name, kind in _ANNOTATIONS.items():
-            value = slot.annotations.get(name)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(
-                    f"`{name}` of {slot.path} is {value!r}, but it must be a member of "
-                    f"`armillary.distribute.{kind.__name__}`. Set it where the "
-                    "variable is made."
-                )
+    for slot, start, stop in state.ranges:
+        given = [each.aggregation for each in state.kinds[start:stop]]
+        _check_annotation(slot, "aggregation", VariableAggregation, given)
+        when = slot.annotations.get("synchronization")
+        _check_annotation(slot, "synchronization", VariableSynchronization, [when])
         _check_synchronization(slot)
+
+
+def _check_annotation(
+    slot: Slot, name: str, kind: type[enum.Enum], values: Sequence[object]
+) -> None:
+    for value in values:
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"`{name}` of {slot.path} is {value!r}, but it must be a member of "
+                f"`armillary.distribute.{kind.__name__}`. Set it where the variable is "
+                "made."
+            )
 
 
 def _check_synchronization(slot: Slot) -> None:
@@ -139,7 +146,8 @@ def _check_synchronization(slot: Slot) -> None:
             "variable must become one value. Use `VariableSynchronization.ON_READ` "
             "with an `aggregation`, use `ON_WRITE`, or leave it out."
         )
-    has_none = _aggregation_of(slot) is VariableAggregation.NONE
+    kind = LeafKind(slot.role, slot.annotations.get("aggregation"))
+    has_none = _aggregation_of(kind) is VariableAggregation.NONE
     is_random = slot.role is Role.RANDOM_KEY
     if when is VariableSynchronization.ON_READ and has_none and not is_random:
         raise ValueError(
@@ -149,24 +157,27 @@ def _check_synchronization(slot: Slot) -> None:
         )
 
 
-def _aggregation_of(slot: Slot) -> VariableAggregation:
-    given = slot.annotations.get("aggregation")
-    return _BY_ROLE.get(slot.role, VariableAggregation.NONE) if given is None else given
+def _aggregation_of(kind: LeafKind) -> VariableAggregation:
+    by_role = _BY_ROLE.get(kind.role, VariableAggregation.NONE)
+    return by_role if kind.aggregation is None else kind.aggregation
 
 
 def written_policy_of(slot: Slot) -> Policy | None:
     """Returns how the values that replicas write are combined at each write."""
     if slot.annotations.get("synchronization") is not VariableSynchronization.ON_WRITE:
         return None
-    policy = Policy[_aggregation_of(slot).name]
+    kind = LeafKind(slot.role, slot.annotations.get("aggregation"))
+    policy = Policy[_aggregation_of(kind).name]
     return None if policy is Policy.MIRRORED else policy
 
 
-def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
-    given = slot.annotations.get("aggregation")
-    policy = Policy[_aggregation_of(slot).name]
+def _policy_of(
+    slot: Slot, kind: LeafKind, leaf: jax.Array, is_of_optimizer: bool
+) -> Policy:
+    given = kind.aggregation
+    policy = Policy[_aggregation_of(kind).name]
     is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    is_key = is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
+    is_key = is_typed or (kind.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
     is_flag = leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN)
     if given is not None and (is_flag or (is_key and policy is not Policy.MIRRORED)):
         raise ValueError(

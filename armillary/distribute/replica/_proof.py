@@ -43,8 +43,11 @@ from armillary._jaxpr import (
     source_line,
     walk_equations,
 )
+from armillary.distribute.replica._kinds import as_kinds
 from armillary.distribute.replica._sameness import kind_of
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
+from armillary.state._lift import State
+from armillary.state._tree import pure_path_of
 
 _NUMBER = frozenset({"the number of the replica, or random keys made with it"})
 _PYTHON = frozenset({"a callback to Python"})
@@ -138,16 +141,21 @@ _WRONG = {
     Kind.KEY: (
         "`{origin}` holds a key of `jax.random.PRNGKey`, of which all replicas would "
         "draw the same numbers (at {where}). Hold a key of `jax.random.key`, or, if "
-        "that is meant, `nnx.Variable(key, aggregation=VariableAggregation.NONE)`."
+        "that is meant, {as_meant}."
     ),
 }
+_SAME_KEY = "`nnx.Variable(key, aggregation=VariableAggregation.NONE)`"
 
 
 class Label(NamedTuple):
-    """A kind of label, and the line or path that it is from."""
+    """A kind of label, and the line or place that it is from.
+
+    A label of a leaf of a pure step's state has the path of the leaf, too.
+    """
 
     kind: Kind
     origin: str
+    pure_path: str | None = None
 
 
 class Facts(NamedTuple):
@@ -157,7 +165,12 @@ class Facts(NamedTuple):
     labels: frozenset[Label] = frozenset()
 
     def find(self, kind: Kind) -> str | None:
-        return min((x.origin for x in self.labels if x.kind is kind), default=None)
+        label = self.find_label(kind)
+        return None if label is None else label.origin
+
+    def find_label(self, kind: Kind) -> Label | None:
+        found = [label for label in self.labels if label.kind is kind]
+        return min(found, key=lambda label: label.origin, default=None)
 
     def only(self, *kinds: Kind) -> set[Label]:
         return {label for label in self.labels if label.kind in kinds}
@@ -208,8 +221,14 @@ class Proof(Dataflow[Facts]):
         if error is not None and not is_alone:
             raise error
 
-    def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
-        differing = [i for i in names if not self.is_equal[i]]
+    def require_equal(self, mirrored: Mapping[int, int], state: State) -> None:
+        """Raises if results differ that are the new values of mirrored arrays.
+
+        Args:
+            mirrored: The indices of arrays of the state, by the number of the result.
+            state: The state.
+        """
+        differing = [i for i in mirrored if not self.is_equal[i]]
         if not differing:
             return
         makers = {made: each for each in self._made.eqns for made in each.outvars}
@@ -217,13 +236,17 @@ class Proof(Dataflow[Facts]):
         for i in differing:
             maker = makers.get(self._made.outvars[i])
             where = "" if maker is None else f", written at {source_line(maker)}"
-            lines.append(names[i] + where)
+            role = state.kinds[mirrored[i]].role.value
+            lines.append(f"{state.place_of(mirrored[i])} ({role}, mirrored){where}")
         facts = self.join(self.results[i] for i in differing)
+        indices = [mirrored[i] for i in differing]
+        found = (pure_path_of(state.owners[i], state.paths[i]) for i in indices)
+        pure_paths = [path for path in found if path is not None]
         raise ReplicaMismatchError(
-            f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
-            "on all replicas, but `strategy.run` left values in them that differ:\n"
-            f"{list_lines(sorted(lines), most=10)}\n"
-            f"They were {facts.explain()}{_way_out(facts)}"
+            f"{len(lines)} of {len(state.paths)} slots are mirrored, so they must be "
+            "equal on all replicas, but `strategy.run` left values in them that "
+            f"differ:\n{list_lines(sorted(lines), most=10)}\n"
+            f"They were {facts.explain()}{_way_out(facts, pure_paths)}"
         )
 
     def join(self, facts: Iterable[Facts]) -> Facts:
@@ -321,11 +344,18 @@ class Proof(Dataflow[Facts]):
         self, equation: Any, operand: Facts, wrong: list[Kind], made: Any = None
     ) -> None:
         """Notes the first label that an operand must not have here."""
-        where, count = self.line(equation), self._counts[0]
-        found = [(kind, origin) for kind in wrong if (origin := operand.find(kind))]
+        found = [label for kind in wrong if (label := operand.find_label(kind))]
         error = None
-        for kind, origin in found[:1]:
-            message = _WRONG[kind].format(origin=origin, where=where, count=count)
+        for kind, origin, pure_path in found[:1]:
+            as_meant = _SAME_KEY
+            if pure_path is not None:
+                as_meant = f"name it in `StepTrainer(..., {as_kinds([pure_path])})`"
+            message = _WRONG[kind].format(
+                origin=origin,
+                where=self.line(equation),
+                count=self._counts[0],
+                as_meant=as_meant,
+            )
             is_key = kind is Kind.KEY
             error = ValueError(message) if is_key else DoubleReductionError(message)
         self._errors[self._place(equation), made] = error
@@ -360,9 +390,10 @@ class Proof(Dataflow[Facts]):
         if both.find(Kind.AVERAGED) and not self._keeps_scale(equation, name):
             kept -= both.only(Kind.AVERAGED)
         if name == "random_wrap":
-            kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
+            kept |= {x._replace(kind=Kind.KEY) for x in both.only(Kind.RAW_KEY)}
         if name == "random_unwrap" and not reasons:
-            kept |= {Label(Kind.RAW_KEY, x.origin) for x in operands[0].only(Kind.KEY)}
+            keys = operands[0].only(Kind.KEY)
+            kept |= {x._replace(kind=Kind.RAW_KEY) for x in keys}
         if name in DRAWS and not reasons:
             self._note(equation, operands[0], [Kind.KEY])
         return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
@@ -514,8 +545,15 @@ def _has_collective(program: Any) -> bool:
     )
 
 
-def _way_out(facts: Facts) -> str:
+def _way_out(facts: Facts, pure_paths: Sequence[str] = ()) -> str:
     where = facts.find(Kind.GRADIENT)
+    if where is None and pure_paths:
+        return (
+            '. Reduce first (`armillary.all_reduce("mean", value)`), or let replicas '
+            "differ during a step: "
+            f'`StepTrainer(..., {as_kinds(pure_paths, "mean")})`, or "sum" or '
+            '"only_first_replica".'
+        )
     if where is None:
         return (
             '. Reduce first (`armillary.all_reduce("mean", value)`), or make the '

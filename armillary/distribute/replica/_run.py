@@ -70,6 +70,7 @@ from armillary.errors import (
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
+from armillary.state._tree import pure_path_of
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -256,13 +257,12 @@ class _MappedCall(Call):
                 '"mean" of the gradients, or scale the loss with '
                 "`armillary.compute_average_loss(losses)`."
             )
-        state = self._state
-        names = {
-            place: f"{state.paths[i]} ({state.owners[i].role.value}, mirrored)"
+        mirrored = {
+            place: i
             for place, i in enumerate(self.changed, start=len(self.changed))
             if self.policies[i] is Policy.MIRRORED
         }
-        proof.require_equal(names, len(state.paths))
+        proof.require_equal(mirrored, self._state)
         self._warn_of_shared_draws(program)
         return proof
 
@@ -296,10 +296,8 @@ class _MappedCall(Call):
     def _origins_of_slots(self) -> list[Origin]:
         """Returns for each array whether it may be a key that is to stay equal."""
         return [
-            MEANT
-            if owner.annotations.get("aggregation") is VariableAggregation.NONE
-            else SHARED
-            for owner in self._state.owners
+            MEANT if kind.aggregation is VariableAggregation.NONE else SHARED
+            for kind in self._state.kinds
         ]
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
@@ -318,12 +316,14 @@ class _MappedCall(Call):
     def _facts_of_slots(self) -> list[Facts]:
         """Returns that arrays which may be keys of `jax.random.PRNGKey` are such."""
         facts = [EQUAL] * len(self.before)
-        for slot, first, _ in self._state.ranges:
-            if slot.role is not Role.PLAIN or slot.annotations.get("aggregation"):
-                continue
+        state = self._state
+        for slot, first, _ in state.ranges:
             for i, is_out in enumerate(slot.is_of_optimizer(), start=first):
-                if self.before[i].dtype == jnp.uint32 and not is_out:
-                    label = Label(Kind.RAW_KEY, self._state.paths[i])
+                role, given = state.kinds[i]
+                is_plain = role is Role.PLAIN and not given
+                if self.before[i].dtype == jnp.uint32 and is_plain and not is_out:
+                    pure_path = pure_path_of(slot, state.paths[i])
+                    label = Label(Kind.RAW_KEY, state.place_of(i), pure_path)
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
 

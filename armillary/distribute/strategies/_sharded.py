@@ -246,14 +246,14 @@ class _Rules:
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         split = [
             i
-            for i, (leaf, owner) in enumerate(zip(leaves, state.owners, strict=True))
-            if leaf.ndim and not is_key(leaf) and owner.role is not Role.METRIC
+            for i, (leaf, kind) in enumerate(zip(leaves, state.kinds, strict=True))
+            if leaf.ndim and not is_key(leaf) and kind.role is not Role.METRIC
         ]
         specs = [PartitionSpec()] * len(leaves)
         own = [i for i in split if not of_optimizer[i]]
         for i in own:
             specs[i] = self._match(state.paths[i], leaves[i], mesh)
-        if self._unused and any(state.owners[i].role is Role.PLAIN for i in own):
+        if self._unused and any(state.kinds[i].role is Role.PLAIN for i in own):
             unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
             raise ValueError(
                 f"`rules` has {unused}, found in none of these paths:\n"

@@ -1,0 +1,204 @@
+"""The kinds of a pure step's leaves: what becomes of them on several replicas.
+
+A leaf has the kind that `kinds` gives it, or else the one that its library shows: the
+type of a variable in an `nnx.State`, the place in a pytree of Linen or Equinox, and for
+Keras the variable that the leaf was taken from. A kind is the `aggregation` that a
+variable of Flax NNX would have.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from armillary._checks import list_lines
+from armillary.distribute.replica._kinds import KINDS
+from armillary.distribute.replica._policy import VariableAggregation
+from armillary.state import _keras
+from armillary.state._slots import LeafKind, is_array
+from armillary.state._tree import PURE_STATE, Leaf, is_object, kind_of, leaves_of
+from armillary.state._walk import Walk
+
+_FIX = 'Write `kinds={"batch_stats": "mean"}`.'
+
+
+class _Rule(NamedTuple):
+    """One entry of `kinds`, and the kind that it gives to the leaves that it finds."""
+
+    key: str | type
+    aggregation: VariableAggregation
+    finds: Callable[[Leaf], bool]
+
+    def fits(self, leaf: Leaf) -> bool:
+        """Returns whether there is a value of this kind for the dtype of a leaf."""
+        dtype = _value_of(leaf).dtype
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return self.aggregation is VariableAggregation.NONE
+        adds_up = (VariableAggregation.SUM, VariableAggregation.MEAN)
+        is_flag = jnp.issubdtype(dtype, jnp.bool_)
+        return not is_flag or self.aggregation not in adds_up
+
+
+class _KerasLeaf(NamedTuple):
+    kind: LeafKind
+    name: str
+
+
+class StateKinds:
+    """The kinds of the leaves of one state.
+
+    Args:
+        kinds: From regular expressions, searched for in the paths of leaves, or types
+            of nodes, to the names of kinds.
+        state: The state as the user gave it.
+        step: The step, which leads to the Keras model whose variables it uses.
+
+    Raises:
+        TypeError: If `kinds` is not a mapping, or a key is of another type.
+        ValueError: If a kind does not exist or fits no leaf, or if a key finds nothing.
+    """
+
+    def __init__(self, kinds: Any, state: Any, step: Any) -> None:
+        leaves = [leaf for leaf in leaves_of(state, is_object) if _has_value(leaf)]
+        self._of_keras = _find_keras_leaves(leaves, step)
+        self._rules = [_make_rule(*entry) for entry in _check_mapping(kinds).items()]
+        for rule in self._rules:
+            _check_found(rule, leaves)
+
+    def find(self, leaf: Leaf) -> LeafKind:
+        """Returns the kind of a leaf; the first rule that finds it counts."""
+        known = self._of_keras.get(leaf.path(PURE_STATE))
+        kind = kind_of(leaf) if known is None else known.kind
+        rule = next((rule for rule in self._rules if rule.finds(leaf)), None)
+        if rule is None or not rule.fits(leaf):
+            return kind
+        return kind._replace(aggregation=rule.aggregation)
+
+    def place_of(self, leaf: Leaf) -> str:
+        """Returns a leaf as messages name it, with the name that Keras has for it."""
+        known = self._of_keras.get(leaf.path(PURE_STATE))
+        place = leaf.place(PURE_STATE)
+        return place if known is None else f"{place} ({known.name!r} of Keras)"
+
+
+def _check_mapping(kinds: Any) -> Mapping[Any, Any]:
+    if kinds is None:
+        return {}
+    if not isinstance(kinds, Mapping):
+        raise TypeError(
+            f"`kinds` is {kinds!r:.80} of type {type(kinds).__name__}, but it must be "
+            f"a mapping from paths or types to kinds. {_FIX}"
+        )
+    return kinds
+
+
+def _make_rule(key: Any, kind: Any) -> _Rule:
+    return _Rule(key, _check_kind(key, kind), _make_finder(key))
+
+
+def _check_kind(key: Any, kind: Any) -> VariableAggregation:
+    if isinstance(kind, VariableAggregation):
+        return kind
+    found = KINDS.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        near = difflib.get_close_matches(str(kind), KINDS, n=1)
+        known = ", ".join(f'"{name}"' for name in KINDS)
+        fix = f'Write `kinds={{{_shown(key)}: "{near[0] if near else "mean"}"}}`.'
+        raise ValueError(
+            f"`kinds` has {kind!r:.60} for {_shown(key)}, but a kind is one of "
+            f"{known}, or a member of `armillary.VariableAggregation`. {fix}"
+        )
+    return found
+
+
+def _make_finder(key: Any) -> Callable[[Leaf], bool]:
+    if isinstance(key, type):
+        return lambda leaf: any(isinstance(node, key) for node in leaf.above)
+    if not isinstance(key, str):
+        raise TypeError(
+            f"`kinds` has the key {key!r:.60} of type {type(key).__name__}, but a key "
+            "is a regular expression that is searched for in the paths of leaves, or "
+            f"the type of a node. {_FIX}"
+        )
+    try:
+        pattern = re.compile(key)
+    except re.error as error:
+        raise ValueError(
+            f"`kinds` has {key!r}, which is not a regular expression: {error}. Escape "
+            f"it: `kinds={{{re.escape(key)!r}: ...}}`."
+        ) from error
+    return lambda leaf: pattern.search(leaf.path(PURE_STATE)) is not None
+
+
+def _check_found(rule: _Rule, leaves: list[Leaf]) -> None:
+    """Raises if a rule finds no leaf, or none that there is a value of its kind for."""
+    found = [leaf for leaf in leaves if rule.finds(leaf)]
+    if not found:
+        raise ValueError(
+            f"`kinds` has {_shown(rule.key)}, found in none of these "
+            f"{'types' if isinstance(rule.key, type) else 'paths'}:\n"
+            f"{list_lines(_names_near(rule.key, leaves))}\n"
+            "Correct it, or leave it out."
+        )
+    if any(map(rule.fits, found)):
+        return
+    leaf = found[0]
+    kind = rule.aggregation.name.lower()
+    raise ValueError(
+        f"`kinds` has {_shown(rule.key)}: {kind!r}, but {leaf.place(PURE_STATE)} holds "
+        f"{_value_of(leaf).dtype}, and there is no {kind} of it. Hold an array of "
+        "integers or floats, or leave it out."
+    )
+
+
+def _names_near(key: Any, leaves: Iterable[Leaf]) -> list[str]:
+    """Returns what a key may have meant, the nearest names first."""
+    if isinstance(key, type):
+        nodes = {type(node).__qualname__ for leaf in leaves for node in leaf.above}
+        wanted, names = key.__qualname__, sorted(nodes)
+    else:
+        wanted, names = key, sorted({leaf.path(PURE_STATE) for leaf in leaves})
+
+    def nearness(name: str) -> float:
+        parts = [name, *name.split("/")]
+        return max(difflib.SequenceMatcher(None, wanted, p).ratio() for p in parts)
+
+    return sorted(names, key=nearness, reverse=True)
+
+
+def _shown(key: Any) -> str:
+    return f"`{key.__qualname__}`" if isinstance(key, type) else repr(key)
+
+
+def _has_value(leaf: Leaf) -> bool:
+    value = leaf.value
+    is_number = isinstance(value, np.ndarray | np.generic) or type(value) is int
+    return is_number or is_array(value) or _keras.is_variable(value)
+
+
+def _value_of(leaf: Leaf) -> Any:
+    if _keras.is_variable(leaf.value):
+        return _keras.value_of(leaf.value)
+    return leaf.value if hasattr(leaf.value, "dtype") else jnp.asarray(leaf.value)
+
+
+def _find_keras_leaves(leaves: Iterable[Leaf], step: Any) -> dict[str, _KerasLeaf]:
+    """Returns the leaves that are variables of Keras, or the values of such."""
+    if _keras.keras_module() is None:
+        return {}
+    # By identity: `stateless_call` takes lists of arrays, which have no names.
+    known: dict[int, _KerasLeaf] = {}
+    for slot in Walk([(step, "")]).slots.values():
+        if _keras.is_variable(slot.variable):
+            entry = _KerasLeaf(LeafKind(slot.role), slot.variable.path)
+            known[id(slot.variable)] = entry
+            known[id(_keras.value_of(slot.variable))] = entry
+    found = {}
+    for leaf in leaves:
+        if id(leaf.value) in known:
+            found[leaf.path(PURE_STATE)] = known[id(leaf.value)]
+    return found

@@ -1,0 +1,177 @@
+"""The state of a pure step: how it begins, what a step gets, and what it may return.
+
+The trainer holds the state, and each step gets a copy of its nodes. So a step may use
+them up, as it does with an `eqx.nn.State`, or write into the variables of an
+`nnx.State`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from armillary._checks import list_lines
+from armillary.distribute.replica._context import get_replica_context
+from armillary.errors import StateStructureError
+from armillary.state import _equinox, _keras, _nnx
+from armillary.state._slots import became, describe, is_array, is_equal
+from armillary.state._tree import (
+    PURE_STATE,
+    Leaf,
+    children_by_key,
+    is_object,
+    leaves_of,
+    place_of,
+)
+from armillary.typing import PyTree
+
+
+def has_data(state: PyTree) -> bool:
+    """Returns whether a state has an array, or a leaf that becomes one."""
+    return any(map(_is_data, leaves_of(state)))
+
+
+def _is_data(leaf: Leaf) -> bool:
+    value = leaf.value
+    # As in `jax.jit`, an integer is an array. A flag or a rate of Equinox is not.
+    is_host = isinstance(value, np.ndarray | np.generic) or type(value) is int
+    # A class of Flax declares its constants with `pytree_node=False`.
+    is_of_flax = bool(leaf.above) and hasattr(type(leaf.above[-1]), "_flax_dataclass")
+    is_field = is_of_flax and type(value) is float
+    return is_host or is_field or is_array(value) or _keras.is_variable(value)
+
+
+def own_state(state: PyTree) -> PyTree:
+    """Returns a state with copies of its arrays, and with arrays for numbers."""
+    leaves = [_own(leaf) for leaf in leaves_of(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _own(leaf: Leaf) -> Any:
+    value = leaf.value
+    if not _is_data(leaf):
+        return value
+    if _keras.is_variable(value):
+        value = _keras.value_of(value)
+    try:
+        return jnp.array(value)
+    except (OverflowError, TypeError) as error:
+        raise TypeError(
+            f"`state` has the leaf {value!r:.80}, of which JAX makes no array: {error}"
+        ) from error
+
+
+def lend(state: PyTree) -> PyTree:
+    """Returns a state for one step, with nodes that the step may use up."""
+    context = get_replica_context()
+    is_alone = context is None or context.axis_name is None
+    copy_state = _equinox.as_state if is_alone else _equinox.as_replica_state
+    return _map_states(_equinox.is_state, copy_state, state)
+
+
+def take_back(held: PyTree, returned: PyTree) -> PyTree:
+    """Returns the state that a step left, checked against the state that it took.
+
+    Raises:
+        StateStructureError: If it has other places, shapes or dtypes.
+    """
+    new = _map_states(_equinox.is_replica_state, _equinox.as_state, returned)
+    check_state(held, new)
+    old_leaves, structure = jax.tree.flatten(held, is_leaf=is_object)
+    new_leaves = structure.flatten_up_to(new)
+    pairs = zip(old_leaves, new_leaves, strict=True)
+    return structure.unflatten(_take_object(*pair) for pair in pairs)
+
+
+def _map_states(
+    is_state: Callable[[Any], bool], change: Callable[[Any], Any], tree: PyTree
+) -> PyTree:
+    def is_leaf(part: Any) -> bool:
+        return is_object(part) or is_state(part)
+
+    def map_leaf(leaf: Any) -> Any:
+        return change(leaf) if is_state(leaf) else leaf
+
+    return jax.tree.map(map_leaf, tree, is_leaf=is_leaf)
+
+
+def _take_object(old: Any, new: Any) -> Any:
+    """Returns what to hold; a module stays, because a program may refer to it."""
+    if old is new or not _nnx.is_node(old):
+        return new
+    _nnx.assign(old, new)
+    return old
+
+
+def check_state(before: PyTree, after: PyTree) -> None:
+    """Raises, with the places, if a step returns another kind of state than it took."""
+    problems = list(_find_changes(before, after, ()))
+    if not problems:
+        return
+    shown = problems[0]
+    if len(problems) > 1:
+        shown = f"{len(problems)} places differ:\n{list_lines(problems, most=10)}\n"
+    raise StateStructureError(
+        "`step` must return a state like the one that it takes, but "
+        f"{shown}{'' if len(problems) > 1 else '. '}Return all of it, in the same "
+        "order, with the same shapes and dtypes, and the metrics after it: `return "
+        "state, metrics`."
+    )
+
+
+def _find_changes(before: Any, after: Any, keys: tuple[Any, ...]) -> Iterator[str]:
+    place = place_of(PURE_STATE, keys)
+    old = children_by_key(before)
+    new = children_by_key(after)
+    if old is None and new is None:
+        yield from _compare_leaves(place, before, after)
+    elif old is None or new is None or type(before) is not type(after):
+        change = f"was {_describe_node(before)} and became {_describe_node(after)}"
+        yield f"`{place}` {change}"
+    elif old.keys() != new.keys():
+        for own in dict.fromkeys([*old, *new]):
+            if own not in new:
+                yield f"`{place_of(PURE_STATE, (*keys, *own))}` is gone"
+            elif own not in old:
+                yield f"`{place_of(PURE_STATE, (*keys, *own))}` is new"
+            else:
+                yield from _find_changes(old[own], new[own], (*keys, *own))
+    else:
+        for own in old:
+            yield from _find_changes(old[own], new[own], (*keys, *own))
+        if _own_structure(before) != _own_structure(after):
+            kind = type(before).__name__
+            yield f"`{place}`, {_a(kind)}, became one with other static fields"
+
+
+def _compare_leaves(place: str, old: Any, new: Any) -> Iterator[str]:
+    if not is_array(old):
+        if not is_equal(old, new):
+            yield (
+                f"`{place}`, which is not an array but {old!r:.40}, became "
+                f"{describe(new)}: begin with `jnp.asarray(...)`"
+            )
+        return
+    if describe(old) == describe(new):
+        return
+    cast = ""
+    is_number = is_array(new) and not jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
+    if is_number and new.shape == old.shape:
+        wanted = f"`.astype({str(new.dtype)!r})`"
+        cast = f": begin with that dtype ({wanted}), or cast it in the step"
+    change = became(old, new).replace(" became ", " and became ")
+    yield f"`{place}` was {change}{cast}"
+
+
+def _describe_node(node: Any) -> str:
+    return describe(node) if is_array(node) else _a(type(node).__name__)
+
+
+def _a(kind: str) -> str:
+    return "None" if kind == "NoneType" else f"a `{kind}`"
+
+
+def _own_structure(node: Any) -> Any:
+    return jax.tree.structure(node, is_leaf=lambda part: part is not node)

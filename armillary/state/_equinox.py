@@ -1,0 +1,81 @@
+"""State of Equinox modules: the only file that touches private parts of Equinox.
+
+Equinox compares a new value with the old one, and refuses it if JAX knows the mesh of
+only one of them. Inside `shard_map`, JAX 0.10 to 0.12 knows the mesh of results, but
+not of constants, such as the flag that `eqx.nn.BatchNorm` sets. So a step on several
+replicas gets its `eqx.nn.State` as a subclass, which makes each constant a result.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_state(value: Any) -> bool:
+    """Returns whether a value is an `eqx.nn.State`."""
+    return isinstance(value, _state_type())
+
+
+def _state_type() -> Any:
+    nn = getattr(sys.modules.get("equinox"), "nn", None)
+    return getattr(nn, "State", ())
+
+
+def as_replica_state(state: Any) -> Any:
+    """Returns a copy of an `eqx.nn.State` that constants can be set in."""
+    return _make(_replica_type(), state)
+
+
+def as_state(state: Any) -> Any:
+    """Returns the plain `eqx.nn.State` that a step left."""
+    return _make(_state_type(), state)
+
+
+def is_replica_state(value: Any) -> bool:
+    return is_state(value) and type(value) is not _state_type()
+
+
+def _make(kind: Any, state: Any) -> Any:
+    made = object.__new__(kind)
+    made._state = state._state
+    return made
+
+
+@functools.cache
+def _replica_type() -> Any:
+    """Returns the class of the states that replicas get, made where Equinox is used."""
+    state_type = _state_type()
+
+    @jax.tree_util.register_pytree_node_class
+    class _ReplicaState(state_type):
+        """An `eqx.nn.State` that gives each new value the mesh of the old one."""
+
+        def set(self, item: Any, value: Any) -> Any:
+            old = self.get(item)
+            value = jax.tree.map(jnp.asarray, value)
+            if jax.tree.structure(old) == jax.tree.structure(value):
+                value = jax.tree.map(_with_mesh_of, old, value)
+            return _make(type(self), super().set(item, value))
+
+        def substate(self, pytree: Any) -> Any:
+            return _make(type(self), super().substate(pytree))
+
+        def update(self, substate: Any) -> Any:
+            if is_replica_state(substate):
+                substate = as_state(substate)
+            return _make(type(self), super().update(substate))
+
+    return _ReplicaState
+
+
+def _with_mesh_of(old: Any, new: Any) -> Any:
+    """Returns a value as the result of an operation, if it is a constant."""
+    before, now = (jax.eval_shape(lambda value=value: value) for value in (old, new))
+    is_alike = (before.shape, before.dtype) == (now.shape, now.dtype)
+    is_real = now.dtype == bool or jnp.issubdtype(now.dtype, jnp.integer)
+    is_real |= jnp.issubdtype(now.dtype, jnp.floating)
+    is_other_mesh = is_alike and before != now
+    return jax.lax.max(new, new) if is_other_mesh and is_real else new

@@ -1,0 +1,169 @@
+"""Slots that hold pytrees: each array's kind, by the nodes that it lies in.
+
+A library without variables shows what an array is for by its place: Linen keeps batch
+statistics in a collection with that name, Equinox in an `eqx.nn.State`. The state of a
+pure step is a pytree all the way down, so there the variables of an `nnx.State` are
+nodes as well, and a step may return new ones.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from armillary.state import _equinox, _nnx
+from armillary.state._holders import is_claimed
+from armillary.state._slots import (
+    LeafKind,
+    Role,
+    Slot,
+    is_array,
+    is_optax_state,
+    join_keys,
+)
+
+PURE_STATE = "state"
+"""The attribute of a trainer that holds the state of a pure step."""
+
+_LEAF = jax.tree.structure(0)
+_BATCH_STATISTICS = "batch_stats"
+
+
+class Leaf(NamedTuple):
+    """A leaf of a pytree, the keys that lead to it, and the nodes that it lies in."""
+
+    keys: tuple[Any, ...]
+    value: Any
+    above: tuple[Any, ...] = ()
+
+    def path(self, root: str) -> str:
+        """Returns the path as checkpoints have it: `state/params/kernel`."""
+        return join_keys(root, self.keys)
+
+    def place(self, root: str) -> str:
+        """Returns the leaf as Python has it: `state.params['kernel']`."""
+        return place_of(root, self.keys)
+
+
+def place_of(root: str, keys: Sequence[Any]) -> str:
+    """Returns the expression that reads what some keys lead to."""
+    shown = jax.tree_util.keystr(tuple(keys))
+    return root + re.sub(r"\[<flat index (\d+)>\]", r"[\1]", shown)
+
+
+def children_by_key(node: Any) -> dict[tuple[Any, ...], Any] | None:
+    """Returns what a node of a pytree holds at its first level; `None` for a leaf."""
+    entries, structure = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda part: part is not node
+    )
+    return None if structure == _LEAF else dict(entries)
+
+
+def leaves_of(
+    tree: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    *,
+    keys: tuple[Any, ...] = (),
+    above: tuple[Any, ...] = (),
+) -> Iterator[Leaf]:
+    """Yields the leaves of a pytree, in the order of JAX."""
+    children = None if is_leaf and is_leaf(tree) else children_by_key(tree)
+    if children is None:
+        yield Leaf(keys, tree, above)
+        return
+    # A variable has one value, which paths do not name.
+    depth = 1 if _nnx.is_variable(tree) else 0
+    for own, child in children.items():
+        inner = (*keys, *own[depth:])
+        yield from leaves_of(child, is_leaf, keys=inner, above=(*above, tree))
+
+
+def is_object(value: Any) -> bool:
+    """Returns whether a pure step passes a value on as it is, such as a module."""
+    return not _nnx.is_variable(value) and is_claimed(value)
+
+
+class TreeSlot(Slot):
+    """A place that holds an array, or a pytree of arrays."""
+
+    def kinds(self) -> list[LeafKind]:
+        may_have_some = any(_BATCH_STATISTICS in path for path in self.paths)
+        if self.is_leaf or not (may_have_some or "equinox" in sys.modules):
+            return super().kinds()
+        leaves = leaves_of(self.get(), self._is_claimed)
+        return [kind_of(leaf) for leaf in leaves if self._is_state(leaf.value)]
+
+
+class PureSlot(TreeSlot):
+    """The state of a pure step, which has an owner that may give leaves a kind."""
+
+    def __init__(
+        self,
+        source: Any,
+        name: Any,
+        path: str,
+        *,
+        get: Callable[[Any, Any], Any],
+        put: Callable[[Any, Any, Any], None],
+        owner: "PureStateOwner",
+    ) -> None:
+        self.owner = owner
+        super().__init__(source, name, path, get=get, put=put, is_leaf=is_object)
+
+    def _leaves(self) -> list[Leaf]:
+        # Not kept, because leaves hold tracers inside a step.
+        leaves = leaves_of(self.get(), is_object)
+        return [leaf for leaf in leaves if self._is_state(leaf.value)]
+
+    def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
+        has_variables = any(map(_nnx.is_variable, _shallow_leaves(self.get())))
+        if not has_variables:
+            return super()._name_leaves(entries)
+        return [leaf.path(self.path) for leaf in leaves_of(self.get(), is_object)]
+
+    def kinds(self) -> list[LeafKind]:
+        return [self.owner._kind_of_leaf(leaf) for leaf in self._leaves()]
+
+    def places(self) -> list[str]:
+        return [self.owner._place_of_leaf(leaf) for leaf in self._leaves()]
+
+
+def _shallow_leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_claimed)
+
+
+class PureStateOwner:
+    """An object whose attribute `state` is the state of a pure step."""
+
+    def _kind_of_leaf(self, leaf: Leaf) -> LeafKind:
+        """Returns what a leaf of the state is for."""
+        return kind_of(leaf)
+
+    def _place_of_leaf(self, leaf: Leaf) -> str:
+        """Returns how messages name a leaf of the state."""
+        return leaf.place(PURE_STATE)
+
+
+def pure_path_of(slot: Slot, path: str) -> str | None:
+    """Returns the path of a leaf below the trainer, if it is of a pure step's state."""
+    if not isinstance(slot, PureSlot):
+        return None
+    return PURE_STATE + path.removeprefix(slot.path)
+
+
+def kind_of(leaf: Leaf) -> LeafKind:
+    """Returns what an array in a pytree is for, as its libraries show."""
+    for depth, node in enumerate(leaf.above):
+        if _nnx.is_variable(node):
+            held_by = leaf.above[depth - 1] if depth else None
+            return _nnx.kind_of(node, held_by)
+    if any(map(is_optax_state, leaf.above)):
+        return LeafKind(Role.PLAIN)
+    names = join_keys("", leaf.keys).split("/")
+    is_float = is_array(leaf.value) and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+    is_of_equinox = is_float and any(map(_equinox.is_state, leaf.above))
+    is_statistic = _BATCH_STATISTICS in names or is_of_equinox
+    return LeafKind(Role.BATCH_STATISTIC if is_statistic else Role.PLAIN)

@@ -1,0 +1,603 @@
+"""Kinds of the leaves of a pure step: every library's state on several replicas."""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import armillary
+from armillary import VariableAggregation
+from armillary.data import from_arrays
+from armillary.errors import ReplicaMismatchError
+from tests.tiers import slow_after_first
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
+SGD = optax.sgd(0.05, momentum=0.9)
+NUM_REPLICAS = 4
+
+
+def mean_over_replicas(tree):
+    return jax.lax.pmean(tree, "replica")
+
+
+def loss_of(predictions, batch):
+    return jnp.mean((predictions[:, 0] - batch["y"]) ** 2)
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=True):
+        x = linen.Dense(4)(x)
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return linen.Dense(1)(x)
+
+
+class StatefulTrainState(TrainState):
+    batch_stats: Any
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
+        self.last = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+class EquinoxNet(equinox.Module):
+    first: equinox.nn.Linear
+    norm: equinox.nn.BatchNorm
+    last: equinox.nn.Linear
+
+    def __init__(self, mode):
+        keys = jax.random.split(jax.random.key(1))
+        self.first = equinox.nn.Linear(3, 4, key=keys[0])
+        self.norm = equinox.nn.BatchNorm(4, axis_name="batch", mode=mode)
+        self.last = equinox.nn.Linear(4, 1, key=keys[1])
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(x), state
+
+
+class Program(NamedTuple):
+    """A step, its first state, and where the statistics of batches lie in it."""
+
+    step: Any
+    state: Any
+    statistics: Any
+
+
+def make_linen():
+    net = LinenNet()
+    variables = net.init(jax.random.key(1), X[:1], train=False)
+
+    def step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state["batch_stats"]}
+            y, new = net.apply(variables, batch["x"], mutable=["batch_stats"])
+            return loss_of(y, batch), new["batch_stats"]
+
+        gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, batch_stats), gradients = gradient_fn(state["params"])
+        updates, momentum = SGD.update(mean_over_replicas(gradients), state["momentum"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {"params": params, "batch_stats": batch_stats, "momentum": momentum}
+        return new, {"loss": loss}
+
+    state = {**variables, "momentum": SGD.init(variables["params"])}
+    return Program(step, state, lambda state: state["batch_stats"])
+
+
+def make_train_state():
+    net = LinenNet()
+    variables = net.init(jax.random.key(1), X[:1], train=False)
+
+    def step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, new = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+            return loss_of(y, batch), new["batch_stats"]
+
+        gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, batch_stats), gradients = gradient_fn(state.params)
+        new = state.apply_gradients(
+            grads=mean_over_replicas(gradients), batch_stats=batch_stats
+        )
+        return new, {"loss": loss}
+
+    state = StatefulTrainState.create(
+        apply_fn=net.apply,
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=SGD,
+    )
+    return Program(step, state, lambda state: state.batch_stats)
+
+
+def make_nnx():
+    graphdef, params, rest = nnx.split(NnxNet(nnx.Rngs(1)), nnx.Param, ...)
+
+    def step(state, batch):
+        params, rest, momentum = state
+
+        def loss_fn(params):
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            loss = loss_of(model(batch["x"]), batch)
+            return loss, nnx.split(model, nnx.Param, ...)[2]
+
+        gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, rest), gradients = gradient_fn(params)
+        updates, momentum = SGD.update(mean_over_replicas(gradients), momentum)
+        return (optax.apply_updates(params, updates), rest, momentum), {"loss": loss}
+
+    state = (params, rest, SGD.init(params))
+    return Program(step, state, lambda state: state[1])
+
+
+def make_equinox(mode):
+    model, statistics = equinox.nn.make_with_state(EquinoxNet)(mode)
+
+    def step(state, batch):
+        model, statistics, momentum = state
+
+        def loss_fn(model):
+            y, new = jax.vmap(
+                model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+            )(batch["x"], statistics)
+            return loss_of(y, batch), new
+
+        gradient_fn = equinox.filter_value_and_grad(loss_fn, has_aux=True)
+        (loss, new), gradients = gradient_fn(model)
+        updates, momentum = SGD.update(mean_over_replicas(gradients), momentum)
+        return (equinox.apply_updates(model, updates), new, momentum), {"loss": loss}
+
+    momentum = SGD.init(equinox.filter(model, equinox.is_inexact_array))
+    return Program(step, (model, statistics, momentum), lambda state: state[1])
+
+
+def make_keras(*, as_variables=False):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((3,)),
+            layers.Dense(4),
+            layers.BatchNormalization(momentum=0.9),
+            layers.Dense(1),
+        ]
+    )
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+
+    def step(state, batch):
+        params, others, momentum = state
+
+        def loss_fn(params):
+            y, new = model.stateless_call(params, others, batch["x"], training=True)
+            return loss_of(y, batch), new
+
+        gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, new), gradients = gradient_fn(params)
+        gradients = mean_over_replicas(gradients)
+        params, momentum = optimizer.stateless_apply(momentum, gradients, params)
+        return (params, new, momentum), {"loss": loss}
+
+    lists = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
+    )
+    state = tuple([v if as_variables else v.value for v in each] for each in lists)
+    return Program(step, state, lambda state: state[1])
+
+
+PROGRAMS = {
+    "linen": make_linen,
+    "train_state": make_train_state,
+    "nnx": make_nnx,
+    "equinox batch": functools.partial(make_equinox, "batch"),
+    "equinox ema": functools.partial(make_equinox, "ema"),
+    "keras": make_keras,
+    "keras variables": functools.partial(make_keras, as_variables=True),
+}
+
+
+@pytest.fixture
+def program(request, name):
+    return make_program(request, name)
+
+
+def make_program(request, name):
+    if name.startswith("keras"):
+        request.getfixturevalue("keras")
+    return PROGRAMS[name]()
+
+
+def make_data():
+    return from_arrays(DATA, batch_size=16, shuffle_seed=3, repeat=True)
+
+
+def make_trainer(program, num_replicas=1, **options):
+    return armillary.StepTrainer(
+        program.step,
+        program.state,
+        make_data(),
+        strategy=armillary.MirroredStrategy(jax.devices()[:num_replicas]),
+        **options,
+    )
+
+
+def arrays_of(state):
+    leaves = jax.tree.leaves(state)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    return [np.asarray(array) for array in arrays if array.dtype != bool]
+
+
+def as_arrays(state):
+    """Returns a state with arrays for numbers and variables, as a trainer holds it."""
+
+    def convert(leaf):
+        if not isinstance(leaf, jax.Array) and hasattr(leaf, "value"):
+            return leaf.value  # of Keras
+        return jnp.asarray(leaf) if type(leaf) is int else leaf
+
+    return jax.tree.map(convert, state)
+
+
+def train_by_hand(program, num_replicas, num_steps):
+    """Trains in plain JAX: `vmap` over the shares, then the mean of all results."""
+
+    def mean(leaf):
+        is_float = isinstance(leaf, jax.Array) and jnp.issubdtype(
+            leaf.dtype, jnp.floating
+        )
+        return jnp.mean(leaf, axis=0) if is_float else leaf[0]
+
+    def whole_step(arrays, batch):
+        state = equinox.combine(arrays, rest)
+        shares = jax.tree.map(
+            lambda rows: rows.reshape(num_replicas, -1, *rows.shape[1:]), batch
+        )
+
+        def share_step(share):
+            return equinox.filter(program.step(state, share)[0], equinox.is_array)
+
+        each = jax.vmap(share_step, axis_name="replica")(shares)
+        return jax.tree.map(mean, each)
+
+    arrays, rest = equinox.partition(as_arrays(program.state), equinox.is_array)
+    compiled = jax.jit(whole_step)
+    for _, batch in zip(range(num_steps), make_data(), strict=False):
+        arrays = compiled(arrays, batch)
+    return equinox.combine(arrays, rest)
+
+
+@slow_after_first("name", PROGRAMS)
+def test_batch_statistics_are_averaged_without_a_word(name, program):
+    trainer = make_trainer(program, NUM_REPLICAS)
+    trainer.train(5)
+
+    expected = train_by_hand(program, NUM_REPLICAS, 5)
+    pairs = zip(arrays_of(trainer.state), arrays_of(expected), strict=True)
+    for actual, wanted in pairs:
+        np.testing.assert_allclose(actual, wanted, rtol=2e-4, atol=1e-5)
+    first = arrays_of(program.statistics(as_arrays(program.state)))
+    moved = zip(first, arrays_of(program.statistics(trainer.state)), strict=True)
+    assert not all(np.array_equal(a, b) for a, b in moved)
+
+
+@slow_after_first("name", PROGRAMS)
+def test_one_device_equals_plain_jax(name, program):
+    trainer = make_trainer(program)
+    trainer.train(2)
+    trainer.train(3)
+    expected = train_by_hand(program, 1, 5)
+    pairs = zip(arrays_of(trainer.state), arrays_of(expected), strict=True)
+    for actual, wanted in pairs:
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
+@slow_after_first("name", PROGRAMS)
+def test_a_stopped_run_continues_bit_for_bit(name, request, tmp_path):
+    def run(directory, *stops):
+        leaves = []
+        for stop in stops:
+            trainer = make_trainer(make_program(request, name), 2)
+            checkpoint = armillary.Checkpoint(trainer=trainer)
+            controller = armillary.Controller(
+                trainer=trainer,
+                global_step=trainer.global_step,
+                steps_per_loop=4,
+                checkpoint_manager=armillary.CheckpointManager(checkpoint, directory),
+            )
+            controller.train(stop)
+            leaves = arrays_of(trainer.state)
+        return leaves
+
+    pairs = zip(run(tmp_path / "a", 9), run(tmp_path / "b", 3, 9), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+class Total(NamedTuple):
+    value: jax.Array
+
+
+def add_rows(state, batch):
+    """Adds the sum of the rows to every number of a state."""
+    return jax.tree.map(lambda leaf: leaf + jnp.sum(batch["x"]), state), {}
+
+
+SUM_OF_BATCH = float(np.sum(X[:16]))
+SUM_OF_FIRST_SHARE = float(np.sum(X[:4]))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({"total": "sum"}, 1 + SUM_OF_BATCH),
+        ({"^state/total/value$": VariableAggregation.SUM}, 1 + SUM_OF_BATCH),
+        ({Total: "sum", "state": "mean"}, 1 + SUM_OF_BATCH),
+        ({"total": "mean", Total: "sum"}, 1 + SUM_OF_BATCH / 4),
+        ({"value": "only_first_replica"}, 1 + SUM_OF_FIRST_SHARE),
+    ],
+)
+def test_a_leaf_has_the_kind_that_it_is_given(kinds, expected):
+    trainer = armillary.StepTrainer(
+        add_rows,
+        {"total": Total(jnp.ones(()))},
+        from_arrays(DATA, batch_size=16),
+        strategy=armillary.MirroredStrategy(jax.devices()[:NUM_REPLICAS]),
+        kinds=kinds,
+    )
+    trainer.train(1)
+    np.testing.assert_allclose(trainer.state["total"].value, expected, rtol=1e-5)
+
+
+def test_a_given_kind_comes_before_the_kind_of_the_library():
+    trainer = armillary.StepTrainer(
+        add_rows,
+        {"batch_stats": {"mean": jnp.zeros(())}},
+        from_arrays(DATA, batch_size=16),
+        strategy=armillary.MirroredStrategy(jax.devices()[:2]),
+        kinds={"batch_stats": "none"},
+    )
+    with pytest.raises(ReplicaMismatchError, match="batch statistic, mirrored"):
+        trainer.train(1)
+
+
+def test_flags_and_keys_keep_their_kind_among_numbers_that_are_averaged():
+    def step(state, batch):
+        key, _ = jax.random.split(state["key"])
+        mean = state["mean"] + jnp.mean(batch["x"])
+        return {"key": key, "is_first": jnp.array(False), "mean": mean}, {}
+
+    state = {"key": jax.random.key(0), "is_first": True, "mean": jnp.zeros(())}
+    state["is_first"] = jnp.array(True)
+    trainer = armillary.StepTrainer(
+        step,
+        state,
+        from_arrays(DATA, batch_size=16),
+        strategy=armillary.MirroredStrategy(jax.devices()[:2]),
+        kinds={"state": "mean"},
+    )
+    trainer.train(1)
+    assert not trainer.state["is_first"]
+    key, _ = jax.random.split(jax.random.key(0))
+    assert trainer.state["key"] == key
+    np.testing.assert_allclose(trainer.state["mean"], np.mean(X[:16]), rtol=1e-5)
+
+
+def test_variables_of_nnx_keep_their_own_aggregation():
+    seen = nnx.Variable(jnp.zeros(()), aggregation=VariableAggregation.SUM)
+    last = nnx.Variable(
+        jnp.zeros(()), aggregation=VariableAggregation.ONLY_FIRST_REPLICA
+    )
+    trainer = armillary.StepTrainer(
+        add_rows,
+        nnx.State({"seen": seen, "last": last}),
+        from_arrays(DATA, batch_size=16),
+        strategy=armillary.MirroredStrategy(jax.devices()[:NUM_REPLICAS]),
+    )
+    trainer.train(1)
+    seen_value = trainer.state["seen"][...]
+    last_value = trainer.state["last"][...]
+    np.testing.assert_allclose(seen_value, SUM_OF_BATCH, rtol=1e-5)
+    np.testing.assert_allclose(last_value, SUM_OF_FIRST_SHARE, rtol=1e-5)
+
+
+def test_metrics_of_nnx_add_up_and_welford_is_refused():
+    def train(metric):
+        graphdef, state = nnx.split(metric)
+
+        def step(state, batch):
+            metric = nnx.merge(graphdef, state)
+            metric.update(values=batch["y"])
+            return nnx.split(metric)[1], {}
+
+        trainer = armillary.StepTrainer(
+            step,
+            state,
+            from_arrays(DATA, batch_size=16),
+            strategy=armillary.MirroredStrategy(jax.devices()[:NUM_REPLICAS]),
+        )
+        trainer.train(2)
+        return nnx.merge(graphdef, trainer.state).compute()
+
+    expected = np.mean(DATA["y"][:32])
+    np.testing.assert_allclose(train(nnx.metrics.Average()), expected, rtol=1e-4)
+    with pytest.raises(ReplicaMismatchError, match=r"state\['mean'\]"):
+        train(nnx.metrics.Welford())
+
+
+def test_replicas_draw_their_own_numbers_from_an_nnx_state():
+    graphdef, state = nnx.split(nnx.Rngs(0))
+
+    def step(state, batch):
+        total, rngs_state = state
+        rngs = nnx.merge(graphdef, rngs_state)
+        drawn = jax.random.normal(rngs(), batch["x"].shape[:1])
+        total = armillary.all_reduce("sum", jnp.sum(drawn)) + total
+        return (total, nnx.split(rngs)[1]), {}
+
+    def train(num_replicas):
+        trainer = armillary.StepTrainer(
+            step,
+            (jnp.zeros(()), state),
+            from_arrays(DATA, batch_size=16),
+            strategy=armillary.MirroredStrategy(jax.devices()[:num_replicas]),
+        )
+        trainer.train(2)
+        return trainer.state
+
+    total, rngs_state = train(2)
+    rngs = nnx.merge(graphdef, rngs_state)
+    assert rngs.default.count[...] == 2
+    assert rngs.default.key[...] == jax.random.key(0)
+    first_share = sum(
+        jnp.sum(jax.random.normal(key, (8,)))
+        for key in map(functools.partial(jax.random.fold_in, jax.random.key(0)), (0, 1))
+    )
+    assert not np.isclose(total, 2 * first_share)
+
+
+def test_a_module_may_be_the_state_and_stays_the_same_object():
+    def step(model, batch):
+        def loss_fn(model):
+            return loss_of(model(batch["x"]), batch)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(model)
+        gradients = mean_over_replicas(gradients)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, model, gradients)
+        return new, {"loss": loss}
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+    trainer = make_trainer(Program(step, model, None), 2)
+    held = trainer.state
+    trainer.train(3)
+    assert trainer.state is held
+    expected = train_by_hand(Program(step, model, None), 1, 3)
+    np.testing.assert_allclose(held.kernel[...], expected.kernel[...], rtol=1e-5)
+
+
+def forget_to_reduce(state, batch):
+    return jax.tree.map(lambda leaf: leaf + jnp.mean(batch["x"]), state), {}
+
+
+def test_an_unreduced_leaf_is_named_with_the_kind_to_give():
+    class Layer(NamedTuple):
+        kernel: jax.Array
+
+    state = {"params": {"dense": Layer(jnp.zeros(3))}, "rest": [jnp.zeros(())] * 2}
+
+    def train(**options):
+        armillary.StepTrainer(
+            forget_to_reduce,
+            state,
+            from_arrays(DATA, batch_size=16),
+            strategy=armillary.MirroredStrategy(jax.devices()[:2]),
+            **options,
+        ).train(1)
+
+    with pytest.raises(ReplicaMismatchError) as caught:
+        train()
+    message = str(caught.value)
+    assert "state['params']['dense'].kernel (plain, mirrored)" in message
+    assert "state['rest'][1]" in message
+    assert "aggregation=" not in message
+    kinds = re.search(r"StepTrainer\(\.\.\., kinds=(\{.*?\})\)", message)
+    train(kinds=eval(kinds.group(1)))  # The text can be pasted.
+
+
+@pytest.mark.usefixtures("keras")
+def test_a_leaf_of_keras_has_the_name_of_its_variable():
+    program = make_keras()
+
+    def step(state, batch):
+        (params, others, momentum), _ = program.step(state, batch)
+        momentum[2] = momentum[2] + jnp.sum(batch["x"])
+        return (params, others, momentum), {}
+
+    with pytest.raises(ReplicaMismatchError, match=r"state\[2\]\[2\] \('.*/.*' of Ker"):
+        make_trainer(program._replace(step=step), 2).train(1)
+
+
+def test_a_raw_key_is_answered_with_its_kind():
+    def step(state, batch):
+        noise = jax.random.normal(state[1], batch["x"].shape[:1])
+        total = state[0] + jnp.mean(noise * batch["y"])
+        return (mean_over_replicas(total), state[1]), {}
+
+    def train(**options):
+        armillary.StepTrainer(
+            step,
+            (jnp.zeros(()), jax.random.PRNGKey(0)),
+            from_arrays(DATA, batch_size=16),
+            strategy=armillary.MirroredStrategy(jax.devices()[:2]),
+            **options,
+        ).train(1)
+
+    with pytest.raises(ValueError, match=r"`state\[1\]` holds a key") as caught:
+        train()
+    assert 'StepTrainer(..., kinds={r"state/1$": "none"})' in str(caught.value)
+    assert "nnx.Variable" not in str(caught.value)
+    train(kinds={r"state/1$": "none"})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error", "message"),
+    [
+        (["batch_stats"], TypeError, "`kinds` is ['batch_stats'] of type list"),
+        ({3: "mean"}, TypeError, "`kinds` has the key 3 of type int"),
+        ({"(": "mean"}, ValueError, "`kinds` has '(', which is not a regular"),
+        ({"stats": "means"}, ValueError, "Write `kinds={'stats': \"mean\"}`"),
+        ({"stats": 3}, ValueError, '"none", "sum", "mean", "only_first_replica"'),
+        ({"bach_stats": "mean"}, ValueError, "paths:\n  state/batch_stats/norm\n"),
+        ({nnx.State: "mean"}, ValueError, "`State`, found in none of these types"),
+        ({"flag": "sum"}, ValueError, "holds bool, and there is no sum of it"),
+    ],
+)
+def test_bad_kinds(kinds, error, message):
+    state = {
+        "batch_stats": {"norm": jnp.zeros(3)},
+        "flag": jnp.array(True),
+        "params": {"kernel": jnp.zeros(3)},
+    }
+    with pytest.raises(error, match=re.escape(message)):
+        armillary.StepTrainer(add_rows, state, make_data(), kinds=kinds)
+
+
+def test_statistics_in_a_standard_trainer_are_averaged_too():
+    program = make_linen()
+
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(make_data())
+            self.strategy = armillary.MirroredStrategy(jax.devices()[:NUM_REPLICAS])
+            self.variables = program.state
+
+        def train_step(self, iterator):
+            self.strategy.run(self.update, args=(next(iterator),))
+
+        def update(self, batch):
+            self.variables, _ = program.step(self.variables, batch)
+
+    trainer = Trainer()
+    trainer.train(3)
+    expected = train_by_hand(program, NUM_REPLICAS, 3)
+    pairs = zip(arrays_of(trainer.variables), arrays_of(expected), strict=True)
+    for actual, wanted in pairs:
+        np.testing.assert_allclose(actual, wanted, rtol=2e-4, atol=1e-5)
