@@ -8,9 +8,17 @@ import pytest
 
 import armillary
 from tests.ports import (
+    dcgan,
+    dqn,
     imagenet,
+    keras_stateless,
+    lookahead,
+    multi_steps,
     nnx_mnist,
     nnx_own_optimizer,
+    orbit_resnet,
+    ppo,
+    private_sgd,
     score_diffusion,
     vae,
     vision_transformer,
@@ -19,10 +27,18 @@ from tests.ports.port import Port
 from tests.problems import assert_identical, read_state
 
 PORTS = {
+    "dcgan": dcgan.PORT,
+    "dqn": dqn.PORT,
     "imagenet": imagenet.PORT,
     "imagenet_float16": imagenet.HALF_PORT,
+    "keras_stateless": keras_stateless.PORT,
+    "lookahead": lookahead.PORT,
+    "multi_steps": multi_steps.PORT,
     "nnx_mnist": nnx_mnist.PORT,
     "nnx_own_optimizer": nnx_own_optimizer.PORT,
+    "orbit_resnet": orbit_resnet.PORT,
+    "ppo": ppo.PORT,
+    "private_sgd": private_sgd.PORT,
     "score_diffusion": score_diffusion.PORT,
     "vae": vae.PORT,
     "vision_transformer": vision_transformer.PORT,
