@@ -19,10 +19,28 @@ from armillary._traceback import is_library_file
 Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()
 
+# Settings of JAX that a program may set for a part of itself, and that change a trace.
+_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
+
 
 def is_in_trace() -> bool:
     """Returns whether JAX traces a function at the moment."""
     return get_trace_state() != _NO_TRACE
+
+
+def read_settings() -> tuple[Any, ...]:
+    """Returns the settings of JAX that decide what a function is traced to.
+
+    `jax.jit` traces a function again where one of them has changed.
+    """
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
 
 
 def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:

@@ -24,7 +24,7 @@ class ReplicaMismatchError(ArmillaryError, ValueError):
 
 
 class DoubleReductionError(ArmillaryError, ValueError):
-    """A value that is equal on all replicas was reduced over replicas again."""
+    """A reduction over replicas would count a value too often, or divide it twice."""
 
 
 class ReplicaContextError(ArmillaryError, RuntimeError):

@@ -86,28 +86,28 @@ def discounted_sums(rewards: jax.Array) -> jax.Array:
     return jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)[1]
 
 
-class Trainer(armillary.AbstractTrainer):
+class Trainer(armillary.StandardTrainer):
     """Trains a policy; each loop reports how many moves its episodes lasted.
 
-    `StandardTrainer` runs a step on batches. Here there are none, so `train` is a loop
-    of its own over a compiled step.
+    There is no data set, so the step never calls `next(iterator)`.
     """
 
     def __init__(self, strategy, policy, optimizer, *, num_episodes: int) -> None:
+        super().__init__(None)
         self.strategy, self.policy, self.optimizer = strategy, policy, optimizer
         self.num_episodes = num_episodes // strategy.num_replicas_in_sync
         self.rngs = nnx.Rngs(1)
         self.num_moves = nnx.metrics.Average("num_moves")
 
-    def train(self, num_steps: int) -> dict:
+    def train_loop_begin(self) -> None:
         self.num_moves.reset()
-        for _ in range(num_steps):
-            self.train_step()
-        return {"num_moves": self.num_moves.compute()}
 
-    @armillary.function
-    def train_step(self) -> None:
+    def train_step(self, iterator) -> None:
+        del iterator
         self.strategy.run(self.improve)
+
+    def train_loop_end(self) -> dict:
+        return {"num_moves": self.num_moves.compute()}
 
     def improve(self) -> None:
         """Plays this replica's episodes, and makes good moves more likely."""

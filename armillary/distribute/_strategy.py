@@ -40,6 +40,7 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._draws import SharedDraw
 from armillary.distribute.replica._extended import StrategyExtended
+from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -217,6 +218,13 @@ class Strategy(OfOneProcess):
         """Runs `fn` once per replica; `state` is what an enclosing step has lifted."""
         raise NotImplementedError
 
+    def leave_program_mesh(self) -> AbstractContextManager[Any]:
+        """Returns a context in which a mesh of the program (`jax.set_mesh`) is not set.
+
+        What a strategy computes is on its own devices.
+        """
+        return without_program_mesh()
+
     def scope(self) -> AbstractContextManager["Strategy"]:
         """Puts this strategy in effect: a context manager.
 
@@ -263,8 +271,8 @@ class Strategy(OfOneProcess):
         Raises:
             ReplicaContextError: If called inside `run`, or in another strategy's scope.
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
-            DoubleReductionError: If `fn` sums what was reduced before, or takes the
-                mean of what was divided before.
+            DoubleReductionError: If `fn` sums what was reduced before, takes the mean
+                of what was divided before, or adds up noise that replicas share.
             TypeError: If `fn` cannot be called, or `args` is no tuple.
         """
         check_callable("fn", fn)
@@ -281,7 +289,8 @@ class Strategy(OfOneProcess):
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         try:
-            return self._run(lifted_state(), fn, *args, **(kwargs or {}))
+            with self.leave_program_mesh():
+                return self._run(lifted_state(), fn, *args, **(kwargs or {}))
         except NameError as error:
             note = explain_unbound_axis(error, self)
             if note is not None:
@@ -505,17 +514,18 @@ class Strategy(OfOneProcess):
 
     def _combine(self, combine: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Returns what becomes of several devices' values, beside the variables."""
-        collected = self._collect(value)
-        result = jax.tree.map(combine, collected, is_leaf=is_per_replica)
-        self.dispatch.finish(result)
-        if self.home is None or lifted_state() is not None:
-            return result
+        with self.leave_program_mesh():
+            collected = self._collect(value)
+            result = jax.tree.map(combine, collected, is_leaf=is_per_replica)
+            self.dispatch.finish(result)
+            if self.home is None or lifted_state() is not None:
+                return result
 
-        def bring_home(leaf: Any) -> Any:
-            is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-            return jax.device_put(leaf, self.home) if is_here else leaf
+            def bring_home(leaf: Any) -> Any:
+                is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+                return jax.device_put(leaf, self.home) if is_here else leaf
 
-        return jax.tree.map(bring_home, result)
+            return jax.tree.map(bring_home, result)
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync

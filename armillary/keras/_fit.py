@@ -40,6 +40,7 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.errors import PeerError
 from armillary.keras._dataset_creator import DatasetCreator
+from armillary.keras._generators import copy_batches
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state import _keras
 from armillary.state._lift import State
@@ -132,6 +133,8 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     if name in _STEPS:
         bound = inspect.signature(method).bind(*args, **kwargs)
         _adapt(bound.arguments, strategy or get_strategy(), name)
+        if strategy is not None:
+            _copy_generated(bound.arguments)
         args, kwargs = bound.args, bound.kwargs
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
@@ -233,10 +236,14 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
 def _iterate(method: Any, iterator: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     if not _is_running_here():
         return method(*args, **kwargs)
-    batches = iterator.data_adapter.get_jax_iterator()
+    adapter = iterator.data_adapter
+    batches = adapter.get_jax_iterator()
     # Workers get the batches as they are.
-    is_for_workers = getattr(iterator, "armillary_is_for_workers", False)
-    return batches if is_for_workers else map(_divide, batches)
+    if getattr(iterator, "armillary_is_for_workers", False):
+        return batches
+    if not getattr(adapter, "has_own_arrays", False):
+        batches = copy_batches(batches)
+    return map(_divide, batches)
 
 
 def _divide(data: Any) -> Any:
@@ -370,6 +377,13 @@ def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
     adapt("validation_data", data, "validation_steps")
 
 
+def _copy_generated(arguments: dict[str, Any]) -> None:
+    """Gives the batches of generators arrays of their own."""
+    for name in ("x", "validation_data"):
+        if inspect.isgenerator(data := arguments.get(name)):
+            arguments[name] = copy_batches(data)
+
+
 def _is_of_workers(dataset: Any, strategy: "Strategy") -> bool:
     """Returns whether each worker of parameter servers reads a data set of its own."""
     if not isinstance(strategy, ParameterServerStrategy):
@@ -431,6 +445,7 @@ def _as_adapter(dataset: DistributedDataset) -> Any:
     class Adapter(base):
         """Reads the source of a distributed dataset, one pass for each epoch."""
 
+        has_own_arrays = True  # Nobody writes to its batches.
         num_batches = dataset.num_global_batches
         batch_size = partial_batch_size = has_partial_batch = None
         _epoch = 0

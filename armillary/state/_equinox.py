@@ -1,4 +1,4 @@
-"""State of Equinox modules: the only file that touches private parts of Equinox.
+"""The state of Equinox modules, which a step uses up.
 
 Equinox compares a new value with the old one, and refuses it if JAX knows the mesh of
 only one of them. Inside `shard_map`, JAX 0.10 to 0.12 knows the mesh of results, but
@@ -39,9 +39,8 @@ def is_replica_state(value: Any) -> bool:
 
 
 def _make(kind: Any, state: Any) -> Any:
-    made = object.__new__(kind)
-    made._state = state._state
-    return made
+    values, names = state.tree_flatten()
+    return kind.tree_unflatten(names, values)
 
 
 @functools.cache

@@ -41,7 +41,10 @@ class NnxSlot(Slot):
         from flax import nnx
 
         kinds = nnx.OptArray, nnx.OptVariable  # Its own count of steps is another.
-        return [isinstance(self.variable, kinds)] * len(self.paths)
+        if self.is_leaf or isinstance(self.variable, kinds):
+            return [isinstance(self.variable, kinds)] * len(self.paths)
+        # A variable may hold the whole state of a transformation of Optax.
+        return super().is_of_optimizer()
 
     def swap(self, leaves: Sequence[Any]) -> Callable[[], None]:
         move_back, put_back = move_variable(self.variable), super().swap(leaves)

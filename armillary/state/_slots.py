@@ -329,9 +329,13 @@ def became(old: Any, new: Any) -> str:
     if before == now and type(old) is type(new):
         now = "another value"
     elif before == now:
-        before = f"`{type(old).__name__}` of {before}"
-        now = f"`{type(new).__name__}` of {now}"
+        before = f"{before} in {_type_name(old)}"
+        now = f"{now} in {_type_name(new)}"
     return f"{before} became {now}"
+
+
+def _type_name(value: Any) -> str:
+    return "a `jax.Array`" if is_array(value) else f"`{type(value).__name__}`"
 
 
 def is_optax_state(value: Any) -> bool:

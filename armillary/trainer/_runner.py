@@ -326,12 +326,16 @@ class Runner:
 
     @contextlib.contextmanager
     def _in_strategy(self) -> Iterator[Strategy]:
-        """Enters the strategy that is in effect, or the one among the attributes."""
+        """Enters the strategy that is in effect, or the one among the attributes.
+
+        A mesh that the program has set (`jax.set_mesh`) does not reach inside.
+        """
         own = []
         if not has_strategy():
             own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
         strategy = own[0] if own else get_strategy()
-        with strategy.scope() if own else contextlib.nullcontext():
+        scope = strategy.scope() if own else contextlib.nullcontext()
+        with scope, strategy.leave_program_mesh():
             yield strategy
 
     def _get_run(self, attribute: str, argument: str) -> Run:

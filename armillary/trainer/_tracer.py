@@ -9,12 +9,13 @@ device line by line, where a debugger stops and `print` shows values.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 from armillary._checks import counted, list_lines
+from armillary._jaxpr import read_settings
 from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk, check_pieces
@@ -56,9 +57,10 @@ class StepPrograms:
         # For each shape of batches, the step and how many of each dataset it takes.
         self._traces: dict[Any, tuple[TracedStep, tuple[int, ...]]] = {}
         self._programs: dict[Any, Program] = {}
-        # Those made before plain values changed, and the names of these.
+        # Programs made before something changed that a trace depends on, and what.
         self._doubted: dict[Any, Program] = {}
-        self._changes: Collection[str] = ()
+        self._reason = ""
+        self._settings = read_settings()
         # The first batches of each shape.
         self._shapes: list[_Leaves] = []
         # The attributes of the owner that steps looked at; shared with the state.
@@ -78,13 +80,22 @@ class StepPrograms:
     def find_state(self) -> FlatState:
         """Finds the state as it is now, and drops what is out of date."""
         flat = self.flat
+        settings = read_settings()
+        if settings != self._settings:
+            self._doubt("settings of JAX, such as a precision, have changed")
+            self._settings = settings
         if flat is not None and flat.state.is_current() and flat.fits():
             return flat
         state = self._search()
         # That of `flat` as it was: its places may have another structure by now.
         if flat is not None and state.signature() == flat.signature:
             if changes := state.changes_since(flat.state):
-                self._doubt(changes)
+                names = ", ".join(sorted(changes)[:5])
+                self._doubt(
+                    f"it read plain values that have changed ({names}). Hold a value "
+                    "that changes often in an array, so that it is an input of the "
+                    "compiled step"
+                )
             flat.rebind(state)
             return flat
         self._traces.clear()
@@ -98,10 +109,10 @@ class StepPrograms:
     def _search(self) -> State:
         return State([(self._method.owner, "")], self._reads, self._functions)
 
-    def _doubt(self, changes: Collection[str]) -> None:
+    def _doubt(self, reason: str) -> None:
         """Has all traced again: whether a step read what changed shows then."""
         self._doubted.update(self._programs)
-        self._changes = changes
+        self._reason = reason
         self._programs.clear()
         self._traces.clear()
         self._has_traced_hooks &= self.hooks is None
@@ -234,11 +245,7 @@ class StepPrograms:
                 return old
             self._doubted.clear()
             logger.warning(
-                "`%s` is compiled again, because it read plain values that have "
-                "changed (%s). Hold a value that changes often in an array, so that it "
-                "is an input of the compiled step.",
-                method.name,
-                ", ".join(sorted(self._changes)[:5]),
+                "`%s` is compiled again, because %s.", method.name, self._reason
             )
         if (peers := method.strategy.peers) is not None:
             check_same_program(peers, method.name, step.program, method.fn)

@@ -592,7 +592,8 @@ def _drawing(name: str, draw: Callable[[Any, Any, Any, Batch], Any]) -> Case:
     def losses(model: Any, b: Batch) -> Any:
         return draw(model.key[...], b["y"].shape, model.w[...], b)
 
-    return by_shard(f"jax.random.{name}", Chancy, losses, note=KEY_NOTE)
+    note = CONSTANT_NOTE if name in CONSTANT else KEY_NOTE
+    return by_shard(f"jax.random.{name}", Chancy, losses, note=note)
 
 
 def _sampled(sample: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -602,6 +603,8 @@ def _sampled(sample: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     )
 
 
+CONSTANT = ("key (a constant key)", "PRNGKey (a constant key)")
+CONSTANT_NOTE = "every replica draws the same number, which all examples share"
 R = jax.random
 SAMPLERS: dict[str, Callable[[Any, Any], Any]] = {
     "ball": lambda k, s: R.ball(k, 2, shape=s).sum(1),

@@ -1,5 +1,6 @@
 """Every public factory of Optax: optimizers, wrappers, schedules and their helpers."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from armillary.errors import StateStructureError
+from armillary.errors import DoubleReductionError, StateStructureError
 from tests.differential.harness import (
     CLASSES,
     ROWS,
@@ -420,19 +421,44 @@ def _opaque_sam_step(learner: Any, batch: Batch, replica: Replica) -> None:
     learner.optimizer.update(learner.model, grads, grad_fn=grad_fn)
 
 
-def _aggregate_case(name: str, make: Make) -> Case:
-    def step(state: Any, batch: Batch, replica: Replica) -> None:
+def _aggregate_cases(name: str, make: Make) -> list[Case]:
+    """Returns the cases of an update with the gradients of single examples.
+
+    With those of all examples it is what one device does, noise included. With those
+    of a replica's own, each replica would add the noise of a whole batch.
+    """
+
+    def step_on(is_whole: bool, state: Any, batch: Batch, replica: Replica) -> None:
         params = state.params.get_value()
 
         def one(params: Any, example: Batch) -> Any:
             return losses(params, jax.tree.map(lambda a: a[None], example))[0]
 
         each = jax.vmap(jax.grad(one), (None, 0))(params, batch)
-        apply(state, make(), each, replica.mean)
+        if is_whole:
+            apply(state, make(), replica.gather(each))
+        else:
+            apply(state, make(), each, replica.mean)
 
-    note = "average the updates over replicas; each replica adds its own noise"
     build = lambda: Plain(make(), _plain_params())  # noqa: E731
-    return Case(name=f"optax.contrib.{name}", make=build, step=step, note=note)
+    of_all = Case(
+        name=f"optax.contrib.{name}",
+        make=build,
+        step=functools.partial(step_on, True),
+        note="gather the gradients of all examples first (`all_gather`), which are "
+        "then reduced already; the noise is that of one device",
+    )
+    of_own = Case(
+        name=f"optax.contrib.{name} (of a replica's own examples)",
+        make=build,
+        step=functools.partial(step_on, False),
+        refusal=Refusal(
+            DoubleReductionError,
+            "each of . replicas would add the noise of a whole batch",
+            "gather the gradients of all examples before the update",
+        ),
+    )
+    return [of_all, of_own]
 
 
 CASES: list[Case] = [
@@ -476,13 +502,13 @@ CASES: list[Case] = [
         ),
     ),
     _eval_params_case(),
-    _aggregate_case(
+    *_aggregate_cases(
         "differentially_private_aggregate",
         lambda: scaled(
-            optax.contrib.differentially_private_aggregate(0.5, 0.0, jax.random.key(0))
+            optax.contrib.differentially_private_aggregate(0.5, 1.0, jax.random.key(0))
         ),
     ),
-    _aggregate_case("dpsgd", lambda: optax.contrib.dpsgd(RATE, 0.5, 0.0, 0)),
+    *_aggregate_cases("dpsgd", lambda: optax.contrib.dpsgd(RATE, 0.5, 1.0, 0)),
     case(
         "optax.contrib.sam(opaque_mode)",
         lambda: optax.contrib.sam(adam(), optax.sgd(0.05), 2, opaque_mode=True),

@@ -43,6 +43,16 @@ NEW = "history: made by the step, so nothing carries it to the next one"
     ("before", "call", "message"),
     [
         ({"loss": W}, change(loss=lambda r: 0.0), "loss: an array became float 0.0"),
+        (
+            {"tree": {"w": W, "mean": np.zeros(2, "float32")}},
+            lambda r: r.tree.update(mean=r.tree["w"] * 0),
+            r"mean: float32 \(2,\) in `ndarray` became float32 \(2,\) in a `jax.Array`",
+        ),
+        (
+            {"tree": (W, np.zeros(2, "float32"))},
+            change(tree=lambda r: (r.tree[0], r.tree[1] + 1)),
+            r"tree/1: float32 \(2,\) became another value",
+        ),
         ({"w": W}, change(new=lambda r: r.w * 2), "new: made by the step"),
         (
             {"v": nnx.Variable({"a": W})},

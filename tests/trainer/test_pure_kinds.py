@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 import armillary
 from armillary import VariableAggregation
@@ -330,6 +331,36 @@ def test_a_stopped_run_continues_bit_for_bit(name, request, tmp_path):
 
     pairs = zip(run(tmp_path / "a", 9), run(tmp_path / "b", 3, 9), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+@slow_after_first("name", ["nnx", "equinox ema", "keras"])
+def test_a_sharded_state_equals_the_state_of_one_device(name, program):
+    devices = jax.devices()[:4]
+    rules = {"first/kernel": PartitionSpec(None, "fsdp")} if name == "nnx" else None
+    trainer = armillary.StepTrainer(
+        program.step,
+        program.state,
+        make_data(),
+        strategy=armillary.ShardedStrategy({"data": 2, "fsdp": 2}, rules, devices),
+    )
+    trainer.train(4)
+    expected = train_by_hand(program, 1, 4)
+    pairs = zip(arrays_of(trainer.state), arrays_of(expected), strict=True)
+    for actual, wanted in pairs:
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+    if name == "nnx":
+        kernel = trainer.state[0]["first"]["kernel"][...]
+        assert kernel.sharding.spec == PartitionSpec(None, "fsdp")
+
+
+@pytest.mark.usefixtures("keras")
+def test_an_unreduced_gradient_of_keras_is_refused(monkeypatch):
+    program = make_keras()
+    monkeypatch.setitem(globals(), "mean_over_replicas", lambda tree: tree)
+    with pytest.raises(ReplicaMismatchError, match="all_reduce") as caught:
+        make_trainer(program, 2).train(1)
+    assert "state[0][0] ('sequential" in str(caught.value)
+    assert "kinds=" not in str(caught.value)
 
 
 class Total(NamedTuple):

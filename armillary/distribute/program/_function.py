@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary._checks import check_instance
+from armillary._jaxpr import read_settings
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.distribute._global_arrays import is_array
@@ -143,8 +144,15 @@ class Function:
         if lifted_state() is not None or is_in_run():
             return self.body(*args, **kwargs)
         strategy = self._strategy or _strategy_of(self.fn)
+        with strategy.leave_program_mesh():
+            return self._call(strategy, args, kwargs)
+
+    def _call(
+        self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
-        key = (strategy, treedef, tuple(kind_of(leaf) for leaf in leaves))
+        kinds = tuple(kind_of(leaf) for leaf in leaves)
+        key = (strategy, treedef, kinds, read_settings())
         program = self._programs.get(key)
         if program is None or not program.is_current():
             roots = [(self.fn, ""), *((leaf, "") for leaf in objects_of(leaves))]

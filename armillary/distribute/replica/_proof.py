@@ -20,7 +20,7 @@ On the way, values carry labels, which tell whether a sum or a mean is the right
     GRADIENT     what differs in a backward pass    all that differs
     RAW_KEY      a key of `jax.random.PRNGKey`      parts of arrays
     KEY          a key made of one                  equal keys
-    DRAWN        random numbers, equal everywhere   all that is equal
+    DRAWN        random numbers                     all that is equal, or made of draws
     NOISED       a gradient and such numbers        linear operations
 """
 
@@ -374,7 +374,7 @@ class Proof(Dataflow[Facts]):
         is_new = reasons and not both.only(Kind.GRADIENT)
         if is_new and self.is_backward(equation):
             labels |= self._labels(Kind.GRADIENT, equation)
-        if equation.primitive.name in DRAWS and not reasons:
+        if equation.primitive.name in DRAWS:
             labels |= self._labels(Kind.DRAWN, equation)
         if not labels or not equation.outvars:
             return Facts(reasons)
@@ -407,21 +407,21 @@ class Proof(Dataflow[Facts]):
         """
         is_sum = equation.primitive.name in ("add", "add_any", "sub")
         drawn = [each for each in operands if each.find(Kind.DRAWN)]
-        own = [each for each in operands if each.reasons]
+        own = [each for each in operands if each.reasons and each not in drawn]
         if not (is_sum and drawn and own) or self.is_backward(equation):
             return frozenset()
         if is_made_by(equation, _PRIVATE):
             self._errors[self._place(equation)] = DoubleReductionError(
                 "`optax.contrib.differentially_private_aggregate` (or `dpsgd`) at "
-                f"{self.line(equation)} gets the gradients of one replica's examples. "
-                f"All {self._counts[0]} replicas would add the same noise, "
-                f"{self._counts[0]} times as much as one device adds. Give it the "
-                "gradients of all examples: `gradients = armillary."
+                f"{self.line(equation)} gets the gradients of one replica's examples, "
+                f"so each of {self._counts[0]} replicas would add the noise of a whole "
+                "batch. Give it the gradients of all examples: `gradients = armillary."
                 "get_replica_context().all_gather(gradients, axis=0)` before `update`."
             )
-        if not any(each.find(Kind.GRADIENT) for each in own):
-            return frozenset()
-        return self._labels(Kind.NOISED, equation)
+        is_equal = not any(each.reasons for each in drawn)
+        if is_equal and any(each.find(Kind.GRADIENT) for each in own):
+            return self._labels(Kind.NOISED, equation)
+        return frozenset()
 
     def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
         """Returns the labels that a sum or a product of such operands has not."""
@@ -430,6 +430,8 @@ class Proof(Dataflow[Facts]):
         if own and not self.is_backward(equation):
             # An equal gradient that weighs what differs, as a line search, makes none.
             lost |= both.only(Kind.OF_REDUCED) - self.join(own).labels
+        if not all(each.find(Kind.DRAWN) for each in own):
+            lost |= both.only(Kind.DRAWN)
         if name in ("add", "add_any", "sub"):
             # What is equal, such as the zeros that a sum begins with, changes nothing.
             is_all = all(each.only(Kind.OF_REDUCED, Kind.DIVIDED) for each in own)
@@ -526,7 +528,7 @@ def _goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) 
     if kind is Kind.GRADIENT:
         return bool(reasons)
     if kind is Kind.DRAWN:
-        return not reasons
+        return True
     if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
         return False
     return kind is not Kind.REDUCED or not reasons

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from armillary.data._layout import Active
+from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.state._holders import is_claimed
 
 # Attributes that tensors of TensorFlow and PyTorch have, and arrays of JAX lack.
@@ -113,6 +114,10 @@ class PerReplica:
 
     def parts(self) -> dict[int, jax.Array]:
         """Returns `values` by the number of the replica."""
+        with without_program_mesh():
+            return self._parts()
+
+    def _parts(self) -> dict[int, jax.Array]:
         held = self.active_replicas
         held = range(held) if isinstance(held, int) else held
         if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):

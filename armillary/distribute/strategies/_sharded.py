@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._policy import check_annotations
+from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._run import run_alone
 from armillary.distribute.strategies._layouts import MeshLayout, as_devices
 from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
@@ -154,6 +156,10 @@ class ShardedStrategy(JoinedStrategy):
     def layout(self) -> BatchLayout:
         """The examples of a batch split over `data` and `fsdp`."""
         return self._layout
+
+    def leave_program_mesh(self) -> AbstractContextManager[Any]:
+        """Leaves every mesh but that of this strategy, which a step may use."""
+        return without_program_mesh(self._mesh)
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:
         """Each array split by the rules."""

@@ -78,6 +78,10 @@ class DefaultStrategy(SingleStrategy):
     def __init__(self) -> None:
         super().__init__()
 
+    def leave_program_mesh(self) -> AbstractContextManager[Any]:
+        """Changes nothing: a step runs in the mesh of the program."""
+        return nullcontext()
+
     def scope(self) -> AbstractContextManager[Strategy]:
         """Changes nothing: this strategy is in effect where no other is.
 
