@@ -1,5 +1,9 @@
 """Public training programs: their ports train to the losses of the original loops."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -7,6 +11,8 @@ import numpy as np
 import pytest
 
 import armillary
+from tests.conftest import REPOSITORY
+from tests.patience import patience
 from tests.ports import (
     dcgan,
     dqn,
@@ -122,3 +128,29 @@ def test_a_port_that_is_stopped_and_resumed_is_one_that_was_not(name, tmp_path):
         return state
 
     assert_identical(train("stopped", 2, 4), train("not", 4))
+
+
+@pytest.mark.slow
+def test_a_port_that_is_killed_is_one_that_was_not(tmp_path):
+    def train(folder, *arguments):
+        result = tmp_path / f"{folder}.npz"
+        command = [sys.executable, "-m", "tests.ports.train_and_kill"]
+        process = subprocess.run(
+            [*command, tmp_path / folder, result, *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "JAX_NUMPY_RANK_PROMOTION": "allow"},
+            timeout=patience(120),
+        )
+        return process.returncode, result
+
+    assert train("killed", "5")[0] == -signal.SIGKILL
+    again, resumed = train("killed")
+    once, whole = train("whole")
+    assert again == once == 0
+    with np.load(resumed) as actual, np.load(whole) as expected:
+        assert (actual["begun_at"], expected["begun_at"]) == (3, 0)
+        paths = [path for path in expected.files if path != "begun_at"]
+        assert_identical(
+            {path: actual[path] for path in paths},
+            {path: expected[path] for path in paths},
+        )
