@@ -263,6 +263,7 @@ docs: .venv/docs-installed
 	@echo "The site is docs/_build/index.html."
 
 check: lint types layers spelling
+	@$(BIN)/python tests/meta/voice.py
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

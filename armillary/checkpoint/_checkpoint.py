@@ -42,8 +42,8 @@ from armillary.errors import CheckpointError
 from armillary.state import _keras
 from armillary.state._holders import is_frozen
 from armillary.state._lift import find_slots
-from armillary.state._slots import Role, Slot
-from armillary.state._walk import Walk, slots_of
+from armillary.state._slots import Role, Slot, is_for_one_loop
+from armillary.state._walk import Walk, lasting_slots
 
 _STATE_DICT = ("state_dict", "load_state_dict")
 
@@ -392,12 +392,21 @@ class Checkpoint(OfOneProcess):
 
     @property
     def passing(self) -> list[str]:
-        """Paths of what comes and goes in a run: metrics of a compiled Keras model."""
+        """Paths of state that comes and goes in a run.
+
+        The metrics of a compiled Keras model do, and the metrics of a loop, which
+        checkpoints of older releases have.
+        """
         nodes = Walk([(value, name) for name, value in self.objects.items()]).nodes
-        return [n.path for n in nodes.values() if _keras.is_compiled_metrics(n.value)]
+        return [
+            node.path
+            for node in nodes.values()
+            if _keras.is_compiled_metrics(node.value) or is_for_one_loop(node.value)
+        ]
 
     def _find_slots(self) -> Sequence[Slot]:
-        return slots_of((value, name) for name, value in self.objects.items())
+        roots = [(value, name) for name, value in self.objects.items()]
+        return lasting_slots(Walk(roots, finds_plain=False))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

@@ -23,5 +23,8 @@ from armillary.metrics._labeled import F1Score as F1Score
 from armillary.metrics._labeled import Precision as Precision
 from armillary.metrics._labeled import Recall as Recall
 from armillary.metrics._labeled import TopKAccuracy as TopKAccuracy
+from armillary.metrics._sums import Ratio as Ratio
+from armillary.metrics._sums import Sum as Sum
+from armillary.metrics._sums import WeightedMean as WeightedMean
 
 _mark_public(globals())

@@ -5,6 +5,8 @@ So an integer is held in three parts, of 16 bits each but the last. Parts are su
 the copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -22,20 +24,15 @@ _LOW = (1 << _BITS) - 1
 
 
 class Counts(nnx.metrics.MetricState):
-    """An array of integers from 0 to 2**63 - 1, all counting up from 0."""
+    """An array of integers between -2**63 and 2**63, all counting from 0."""
 
     @classmethod
     def zeros(cls, *shape: int) -> Self:
         return cls(jnp.zeros((3, *shape), jnp.int32))
 
     def add(self, numbers: jax.Array) -> None:
-        """Adds an array of the same shape, of numbers from 0 to 2**31 - 1."""
-        numbers = numbers.astype(jnp.int32)
-        # The parts of up to 2**15 replicas have been added up, and fit in 32 bits.
-        low, middle, high = self[...]
-        low = low + (numbers & _LOW)
-        middle = middle + (numbers >> _BITS) + (low >> _BITS)
-        self[...] = jnp.stack([low & _LOW, middle & _LOW, high + (middle >> _BITS)])
+        """Adds an array of the same shape, of numbers between -2**31 and 2**31."""
+        self[...] = add_parts(self[...], split_in_parts(numbers))
 
     def read(self) -> np.ndarray:
         """Returns the counts as `int64`; waits for the device."""
@@ -46,30 +43,119 @@ class Counts(nnx.metrics.MetricState):
                 "in which its counts are not known yet. Call `compute()` in "
                 "`train_loop_end` or `eval_end`, which run in Python."
             )
-        low, middle, high = np.asarray(value).astype(np.int64)
-        return (high << 2 * _BITS) + (middle << _BITS) + low
+        return join_parts(np.asarray(value))
+
+
+@jax.jit
+def split_in_parts(numbers: jax.Array) -> jax.Array:
+    """Returns integers of 32 bits as the three parts of `Counts`."""
+    numbers = numbers.astype(jnp.int32)
+    low = numbers & _LOW
+    middle = numbers >> _BITS  # negative if the number is
+    return jnp.stack([low, middle & _LOW, middle >> _BITS])
+
+
+@jax.jit
+def add_parts(total: jax.Array, added: jax.Array) -> jax.Array:
+    """Returns the sum of two arrays of parts, with at most 16 bits in the low ones."""
+    # The parts of up to 2**15 replicas have been added up, and fit in 32 bits.
+    low, middle, high = total + added
+    middle = middle + (low >> _BITS)
+    return jnp.stack([low & _LOW, middle & _LOW, high + (middle >> _BITS)])
+
+
+def join_parts(parts: np.ndarray) -> np.ndarray:
+    """Returns the integers that three parts stand for, as `int64`."""
+    low, middle, high = parts.astype(np.int64)
+    return (high << 2 * _BITS) + (middle << _BITS) + low
+
+
+_MANTISSA_BITS = 23
+_BIAS = 127 + _MANTISSA_BITS
+_MOST_POWER = 254
+_NOT_FINITE = 255
+# How many powers of two share an integer, by the number of integers.
+_SHIFTS = {256: 0, 65: 2}
+NUM_INTEGERS = 65
+# Marks in the last integer, so that infinities of both signs and NaN are told apart.
+_INFINITY, _MINUS_INFINITY = 1, 1 << 30
 
 
 class FloatSum(Counts):
-    """The sum of floats that are not negative, the same in whatever order they come.
+    """Sums of floats, exact and the same in whatever order the floats come.
 
     A float of 32 bits is an integer of 24 bits times a power of two, of which there are
-    256: the integers of each are added up, in `FloatSum.zeros(256)`.
+    256. `FloatSum.zeros(..., 65)` adds up the integers of four neighboring powers
+    together, and `FloatSum.zeros(..., 256)` those of each. The last integer notes
+    values that are not finite.
     """
 
-    def add_float(self, value: jax.Array) -> None:
-        bits = jax.lax.bitcast_convert_type(value, jnp.int32) & 0x7FFFFFFF
-        power, integer = bits >> 23, bits & 0x7FFFFF
-        integer = integer + ((power > 0).astype(jnp.int32) << 23)
-        self.add(jnp.where(jnp.arange(256) == power, integer, 0))
+    def add_float(self, value: jax.Array, times: int | tuple[int, ...] = 1) -> None:
+        """Adds an array of the shape of the sums.
 
-    def read_float(self) -> float:
-        """Returns the sum, when it is there; NaN if something was not finite."""
-        integers = self.read()
-        if integers[255]:
-            return float("nan")
-        powers = np.maximum(np.arange(256), 1) - 150
-        return float(np.ldexp(integers.astype(np.float64), powers).sum())
+        Args:
+            value: An array of floats.
+            times: How often to add each, integers from 0 to 2**31 - 1: one for all, or
+                one for each value in a row.
+        """
+        parts = float_parts(value, times, self[...].shape[-1])
+        self[...] = add_parts(self[...], parts)
+
+    def read_float(self) -> Any:
+        """Returns the sums in 64 bits, when they are there: a `float` if it is one."""
+        sums = sum_integers(self.read())
+        return sums if sums.ndim else float(sums)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def float_parts(
+    value: jax.Array, times: int | tuple[int, ...], num_integers: int
+) -> jax.Array:
+    """Returns the parts of the integers that floats are made of, times a number."""
+    shift = _SHIFTS[num_integers]
+    factors = np.asarray(times, np.int64)
+    value = jax.lax.stop_gradient(value).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
+    stored_power = (bits >> _MANTISSA_BITS) & 0xFF
+    is_normal = (stored_power > 0).astype(jnp.int32)
+    mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) + (is_normal << _MANTISSA_BITS)
+    mark = jnp.where(bits < 0, _MINUS_INFINITY, _INFINITY)
+    mark = jnp.where(jnp.isnan(value), _INFINITY + _MINUS_INFINITY, mark)
+
+    shape = (*value.shape, num_integers)
+    places = jax.lax.broadcasted_iota(jnp.int32, shape, value.ndim)
+    total = jnp.zeros((3, *shape), jnp.int32)
+    # Next to 24 bits there is room for three bits of a power and four of a factor.
+    for position in range(0, 32, 4):
+        digit = ((factors >> position) & 0xF).astype(np.int32)
+        if not digit.any():
+            continue
+        power = jnp.maximum(stored_power, 1) + position
+        is_finite = (stored_power < _NOT_FINITE) & (power <= _MOST_POWER)
+        integer = (mantissa * digit) << (power & ((1 << shift) - 1))
+        integer = jnp.where(bits < 0, -integer, integer)
+        noted = jnp.where(digit > 0, mark, 0)
+        place = jnp.where(is_finite, power >> shift, num_integers - 1)
+        added = jnp.where(is_finite, integer, noted)
+        is_here = places == place[..., None]
+        parts = split_in_parts(jnp.where(is_here, added[..., None], 0))
+        total = add_parts(total, parts)
+    return total
+
+
+def sum_integers(integers: np.ndarray) -> np.ndarray:
+    """Returns the sums that the integers of a `FloatSum` stand for, in 64 bits."""
+    num_integers = integers.shape[-1]
+    powers = np.arange(num_integers - 1) << _SHIFTS[num_integers]
+    terms = np.ldexp(integers[..., :-1].astype(np.float64), powers - _BIAS)
+    rows = terms.reshape(-1, num_integers - 1)
+    sums = np.array([math.fsum(row) for row in rows]).reshape(terms.shape[:-1])
+
+    marks = integers[..., -1]
+    has_plus = (marks & (_MINUS_INFINITY - 1)) > 0
+    has_minus = (marks >> 30) > 0
+    sums = np.where(has_plus, np.inf, sums)
+    return np.where(has_minus, np.where(has_plus, np.nan, -np.inf), sums)
 
 
 class CountingMetric(nnx.metrics.Metric):
@@ -143,7 +229,7 @@ class _MeanError(CountingMetric):
         self.count.add(counted.sum())
 
     def compute(self) -> float:
-        """Returns the mean; NaN without elements, or if one was infinite or NaN."""
+        """Returns the mean; NaN without elements, or if one was NaN."""
         num = int(self.count.read())
         return self.total.read_float() / num if num else float("nan")
 

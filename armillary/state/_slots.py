@@ -12,7 +12,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -127,6 +127,20 @@ class LeafKind(NamedTuple):
 
     role: Role
     aggregation: Any = None
+
+
+_LASTS_FOR_ONE_LOOP = "armillary_lasts_for_one_loop"
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def lasts_for_one_loop(kind: _Kind) -> _Kind:
+    """Marks a class whose state every loop resets, so that no checkpoint needs it."""
+    setattr(kind, _LASTS_FOR_ONE_LOOP, True)
+    return kind
+
+
+def is_for_one_loop(value: Any) -> bool:
+    return getattr(type(value), _LASTS_FOR_ONE_LOOP, False)
 
 
 class Slot:

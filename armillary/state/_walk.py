@@ -51,6 +51,7 @@ from armillary.state._slots import (
     hold_no_arrays,
     is_array,
     is_equal,
+    is_for_one_loop,
 )
 from armillary.state._tree import (
     PURE_STATE,
@@ -292,6 +293,15 @@ class Found(NamedTuple):
 def slots_of(roots: Iterable[tuple[Any, str]]) -> list[Slot]:
     """Returns the slots that pairs of an object and its path lead to, by path."""
     slots = Walk(roots, finds_plain=False).slots.values()
+    return sorted(slots, key=lambda slot: slot.path)
+
+
+def lasting_slots(walk: Walk) -> list[Slot]:
+    """Returns the slots whose values matter beyond the current loop, by path."""
+    passing = [node for node in walk.nodes.values() if is_for_one_loop(node.value)]
+    parts = [part for node in passing for part in node.parts]
+    held = {id(value) for part in parts for value in part.values}
+    slots = [slot for slot in walk.slots.values() if id(slot.variable) not in held]
     return sorted(slots, key=lambda slot: slot.path)
 
 

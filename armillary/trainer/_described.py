@@ -14,9 +14,12 @@ from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.strategies._layouts import SingleLayout
 from armillary.trainer._guard import Health
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
+from armillary.trainer._means import with_room_for_metrics
+from armillary.trainer._program import Program
 from armillary.trainer._runner import LoopOptions, distribute, flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.trainer._tracer import StepPrograms
@@ -70,15 +73,19 @@ def described(
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # of those devices
             gathers = [replace(each.gather, layout=layout) for each in datasets]
-            programs = StepPrograms(method, gathers, structure)
-            programs.find_hooks()
-            flat = programs.find_state()
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
-            programs.loops_per_chunk = size // num_steps
-            chunk = _describe_chunk(
-                programs, gathers, shares, layout, options, size, mesh
-            )
-            program = programs.get(chunk)
+
+            def trace() -> tuple[FlatState, Chunk, Program]:
+                programs = StepPrograms(method, gathers, structure)
+                programs.find_hooks()
+                flat = programs.find_state()
+                programs.loops_per_chunk = size // num_steps
+                chunk = _describe_chunk(
+                    programs, gathers, shares, layout, options, size, mesh
+                )
+                return flat, chunk, programs.get(chunk)
+
+            flat, chunk, program = with_room_for_metrics(trace)
             health = None
             if options.on_non_finite is not None:
                 health = Health.start(len(flat.state.paths))

@@ -1,78 +1,231 @@
-"""The metrics of a pure step: how they add up over steps, and their names."""
+"""The metrics that a pure step returns: how they add up over steps, and their names.
 
-from collections.abc import Mapping
-from typing import Any
+A loop adds up integers, the parts of `Counts`, whatever the metrics are. A plain number
+or array adds to the integers of a sum, and to a number of examples. A metric object
+adds the integers that stand for its values. The host computes values of the totals when
+the loop has ended.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_methods
-from armillary.state._slots import describe
+from armillary.state._slots import describe, join_keys, lasts_for_one_loop
 from armillary.trainer._hooks import without_python
 from armillary.typing import Batch, Output
 
-_MOST_METRICS = 64
+if TYPE_CHECKING:
+    from armillary.metrics._parts import Described
+
+_Result = TypeVar("_Result")
+# Enough for 16 plain metrics. A step with more is traced again, once.
+_FIRST_ROOM = 16 * 66
+
+
+class NeedsRoom(BaseException):
+    """A step returned more than fits; no `Exception`, so that handlers let it pass."""
+
+    def __init__(self, means: "Means", num_integers: int) -> None:
+        self._means, self._num_integers = means, num_integers
+
+    def make_room(self) -> None:
+        self._means.make_room(self._num_integers)
+
+
+def with_room_for_metrics(run: Callable[[], _Result]) -> _Result:
+    """Calls a function that traces a step, and again if the metrics need more room."""
+    while True:
+        try:
+            return run()
+        except NeedsRoom as need:
+            need.make_room()
+
+
+class Totals(NamedTuple):
+    """The integers of all metrics of a loop: an output that has no names yet."""
+
+    parts: Any
+
+
+class Spec(NamedTuple):
+    """The metrics of a step: their names, and which of them are metric objects."""
+
+    structure: Any
+    objects: "tuple[Described | None, ...]"
+
+    @property
+    def names(self) -> str:
+        tree = self.structure.unflatten(range(len(self.objects)))
+        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return ", ".join(join_keys("", path) for path, _ in paths) or "none"
+
+    @property
+    def num_plain(self) -> int:
+        return self.objects.count(None)
+
+    @property
+    def num_integers(self) -> int:
+        from armillary.metrics._parts import NUM_PER_PLAIN
+
+        of_objects = [each.num_integers for each in self.objects if each is not None]
+        return self.num_plain * NUM_PER_PLAIN + sum(of_objects)
 
 
 class Seen:
-    """What a trace has found; a step that changed plain values would be traced anew."""
+    """What traces have found; a change of plain values is followed by a new trace."""
 
-    structure: Any = None
+    def __init__(self) -> None:
+        self.spec: Spec | None = None
+        self._by_shape: dict[Any, Spec] = {}
+
+    def note(self, spec: Spec, batch: Batch) -> None:
+        """Notes the metrics for batches of one shape.
+
+        Raises:
+            ValueError: If the step returned other metrics for batches of another shape.
+        """
+        shape = tuple(np.shape(leaf) for leaf in jax.tree.leaves(batch))
+        if self._by_shape.get(shape, spec) != spec:
+            self._by_shape.clear()  # The program has changed between two loops.
+        for other in self._by_shape.values():
+            if other != spec:
+                raise ValueError(
+                    f"`step` returned other metrics for batches of another shape, so "
+                    f"they do not add up: {other.names} before, and {spec.names} now. "
+                    "Return the same metrics, of the same kinds, for every batch."
+                )
+        self._by_shape[shape] = self.spec = spec
 
 
 @without_python
+@lasts_for_one_loop
 class Means:
-    """Means by number: which ones there are is known only when the step is traced."""
+    """The totals of all metrics, whose names are known when the step is traced."""
 
-    def __init__(self) -> None:
-        from flax import nnx
-
-        zeros = np.zeros(_MOST_METRICS, np.float32)
-        self.total = nnx.metrics.MetricState(jnp.array(zeros))
-        self.weight = nnx.metrics.MetricState(jnp.array(zeros))
+    def __init__(self, *, is_read: bool) -> None:
+        self._is_read = is_read
         self.seen = Seen()
+        self.make_room(_FIRST_ROOM)
+
+    def make_room(self, num_integers: int) -> None:
+        from armillary.metrics._counts import Counts
+
+        self.counts = Counts.zeros(num_integers)
 
     def reset(self) -> None:
-        for each in (self.total, self.weight):
-            each[...] = jnp.zeros_like(each[...])
+        self.counts[...] = jnp.zeros_like(self.counts[...])
 
     def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
-        leaves, self.seen.structure = jax.tree.flatten(metrics)
-        if len(leaves) > _MOST_METRICS:
-            raise ValueError(
-                f"`step` returned {len(leaves)} metrics, but at most {_MOST_METRICS} "
-                "can be means. Return fewer, or one array: its values are averaged."
-            )
-        if not leaves:
+        from flax import nnx
+
+        from armillary.metrics._counts import add_parts
+        from armillary.metrics._parts import split_metric, split_plain
+
+        def is_metric(value: Any) -> bool:
+            return isinstance(value, nnx.Metric)
+
+        paths, structure = jax.tree_util.tree_flatten_with_path(metrics, is_metric)
+        objects: list[Described | None] = []
+        plain: dict[str, Any] = {}
+        parts: list[jax.Array] = []
+        for path, value in paths:
+            name = join_keys("", path)
+            if not is_metric(value):
+                objects.append(None)
+                plain[name] = value
+                continue
+            described, own = split_metric(name, value)
+            objects.append(described)
+            parts += own
+
+        spec = Spec(structure, tuple(objects))
+        self.seen.note(spec, batch)
+        room = self.counts[...].shape[1]
+        if spec.num_integers > room:
+            raise NeedsRoom(self, spec.num_integers)
+        if plain:
+            parts = [*split_plain(plain, _count_examples(batch)), *parts]
+        if not parts:
             return
-        sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-        values = [jnp.asarray(leaf) for leaf in leaves]
-        weights = [each.size if each.ndim else (sizes or [1])[0] for each in values]
-        means = [jnp.mean(each, dtype=jnp.float32) for each in values]
-        weight, rest = jnp.asarray(weights, jnp.float32), _MOST_METRICS - len(values)
-        total = jnp.where(weight > 0, jnp.stack(means) * weight, 0)
-        self.total[...] = self.total[...] + jnp.pad(total, (0, rest))
-        self.weight[...] = self.weight[...] + jnp.pad(weight, (0, rest))
+        added = jnp.concatenate(parts, axis=1)
+        filled = jnp.pad(added, ((0, 0), (0, room - added.shape[1])))
+        self.counts[...] = add_parts(self.counts[...], filled)
 
     def compute(self) -> Any:
-        return {"total": self.total[...], "weight": self.weight[...]}
+        """Returns `Totals`, or numbers by name if Python reads them."""
+        totals = Totals(self.counts[...])
+        return read_totals(self.seen.spec, totals) if self._is_read else totals
 
 
-def name_means(structure: Any, output: Any) -> Output:
-    """Returns the means by name, from what `Means.compute` returned."""
-    if output is None or structure is None:
+def _count_examples(batch: Batch) -> int:
+    sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return (sizes or [1])[0]
+
+
+def read_totals(spec: Spec | None, output: Any) -> Output:
+    """Returns an output with names; waits for the device if it has none yet."""
+    if not isinstance(output, Totals):
+        return output
+    if spec is None:
         return None
-    with np.errstate(invalid="ignore"):  # Of no values, the mean is NaN.
-        means = np.asarray(output["total"]) / np.asarray(output["weight"])
-    return jax.tree.unflatten(structure, means[: structure.num_leaves])
+    from armillary.metrics._counts import join_parts
+    from armillary.metrics._parts import NUM_PER_PLAIN, join_metric, join_plain
+
+    integers = join_parts(np.asarray(output.parts))
+    start = spec.num_plain * NUM_PER_PLAIN
+    means = iter(join_plain(integers[:start], spec.num_plain))
+    values: list[Any] = []
+    for described in spec.objects:
+        if described is None:
+            values.append(next(means))
+            continue
+        stop = start + described.num_integers
+        values.append(join_metric(described, integers[start:stop]))
+        start = stop
+    return spec.structure.unflatten(values)
 
 
-def make_metrics(metrics: Any) -> Any:
+LoopEnd: TypeAlias = Callable[[dict[str, Any], Any], Mapping[str, Any]]
+"""Takes the metrics of a loop, by name, and the state; returns more numbers by name."""
+
+
+def add_derived(loop_end: LoopEnd, output: Any, state: Any) -> Output:
+    """Returns an output with the numbers that `loop_end` makes of it.
+
+    Raises:
+        TypeError: If the metrics or the numbers have no names.
+        ValueError: If a number has the name of a metric.
+    """
+    if output is None:
+        return None
+    if not isinstance(output, Mapping):
+        raise TypeError(
+            f"`loop_end` takes metrics by name, but `metrics` computed "
+            f"{describe(output)}. Put the metric into an `nnx.MultiMetric(name=...)`."
+        )
+    derived = loop_end(dict(output), state)
+    if not isinstance(derived, Mapping):
+        raise TypeError(
+            f"`loop_end` returned {describe(derived)}, but it must return a dictionary "
+            'of the numbers to add, such as `{"perplexity": np.exp(metrics["loss"])}`.'
+        )
+    if twice := sorted(map(str, output.keys() & derived.keys())):
+        raise ValueError(
+            f"`loop_end` returned {', '.join(map(repr, twice))}, which the step "
+            "returns already. Return the added numbers alone, under other names."
+        )
+    return {**output, **derived}
+
+
+def make_metrics(metrics: Any, *, is_read: bool) -> Any:
     if metrics is not None:
         fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
         check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
-    return Means() if metrics is None else metrics
+    return Means(is_read=is_read) if metrics is None else metrics
 
 
 def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:

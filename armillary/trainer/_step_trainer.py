@@ -1,11 +1,16 @@
 """Trainer and evaluator around pure functions of any pytree and a batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from armillary._checks import check_callable, check_instance, check_methods
+from armillary._traceback import hides_frames
 from armillary.data.sources._stale import check_state_is_current
+from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._leaf_kinds import StateKinds
@@ -23,7 +28,15 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
-from armillary.trainer._means import Means, add_metrics, make_metrics, name_means
+from armillary.trainer._means import (
+    LoopEnd,
+    Means,
+    add_derived,
+    add_metrics,
+    make_metrics,
+    read_totals,
+    with_room_for_metrics,
+)
 from armillary.trainer._no_data import check_step_arguments, take_batches
 from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -52,9 +65,19 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         )
 
     The step runs once per replica, as what `strategy.run` is given, on the replica's
-    share of the batch. A loop's output is the mean of each metric over its steps and
-    replicas: over all values of an array, while a number counts as the mean over its
-    batch. With `metrics`, these take what the step returns, by name, and are computed.
+    share of the batch. A loop's output has a number for each metric that the step
+    returns, over all steps and replicas of the loop:
+
+    - For an array, the mean of all its values.
+    - For a plain number, the mean over examples: the number counts as the mean over its
+      batch. The sum of a batch is not a mean, so return `armillary.metrics.Sum`,
+      `Ratio` or `WeightedMean` for sums.
+    - For a metric object that is made in the step, such as
+      `armillary.metrics.Ratio(losses.sum(), weights.sum())` or an updated
+      `nnx.metrics.Accuracy()`, the value of the metric over all examples.
+
+    With `metrics`, the object takes the values that the step returns, by name, and
+    computes the output.
 
     Args:
         step: Takes the state and a batch; returns the state after the step, of the same
@@ -75,6 +98,10 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             Linen's `batch_stats`, the state of an Equinox module and the statistics
             of a Keras model are averaged, the variables of an `nnx.State` keep their
             kind, and any other leaf must be equal on all replicas.
+        loop_end: Takes the metrics of a loop, a dictionary of numbers, and the state
+            after it; returns a dictionary of numbers to add to the output, such as
+            `{"perplexity": np.exp(metrics["loss"])}`. It runs in Python, once for each
+            loop, when the device has run the loop.
         options: As for any `StandardTrainer`.
 
     `Checkpoint(trainer=trainer)` saves the state, the number of steps and the position
@@ -89,8 +116,9 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         TypeError: If an argument is of the wrong type, or `step` returns no such pair,
             or takes a batch and there is no data, or takes none and there is.
         StateStructureError: If `step` returns another kind of state than it took.
-        ValueError: If `state` has no array, there are more than 64 means, or `kinds`
-            has a kind that does not exist, or a pattern or type without a leaf.
+        ValueError: If `state` has no array, if `kinds` has a kind that does not exist,
+            or a pattern or type without a leaf, or if `step` returns other metrics for
+            batches of another shape, or a metric that lives longer than the step.
     """
 
     def __init__(
@@ -102,11 +130,15 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         strategy: Strategy | None = None,
         metrics: Any = None,
         kinds: Mapping[str | type, VariableAggregation | str] | None = None,
+        loop_end: LoopEnd | None = None,
         options: StandardTrainerOptions | None = None,
     ) -> None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
         check_instance("strategy", strategy, Strategy | None, fix)
         self.strategy = get_strategy() if strategy is None else strategy
+        if loop_end is not None:
+            check_callable("loop_end", loop_end)
+            options = _with_hooks_in_python(options)
         super().__init__(train_dataset, options)
         check_callable("step", step)
         check_step_arguments(
@@ -127,7 +159,11 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 f"`state` is {state!r:.80}, which has no array, so that no step could "
                 "change it. Give parameters and optimizer state, as a pytree."
             )
-        self._step, self._metrics = step, make_metrics(metrics)
+        self._step = step
+        self._loop_end = loop_end
+        # A method that calls this one gets numbers by name, in Python.
+        is_overridden = type(self).train_loop_end is not StepTrainer.train_loop_end
+        self._metrics = make_metrics(metrics, is_read=is_overridden)
         self._kinds = StateKinds(kinds, state, step)
         self.state = own_state(state)
         self._weak = find_weak(self.state)
@@ -169,9 +205,11 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "the step, and its metrics. Write `return state, metrics`, with `{}` "
                 "if there are none."
             )
-        self.state = take_back(self.state, result[0])
-        # Without data, each step has the same weight.
+        new_state = take_back(self.state, result[0])
+        # First, because a step whose metrics have no room yet runs again. Without
+        # data, each step has the same weight.
         add_metrics(self._metrics, result[1], batches)
+        self.state = new_state
 
     def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
         if isinstance(self.strategy, ParameterServerStrategy):
@@ -180,18 +218,34 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "`ParameterServerStrategy` workers change single variables. Use a "
                 "`StandardTrainer` with Flax NNX, or another strategy."
             )
-        started = super()._start(num_steps, num_loops)
+        start = functools.partial(super()._start, num_steps, num_loops)
+        started = with_room_for_metrics(start)
         if isinstance(self._metrics, Means):
-            started.change(functools.partial(name_means, self._metrics.seen.structure))
+            started.change(functools.partial(read_totals, self._metrics.seen.spec))
+        if self._loop_end is not None:
+            self._add_derived(self._loop_end, started)
         return started
+
+    def _add_derived(self, loop_end: LoopEnd, started: StartedLoops) -> None:
+        """Adds the numbers of `loop_end` to the output of a loop that has just run."""
+        [output] = started.outputs()  # one, because the hooks are in Python
+        try:
+            with self._in_strategy():
+                output = add_derived(loop_end, output, self.state)
+        except Exception:
+            started.check()  # A step that was not finite is the earlier error.
+            raise
+        # The next loop takes over the memory of the state.
+        own = jax.tree.map(_copy, output)
+        started.change(lambda _: own)
 
 
 class StepEvaluator(StandardEvaluator):
     """Evaluates a trainer's state with a pure step: `step(state, batch) -> metrics`.
 
-    The output is the mean of each metric over all examples: those of an array, while a
-    number counts as the mean over its batch. Each example counts once, whatever the
-    batch size and the number of replicas::
+    The output has a number for each metric that the step returns, over all examples, as
+    in `StepTrainer`. Each example counts once, whatever the batch size and the number
+    of replicas::
 
         def evaluate(state, batch):
             logits = apply(state[0], batch["image"])
@@ -205,11 +259,16 @@ class StepEvaluator(StandardEvaluator):
         eval_dataset: As for `StandardEvaluator`. Without it, the step takes the state
             alone, and each evaluation needs a number of steps.
         metrics: As in `StepTrainer`.
+        loop_end: Takes the metrics of an evaluation and the trainer's state, and
+            returns numbers to add, as in `StepTrainer`. It runs in Python, once for
+            each evaluation.
         options: As for any `StandardEvaluator`.
 
     Raises:
         TypeError: If an argument is of the wrong type, or `step` returns no dictionary,
             or takes a batch and there is no data, or takes none and there is.
+        ValueError: If `step` returns other metrics for batches of another shape, or a
+            metric that lives longer than the step.
     """
 
     def __init__(
@@ -219,6 +278,7 @@ class StepEvaluator(StandardEvaluator):
         eval_dataset: PyTree = None,
         *,
         metrics: Any = None,
+        loop_end: LoopEnd | None = None,
         options: StandardEvaluatorOptions | None = None,
     ) -> None:
         super().__init__(eval_dataset, options)
@@ -231,8 +291,10 @@ class StepEvaluator(StandardEvaluator):
         )
         check_methods("trainer", trainer, ["state"], "Give the `StepTrainer`.")
         self.strategy = getattr(trainer, "strategy", None) or get_strategy()
-        self._step, self._trainer = step, trainer
-        self._metrics = make_metrics(metrics)
+        if loop_end is not None:
+            check_callable("loop_end", loop_end)
+        self._step, self._trainer, self._loop_end = step, trainer, loop_end
+        self._metrics = make_metrics(metrics, is_read=True)
 
     def eval_begin(self) -> None:
         self._metrics.reset()
@@ -245,10 +307,34 @@ class StepEvaluator(StandardEvaluator):
     def eval_end(self, *state: Any) -> Output:
         del state
         output = self._metrics.compute()
-        if isinstance(self._metrics, Means):
-            return name_means(self._metrics.seen.structure, output)
-        return output
+        if self._loop_end is None:
+            return output
+        return add_derived(self._loop_end, output, self._trainer.state)
+
+    @hides_frames
+    def evaluate(self, num_steps: int) -> Output:
+        return with_room_for_metrics(functools.partial(super().evaluate, num_steps))
 
     def _run(self, *batches: Batch) -> None:
         result = self._step(lend(self._trainer.state), *batches)
         add_metrics(self._metrics, result, batches)
+
+
+def _with_hooks_in_python(
+    options: StandardTrainerOptions | None,
+) -> StandardTrainerOptions:
+    """Returns options with which each loop ends in Python, where `loop_end` runs."""
+    if options is None:
+        return StandardTrainerOptions(compile_hooks=False)
+    fix = "Write `options=armillary.StandardTrainerOptions(...)`."
+    check_instance("options", options, StandardTrainerOptions, fix)
+    if options.compile_hooks:
+        raise ValueError(
+            "`compile_hooks` of `options` is True, but `loop_end` runs in Python after "
+            "each loop. Leave `compile_hooks` out."
+        )
+    return dataclasses.replace(options, compile_hooks=False)
+
+
+def _copy(leaf: Any) -> Any:
+    return as_whole(leaf.copy()) if isinstance(leaf, jax.Array) else leaf

@@ -21,6 +21,7 @@ from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk, check_pieces
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import Gather
+from armillary.distribute.program._batch_sums import warn_of_sums
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import MetricWarnings, warn_of_draws
@@ -72,6 +73,7 @@ class StepPrograms:
             method.name, replicas, is_evaluation=method.is_evaluation
         )
         self._has_traced_hooks = self._drops = False
+        self._has_sought_sums = False
         self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
         self.flat: FlatState | None = None  # the state, after `find_state`
         self.batches_per_step: tuple[int, ...] = ()
@@ -264,6 +266,10 @@ class StepPrograms:
                     "inside a loop on the device: its steps run one by one.",
                     method.name,
                 )
+        if not self._has_sought_sums:
+            self._has_sought_sums = True
+            axis = 1 if method.strategy.layout.stacked else 0
+            warn_of_sums(method.name, step.program, len(flat.state.paths), axis)
         self._warnings.look(flat.state, step, chunk.num_active)
         return Program(
             step,

@@ -1,5 +1,6 @@
 """Rules about the project's own files that no other tool checks."""
 
+import pkgutil
 import re
 import subprocess
 import tomllib
@@ -61,6 +62,14 @@ def test_changelog_begins_with_the_version_of_the_package():
     changelog = (REPOSITORY / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[?(\d+\.\d+\.\d+)\]?", changelog, re.MULTILINE)
     assert versions[0] == armillary.__version__ == PROJECT["project"]["version"]
+
+
+def test_full_names_in_the_changelog_exist():
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    names = set(re.findall(r"`(armillary(?:\.\w+)+)", changelog))
+    assert len(names) > 10
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")

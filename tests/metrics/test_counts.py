@@ -1,5 +1,6 @@
 """Counts stay exact where floats and integers of 32 bits do not."""
 
+import fractions
 import math
 
 import jax
@@ -64,11 +65,57 @@ def test_a_sum_of_floats_is_exact_in_any_order(values, seed):
     np.testing.assert_array_equal(total[...], other[...])
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan, -np.inf])
-def test_a_sum_of_what_is_not_finite_is_not_a_number(value):
-    total = FloatSum.zeros(256)
-    total.add_float(jnp.float32(value))
-    assert math.isnan(total.read_float())
+@pytest.mark.parametrize("num_integers", [65, 256])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([np.inf, 1.0], np.inf),
+        ([-np.inf, 1.0, -np.inf], -np.inf),
+        ([np.nan], np.nan),
+        ([np.inf, -np.inf], np.nan),
+        ([3.0e38] * 3, 9.0e38),
+    ],
+)
+def test_values_that_are_not_finite_add_up_as_in_numpy(num_integers, values, expected):
+    total = FloatSum.zeros(num_integers)
+    for value in values:
+        total.add_float(jnp.float32(value))
+    assert total.read_float() == pytest.approx(expected, rel=1e-7, nan_ok=True)
+
+
+def test_a_product_that_no_float_holds_is_infinite():
+    total = FloatSum.zeros(2, 65)
+    total.add_float(jnp.array([3e38, -3e38], jnp.float32), 16)
+    assert total.read_float().tolist() == [np.inf, -np.inf]
+
+
+@pytest.mark.slow
+@settings(BOUNDED, max_examples=40)
+@given(
+    values=st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=8),
+    times=st.integers(0, 2**31 - 1),
+)
+def test_sums_of_both_signs_are_exact(values, times):
+    total = FloatSum.zeros(65)
+    for value in values:
+        total.add_float(jnp.float32(value), times)
+
+    exact = sum(map(fractions.Fraction, values)) * times
+    assert total.read_float() == pytest.approx(float(exact), rel=1e-14, abs=1e-300)
+
+
+def test_a_sum_stays_exact_where_large_values_cancel():
+    total = FloatSum.zeros(65)
+    for value in (1e30, 1.0, -1e30):
+        total.add_float(jnp.float32(value))
+    assert total.read_float() == 1.0
+
+
+def test_counts_may_be_negative():
+    counts = Counts.zeros()
+    for number in (-(2**31) + 1, 5, -(2**31) + 1):
+        counts.add(jnp.int32(number))
+    assert int(counts.read()) == -(2**32) + 7
 
 
 def test_counts_are_read_outside_of_traced_functions():

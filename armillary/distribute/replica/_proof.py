@@ -82,6 +82,10 @@ _PRIVATE = "differentially_private_aggregate.<locals>.update_fn"
 # Names of the number that a loss is divided by, so that its sum or mean is the batch's.
 DIVISOR = "armillary divisor"
 WEIGHT = "armillary weight"
+# Names of the numbers that a metric adds up over replicas, and of the two parts of one.
+SUMMED = "armillary summed"
+NUMERATOR = "armillary numerator"
+DENOMINATOR = "armillary denominator"
 
 
 class Kind(enum.Enum):
@@ -105,6 +109,16 @@ _MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT}
 _DIVISIONS = {Kind.DIVISOR: Kind.DIVIDED, Kind.WEIGHT: Kind.WEIGHED}
 _SCALES = tuple(_DIVISIONS.values())
 _MEAN = '`armillary.all_reduce("mean", gradients)`'
+_SUMMED_TWICE = (
+    "The metric at {where} adds up the values of all replicas, but its value was "
+    "reduced over replicas already (at {origin}), so that it would be {count} times "
+    "too large. Give it the numbers of this replica, without the reduction."
+)
+_HALF_REDUCED = (
+    "The metric at {where} divides one sum by another, and only one of them was "
+    "reduced over replicas (at {origin}), so that the quotient would be off by a "
+    "factor of {count}. Give it both sums over the examples of this replica."
+)
 _WRONG = {
     Kind.REDUCED: (
         "The sum over replicas at {where} is of a value that was reduced at {origin}, "
@@ -211,6 +225,7 @@ class Proof(Dataflow[Facts]):
         self._users: dict[int, dict[Any, list[Any]]] = {}
         self._made = program.jaxpr
         self.sums_gradients = False
+        self._numerator = EQUAL
         self.results = self.run(program, inputs)
         is_alone = counts[0] == 1
         self.is_equal = [is_alone or not facts.reasons for facts in self.results]
@@ -280,6 +295,7 @@ class Proof(Dataflow[Facts]):
             labels = operand.labels if kind is None else self._labels(kind, equation)
             if kind is Kind.DIVISOR and operand.reasons:
                 self._note_divisor(equation, operand)
+            self._look_at_metric(equation, operand)
             return [Facts(operand.reasons, labels)]
         if (by_ops := kind_of(equation)) is not None:
             # A call of a `CrossDeviceOps`, which is proved to leave replicas equal.
@@ -367,6 +383,25 @@ class Proof(Dataflow[Facts]):
             "not add up to an average. Reduce it first: "
             '`global_batch_size=armillary.all_reduce("sum", num_examples)`.'
         )
+
+    def _look_at_metric(self, equation: Any, operand: Facts) -> None:
+        """Notes an error for a metric of numbers that were reduced before."""
+        name = equation.params["name"]
+        if name == NUMERATOR:
+            self._numerator = operand
+        origin = message = None
+        if name == SUMMED and not operand.reasons:
+            origin, message = operand.find(Kind.REDUCED), _SUMMED_TWICE
+        elif name == DENOMINATOR:
+            pair = (self._numerator, operand)
+            reduced = [facts.find(Kind.REDUCED) for facts in pair if not facts.reasons]
+            is_half = len(reduced) == 1
+            origin, message = (reduced[0] if is_half else None), _HALF_REDUCED
+        if origin is None or message is None:
+            return
+        where, count = self.line(equation), self._counts[0]
+        text = message.format(where=where, origin=origin, count=count)
+        self._errors[self._place(equation)] = DoubleReductionError(text)
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
         both = self.join(operands)

@@ -1,0 +1,173 @@
+"""Metric objects as integers that steps and replicas add up, and back.
+
+A step returns new metric objects, made and updated in it. Their numbers become integers
+in three parts, as in `Counts`, so that any number of steps adds up exactly.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from armillary.distribute.program._batch_sums import mark_metric
+from armillary.distribute.replica._context import lifted_state
+from armillary.metrics._counts import (
+    NUM_INTEGERS,
+    Counts,
+    float_parts,
+    split_in_parts,
+    sum_integers,
+)
+from armillary.metrics._sums import as_numbers, sum_parts
+from armillary.state._nnx import merges_by_sum
+from armillary.state._slots import describe
+
+_OWNER = "the metrics of `step`"
+
+
+class Number(NamedTuple):
+    """A variable of a metric object: its class, and the type of its value."""
+
+    kind: type
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def is_count(self) -> bool:
+        return issubclass(self.kind, Counts)
+
+    @property
+    def is_float(self) -> bool:
+        return bool(jnp.issubdtype(self.dtype, jnp.floating))
+
+    @property
+    def num_integers(self) -> int:
+        if self.is_count:
+            return int(np.prod(self.shape[1:]))
+        return int(np.prod(self.shape)) * (NUM_INTEGERS if self.is_float else 1)
+
+
+class Described(NamedTuple):
+    """A metric object without its values."""
+
+    graph: Any
+    structure: Any
+    numbers: tuple[Number, ...]
+
+    @property
+    def num_integers(self) -> int:
+        return sum(number.num_integers for number in self.numbers)
+
+
+NUM_PER_PLAIN = NUM_INTEGERS + 1
+"""How many integers a plain number needs: those of its sum, and its weight."""
+
+
+def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
+    """Returns the integers of plain metrics: all sums, and then all weights."""
+    arrays: list[jax.Array] = []
+    times: list[int] = []
+    weights: list[int] = []
+    for name, value in plain.items():
+        array = as_numbers(name, _OWNER, value)
+        is_number = array.ndim == 0
+        # A number is the mean over its batch, so it counts once for each example.
+        arrays.append(mark_metric(array, name) if is_number else array)
+        times.append(num_examples if is_number else 1)
+        weights.append(num_examples if is_number else array.size)
+    sums = sum_parts(tuple(arrays), tuple(times)).transpose(1, 0, 2)
+    counts = split_in_parts(np.array(weights, np.int32))
+    return [sums.reshape(3, -1), counts]
+
+
+def join_plain(integers: np.ndarray, num_plain: int) -> list[float]:
+    """Returns the means of plain metrics; the mean of nothing is NaN."""
+    sums, weights = np.split(integers, [num_plain * NUM_INTEGERS])
+    totals = sum_integers(sums.reshape(num_plain, NUM_INTEGERS))
+    with np.errstate(invalid="ignore"):
+        return (totals / weights).tolist()
+
+
+def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Array]]:
+    """Returns a metric object without its values, and its values as integers.
+
+    Raises:
+        TypeError: If it holds values that do not add up.
+        ValueError: If it is not new in this step.
+    """
+    shown = f"`step` returned the metric `{name}`, a `{type(metric).__name__}`"
+    by_hand = (
+        f"Pass it as `metrics=nnx.MultiMetric({name.rpartition('/')[2]}=metric)`, and "
+        "return the arguments of its `update` by name."
+    )
+    state = lifted_state()
+    if state is not None and state.holds(metric):
+        raise ValueError(
+            f"{shown} that was made outside of the step, so it would count earlier "
+            f"steps again. Make a new one in the step, or keep this one. {by_hand}"
+        )
+    graph, values = nnx.split(metric)
+    leaves, structure = jax.tree.flatten(
+        values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    numbers: list[Number] = []
+    parts: list[jax.Array] = []
+    for leaf in leaves:
+        held = leaf[...] if isinstance(leaf, nnx.metrics.MetricState) else None
+        is_summed = held is not None and (
+            jnp.issubdtype(held.dtype, jnp.floating)
+            or jnp.issubdtype(held.dtype, jnp.integer)
+        )
+        if not (is_summed and merges_by_sum(metric)):
+            why = "has a running mean" if is_summed else f"holds {describe(leaf)}"
+            raise TypeError(
+                f"{shown}, but it {why}, so the values of several steps do not add up. "
+                f"{by_hand}"
+            )
+        number = Number(type(leaf), held.shape, held.dtype)
+        numbers.append(number)
+        parts.append(_split(number, held))
+    return Described(graph, structure, tuple(numbers)), parts
+
+
+def join_metric(described: Described, integers: np.ndarray) -> Any:
+    """Returns the value of a metric object whose integers were added up."""
+    stops = np.cumsum([number.num_integers for number in described.numbers])
+    pieces = np.split(integers, stops[:-1])
+    variables = [
+        number.kind(jnp.asarray(_join(number, piece)))
+        for number, piece in zip(described.numbers, pieces, strict=True)
+    ]
+    metric = nnx.merge(described.graph, described.structure.unflatten(variables))
+    return jax.tree.map(_as_plain, metric.compute())
+
+
+def _as_plain(leaf: Any) -> Any:
+    return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
+
+
+def _split(number: Number, value: jax.Array) -> jax.Array:
+    if number.is_count:
+        return value.reshape(3, -1)
+    flat = value.reshape(-1)
+    if not number.is_float:
+        return split_in_parts(flat)
+    return float_parts(flat, 1, NUM_INTEGERS).reshape(3, -1)
+
+
+def _join(number: Number, integers: np.ndarray) -> np.ndarray:
+    if number.is_count:
+        low = integers & 0xFFFF
+        middle = (integers >> 16) & 0xFFFF
+        parts = np.stack([low, middle, integers >> 32])
+        return parts.astype(np.int32).reshape(number.shape)
+    if number.is_float:
+        integers = integers.reshape(*number.shape, NUM_INTEGERS)
+        return sum_integers(integers).astype(number.dtype)
+    counts = integers.reshape(number.shape)
+    fits = np.all(counts <= np.iinfo(number.dtype).max)
+    # A count of pixels may be larger than 32 bits hold.
+    return counts.astype(number.dtype if fits else np.float32)

@@ -1,0 +1,97 @@
+"""Pages that list what the code has: commands with their options, and variables."""
+
+import ast
+import re
+
+import pytest
+
+from armillary import _cli
+from tests.meta.test_docs import REPOSITORY, find_blocks
+
+CLI = REPOSITORY / "docs" / "cli.md"
+VARIABLES = REPOSITORY / "docs" / "environment_variables.md"
+OPTION = re.compile(r"(?<![\w-])(-m|--[a-z][a-z-]+)\b")
+CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+# Words in capitals that mean something else: options of XLA and errors of JAX, names of
+# opcodes, of policies and of types, limits of the system, and what a help text says.
+NOT_VARIABLES = {
+    "DT_STRING",
+    "IMPORT_FROM",
+    "LIBRARY_FUSION_TYPE_REDUCE",
+    "LOAD_GLOBAL",
+    "LOAD_NAME",
+    "ONLY_FIRST_REPLICA",
+    "ON_READ",
+    "ON_WRITE",
+    "RESOURCE_EXHAUSTED",
+    "RUN_DIR",
+    "SC_CLK_TCK",
+    "STORE_GLOBAL",
+    "TCP_USER_TIMEOUT",
+}
+
+
+def read_help(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def read_sections():
+    """Returns what the page says below each heading."""
+    parts = re.split(r"^## armillary (\w+)$", CLI.read_text(), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_page_has_each_command(capsys):
+    listed = re.findall(r"^    ([a-z]+)\b", read_help(capsys), re.M)
+    assert listed == list(read_sections()) == list(_cli._COMMANDS)
+
+
+@pytest.mark.parametrize("name", _cli._COMMANDS)
+def test_the_page_has_each_option_of_a_command(name, capsys):
+    options = set(OPTION.findall(read_help(capsys, name)))
+    rows = re.findall(r"^\| `(-[^`]+)` \|", read_sections()[name], re.M)
+    listed = {row.split()[0] for row in rows}
+    assert listed == options - {"--help"}
+
+
+@pytest.mark.parametrize("name", _cli._COMMANDS)
+def test_the_page_has_an_example_of_a_command_with_options_that_exist(name, capsys):
+    examples = [
+        body
+        for info, _, body in find_blocks(CLI)
+        if info == "sh" and body.startswith(f"armillary {name} ")
+    ]
+    assert len(examples) == 1
+    known = read_help(capsys, name)
+    used = examples[0].partition("train.py --")[0] if name == "launch" else examples[0]
+    assert all(option in known for option in OPTION.findall(used))
+
+
+def read_capitals():
+    """Returns the strings in capitals in the library's code, and all of its text."""
+    found, text = set(), ""
+    for path in (REPOSITORY / "armillary").rglob("*.py"):
+        if "template" in path.parts:
+            continue
+        code = path.read_text()
+        text += code
+        for node in ast.walk(ast.parse(code)):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if is_text and CAPITALS.fullmatch(node.value):
+                found.add(node.value)
+    return found, text
+
+
+def test_the_page_of_environment_variables_has_each_variable_of_the_code():
+    listed = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", VARIABLES.read_text(), re.M)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    found, text = read_capitals()
+    assert found >= NOT_VARIABLES
+    assert found - NOT_VARIABLES - listed == set()
+    assert [name for name in listed if not re.search(rf"\b{name}\b", text)] == []

@@ -1,0 +1,114 @@
+"""The README shows what its program prints, and the error of a forgotten line."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.meta.test_docs import REPOSITORY, find_blocks, find_missing
+from tests.patience import patience
+from tests.recovery.faults import FAULTS
+
+README = REPOSITORY / "README.md"
+DOCS = REPOSITORY / "docs"
+REDUCTION = "    gradients = armillary.all_reduce("
+# Settings of the test suite that a reader of the README does not have.
+OF_THE_TESTS = (
+    "JAX_DISABLE_MOST_OPTIMIZATIONS",
+    "JAX_NUMPY_RANK_PROMOTION",
+    "JAX_TRACEBACK_FILTERING",
+    "XLA_FLAGS",
+)
+
+
+def read_program():
+    (program,) = (body for info, _, body in find_blocks(README) if info == "python")
+    return program
+
+
+def read_shown(first_words):
+    """Returns the block of text that begins with these words, without its indent."""
+    text = README.read_text()
+    before, _, block = text.partition(first_words)
+    indent = before.rpartition("\n")[2]
+    return textwrap.dedent(indent + first_words + block.partition("```")[0]).rstrip()
+
+
+def run(program, folder):
+    """Runs a program as a reader does: saved as `train.py`, on four CPU devices."""
+    (folder / "train.py").write_text(program)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in OF_THE_TESTS
+    }
+    return subprocess.run(
+        [sys.executable, str(folder / "train.py")],
+        cwd=folder,
+        env={**environment, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+        capture_output=True,
+        text=True,
+        timeout=patience(300),
+    )
+
+
+@pytest.mark.slow
+def test_the_program_prints_the_lines_that_the_readme_shows(tmp_path):
+    ended = run(read_program(), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    shown = read_shown("found no checkpoint")
+    assert find_missing(ended.stderr, shown) == []
+    assert len(ended.stderr.splitlines()) == len(shown.splitlines())
+
+
+@pytest.mark.slow
+def test_the_program_without_its_reduction_ends_with_the_error_that_the_readme_shows(
+    tmp_path,
+):
+    lines = read_program().splitlines()
+    kept = [line for line in lines if not line.startswith(REDUCTION)]
+    assert len(kept) == len(lines) - 1
+    ended = run("\n".join(kept), tmp_path)
+    shown = read_shown("armillary.errors.ReplicaMismatchError").splitlines()
+    printed = ended.stderr.splitlines()
+    start = next(n for n, line in enumerate(printed) if line.startswith(shown[0][:40]))
+    assert (
+        find_missing("\n".join(printed[start:][: len(shown)]), "\n".join(shown)) == []
+    )
+
+
+def test_the_numbers_of_comparisons_are_the_numbers_of_the_compatibility_table():
+    table = (DOCS / "compatibility.md").read_text()
+    counts = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", table, re.M))
+    text = " ".join(README.read_text().split())
+    assert f"{int(counts['constructs']):,} constructs" in text
+    assert f"{int(counts['trainings compared']):,} trainings" in text
+    equal, noted = counts["equal"], counts["of these with a note"]
+    assert f"{int(equal):,} are equal ({int(noted):,} with a note)" in text
+    assert f"{int(counts['refused with a clear error']):,} are refused" in text
+
+
+def read_ratios():
+    """Returns the ratios of Armillary in the table of results."""
+    page = (DOCS / "performance.md").read_text()
+    table = page.partition("| Armillary |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    # One row shows a loop that is slow because it lacks a setting.
+    return [float(row[3].split()[0]) for row in rows if "without" not in row[0]]
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "comparison.md"])
+def test_the_range_of_speeds_is_the_range_of_the_table(page):
+    ratios = read_ratios()
+    assert len(ratios) > 10
+    text = " ".join(page.read_text().split())
+    assert f"{min(ratios):.2f} to {max(ratios):.1f} times the speed" in text
+
+
+def test_make_soak_injects_as_many_faults_and_kinds_as_the_readme_says():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    (faults,) = re.findall(r"^KILLS \?= (\d+)$", makefile, re.M)
+    words = {10: "ten"}
+    text = " ".join(README.read_text().split())
+    assert f"{int(faults):,} faults of {words[len(FAULTS)]} kinds" in text

@@ -1,0 +1,59 @@
+"""The voice check counts the right words, and leaves code and questions alone."""
+
+import pytest
+
+from tests.meta import voice
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("Of two values, the last counts.", ["Of ..."]),
+        ("It runs. What it sees is kept.", ["What ..."]),
+        ("| a | What it sees |", ["What ..."]),
+        ("- Whoever waits is named.", ["Whoever ..."]),
+        ("That of the chief counts.", ["That of ..."]),
+        ("The mean is that\n  of the batch.", ["that of"]),
+        ("Those of Keras go on, and the run goes on.", ["goes on", "those of"]),
+        ("It is made anew, beside it, but for one.", ["anew", "beside", "but for"]),
+    ],
+)
+def test_a_phrase_is_found(text, rules):
+    assert [name for _, name in voice.find_phrases(text)] == rules
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does it print? A table.",
+        "`Of this` is code, and so is the target of [a link](beside.md).",
+        "Besides, the result of a step is that often.",
+        "```text\nWhat it prints, anew.\n```",
+    ],
+)
+def test_code_questions_and_other_words_are_left_alone(text):
+    assert voice.find_phrases(text) == []
+
+
+def test_a_hit_has_its_line():
+    text = "# Title\n\n```python\nx = 1\n```\n\nIt is made\nanew."
+    assert voice.find_phrases(text) == [(8, "anew")]
+
+
+def test_messages_and_docstrings_are_texts_of_a_module():
+    source = """\
+def check(x):
+    \"\"\"What is checked.\"\"\"
+    raise ValueError(f"Of {x}, none fits.")
+"""
+    texts = list(voice.find_texts(source, has_messages=True))
+    assert texts == [(2, "What is checked."), (3, "Of `code`, none fits.")]
+    assert list(voice.find_texts(source, has_messages=False)) == texts[:1]
+
+
+@pytest.mark.slow
+def test_the_counts_name_files_and_add_up():
+    *files, last = voice.show_counts().splitlines()
+    total = sum(int(line.split()[0]) for line in files)
+    assert last.startswith(f"warning: {total} phrases")
+    assert f"in {len(files)} files" in last

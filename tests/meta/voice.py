@@ -1,0 +1,139 @@
+"""Counts words that read as translated, in documents, docstrings and messages.
+
+`make check` prints the counts as a warning, and never fails. Name files to see lines::
+
+    python tests/meta/voice.py docs/data.md armillary/errors.py
+"""
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = ("armillary", "benchmarks", "examples")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+# A sentence begins after a blank line, a bullet, a cell of a table, or a full stop.
+_BEGINNING = r"(?:\A|\n\s*\n|(?:\A|\n)\s*(?:[-*]|\d+\.|\#+)\s|\|\s|[.!?:]\s)[\s*]*"
+# A question may begin with "What".
+_NO_QUESTION = r"(?![^.!?]*\?)"
+STARTS = ("That of", "Whoever", "What", "Of")
+PHRASES = ("that of", "those of", "anew", "beside", "but for", "goes on")
+RULES = {
+    f"{word} ...": re.compile(rf"{_BEGINNING}(?P<hit>{word})\s{_NO_QUESTION}")
+    for word in STARTS
+}
+for _phrase in PHRASES:
+    _words = _phrase.replace(" ", r"\s+")
+    RULES[_phrase] = re.compile(rf"\b(?P<hit>{_words})\b", re.IGNORECASE)
+
+_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"(`+)[^`]+\1")
+_TARGET = re.compile(r"\]\([^)]*\)")
+
+
+def _hide(match: re.Match[str]) -> str:
+    """Returns a placeholder with as many lines as the code, to keep line numbers."""
+    return "code" + "\n" * match[0].count("\n")
+
+
+def find_phrases(text: str) -> list[tuple[int, str]]:
+    """Returns line number and rule of each hit in a text; code in it does not count."""
+    for code in (_FENCE, _CODE, _TARGET):
+        text = code.sub(_hide, text)
+    hits = [
+        (text.count("\n", 0, match.start("hit")) + 1, name)
+        for name, rule in RULES.items()
+        for match in rule.finditer(text)
+    ]
+    # "That of" at the beginning of a sentence breaks two rules, and counts once.
+    at_beginning = {line for line, name in hits if name == "That of ..."}
+    return sorted(
+        hit for hit in hits if hit[1] != "that of" or hit[0] not in at_beginning
+    )
+
+
+def find_docstrings(tree: ast.AST) -> set[ast.expr]:
+    """Returns the docstrings of a module and the strings under an attribute."""
+    bodies = [
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+    ]
+    return {
+        node.value for body in bodies for node in body if isinstance(node, ast.Expr)
+    }
+
+
+def find_texts(source: str, *, has_messages: bool) -> Iterator[tuple[int, str]]:
+    """Yields line number and text of the docstrings and the messages of a module."""
+    tree = ast.parse(source)
+    docstrings = find_docstrings(tree)
+    parts: set[ast.expr] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts.update(node.values)
+            values = [getattr(part, "value", "") for part in node.values]
+            text = "".join(v if isinstance(v, str) else "`code`" for v in values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        # The parts of an f-string come after it, and are a part of its text.
+        if node not in parts and (has_messages or node in docstrings):
+            yield node.lineno, text
+
+
+def find_in_file(path: Path) -> list[tuple[int, str]]:
+    """Returns line number and rule of each hit in a document or a module."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return find_phrases(text)
+    texts = find_texts(text, has_messages=path.is_relative_to(REPOSITORY / "armillary"))
+    return [
+        (first + line - 1, name)
+        for first, text in texts
+        for line, name in find_phrases(text)
+    ]
+
+
+def list_files() -> list[Path]:
+    """Returns the documents, and the modules whose docstrings users read."""
+    documents = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
+    modules = [path for name in FOLDERS for path in REPOSITORY.glob(f"{name}/**/*.py")]
+    return sorted(documents) + sorted(modules)
+
+
+def show_counts() -> str:
+    """Returns a line for each file with hits, the most hits first, and the total."""
+    lines: list[tuple[int, str]] = []
+    for path in list_files():
+        counts = Counter(name for _, name in find_in_file(path))
+        if counts:
+            parts = ", ".join(
+                f"{count} {name!r}" for name, count in counts.most_common()
+            )
+            name = path.relative_to(REPOSITORY).as_posix()
+            lines.append((counts.total(), f"{counts.total():4} {name}: {parts}"))
+    total = sum(count for count, _ in lines)
+    shown = [line for _, line in sorted(lines, key=lambda each: -each[0])]
+    last = f"warning: {total} phrases that read as translated, in {len(lines)} files"
+    return "\n".join([*shown, last])
+
+
+def main(names: list[str]) -> None:
+    """Prints each hit in the named files, or the counts of all files."""
+    hits = [
+        f"{name}:{line}: {rule}"
+        for name in names
+        for line, rule in sorted(find_in_file(Path(name).resolve()))
+    ]
+    text = "\n".join(hits) if names else show_counts()
+    sys.stdout.write(f"{text}\n" if text else "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

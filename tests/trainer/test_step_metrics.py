@@ -1,0 +1,515 @@
+"""Metrics that a pure step returns: exact, and the same under every strategy."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from sklearn.metrics import f1_score
+
+import armillary
+from armillary import metrics
+from armillary.data import from_arrays
+from armillary.errors import DoubleReductionError
+from tests.tiers import slow_after_first
+
+RNG = np.random.default_rng(0)
+NUM = 52  # in batches of 16, of which the last has 4 examples
+DATA = {
+    "loss": RNG.normal(size=(NUM, 6)).astype("float32"),
+    # The number of tokens grows, so that batches weigh different amounts.
+    "weight": (RNG.uniform(size=(NUM, 6)) < np.linspace(0.1, 1, NUM)[:, None]),
+    "score": RNG.normal(size=(NUM, 3)).astype("float32"),
+    "label": RNG.integers(0, 3, NUM).astype("int32"),
+    "length": RNG.integers(-5, 10**6, NUM).astype("int32"),
+}
+STRATEGIES = {
+    "4 replicas": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:0"),
+    "4 devices, sharded": lambda: armillary.ShardedStrategy({"data": 4}),
+}
+
+
+def measure(batch):
+    accuracy = nnx.metrics.Accuracy()
+    accuracy.update(logits=batch["score"], labels=batch["label"])
+    f1 = metrics.F1Score(num_classes=3)
+    f1.update(logits=batch["score"], labels=batch["label"])
+    several = nnx.MultiMetric(loss=nnx.metrics.Average(), squares=metrics.Sum())
+    several.update(values=batch["loss"])
+    weighted = batch["loss"] * batch["weight"]
+    return {
+        "of each": batch["loss"],
+        "correct": batch["score"].argmax(-1) == batch["label"],
+        "number": {"mean": jnp.mean(batch["loss"]), "rate": 0.1},
+        "length": batch["length"],
+        "tokens": metrics.Sum(batch["weight"]),
+        "characters": metrics.Sum(batch["length"]),
+        "ratio": metrics.Ratio(weighted.sum(), batch["weight"].sum()),
+        "weighted": metrics.WeightedMean(batch["loss"], batch["weight"]),
+        "by length": metrics.WeightedMean(batch["loss"], batch["length"]),
+        "accuracy": accuracy,
+        "f1": f1,
+        "several": several,
+    }
+
+
+def expect(rows):
+    """Returns the same in NumPy, in 64 bits, over all rows at once."""
+    loss = DATA["loss"][rows].astype("float64")
+    weight, length = DATA["weight"][rows], DATA["length"][rows]
+    is_right = DATA["score"][rows].argmax(-1) == DATA["label"][rows]
+    lengths = np.broadcast_to(length[:, None], loss.shape)
+    return {
+        "of each": loss.mean(),
+        "correct": is_right.mean(),
+        "number": {"mean": loss.mean(), "rate": 0.1},
+        "length": length.mean(),
+        "tokens": weight.sum(),
+        "characters": length.sum(),
+        "ratio": loss[weight].mean(),
+        "weighted": loss[weight].mean(),
+        "by length": np.average(loss, weights=lengths),
+        "accuracy": is_right.mean(),
+        "f1": f1_score(
+            DATA["label"][rows], DATA["score"][rows].argmax(-1), average="macro"
+        ),
+        "several": {"loss": loss.mean(), "squares": loss.sum()},
+    }
+
+
+def check(output, expected):
+    assert jax.tree.structure(output) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(output), jax.tree.leaves(expected), strict=True)
+    for found, right in pairs:
+        np.testing.assert_allclose(found, right, rtol=2e-6)
+
+
+def step(state, batch):
+    return state + 1, measure(batch)
+
+
+def make_trainer(strategy, train=step, data=DATA, **arguments):
+    return armillary.StepTrainer(
+        train,
+        jnp.zeros((), jnp.int32),
+        from_arrays(data, batch_size=16, repeat=True),
+        strategy=strategy,
+        **arguments,
+    )
+
+
+@slow_after_first("strategy", STRATEGIES)
+def test_metrics_are_those_of_all_examples_in_training(strategy):
+    trainer = make_trainer(STRATEGIES[strategy]())
+    rows = np.arange(NUM)
+    check(trainer.train(4), expect(rows))  # a pass
+    check(trainer.train(1), expect(rows[:16]))
+    check(trainer.train(3), expect(rows[16:]))
+
+
+@slow_after_first("strategy", STRATEGIES)
+@pytest.mark.parametrize("batch_size", [7])
+def test_metrics_are_those_of_all_examples_in_an_evaluation(strategy, batch_size):
+    trainer = make_trainer(STRATEGIES[strategy]())
+    data = from_arrays(DATA, batch_size=batch_size)  # 7 rows for 4 replicas, and 3
+    evaluator = armillary.StepEvaluator(lambda _, batch: measure(batch), trainer, data)
+    for _ in range(2):
+        check(evaluator.evaluate(-1), expect(np.arange(NUM)))
+
+
+@slow_after_first("options", [{"compile_loop": False}, {"compile_step": False}])
+def test_metrics_are_the_same_in_steps_of_other_kinds(options):
+    strategy = STRATEGIES["one device"]()
+    options = armillary.StandardTrainerOptions(**options)
+    check(make_trainer(strategy, options=options).train(4), expect(np.arange(NUM)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parts_of_a_batch_add_up_in_the_step(strategy):
+    def in_parts(state, batch):
+        parts = jax.tree.map(lambda leaf: leaf.reshape(2, -1, *leaf.shape[1:]), batch)
+
+        def add(carry, part):
+            total, weight = carry
+            total += (part["loss"] * part["weight"]).sum()
+            return (total, weight + part["weight"].sum()), None
+
+        sums, _ = jax.lax.scan(add, (0.0, 0), parts)
+        return state, {"loss": metrics.Ratio(*sums)}
+
+    even = {name: array[:48] for name, array in DATA.items()}
+    trainer = make_trainer(STRATEGIES[strategy](), in_parts, even)
+    expected = expect(np.arange(48))["ratio"]
+    assert trainer.train(3)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_metrics_of_accumulated_gradients_are_those_of_the_batch():
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self, strategy):
+            options = armillary.StandardTrainerOptions(accumulate_steps=2)
+            even = {name: array[:48] for name, array in DATA.items()}
+            super().__init__(from_arrays(even, batch_size=16, repeat=True), options)
+            self.strategy = strategy
+            self.w = nnx.Param(jnp.zeros(()))
+            self.loss = metrics.WeightedMean()
+            self.tokens = metrics.Sum()
+
+        def train_loop_begin(self):
+            self.loss.reset()
+            self.tokens.reset()
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                def loss_fn(w, batch):
+                    return armillary.compute_average_loss(batch["loss"].mean(-1) * w)
+
+                grad_fn = armillary.value_and_grad(loss_fn, batch=batch)
+                _, gradient = grad_fn(self.w[...], batch)
+                self.w[...] += armillary.all_reduce("sum", gradient)
+                self.loss.update(values=batch["loss"], weights=batch["weight"])
+                self.tokens.update(values=batch["weight"])
+
+            self.strategy.run(step_fn, args=(next(iterator),))
+
+        def train_loop_end(self):
+            return {"loss": self.loss.compute(), "tokens": self.tokens.compute()}
+
+    expected = expect(np.arange(48))
+    for make_strategy in STRATEGIES.values():
+        output = Trainer(make_strategy()).train(3)
+        assert output["tokens"] == expected["tokens"]
+        assert output["loss"] == pytest.approx(expected["weighted"], rel=1e-6)
+
+
+def test_means_over_many_small_batches_are_exact():
+    count = 2_000
+    data = {"value": np.full(count, 0.7, "float32")}
+    source = from_arrays(data, batch_size=2, repeat=True)
+
+    def constant(state, batch):
+        rate = jnp.float32(1e-3)
+        return state, {"of each": batch["value"], "rate": rate}
+
+    trainer = armillary.StepTrainer(constant, jnp.zeros(()), source)
+    output = trainer.train(50_000)
+    assert output == {
+        "of each": float(np.float32(0.7)),
+        "rate": float(np.float32(1e-3)),
+    }
+
+
+@pytest.mark.slow
+def test_counts_beyond_what_floats_hold_are_exact():
+    data = {"value": np.ones((2, 1 << 20), bool)}
+
+    def count(state, batch):
+        number = nnx.metrics.Average()
+        number.update(values=batch["value"])
+        ones = metrics.Sum(jnp.ones((), jnp.int32))
+        return state, {"all": metrics.Sum(batch["value"]), "n": number, "one": ones}
+
+    source = from_arrays(data, batch_size=2, repeat=True)
+    trainer = armillary.StepTrainer(count, jnp.zeros(()), source)
+    output = trainer.train(1500)  # 3.1 billion values
+    assert output == {"all": 1500.0 * (1 << 21), "n": 1.0, "one": 1500.0}
+
+
+def test_any_number_of_metrics_has_room():
+    def many(state, batch):
+        return state + 1, {f"m{i}": batch["loss"] * i for i in range(100)}
+
+    trainer = make_trainer(STRATEGIES["one device"](), many)
+    output = trainer.train(4)
+    mean = DATA["loss"].astype("float64").mean()
+    np.testing.assert_allclose(output["m99"], 99 * mean, rtol=1e-5)
+    assert len(output) == 100
+    assert int(trainer.state) == int(trainer.global_step[...]) == 4
+
+
+def test_a_step_without_metrics_has_an_empty_output():
+    trainer = make_trainer(None, lambda state, batch: (state + 1, {}))
+    assert trainer.train(2) == {}
+    trainer = make_trainer(None, lambda state, batch: (state + 1, None))
+    assert trainer.train(2) in ({}, None)
+
+
+def test_a_loop_that_resumes_has_the_metrics_of_its_own_steps(tmp_path):
+    def run(directory, *stops):
+        outputs = []
+        for stop in stops:
+            trainer = make_trainer(STRATEGIES["4 replicas"]())
+            controller = armillary.Controller(
+                trainer=trainer,
+                global_step=trainer.global_step,
+                steps_per_loop=3,
+                checkpoint_manager=armillary.CheckpointManager(
+                    armillary.Checkpoint(trainer=trainer), directory
+                ),
+                train_actions=[outputs.append],
+            )
+            controller.train(stop)
+        return outputs
+
+    whole = run(tmp_path / "a", 9)
+    assert run(tmp_path / "b", 3, 9) == whole
+    assert len(whole) == 3
+
+
+def test_no_checkpoint_has_the_totals_of_a_loop(tmp_path):
+    trainer = make_trainer(None)
+    trainer.train(1)
+    checkpoint = armillary.Checkpoint(trainer=trainer)
+    report = checkpoint.read(checkpoint.write(tmp_path / "a"))
+    assert not [path for path in report.restored if "_metrics" in path]
+    assert "trainer/state" in report.restored
+
+
+def test_a_checkpoint_with_the_totals_of_an_older_release_can_be_restored(tmp_path):
+    class Older:
+        """As a trainer of 0.3 was saved, with float32 totals."""
+
+        def __init__(self):
+            self.state = jnp.int32(7)
+            self.global_step = jnp.int32(7)
+            self._metrics = {"total": jnp.zeros(64), "weight": jnp.zeros(64)}
+
+    path = armillary.Checkpoint(trainer=Older()).write(tmp_path / "old")
+    trainer = make_trainer(None)
+    armillary.Checkpoint(trainer=trainer).read(path, skip="trainer (state)")
+    assert int(trainer.state) == 7
+
+
+def test_arrays_in_half_precision_and_numbers_of_python_are_means():
+    def measure(state, batch):
+        half = batch["loss"].astype(jnp.bfloat16)
+        return state, {"half": half, "flag": True, "two": 2, "empty": jnp.zeros((0, 3))}
+
+    output = make_trainer(None, measure).train(4)
+    half = np.asarray(jnp.asarray(DATA["loss"]).astype(jnp.bfloat16), "float64")
+    np.testing.assert_allclose(output["half"], half.mean(), rtol=1e-6)
+    assert output["flag"] == 1 and output["two"] == 2
+    assert np.isnan(output["empty"])
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_shows(value):
+    def measure(state, batch):
+        mean = jnp.where(state == 1, value, 1.0)
+        return state + 1, {"mean": mean, "sum": metrics.Sum(mean)}
+
+    output = make_trainer(None, measure).train(3)
+    np.testing.assert_equal([output["mean"], output["sum"]], [value, value])
+
+
+OUTSIDE = nnx.metrics.Average()
+
+
+def keep_outside(state, batch):
+    OUTSIDE.update(values=batch["loss"])
+    return state, {"loss": OUTSIDE}
+
+
+class Largest(nnx.metrics.Metric):
+    def __init__(self):
+        self.has_any = nnx.metrics.MetricState(jnp.zeros((), bool))
+
+    def reset(self): ...
+
+    def compute(self):
+        return self.has_any[...]
+
+
+def return_metric(make):
+    def measure(state, batch):
+        metric = make()
+        if isinstance(metric, nnx.metrics.Welford):
+            metric.update(values=batch["loss"])
+        return state, {"part": {"own": metric}}
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("train", "error", "message"),
+    [
+        (keep_outside, ValueError, r"`loss`, a `Average` that was made outside of"),
+        (return_metric(nnx.metrics.Welford), TypeError, "has a running mean, so"),
+        (return_metric(Largest), TypeError, r"`part/own`, a `Largest`, but it holds"),
+        (lambda s, b: (s, {"name": "x"}), TypeError, "`name` of .* is 'x' of type str"),
+        (lambda s, b: (s, {"z": 1j * b["loss"]}), TypeError, "the dtype complex64"),
+        (
+            lambda s, b: (s, {"a" if b["loss"].shape[0] == 16 else "b": 1.0}),
+            ValueError,
+            "other metrics for batches of another shape, .*: a before, and b now",
+        ),
+    ],
+)
+def test_metrics_that_do_not_add_up_are_errors(train, error, message):
+    with pytest.raises(error, match=message):
+        make_trainer(None, train).train(4)
+
+
+def test_metrics_may_change_between_loops():
+    names = ["first"]
+
+    def measure(state, batch):
+        return state, {names[0]: batch["loss"]}
+
+    even = {name: array[:48] for name, array in DATA.items()}
+    trainer = make_trainer(None, measure, even)
+    assert list(trainer.train(2)) == ["first"]
+    names[0] = "second"
+    assert list(trainer.train(2)) == ["second"]
+
+
+REDUCE = functools.partial(armillary.all_reduce, "sum")
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        (lambda b: metrics.Sum(REDUCE(b["loss"].sum())), "would be 4 times too large"),
+        (
+            lambda b: metrics.Ratio(REDUCE(b["loss"].sum()), b["weight"].sum()),
+            "only one of them was reduced",
+        ),
+        (
+            lambda b: metrics.Ratio(b["loss"].sum(), REDUCE(b["weight"].sum())),
+            "only one of them was reduced",
+        ),
+    ],
+)
+def test_sums_that_were_reduced_before_are_errors(measure, message):
+    def train(state, batch):
+        return state, {"metric": measure(batch)}
+
+    with pytest.raises(DoubleReductionError, match=message):
+        make_trainer(STRATEGIES["4 replicas"](), train).train(1)
+    assert np.isfinite(make_trainer(None, train).train(1)["metric"])
+
+
+def test_a_ratio_of_two_reduced_sums_is_right():
+    def train(state, batch):
+        weighted = batch["loss"] * batch["weight"]
+        sums = REDUCE((weighted.sum(), batch["weight"].sum()))
+        return state, {"ratio": metrics.Ratio(*sums)}
+
+    output = make_trainer(STRATEGIES["4 replicas"](), train).train(4)
+    expected = expect(np.arange(NUM))["ratio"]
+    assert output["ratio"] == pytest.approx(expected, rel=1e-6)
+
+
+def get_questions(caplog):
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if "as a plain" in each.msg % each.args
+    ]
+
+
+@slow_after_first("strategy", STRATEGIES)
+def test_sums_that_are_returned_as_numbers_are_asked_about_once(strategy, caplog):
+    def evaluate(state, batch):
+        total = jnp.sum(batch["loss"] * batch["weight"])
+        return {"loss": total, "denominator": jnp.sum(batch["weight"])}
+
+    trainer = make_trainer(STRATEGIES[strategy]())
+    data = from_arrays(DATA, batch_size=16)
+    evaluator = armillary.StepEvaluator(evaluate, trainer, data)
+    with caplog.at_level(logging.WARNING):
+        evaluator.evaluate(-1)
+        evaluator.evaluate(-1)
+    (question,) = get_questions(caplog)
+    assert "returns `loss` as a plain number" in question
+    assert '`"loss": armillary.metrics.Ratio(loss, denominator)`' in question
+    assert "test_step_metrics.py" in question
+
+
+def flax_lm1b(batch):
+    """Sums of weighted losses, over examples and replicas."""
+    losses = jnp.where(batch["weight"], batch["loss"], 0)
+    sums = {"loss": losses.sum(), "denominator": batch["weight"].sum()}
+    return jax.lax.psum(sums, "replica")
+
+
+def in_function(batch):
+    @jax.jit
+    def total(loss):
+        return -0.5 * jnp.sum(loss.reshape(-1))
+
+    return {"elbo": total(batch["loss"] / 255.0)}
+
+
+SUMS = {
+    "psum": flax_lm1b,
+    "a function": in_function,
+    "a dot product": lambda b: {"x": jnp.vdot(b["loss"][:, 0], b["loss"][:, 1])},
+    "a vmap": lambda b: {"x": jax.vmap(jnp.sum)(b["loss"]).sum()},
+    "correct": lambda b: {"x": jnp.sum(b["score"].argmax(-1) == b["label"])},
+    "cross entropy": lambda b: {"x": cross_entropy(b).sum()},
+    "by parts": lambda b: {"x": sum_in_parts(b["loss"].T)},
+}
+RIGHT = {
+    "a mean": lambda b: {"x": jnp.mean(b["loss"]), "y": cross_entropy(b).mean()},
+    "a sum over a count": lambda b: {"x": b["loss"].sum() / b["loss"].size},
+    "a masked mean": lambda b: {
+        "x": (b["loss"] * b["weight"]).sum() / b["weight"].sum()
+    },
+    "normal weights": lambda b: {"x": normalized(b)},
+    "divided losses": lambda b: {"x": (b["loss"] / b["loss"].size).sum()},
+    "averaged by Armillary": lambda b: {
+        "x": armillary.compute_average_loss(b["loss"]),
+        "y": armillary.weighted_mean(b["loss"], b["weight"]),
+    },
+    "a norm": lambda b: {"x": jnp.linalg.norm(b["loss"]), "y": gradient_norm(b)},
+    "a maximum": lambda b: {"x": b["loss"].max(), "y": jax.nn.logsumexp(b["loss"])},
+    "a deviation": lambda b: {"x": b["loss"].std(), "y": b["loss"].var(0).sum()},
+    "contrast over a batch": lambda b: {"x": jax.nn.softmax(b["loss"], 0).max()},
+    "each example": lambda b: {"x": b["loss"].sum(1)},
+    "objects": lambda b: {"x": metrics.Sum(b["loss"])},
+    "a batch statistic": lambda b: {
+        "x": jnp.mean((b["loss"] - b["loss"].mean(0)) ** 2)
+    },
+    "a number of the state": lambda b: {"x": jnp.float32(3), "n": b["loss"].shape[0]},
+}
+
+
+def cross_entropy(batch):
+    logits = jax.nn.log_softmax(batch["score"])
+    return -jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
+
+
+def sum_in_parts(rows):
+    total, _ = jax.lax.scan(lambda sum_, row: (sum_, row.sum()), 0.0, rows)
+    _, sums = jax.lax.scan(lambda sum_, row: (sum_, row.sum()), 0.0, rows)
+    return sums.sum() + 0 * total
+
+
+def normalized(batch):
+    weights = batch["weight"] / batch["weight"].sum()
+    return (batch["loss"] * weights).sum()
+
+
+def gradient_norm(batch):
+    def loss_fn(w):
+        return jnp.mean((batch["score"] @ w["a"] + w["b"] - 1) ** 2)
+
+    gradients = jax.grad(loss_fn)({"a": jnp.ones(3), "b": jnp.zeros(())})
+    return sum((leaf**2).sum() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("name", [*SUMS, *RIGHT])
+def test_only_sums_over_a_batch_are_asked_about(name, caplog):
+    measure = {**SUMS, **RIGHT}[name]
+    trainer = make_trainer(
+        STRATEGIES["one device"](), lambda state, batch: (state, measure(batch))
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.train(1)
+    assert bool(get_questions(caplog)) == (name in SUMS)
