@@ -250,8 +250,9 @@ class EstimatorTrainer(StandardTrainer):
 
 def _read_loss(output: Output) -> Output:
     """Returns the output of a loop with its loss as a number, when it is there."""
-    loss = None if output is None else output["loss"]
-    return {**output, "loss": loss.read()} if isinstance(loss, Pending) else output
+    if output is None or not isinstance(output["loss"], Pending):
+        return output
+    return {**output, "loss": output["loss"].read()}
 
 
 class EstimatorEvaluator(StandardEvaluator):
