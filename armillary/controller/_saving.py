@@ -104,8 +104,15 @@ def _locked(directory: str) -> Iterator[None]:
         yield
         return
     path, host = os.path.join(directory, _LOCK), platform.node()
-    os.makedirs(directory, exist_ok=True)
-    with open(path, "a+") as file:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 (closed below, after what is locked)
+    except OSError as error:
+        raise CheckpointError(
+            f"`{directory}` cannot be written ({error.strerror}), but training writes "
+            "its checkpoints there. Change its rights, or use another directory."
+        ) from error
+    with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
