@@ -273,7 +273,7 @@ class Strategy(OfOneProcess):
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
             DoubleReductionError: If `fn` sums what was reduced before, takes the mean
                 of what was divided before, or adds up noise that replicas share.
-            TypeError: If `fn` cannot be called, or `args` is no tuple.
+            TypeError: If `fn` cannot be called, or `args` is not a tuple.
         """
         check_callable("fn", fn)
         if not isinstance(args, tuple | list):
