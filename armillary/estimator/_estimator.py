@@ -255,8 +255,8 @@ class Estimator:
         Raises:
             EstimatorError: If a function cannot work, several processes have joined,
                 or the predictions lack one of `predict_keys`.
-            TypeError: If `input_fn` is not callable, `checkpoint_path` is not a path, or
-                `predict_keys` no list of strings.
+            TypeError: If `input_fn` is not callable, `checkpoint_path` is not a path,
+                or `predict_keys` is not a list of strings.
             ValueError: If `yield_single_examples` is neither true nor false.
         """
         _check_keys(predict_keys)

@@ -281,8 +281,8 @@ def from_huggingface(
         A data set with the order, the passes and the positions of `from_arrays`.
 
     Raises:
-        TypeError: If `dataset` is not a `datasets.Dataset`, or columns hold other things
-            than numbers.
+        TypeError: If `dataset` is not a `datasets.Dataset`, or columns hold something
+            else than numbers.
         ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If `drop_remainder` leaves no batch.
     """
