@@ -216,7 +216,7 @@ class EstimatorTrainer(StandardTrainer):
         self.loss.update(values=loss)
 
     def _loss(self, modules: Any, features: Any, labels: Any) -> Any:
-        """Returns the loss of a model function, which is no part of a sum."""
+        """Returns the loss of a model function, which is not a part of a sum."""
         context = get_replica_context()
         assert context is not None  # This is a step.
         context.was_asked = False

@@ -6,7 +6,7 @@ how long nothing has come. A timer in this process could not do that: its clock 
 while a scheduler, a container or a virtual machine has the process suspended, so it
 would end a job that was only paused.
 
-The watchdog runs this file as a program, without Armillary. It is no child of the
+The watchdog runs this file as a program, without Armillary. It is not a child of the
 process it watches, so that a program which waits for all its children does not wait for
 it.
 """

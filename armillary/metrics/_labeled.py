@@ -47,7 +47,7 @@ class _LabeledMetric(CountingMetric):
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
-            TypeError: If labels are no integers, or the mask is not boolean.
+            TypeError: If labels are not integers, or the mask is not boolean.
             ValueError: If shapes do not belong together.
         """
         scores, labels = self._as_scores(logits), jnp.asarray(labels)

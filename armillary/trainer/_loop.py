@@ -110,7 +110,7 @@ class Loop:
             if not self.datasets:
                 reason = "is None, and steps that make their own data have no epochs"
             elif len(self.datasets) == 1:
-                reason = "repeats its data for ever"
+                reason = "repeats its data forever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
                 "step, or make one data set without `repeat=True`."

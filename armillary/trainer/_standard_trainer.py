@@ -207,7 +207,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         """Begins the next pass over the data; see `AbstractTrainer.begin_epoch`.
 
         Raises:
-            ValueError: If the data repeats itself for ever, or the trainer has several
+            ValueError: If the data repeats itself forever, or the trainer has several
                 datasets, or a `train` of its own, or trains asynchronously.
         """
         if self._has_own_train():

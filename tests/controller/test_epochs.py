@@ -134,7 +134,7 @@ def train_own():
 @mistakes(
     {
         ValueError: {
-            "`epochs` is 2, but `train_dataset` repeats its data for ever": lambda: (
+            "`epochs` is 2, but `train_dataset` repeats its data forever": lambda: (
                 make_sum(from_arrays(BATCHES[0], batch_size=1, repeat=True)).train(
                     epochs=2
                 )

@@ -69,7 +69,7 @@ def test_all_of_a_data_set_without_an_end_is_an_error():
     evaluator = Evaluator(data)
     with pytest.raises(
         ValueError,
-        match=r"`num_steps` is -1, .* but `eval_dataset` repeats its data for ever. "
+        match=r"`num_steps` is -1, .* but `eval_dataset` repeats its data forever. "
         r"Make it without `repeat=True`, or give a number of steps",
     ):
         evaluator.evaluate(-1)

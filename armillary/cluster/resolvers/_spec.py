@@ -53,7 +53,7 @@ class ClusterSpec:
             name = f'cluster["{job}"]'
             if not isinstance(job, str) or not job:
                 raise ValueError(
-                    f"`cluster` has the job {job!r}, which is no name. {fix}"
+                    f"`cluster` has the job {job!r}, which is not a name. {fix}"
                 )
             check_instance(name, addresses, list | tuple, fix)
             for index, address in enumerate(addresses):
