@@ -33,14 +33,17 @@ def find_weak(state: PyTree) -> frozenset[str]:
 
 @contextlib.contextmanager
 def explained_types(
-    step: Callable[..., Any], state: PyTree, batch: Batch, weak: frozenset[str]
+    step: Callable[..., Any],
+    state: PyTree,
+    batches: tuple[Batch, ...],
+    weak: frozenset[str],
 ) -> Iterator[None]:
     """Explains a `TypeError` of a step that would run if its state had weak types."""
     try:
         yield
     except TypeError as error:
         is_of_types = any(refusal in str(error) for refusal in _REFUSALS)
-        lines = _find_growing(step, state, batch, weak) if is_of_types else []
+        lines = _find_growing(step, state, batches, weak) if is_of_types else []
         if not lines:
             raise
         raise StateStructureError(
@@ -52,7 +55,10 @@ def explained_types(
 
 
 def _find_growing(
-    step: Callable[..., Any], state: PyTree, batch: Batch, weak: frozenset[str]
+    step: Callable[..., Any],
+    state: PyTree,
+    batches: tuple[Batch, ...],
+    weak: frozenset[str],
 ) -> list[str]:
     """Returns a line for each leaf that changes its dtype if weak types are kept."""
     leaves = list(leaves_of(state, is_object))
@@ -67,7 +73,7 @@ def _find_growing(
         given = [leaf.value for leaf in leaves]
         for place, value in zip(places, values, strict=True):
             given[place] = value
-        after, _ = step(structure.unflatten(given), batch)
+        after, _ = step(structure.unflatten(given), *batches)
         results = structure.flatten_up_to(after)
         return [jnp.asarray(results[place]) for place in places]
 

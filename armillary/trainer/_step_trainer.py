@@ -148,7 +148,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         return self._metrics.compute()
 
     def _run(self, batch: Batch) -> None:
-        with explained_types(self._step, self.state, batch, self._weak):
+        with explained_types(self._step, self.state, (batch,), self._weak):
             result = self._step(lend(self.state), batch)
         is_tuple = isinstance(result, tuple)
         if not is_tuple or len(result) != 2:
