@@ -48,6 +48,19 @@ _OF_METHODS = "Methods take it: `{}`."
 _OF_THE_STRATEGY = "A strategy has the devices: `strategy=armillary.{}`."
 _RESTORES = "Leave it out: the `checkpoint_manager` restores the latest checkpoint."
 _CLIPS = "Optax clips gradients: `optax.chain(optax.clip_by_global_norm(1.0), ...)`."
+_OF_THE_MANAGER = "`CheckpointManager` takes it: `{}`."
+_HAS_A_MANAGER = (
+    "Write `checkpoint_manager=armillary.CheckpointManager(checkpoint, directory)`."
+)
+_OF_THE_CONTROLLER = "`Controller` takes it: `{}`."
+_OF_THE_DATA = "The data has it: `armillary.data.from_arrays(arrays, {})`."
+_OF_THE_EVALUATOR = "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
+_WEIGHTS = (
+    "Weight the losses in `train_step`: `armillary.weighted_mean(losses, weights)`."
+)
+_NEWEST_STAY = "Leave it out: the newest `max_to_keep` checkpoints stay."
+_BEST_STAYS = "Leave it out: `keep_best` keeps the best besides the newest."
+_IN_STEPS = "It is called `checkpoint_interval` here, and counts steps."
 _KEEPS_BEST = (
     "`CheckpointManager` takes it: `keep_best=..., higher_is_better=...`. To stop "
     "early, write `eval_actions=[armillary.actions.EarlyStopping(...)]`."
@@ -73,12 +86,81 @@ ANSWERS = {
     "max_epochs": _OF_METHODS.format("train(epochs=...)"),
     "Controller.train_dataset": _OF_THE_TRAINER.format("train_dataset"),
     "Controller.train_data": _OF_THE_TRAINER.format("train_dataset"),
-    "Controller.eval_dataset": (
-        "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
+    "Controller.batch_size": _OF_THE_DATA.format("batch_size=..."),
+    "Controller.shuffle": _OF_THE_DATA.format("batch_size=..., shuffle_seed=0"),
+    "Controller.seed": (
+        "Seeds are where numbers are drawn: `nnx.Rngs(0)` for the model, and "
+        "`shuffle_seed=0` for the data."
     ),
-    "Controller.validation_data": (
-        "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
+    "Controller.eval_dataset": _OF_THE_EVALUATOR,
+    "Controller.validation_data": _OF_THE_EVALUATOR,
+    "Controller.validation_split": (
+        "Divide the arrays first, and give the evaluator its part: "
+        "`evaluator=Evaluator(eval_dataset)`."
     ),
+    "Controller.validation_steps": _OF_METHODS.format(
+        "train_and_evaluate(eval_steps=...)"
+    ),
+    "Controller.limit_val_batches": _OF_METHODS.format(
+        "train_and_evaluate(eval_steps=...)"
+    ),
+    "Controller.val_check_interval": _OF_METHODS.format(
+        "train_and_evaluate(eval_interval=...)"
+    ),
+    "Controller.num_sanity_val_steps": (
+        "Leave it out, and call `controller.evaluate(steps=...)` before training."
+    ),
+    "Controller.limit_train_batches": _OF_METHODS.format("train(steps=...)"),
+    "Controller.fast_dev_run": _OF_METHODS.format("train(steps=...)"),
+    "Controller.min_epochs": _OF_METHODS.format("train(epochs=...)"),
+    "Controller.steps_per_epoch": (
+        "Leave it out: the data has its length, as in `train(epochs=...)`. "
+        "`steps_per_loop` is another number, of steps between two log lines."
+    ),
+    "Controller.max_time": (
+        "Call `controller.request_stop(reason)` in one of the `train_actions`."
+    ),
+    "Controller.initial_epoch": _RESTORES,
+    "Controller.loss": "The trainer computes it, in `train_step`.",
+    "Controller.metrics": (
+        "The trainer holds them: update one in `train_step`, and return "
+        '`{"loss": self.loss.compute()}` from `train_loop_end`.'
+    ),
+    "Controller.learning_rate": "Optax has it: `optax.adam(learning_rate)`.",
+    "Controller.lr": "Optax has it: `optax.adam(learning_rate)`.",
+    "Controller.class_weight": _WEIGHTS,
+    "Controller.sample_weight": _WEIGHTS,
+    "Controller.run_eagerly": (
+        "Write `armillary.StandardTrainerOptions(compile_step=False)` for the trainer."
+    ),
+    "Controller.profiler": "Write `train_actions=[armillary.actions.Profile(...)]`.",
+    "Controller.deterministic": (
+        "Leave it out. For GPUs, set `XLA_FLAGS=--xla_gpu_deterministic_ops=true`."
+    ),
+    "Controller.benchmark": "Leave it out: XLA chooses between operations.",
+    "Controller.default_root_dir": (
+        "Write `summary_dir=...`, and "
+        "`armillary.CheckpointManager(checkpoint, directory)`."
+    ),
+    "Controller.checkpoint_dir": _HAS_A_MANAGER,
+    "Controller.enable_checkpointing": _HAS_A_MANAGER,
+    "Controller.save_weights_only": (
+        "Name what to save: `armillary.Checkpoint(model=model)`, for the "
+        "`checkpoint_manager`."
+    ),
+    "Controller.save_top_k": _OF_THE_MANAGER.format("max_to_keep=..., keep_best=..."),
+    "Controller.save_best_only": _OF_THE_MANAGER.format("keep_best=..."),
+    "Controller.every_n_train_steps": _OF_THE_MANAGER.format("checkpoint_interval=..."),
+    "Controller.save_freq": _OF_THE_MANAGER.format("checkpoint_interval=..."),
+    "Controller.mode": _OF_THE_MANAGER.format("keep_best=..., higher_is_better=..."),
+    "Controller.train.batch_size": _OF_THE_DATA.format("batch_size=..."),
+    "Controller.train.callbacks": _OF_THE_CONTROLLER.format(
+        "train_actions=[...], eval_actions=[...]"
+    ),
+    "Controller.train.validation_data": _OF_THE_CONTROLLER.format(
+        "evaluator=Evaluator(eval_dataset)"
+    ),
+    "Controller.train.verbose": _OF_THE_CONTROLLER.format("progress=..."),
     "Controller.model": "The trainer holds it: `self.model = model` in its `__init__`.",
     "Controller.optimizer": (
         "The trainer holds it. Give its count of steps: `global_step=optimizer.step`."
@@ -103,11 +185,26 @@ ANSWERS = {
     "CheckpointManager.monitor": "It is called `keep_best` here.",
     "EarlyStopping.monitor": "It is called `metric` here.",
     "NewBestMetric.monitor": "It is called `metric` here.",
+    "EarlyStopping.restore_best_weights": (
+        "Leave it out, and call `checkpoint_manager.restore_best()` after training."
+    ),
     "mode": "Say so with `higher_is_better=True`, or `False`.",
-    "save_top_k": "Leave it out: `keep_best` keeps the best besides the newest.",
-    "save_best_only": "Leave it out: `keep_best` keeps the best besides the newest.",
-    "every_n_train_steps": "It is called `checkpoint_interval` here.",
-    "save_freq": "It is called `checkpoint_interval` here.",
+    "CheckpointManager.save_top_k": _BEST_STAYS,
+    "CheckpointManager.save_best_only": _BEST_STAYS,
+    "CheckpointManager.save_last": _NEWEST_STAY,
+    "CheckpointManager.every_n_train_steps": _IN_STEPS,
+    "CheckpointManager.every_n_epochs": _IN_STEPS,
+    "CheckpointManager.period": _IN_STEPS,
+    "CheckpointManager.save_freq": _IN_STEPS,
+    "CheckpointManager.save_interval_steps": _IN_STEPS,
+    "CheckpointManager.dirpath": "It is called `directory` here.",
+    "CheckpointManager.filepath": "It is called `directory` here.",
+    "CheckpointManager.filename": (
+        "Leave it out: a checkpoint is a folder named for its step."
+    ),
+    "CheckpointManager.save_weights_only": (
+        "Name what to save: `armillary.Checkpoint(model=model)`."
+    ),
     "enable_async_checkpointing": "Leave it out: every save runs in the background.",
     "hang_timeout": "It is called `hang_timeout_seconds` here.",
     "checkpoint_name": "Leave it out: a checkpoint is a folder named for its step.",
@@ -117,7 +214,9 @@ ANSWERS = {
     "summary_fn": "Use `writer_fn`, which makes the writer of each directory.",
     "SummaryManager.global_step": "Leave it out: `write_summaries` takes the step.",
     "PeriodicAction.global_step": "Leave it out: a `Controller` binds its own.",
-    "filename": "Use `directory`, in which it makes a file named for the metric.",
+    "NewBestMetric.filename": (
+        "Use `directory`, in which it makes a file named for the metric."
+    ),
     "write_metric": "Leave it out: of several processes, the chief writes.",
     "signatures": "Pass one function as `model`, and examples for it as `args`.",
     "SaveCheckpointIfPreempted.cluster_resolver": _PROCESSES,
@@ -294,8 +393,13 @@ def _as_variable(owner: str) -> str:
 
 def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str:
     answer = ANSWERS.get(f"{owner}.{name}") or ANSWERS.get(name)
-    longer = [each for each in known if each.endswith(f"_{name}")]
-    found = longer or difflib.get_close_matches(name, known, n=1)
+    renamed = re.match("It is called `(.*?)` here", answer or "")
+    if renamed is not None and renamed[1] not in known:
+        answer = None  # The new name belongs to another function.
+    word = name.strip("_")
+    longer = [each for each in known if each == word or each.endswith(f"_{name}")]
+    # A word that is less alike misleads: `validation_steps` is not `eval_actions`.
+    found = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.69)
     if found:
         nearest = f"Did you mean `{found[0]}`?"
     elif known:

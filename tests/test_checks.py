@@ -29,14 +29,19 @@ OLD = {
         "experimental_place_dataset_on_device",
     ],
     actions.NewBestMetric: ["filename", "monitor", "write_metric"],
-    actions.EarlyStopping: ["mode", "monitor"],
+    actions.EarlyStopping: ["mode", "monitor", "restore_best_weights"],
     actions.ExportModel: ["signatures"],
     actions.PeriodicAction: ["global_step"],
     actions.SaveCheckpointIfPreempted: ["cluster_resolver"],
     cluster.TerminationConfig: ["termination_watcher_fn"],
     armillary.CheckpointManager: [
         *("checkpoint_name", "monitor", "mode", "save_top_k", "save_best_only"),
-        *("every_n_train_steps", "save_freq"),
+        *("every_n_train_steps", "save_freq", "save_last", "every_n_epochs"),
+        *("period", "save_interval_steps", "dirpath", "filepath", "filename"),
+        "save_weights_only",
+    ],
+    armillary.Controller.train: [
+        *("batch_size", "callbacks", "validation_data", "verbose"),
     ],
     armillary.Checkpoint.read: ["rename"],
     armillary.distribute.Strategy.run: ["options"],
@@ -54,6 +59,14 @@ OLD = {
         *("logger", "devices", "accelerator", "num_nodes", "precision", "verbose"),
         *("enable_progress_bar", "monitor", "gradient_clip_val", "clipnorm"),
         *("accumulate_grad_batches", "resume_from_checkpoint", "ckpt_path"),
+        *("batch_size", "shuffle", "seed", "validation_split", "validation_steps"),
+        *("limit_val_batches", "val_check_interval", "num_sanity_val_steps"),
+        *("limit_train_batches", "fast_dev_run", "min_epochs", "steps_per_epoch"),
+        *("max_time", "initial_epoch", "loss", "metrics", "learning_rate", "lr"),
+        *("class_weight", "sample_weight", "run_eagerly", "profiler"),
+        *("deterministic", "benchmark", "default_root_dir", "checkpoint_dir"),
+        *("enable_checkpointing", "save_weights_only", "save_top_k", "mode"),
+        *("save_best_only", "every_n_train_steps", "save_freq"),
     ],
 }
 
@@ -90,6 +103,11 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
             "Did you mean `accumulate_steps`?",
         ),
         (armillary.data.InputOptions, "zzz", "It has `remainder`, "),
+        # Words that are hardly alike get no guess.
+        (armillary.CheckpointManager, "validation_steps", "It has `checkpoint`, "),
+        (armillary.StandardTrainerOptions, "validation_steps", "It has `compile_loop`"),
+        # A new name counts where there is one.
+        (armillary.CheckpointManager, "log_every_n_steps", "It has `checkpoint`, "),
         (armillary.data.from_arrays, "batchsize", "Did you mean `batch_size`?"),
         (armillary.data.from_arrays, "shuffle", "Did you mean `shuffle_seed`?"),
         (armillary.MirroredStrategy, "device", "Did you mean `devices`?"),

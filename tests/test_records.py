@@ -19,7 +19,7 @@ class Clocks:
         )
         monkeypatch.setattr(_records, "time", clocks)
 
-    def wait(self, seconds: float) -> None:
+    def move(self, seconds: float) -> None:
         self.day += seconds
         self.passed += seconds
 
@@ -28,10 +28,10 @@ def test_a_clock_that_is_set_back_continues_from_its_last_value(monkeypatch) -> 
     clocks = Clocks(monkeypatch)
     clock = RisingClock()
     assert clock.now() == 1000
-    clocks.wait(5)
+    clocks.move(5)
     clocks.day -= 600
     assert clock.now() == 1005
-    clocks.wait(7)
+    clocks.move(7)
     assert clock.now() == 1012
 
 
@@ -39,10 +39,10 @@ def test_a_clock_that_is_set_forward_is_right_at_once(monkeypatch) -> None:
     clocks = Clocks(monkeypatch)
     clock = RisingClock()
     assert clock.now() == 1000
-    clocks.wait(5)
+    clocks.move(5)
     clocks.day += 600
     assert clock.now() == 1605
-    clocks.wait(5)
+    clocks.move(5)
     clocks.day -= 600
     assert clock.now() == 1610
 
@@ -58,10 +58,10 @@ def test_a_clock_continues_after_the_one_of_an_earlier_process(monkeypatch) -> N
     clocks = Clocks(monkeypatch)
     clock = RisingClock()
     clock.start_after(5000.0)
-    clocks.wait(10)
+    clocks.move(10)
     assert clock.now() == 5010
     clock.start_after(2000.0)
-    clocks.wait(1)
+    clocks.move(1)
     assert clock.now() == 5011
 
 

@@ -33,6 +33,8 @@ from armillary.controller._run import (
     finishing,
     is_reached,
     require,
+    warn_of_bad_arrays,
+    warn_of_evaluators,
 )
 from armillary.controller._saving import (
     Saving,
@@ -167,6 +169,7 @@ class Controller(OfOneProcess):
         self._loops = Loops(run, self._saving, self._display)
         self._has_begun = False
         ensure_visible()
+        warn_of_evaluators(trainer, evaluator)
         is_resumed = False
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
@@ -427,6 +430,7 @@ class Controller(OfOneProcess):
         with (
             claimed(self.trainer, "trains"),
             training_in(run.directory),
+            self._saving.training(),
             run.goodput.run(step, lambda: run.stop.reason is None),
             self._display.on("train", step, target),
         ):
@@ -438,7 +442,10 @@ class Controller(OfOneProcess):
                 with run.scope():
                     tell(self._actions, "begin_training")
                 yield
-            end_training(run.directory, run.read_step())
+            reached = run.read_step()
+            if reached > step and not run.history:
+                warn_of_bad_arrays(self.trainer, reached)
+            end_training(run.directory, reached)
         run.log_stop()
 
     def _record_start(self, step: int) -> None:

@@ -20,6 +20,7 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ _POLL_SECONDS = 1.0
 _OLD_END_SECONDS = 300.0
 # What the end of this program says, by directory.
 _ends: dict[str, str] = {}
+# Which trainer trained in each directory last, and how often one did.
+_trainings: dict[str, tuple[int, weakref.ref[Any]]] = {}
 # The thread that trains in each directory, as the only item of a list of its own.
 _threads: dict[str, list[threading.Thread]] = {}
 
@@ -101,8 +104,15 @@ def _locked(directory: str) -> Iterator[None]:
         yield
         return
     path, host = os.path.join(directory, _LOCK), platform.node()
-    os.makedirs(directory, exist_ok=True)
-    with open(path, "a+") as file:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 (closed below, after what is locked)
+    except OSError as error:
+        raise CheckpointError(
+            f"`{directory}` cannot be written ({error.strerror}), but training writes "
+            "its checkpoints there. Change its rights, or use another directory."
+        ) from error
+    with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
@@ -185,6 +195,34 @@ class Saving:
         # The path of what was restored last; and whether the values are the best ones.
         self._restored: str | None = None
         self._is_best = self._is_watching = False
+        # How often somebody had trained in the directory at the last restore.
+        self._num_trainings = 0
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Notes who trains in the directory, and that its checkpoints are known.
+
+        Raises:
+            CheckpointError: If another trainer of this process has trained there since
+                the last restore.
+        """
+        directory = self._run.directory
+        if directory is None:
+            yield
+            return
+        number, last = _trainings.get(directory, (0, None))
+        trainer = self._run.trainer
+        others = last is not None and last() is not trainer
+        if others and number != self._num_trainings:
+            raise CheckpointError(
+                f"`{directory}` has checkpoints that another trainer of this program "
+                "has written since this controller was made, and two runs would delete "
+                "each other's checkpoints. Use another directory for this one, or call "
+                "`controller.restore_checkpoint()` to continue from the last of them."
+            )
+        self._num_trainings = number + 1
+        _trainings[directory] = self._num_trainings, weakref.ref(trainer)
+        yield
 
     def expect_evaluation(self, step: int | None) -> None:
         """Says where the next evaluation is to be, or where the data ends before."""
@@ -332,6 +370,7 @@ class Saving:
             else:
                 restored = manager.restore_or_initialize()
         here = self._run.directory
+        self._num_trainings, _ = _trainings.get(here or "", (0, None))
         self._restored = restored if os.path.dirname(restored or "") == here else None
         if restored is not None:
             logger.info("restored from checkpoint: %s", restored)

@@ -5,6 +5,7 @@ and where batches go (`layout`). All that users call is written here, on top of 
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -273,7 +274,8 @@ class Strategy(OfOneProcess):
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
             DoubleReductionError: If `fn` sums what was reduced before, takes the mean
                 of what was divided before, or adds up noise that replicas share.
-            TypeError: If `fn` cannot be called, or `args` is not a tuple.
+            TypeError: If `fn` cannot be called, or `args` is not a tuple, or is a batch
+                that is a tuple.
         """
         check_callable("fn", fn)
         if not isinstance(args, tuple | list):
@@ -295,6 +297,9 @@ class Strategy(OfOneProcess):
             note = explain_unbound_axis(error, self)
             if note is not None:
                 error.add_note(note)
+            raise
+        except TypeError:
+            _check_is_no_batch(fn, args, kwargs or {})
             raise
 
     @hides_frames
@@ -655,3 +660,27 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
             "so each replica would get the whole batch. Assign it to an attribute of "
             "the trainer (`self.strategy = strategy`), or use `strategy.scope()`."
         )
+
+
+def _check_is_no_batch(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raises if `args` is a batch that is a tuple, in place of a tuple with the batch.
+
+    It is asked after an error, because looking at a signature takes long.
+    """
+    if len(args) > 1 and _fits(fn, [args], kwargs) and not _fits(fn, args, kwargs):
+        name = getattr(fn, "__name__", "fn")
+        raise TypeError(
+            f"`args` is a tuple of {len(args)} values, so `{name}` gets "
+            f"{len(args)} arguments, but it takes one. To give it a batch that is a "
+            "tuple, write `strategy.run(fn, args=(batch,))`, with the comma."
+        ) from None
+
+
+def _fits(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # The second, if `fn` has no signature.
+        return False
+    return True

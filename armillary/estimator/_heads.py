@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from armillary._checks import check_positive_int, is_positive_int
 from armillary.errors import EstimatorError
 from armillary.estimator._model_fn import EstimatorSpec, ModeKeys
 from armillary.metrics._labeled import AUC, Precision, Recall
+from armillary.metrics._sums import Mean
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ def _match(labels: Any, size: int) -> jax.Array:
     return labels
 
 
-class _AccuracyBaseline(nnx.metrics.Average):
+class _AccuracyBaseline(Mean):
     """The accuracy of always predicting the more frequent of two classes."""
 
-    def compute(self) -> jax.Array:
+    def compute(self) -> float:
         mean = super().compute()
-        return jnp.maximum(mean, 1 - mean)
+        return max(mean, 1 - mean)
 
 
 class _AUC(AUC):

@@ -17,17 +17,17 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.data.feed._stream import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._notes import IS_MEAN_OF_BATCHES
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
+from armillary.metrics._sums import Mean, Pending
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._runner import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_evaluator import predict as predict_batches
-from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
 from armillary.typing import Output, PyTree
 
 _BATCHES = (
@@ -199,7 +199,7 @@ class EstimatorTrainer(StandardTrainer):
         self._model = model
         self.modules = model.modules
         self.optimizer = model.optimizer
-        self.loss = nnx.metrics.Average("loss")
+        self.loss = Mean()
 
     def train_loop_begin(self) -> None:
         self.loss.reset()
@@ -213,7 +213,7 @@ class EstimatorTrainer(StandardTrainer):
         loss, gradients = nnx.value_and_grad(self._loss)(self.modules, *batch)
         assert self.optimizer is not None  # The model was built for training.
         self.optimizer.update(self.modules, all_reduce("mean", gradients))
-        self.loss.update(loss=loss)
+        self.loss.update(values=loss)
 
     def _loss(self, modules: Any, features: Any, labels: Any) -> Any:
         """Returns the loss of a model function, which is not a part of a sum."""
@@ -230,24 +230,29 @@ class EstimatorTrainer(StandardTrainer):
         return spec.loss
 
     def train_loop_end(self) -> Output:
+        if self._is_watched:
+            return {"loss": self.loss.pend()}
         loss = self.loss.compute()
-        if not self._is_watched and not np.isfinite(loss):
+        if not np.isfinite(loss):
             raise NonFiniteError(
-                f"The loss of a loop is {float(loss)}, so the variables on the "
+                f"The loss of a loop is {loss}, so the variables on the "
                 "parameter servers are not numbers any more. Training ends, and the "
                 "last checkpoint is good: use a smaller learning rate, or look for "
                 "wrong data."
             )
         return {"loss": loss}
 
+    def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
+        started = super()._start(num_steps, num_loops)
+        started.change(_read_loss)
+        return started
 
-class _MeanOfBatches(nnx.metrics.Average):
-    """The mean of one number for each batch, which is documented to be that."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for variable in (self.total, self.count):
-            variable.set_metadata(**{IS_MEAN_OF_BATCHES: True})
+def _read_loss(output: Output) -> Output:
+    """Returns the output of a loop with its loss as a number, when it is there."""
+    if output is None or not isinstance(output["loss"], Pending):
+        return output
+    return {**output, "loss": output["loss"].read()}
 
 
 class EstimatorEvaluator(StandardEvaluator):
@@ -261,7 +266,7 @@ class EstimatorEvaluator(StandardEvaluator):
         self._model = model
         self.modules = model.modules
         metrics = {name: _make_metric(name, op) for name, op in ops.items()}
-        self.metrics = {"loss": _MeanOfBatches(), **metrics}
+        self.metrics = {"loss": Mean(), **metrics}
 
     def eval_begin(self) -> None:
         for metric in self.metrics.values():
@@ -298,4 +303,4 @@ def _make_metric(name: str, op: Any) -> Any:
             "can be taken. Give an array with an entry for each example, or a pair "
             "`(metric_fn, arguments)`."
         )
-    return nnx.metrics.Average()
+    return Mean()

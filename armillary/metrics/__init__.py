@@ -11,6 +11,9 @@ or in an `nnx.MultiMetric`::
 Their state is nothing but counts, held in integers of 63 bits, so a result depends on
 the examples alone: not on their order, on batches, replicas or processes. `compute`
 waits for the device, works in NumPy, and raises if an update got what has no meaning.
+
+`Sum`, `Ratio` and `WeightedMean` also take numbers when they are made. So the step of a
+`StepTrainer` returns a new one from every step: `{"loss": Ratio(loss, num_tokens)}`.
 """
 
 from armillary._traceback import mark_public as _mark_public

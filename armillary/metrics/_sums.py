@@ -7,7 +7,7 @@ returns a new metric from every step.
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -200,8 +200,25 @@ class WeightedMean(_Quotient):
         add_sum(self.weight, spread)
 
 
+class Pending(NamedTuple):
+    """The state of a quotient, for an output that nobody waits for yet."""
+
+    total: jax.Array
+    weight: jax.Array
+
+    def read(self) -> float:
+        """Returns the quotient; waits for the device."""
+        quotient = Mean()
+        quotient.total[...] = self.total
+        quotient.weight[...] = self.weight
+        return quotient.compute()
+
+
 class Mean(_Quotient):
     """The mean of all values that it was updated with, each of which counts once."""
+
+    def pend(self) -> Pending:
+        return Pending(self.total[...], self.weight[...])
 
     def update(self, *, values: Any, **_: Any) -> None:
         array = as_numbers("values", f"{type(self).__name__}.update", values)
@@ -212,7 +229,7 @@ class Mean(_Quotient):
 def as_numbers(argument: str, owner: str, value: Any) -> jax.Array:
     """Returns a value as an array of booleans, integers or floats."""
     try:
-        array = jax.lax.stop_gradient(jnp.asarray(value))
+        array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"`{argument}` of `{owner}` is {value!r:.80} of type "

@@ -22,6 +22,7 @@ from armillary.state._holders import ATTRIBUTES
 from armillary.state._slots import ABSENT, LeafKind, Slot, describe
 from armillary.state._walk import (
     CodeWatch,
+    Node,
     Walk,
     Watch,
     find_differences,
@@ -71,6 +72,11 @@ class State:
             if start <= index < stop:
                 return slot.places()[index - start]
         raise IndexError(index)
+
+    @property
+    def nodes(self) -> Collection[Node]:
+        """Returns the objects that hold others, with the path of each."""
+        return self._walk.nodes.values()
 
     @property
     def _names(self) -> set[str] | None:

@@ -38,11 +38,8 @@ class NnxSlot(Slot):
         return isinstance(self.variable, nnx.Param)
 
     def is_of_optimizer(self) -> list[bool]:
-        from flax import nnx
-
-        kinds = nnx.OptArray, nnx.OptVariable  # Its own count of steps is another.
-        if self.is_leaf or isinstance(self.variable, kinds):
-            return [isinstance(self.variable, kinds)] * len(self.paths)
+        if self.is_leaf or is_of_optimizer(self.variable):
+            return [is_of_optimizer(self.variable)] * len(self.paths)
         # A variable may hold the whole state of a transformation of Optax.
         return super().is_of_optimizer()
 
@@ -100,6 +97,14 @@ def _role_of(kind: type) -> Role:
     }
     found = (role for base, role in roles.items() if issubclass(kind, base))
     return next(found, Role.PLAIN)
+
+
+def is_of_optimizer(variable: "nnx.Variable") -> bool:
+    """Returns whether a variable holds a part of the state of Optax."""
+    from flax import nnx
+
+    # The count of steps that an `nnx.Optimizer` has itself is of another type.
+    return isinstance(variable, nnx.OptArray | nnx.OptVariable)
 
 
 def kind_of(variable: "nnx.Variable", held_by: Any = None) -> LeafKind:

@@ -54,12 +54,12 @@ def place_of(root: str, keys: Sequence[Any]) -> str:
     return root + re.sub(r"\[<flat index (\d+)>\]", r"[\1]", shown)
 
 
-def children_by_key(node: Any) -> dict[tuple[Any, ...], Any] | None:
+def children_with_keys(node: Any) -> list[tuple[tuple[Any, ...], Any]] | None:
     """Returns what a node of a pytree holds at its first level; `None` for a leaf."""
     entries, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda part: part is not node
     )
-    return None if structure == _LEAF else dict(entries)
+    return None if structure == _LEAF else entries
 
 
 def leaves_of(
@@ -70,13 +70,13 @@ def leaves_of(
     above: tuple[Any, ...] = (),
 ) -> Iterator[Leaf]:
     """Yields the leaves of a pytree, in the order of JAX."""
-    children = None if is_leaf and is_leaf(tree) else children_by_key(tree)
+    children = None if is_leaf and is_leaf(tree) else children_with_keys(tree)
     if children is None:
         yield Leaf(keys, tree, above)
         return
     # A variable has one value, which paths do not name.
     depth = 1 if _nnx.is_variable(tree) else 0
-    for own, child in children.items():
+    for own, child in children:
         inner = (*keys, *own[depth:])
         yield from leaves_of(child, is_leaf, keys=inner, above=(*above, tree))
 
@@ -127,8 +127,17 @@ class PureSlot(TreeSlot):
     def kinds(self) -> list[LeafKind]:
         return [self.owner._kind_of_leaf(leaf) for leaf in self._leaves()]
 
+    def is_of_optimizer(self) -> list[bool]:
+        return [_is_of_optimizer(leaf) for leaf in self._leaves()]
+
     def places(self) -> list[str]:
         return [self.owner._place_of_leaf(leaf) for leaf in self._leaves()]
+
+
+def _is_of_optimizer(leaf: Leaf) -> bool:
+    variables = filter(_nnx.is_variable, leaf.above)
+    is_of_nnx = any(map(_nnx.is_of_optimizer, variables))
+    return is_of_nnx or any(map(is_optax_state, leaf.above))
 
 
 def _shallow_leaves(tree: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import jax
 from armillary._checks import check_instance, check_one_of, check_positive_int
 from armillary._copies import OfOneProcess, refuse_copy
 from armillary._jaxpr import is_in_trace
-from armillary.data._dataset import DistributedDataset
+from armillary.data._dataset import DistributedDataset, DistributedIterator
 from armillary.data.feed._stream import Prefetcher
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
@@ -263,6 +263,7 @@ def make_run(
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
     for each in flatten_datasets(datasets)[0]:
+        _check_is_no_pass(argument, each)
         is_one = isinstance(each, Iterable | Callable | Source)
         if isinstance(each, tuple) and not each:
             raise TypeError(
@@ -392,8 +393,19 @@ def _is_dataset(value: Any) -> bool:
     return any(hasattr(leaf, "dtype") for leaf in leaves)
 
 
+def _check_is_no_pass(name: str, dataset: Any) -> None:
+    """Raises if a dataset is a pass over one, whose batches are divided already."""
+    if isinstance(dataset, DistributedIterator):
+        raise TypeError(
+            f"`{name}` is an iterator over a distributed dataset, but it must be the "
+            "dataset itself. Write `dataset` in place of `iter(dataset)`: each loop "
+            "continues where the last one ended, and a checkpoint has the position."
+        )
+
+
 def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
     """Returns a dataset of a strategy, or one that it makes of the user's data."""
+    _check_is_no_pass("dataset", dataset)
     if not isinstance(dataset, DistributedDataset):
         return strategy.distribute_dataset(dataset)
     if dataset.layout != strategy.layout:

@@ -228,7 +228,7 @@ def predict(
         An iterator with one pytree of NumPy arrays for each batch of the data set.
 
     Raises:
-        TypeError: If `fn` is not callable.
+        TypeError: If `fn` is not callable, or `dataset` is an iterator over one.
         StateStructureError: If `fn` changes parameters or batch statistics of a model,
             as one in training mode does.
         ValueError: If the data repeats itself forever, or gives each replica batches

@@ -28,6 +28,7 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
+from armillary.trainer._hooks import map_output
 from armillary.trainer._means import (
     LoopEnd,
     Means,
@@ -89,15 +90,15 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             data and takes the state alone: `step(state)`.
         strategy: Whose replicas run the step; by default the one in effect.
         metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
-        kinds: What becomes of leaves that differ between replicas: a mapping from a
-            regular expression, searched for in the path of a leaf
-            (`state/batch_stats/norm/mean`), or from the type of a node that holds it,
-            to `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`. The values are
-            the `aggregation` of a variable, see `VariableAggregation`, and the first
-            entry that finds a leaf counts. By default the library of a leaf decides:
-            Linen's `batch_stats`, the state of an Equinox module and the statistics
-            of a Keras model are averaged, the variables of an `nnx.State` keep their
-            kind, and any other leaf must be equal on all replicas.
+        kinds: Kinds of leaves that may differ between replicas during a step. A key
+            is a regular expression, searched for in the path of a leaf
+            (`state/batch_stats/norm/mean`), or the type of a node that holds the leaf.
+            A value is `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`, as the
+            `aggregation` of a variable (see `VariableAggregation`). The first key that
+            finds a leaf counts. By default the library of a leaf decides: Linen's
+            `batch_stats`, the state of an Equinox module and the statistics of a Keras
+            model are averaged, and the variables of an `nnx.State` keep their kind. Any
+            other leaf must be equal on all replicas.
         loop_end: Takes the metrics of a loop, a dictionary of numbers, and the state
             after it; returns a dictionary of numbers to add to the output, such as
             `{"perplexity": np.exp(metrics["loss"])}`. It runs in Python, once for each
@@ -116,9 +117,9 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         TypeError: If an argument is of the wrong type, or `step` returns no such pair,
             or takes a batch and there is no data, or takes none and there is.
         StateStructureError: If `step` returns another kind of state than it took.
-        ValueError: If `state` has no array, if `kinds` has a kind that does not exist,
-            or a pattern or type without a leaf, or if `step` returns other metrics for
-            batches of another shape, or a metric that lives longer than the step.
+        ValueError: If `state` has no array, if `kinds` has a kind that does not exist
+            or a key that finds no leaf, or if `step` returns other metrics for batches
+            of another shape, or a metric that lives longer than the step.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             started.check()  # A step that was not finite is the earlier error.
             raise
         # The next loop takes over the memory of the state.
-        own = jax.tree.map(_copy, output)
+        own = map_output(_copy, output)
         started.change(lambda _: own)
 
 

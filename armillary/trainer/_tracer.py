@@ -8,15 +8,21 @@ New places or values are noticed between loops, and what is out of date is dropp
 device line by line, where a debugger stops and `print` shows values.
 """
 
+import contextlib
+import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
+from armillary._answers import NAMES
 from armillary._checks import counted, list_lines
 from armillary._jaxpr import read_settings
 from armillary._logging import logger
+from armillary._traceback import Owner, owner_of_class
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk, check_pieces
 from armillary.data.feed._feed import Feed
@@ -35,8 +41,8 @@ from armillary.distribute.program._trace import (
 )
 from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError, StateStructureError
-from armillary.state._lift import State
-from armillary.state._slots import Role, Slot, describe
+from armillary.state._lift import State, as_array
+from armillary.state._slots import Role, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._runner import StepMethod, recorded_reads
@@ -44,6 +50,9 @@ from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
+_RATES = {"learning_rate", "lr"}
+_is_noticing = threading.Lock()
+_TRACER = re.compile(r"Tracer\(|Traced<")
 _Leaves: TypeAlias = dict[Any, Any]
 """The arrays of batches, by their paths."""
 
@@ -190,7 +199,10 @@ class StepPrograms:
 
         was_current = flat.state.is_current()
         try:
-            with recorded_reads(method.owner, flat.state.note_read):
+            with (
+                recorded_reads(method.owner, flat.state.note_read),
+                noticing_prints(method.name),
+            ):
                 step = trace_step(
                     fn,
                     flat,
@@ -207,6 +219,7 @@ class StepPrograms:
                 "data ends."
             ) from None
         flat.state.watch()
+        warn_of_rates(flat.state)
         if returned and not (self._drops or method.keep_results):
             self._drops, evaluates = True, method.is_evaluation
             logger.warning(
@@ -402,29 +415,106 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
         )
 
 
-def check_training(name: str, state: State, changed: Sequence[int]) -> None:
-    """Warns of a step that advances an optimizer and changes no parameter."""
+class _Noticing:
+    """A stream that passes everything on, and notes whether a tracer was printed."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.has_tracer = False
+
+    def write(self, text: str) -> Any:
+        self.has_tracer = self.has_tracer or _TRACER.search(text) is not None
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def noticing_prints(name: str) -> Iterator[None]:
+    """Warns of a step that prints what has no value while it is traced."""
+    # One at a time: two threads would put each other's stream back.
+    if sys.stdout is None or not _is_noticing.acquire(blocking=False):
+        yield
+        return
+    stream: Any = _Noticing(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(stream):
+            yield
+    finally:
+        _is_noticing.release()
+    if stream.has_tracer:
+        logger.warning(
+            "`%s` printed a tracer, which stands for an array without a value: Python "
+            "runs a step once, while it is traced. To print in each step, write "
+            '`jax.debug.print("{}", x)`; a trainer with `compile_step=False` in its '
+            "options runs line by line on one device.",
+            name,
+        )
+
+
+def warn_of_rates(state: State) -> None:
+    """Warns of a learning rate that was assigned to an optimizer of Flax."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
+    for node in state.nodes:
+        kind = type(node.value)
+        # A class of the user's may have such an attribute for a purpose of its own.
+        if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:
+            continue
+        for name in sorted(_RATES & vars(node.value).keys()):
+            logger.warning(
+                "`%s/%s` was assigned, but nothing reads it: the rate of an optimizer "
+                "of Flax is in its Optax transformation. %s",
+                node.path,
+                name,
+                NAMES["Optimizer.learning_rate"],
+            )
 
-    def is_of_optimizer(slot: Slot) -> bool:
-        counts_steps = isinstance(getattr(slot, "variable", None), nnx.OptState)
-        return counts_steps or any(slot.is_of_optimizer())
 
-    # Metrics and random state change in a step that trains nothing, too.
-    owners = [state.owners[i] for i in changed if state.owners[i].role is Role.PLAIN]
-    advances_alone = bool(owners) and all(map(is_of_optimizer, owners))
-    parameters = [i for i, slot in enumerate(state.owners) if slot.is_parameter()]
-    if not (advances_alone and parameters):
+def check_training(name: str, state: State, changed: Sequence[int]) -> None:
+    """Warns of a step that advances an optimizer and changes no parameter."""
+    nnx = sys.modules.get("flax.nnx")
+    leaves = [as_array(leaf) for leaf in state.read()]
+    flags = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
+
+    def is_of_optimizer(index: int) -> bool:
+        variable = getattr(state.owners[index], "variable", None)
+        counts_steps = nnx is not None and isinstance(variable, nnx.OptState)
+        return counts_steps or flags[index]
+
+    def is_float(index: int) -> bool:
+        return jnp.issubdtype(leaves[index].dtype, jnp.inexact)
+
+    # Metrics, counters and random state change in a step that trains nothing, too.
+    moved = [i for i in changed if state.owners[i].role is Role.PLAIN]
+    advanced = [i for i in moved if is_of_optimizer(i)]
+    if not advanced or any(is_float(i) and not is_of_optimizer(i) for i in moved):
+        return
+
+    # A moment of an optimizer has the shape of the parameter that it is for.
+    shapes = {leaves[i].shape for i in advanced if is_float(i)}
+
+    def has_moment(index: int) -> bool:
+        is_plain = state.owners[index].role is Role.PLAIN and is_float(index)
+        return is_plain and leaves[index].shape in shapes
+
+    parameters = [
+        index
+        for index, slot in enumerate(state.owners)
+        if slot.is_parameter() or (not is_of_optimizer(index) and has_moment(index))
+    ]
+    if not parameters:
         return
     logger.warning(
-        "`%s` advances an optimizer, but changes none of the %d arrays of parameters "
-        "that it reaches, so nothing is trained:\n%s\nThe model comes before the "
+        "`%s` advances an optimizer, but changes none of the parameters that it "
+        "reaches, so nothing is trained:\n%s\nWith Flax, the model comes before the "
         "gradients: `optimizer.update(model, gradients)`. Pass the model itself, not a "
-        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer.",
+        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer. "
+        "With Optax alone, apply the updates, and keep the result: `params = "
+        "optax.apply_updates(params, updates)`.",
         name,
-        len(parameters),
         _list(state, parameters),
     )
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -169,3 +170,75 @@ def test_other_errors_and_those_of_the_library_get_no_such_note():
     assert notes_of(Trainer(ONE, fail, compile_step=False)) == []
     kind = armillary.errors.ReplicaContextError
     assert notes_of(Nested(make_strategy(2), None), kind) == []
+
+
+@pytest.mark.parametrize("strategy", [ONE, make_strategy(1), make_strategy(2)])
+def test_a_batch_that_is_a_tuple_needs_a_comma(strategy):
+    def first(batch):
+        return batch[0] + batch[1]
+
+    batch = (jnp.ones(2), jnp.ones(2))
+    with pytest.raises(TypeError, match=r"`args` is a tuple of 2 .*`first`.*the comma"):
+        strategy.run(first, args=(batch))
+
+    (found, *_) = strategy.local_results(strategy.run(first, args=(batch,)))
+    np.testing.assert_array_equal(found, [2, 2])
+
+
+def test_another_wrong_number_of_arguments_is_pythons_own_error():
+    strategy = make_strategy(2)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        strategy.run(lambda x, y: x, args=(jnp.ones(2),))
+
+
+def classify(labels):
+    logits = jnp.ones((4, 3))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "error"),
+    [
+        (lambda x: x, TypeError),
+        (lambda x: jax.nn.one_hot(x.astype(int), 3), TypeError),
+        (lambda x: x.astype(int)[:, None], ValueError),
+    ],
+    ids=["floats", "one-hot", "a column"],
+)
+def test_labels_of_another_kind_are_answered(labels, error):
+    (note, *_) = notes_of(Trainer(ONE, lambda x: classify(labels(x))), error)
+    assert "write `labels.astype(jnp.int32)`, and `labels[:, 0]`" in note
+    assert "`optax.softmax_cross_entropy(logits, labels)`" in note
+
+
+class Calls(Trainer):
+    """Calls the count of an optimizer, as PyTorch's `optimizer.step()`."""
+
+    def __init__(self, strategy):
+        super().__init__(strategy, lambda x: self.optimizer.step())
+        self.model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_count_of_an_optimizer_is_no_method(num_replicas):
+    (note, *_) = notes_of(Calls(make_strategy(num_replicas)))
+    assert "`optimizer.update(model, gradients)`" in note
+
+
+def test_a_value_that_is_called_gets_no_such_answer():
+    notes = notes_of(Trainer(ONE, lambda x: x()))
+    assert not any("optimizer" in note for note in notes)
+
+
+def test_the_layer_of_a_wrong_width_is_named():
+    model = nnx.Sequential(
+        nnx.Linear(1, 4, rngs=nnx.Rngs(0)), nnx.Linear(5, 2, rngs=nnx.Rngs(0))
+    )
+    trainer = Trainer(ONE, lambda x: trainer.model(x[:, None]))
+    trainer.model = model
+    notes = notes_of(trainer)
+    assert (
+        "It comes from `Linear(in_features=5, out_features=2)`, which got float32 "
+        "(4, 4)." in notes
+    )

@@ -1,5 +1,9 @@
 """What a traced step shows that is hardly meant is told once, with its line."""
 
+import functools
+import sys
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,8 @@ import pytest
 from flax import nnx
 
 import armillary
+from armillary.trainer._tracer import noticing_prints
+from tests.patience import patience
 from tests.problems import make_strategy
 
 KEY = jax.random.key(0)
@@ -192,7 +198,7 @@ def test_an_optimizer_that_moves_no_parameter_is_told(name, caplog):
     np.testing.assert_array_equal(trainer.model.kernel[...], kernel)
     (record,) = caplog.records
     message = record.getMessage()
-    assert "advances an optimizer, but changes none of the 2 arrays" in message
+    assert "advances an optimizer, but changes none of the parameters" in message
     assert "  model/kernel\n" in message
     assert "`optimizer.update(model, gradients)`" in message
 
@@ -200,4 +206,154 @@ def test_an_optimizer_that_moves_no_parameter_is_told(name, caplog):
 @pytest.mark.parametrize("name", TRAINED)
 def test_an_optimizer_that_moves_parameters_is_not(name, caplog):
     Fitting(TRAINED[name]).train(2)
+    assert not caplog.records
+
+
+class Bare(armillary.StandardTrainer):
+    """Optax on plain arrays."""
+
+    def __init__(self, optimizer, applies, num_replicas=1):
+        super().__init__([np.ones((4, 2), np.float32)] * 8)
+        self.strategy = make_strategy(num_replicas)
+        self.params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
+        self.optimizer, self.applies = optimizer, applies
+        self.state = optimizer.init(self.params)
+        self.step = armillary.create_global_step()
+
+    def train_step(self, iterator):
+        self.strategy.run(self.replica_step, args=(next(iterator),))
+        self.step[...] += 1
+
+    def replica_step(self, batch):
+        def loss(params):
+            return (batch @ params["w"] + params["b"][None]).mean()
+
+        gradients = armillary.all_reduce("mean", jax.grad(loss)(self.params))
+        updates, self.state = self.optimizer.update(gradients, self.state, self.params)
+        applied = optax.apply_updates(self.params, updates)
+        if self.applies:
+            self.params = applied
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("kind", [optax.adam, optax.adafactor])
+def test_updates_that_nothing_applies_are_told(kind, num_replicas, caplog):
+    Bare(kind(0.1), applies=False, num_replicas=num_replicas).train(4)
+
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "changes none of the parameters that it reaches" in message
+    assert "  params/w\n" in message
+    assert "`params = optax.apply_updates(params, updates)`" in message
+
+
+@pytest.mark.parametrize("kind", [optax.adam, optax.adafactor, optax.sgd])
+def test_updates_that_are_applied_are_not(kind, caplog):
+    Bare(kind(0.1), applies=True).train(4)
+    assert not caplog.records
+
+
+def test_a_pure_step_that_applies_nothing_is_told(caplog):
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones(2)}
+
+    def step(state, batch):
+        params, moments = state
+        gradients = jax.grad(lambda params: (batch @ params["w"]).mean())(params)
+        _, moments = optimizer.update(gradients, moments, params)
+        return (params, moments), {"loss": jnp.zeros(())}
+
+    data = [np.ones((4, 2), np.float32)] * 4
+    armillary.StepTrainer(step, (params, optimizer.init(params)), data).train(2)
+
+    (record,) = caplog.records
+    assert "  state/0/w\n" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+def test_a_rate_that_is_assigned_to_an_optimizer_is_told(name, caplog):
+    trainer = Fitting(TRAINED["right"])
+    trainer.train(2)
+    assert not caplog.records
+    setattr(trainer.optimizer, name, 0.0)
+    trainer.train(2)
+
+    (record,) = caplog.records
+    assert f"`optimizer/{name}` was assigned, but nothing reads it" in (
+        record.getMessage()
+    )
+    assert "`optax.inject_hyperparams" in record.getMessage()
+
+
+def test_a_rate_of_the_users_own_optimizer_is_not(caplog):
+    class Scheduled(nnx.Optimizer):
+        learning_rate = 0.1
+
+    trainer = Fitting(TRAINED["right"])
+    optimizer = Scheduled(trainer.model, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer.learning_rate = 0.2
+    trainer.optimizer = optimizer
+    trainer.train(2)
+    assert not caplog.records
+
+
+class Printing(armillary.StandardTrainer):
+    def __init__(self, show):
+        super().__init__([np.ones((4, 2), np.float32)] * 4)
+        self.show, self.total = show, jnp.zeros(())
+
+    def train_step(self, iterator):
+        self.total = self.total + next(iterator).sum()
+        self.show(self.total)
+
+
+def test_a_tracer_that_is_printed_is_told(caplog, capsys):
+    trainer = Printing(functools.partial(print, "total"))
+    trainer.train(2)
+    trainer.train(2)
+
+    assert "total " in capsys.readouterr().out
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("`train_step` printed a tracer")
+    assert '`jax.debug.print("{}", x)`' in message
+
+
+def test_two_traces_at_a_time_leave_the_stream_as_it_was():
+    """The first one begins within the second one, and ends after it."""
+    before = sys.stdout
+    is_first_in = threading.Event()
+    is_second_out = threading.Event()
+
+    def trace_first():
+        with noticing_prints("first"):
+            is_first_in.set()
+            assert is_second_out.wait(patience(60))
+
+    thread = threading.Thread(target=trace_first)
+    thread.start()
+    assert is_first_in.wait(patience(60))
+    with noticing_prints("second"):
+        pass
+    is_second_out.set()
+    thread.join()
+
+    assert sys.stdout is before
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda total: sys.stdout.write(f"traced {total.shape}\n"),
+        lambda total: jax.debug.print("total {}", total),
+    ],
+    ids=["a shape", "by JAX"],
+)
+def test_what_a_trace_may_print_is_not(show, caplog, capsys):
+    before = sys.stdout
+    Printing(show).train(2)
+    jax.effects_barrier()
+
+    assert capsys.readouterr().out.startswith(("traced", "total 8"))
+    assert sys.stdout is before
     assert not caplog.records

@@ -149,24 +149,24 @@ def test_replicas_with_the_same_data_train_as_one(num_replicas):
 
 @slow_after_first("num_replicas", [1, 4])
 def test_a_run_that_is_stopped_continues_bit_for_bit(num_replicas, tmp_path, caplog):
-    def run(directory, *targets):
-        for target in targets:
-            trainer = make_trainer(num_replicas)
-            manager = armillary.CheckpointManager(
-                armillary.Checkpoint(trainer=trainer), tmp_path / directory
-            )
-            controller = armillary.Controller(
-                trainer=trainer,
-                evaluator=armillary.StepEvaluator(evaluate, trainer),
-                global_step=trainer.global_step,
-                steps_per_loop=3,
-                checkpoint_manager=manager,
-            )
-            output = controller.train_and_evaluate(target, eval_steps=2)
+    def run(directory, target):
+        trainer = make_trainer(num_replicas)
+        manager = armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), tmp_path / directory
+        )
+        controller = armillary.Controller(
+            trainer=trainer,
+            evaluator=armillary.StepEvaluator(evaluate, trainer),
+            global_step=trainer.global_step,
+            steps_per_loop=3,
+            checkpoint_manager=manager,
+        )
+        output = controller.train_and_evaluate(target, eval_steps=2)
         return trainer.state, output
 
     with caplog.at_level(logging.WARNING):
-        stopped, output = run("stopped", 7, 20)
+        run("stopped", 7)
+        stopped, output = run("stopped", 20)
     whole, expected = run("whole", 20)
     assert_same(stopped, whole)
     assert output["error"] == expected["error"]
@@ -197,8 +197,8 @@ class Counter(armillary.StandardTrainer):
 
 
 class CountingEvaluator(armillary.StandardEvaluator):
-    def __init__(self):
-        super().__init__(None)
+    def __init__(self, data=None):
+        super().__init__(data)
 
     def eval_begin(self):
         return 0
@@ -209,8 +209,8 @@ class CountingEvaluator(armillary.StandardEvaluator):
     def eval_reduce(self, state, step_outputs):
         return state + int(step_outputs)
 
-    def eval_end(self, state):
-        return {"count": state}
+    def eval_end(self, *state):
+        return {"count": state[0]}
 
 
 @pytest.mark.parametrize("compile_step", [True, False])
@@ -232,6 +232,21 @@ def test_a_step_without_data_can_be_planned():
     for options in ({"find_batch": True}, {"per_replica_batch": 4, "abstract": True}):
         with pytest.raises(ValueError, match="`train_dataset` of the trainer is None"):
             plan(trainer, 8, **options)
+
+
+def test_an_evaluation_without_an_end_is_refused_before_training():
+    endless = from_arrays(np.zeros(8, "float32"), batch_size=8, repeat=True)
+    for data in (None, endless):
+        trainer = make_trainer()
+        controller = armillary.Controller(
+            trainer=trainer,
+            evaluator=CountingEvaluator(data),
+            global_step=trainer.global_step,
+            steps_per_loop=1,
+        )
+        with pytest.raises(ValueError, match="`eval_steps` is -1, for all of the data"):
+            controller.train_and_evaluate(5)
+        assert trainer.global_step[...] == 0
 
 
 def make_controller():

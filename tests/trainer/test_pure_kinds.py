@@ -188,8 +188,8 @@ def make_keras(*, as_variables=False):
         params, others, momentum = state
 
         def loss_fn(params):
-            y, new = model.stateless_call(params, others, batch["x"], training=True)
-            return loss_of(y, batch), new
+            results = model.stateless_call(params, others, batch["x"], training=True)
+            return loss_of(results[0], batch), results[1]
 
         gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, new), gradients = gradient_fn(params)
@@ -503,6 +503,63 @@ def test_replicas_draw_their_own_numbers_from_an_nnx_state():
         for key in map(functools.partial(jax.random.fold_in, jax.random.key(0)), (0, 1))
     )
     assert not np.isclose(total, 2 * first_share)
+
+
+class NoisyNet(nnx.Module):
+    def __init__(self, rngs):
+        self.net = NnxNet(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.net(self.dropout(x))
+
+
+class NnxTrainer(armillary.StandardTrainer):
+    """Trains a model, an optimizer that draws noise, and a metric in place."""
+
+    def __init__(self, num_replicas):
+        super().__init__(make_data())
+        self.strategy = armillary.MirroredStrategy(jax.devices()[:num_replicas])
+        self.objects = make_objects()
+
+    def train_step(self, iterator):
+        update = functools.partial(update_in_place, self.objects)
+        self.strategy.run(update, args=(next(iterator),))
+
+
+def make_objects():
+    model = NoisyNet(nnx.Rngs(1))
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(2))
+    optimizer = nnx.Optimizer(model, optax.chain(noise, SGD), wrt=nnx.Param)
+    return model, optimizer, nnx.metrics.Average("loss")
+
+
+def update_in_place(objects, batch):
+    model, optimizer, metric = objects
+    loss, gradients = nnx.value_and_grad(lambda m: loss_of(m(batch["x"]), batch))(model)
+    optimizer.update(model, mean_over_replicas(gradients))
+    metric.update(loss=loss)
+
+
+@slow_after_first("num_replicas", [2, 1, 4])
+def test_functional_nnx_equals_the_modules_in_place_bit_for_bit(num_replicas):
+    def step(state, batch):
+        objects = nnx.merge(*state)
+        update_in_place(objects, batch)
+        return nnx.split(objects), {}
+
+    program = Program(step, nnx.split(make_objects()), None)
+    trainer = make_trainer(program, num_replicas)
+    in_place = NnxTrainer(num_replicas)
+    for each in (trainer, in_place):
+        each.train(3)
+        each.train(1)
+    found = jax.tree.leaves(trainer.state)
+    wanted = jax.tree.leaves(nnx.split(in_place.objects))
+    pairs = list(zip(found, wanted, strict=True))
+    assert len(pairs) > 20
+    for a, b in pairs:
+        assert jnp.array_equal(a, b)
 
 
 def test_a_module_may_be_the_state_and_stays_the_same_object():

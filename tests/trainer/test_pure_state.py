@@ -140,6 +140,7 @@ def test_dynamic_scale_trains_as_flax_makes_it():
 @pytest.mark.slow
 def test_a_run_with_a_dynamic_scale_continues_bit_for_bit(tmp_path):
     def run(directory, *stops):
+        leaves = []
         for stop in stops:
             state = (jnp.zeros(3), DynamicScale(growth_interval=2))
             trainer = make_trainer(scaled_step, state, 2)
@@ -150,7 +151,8 @@ def test_a_run_with_a_dynamic_scale_continues_bit_for_bit(tmp_path):
                 steps_per_loop=2,
                 checkpoint_manager=armillary.CheckpointManager(checkpoint, directory),
             ).train(stop)
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+        return leaves
 
     pairs = zip(run(tmp_path / "a", 5), run(tmp_path / "b", 2, 5), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
@@ -233,6 +235,12 @@ class Params:
             [jnp.zeros(2), None],
             lambda state: [state[0], jnp.zeros(2)],
             "`state[1]` was None and became float32 (2,)",
+        ),
+        (
+            {"flag": jnp.array(True)},
+            lambda state: armillary.all_reduce("mean", state),
+            "`state['flag']` was bool () and became float32 (): cast it in the step "
+            "(`.astype(bool)`)",
         ),
         (
             {"a": jnp.zeros(2), "b": jnp.zeros(2, "int32"), "c": ()},

@@ -226,31 +226,29 @@ def test_a_game_in_python_resumes_bit_for_bit(tmp_path, caplog):
         mean = armillary.all_reduce("mean", batch.mean(axis=0))
         return state + 0.1 * (mean - 0.5 * state), {}
 
-    def run(directory, *targets):
-        for target in targets:
-            replay = Replay()
-            trainer = armillary.StepTrainer(
-                step,
-                jnp.zeros(3),
-                replay,
-                strategy=armillary.MirroredStrategy(jax.devices()[:2]),
-                options=IN_STEP,
-            )
-            replay.trainer = trainer
-            checkpoint = armillary.Checkpoint(trainer=trainer, replay=replay)
-            controller = armillary.Controller(
-                trainer=trainer,
-                global_step=trainer.global_step,
-                steps_per_loop=4,
-                checkpoint_manager=armillary.CheckpointManager(
-                    checkpoint, tmp_path / directory
-                ),
-            )
-            controller.train(target)
+    def run(directory, target):
+        replay = Replay()
+        trainer = armillary.StepTrainer(
+            step,
+            jnp.zeros(3),
+            replay,
+            strategy=armillary.MirroredStrategy(jax.devices()[:2]),
+            options=IN_STEP,
+        )
+        replay.trainer = trainer
+        checkpoint = armillary.Checkpoint(trainer=trainer, replay=replay)
+        manager = armillary.CheckpointManager(checkpoint, tmp_path / directory)
+        armillary.Controller(
+            trainer=trainer,
+            global_step=trainer.global_step,
+            steps_per_loop=4,
+            checkpoint_manager=manager,
+        ).train(target)
         return np.asarray(trainer.state), replay
 
     with caplog.at_level(logging.INFO):
-        state, replay = run("stopped", 10, 22)
+        run("stopped", 10)
+        state, replay = run("stopped", 22)
     expected, whole = run("whole", 22)
     np.testing.assert_array_equal(state, expected)
     np.testing.assert_array_equal(replay.rows, whole.rows)

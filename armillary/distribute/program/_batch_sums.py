@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.core import Tracer
 
 from armillary._jax_compat import count_scan_operands, read_number
 from armillary._jaxpr import Dataflow, mark, programs_in
@@ -57,7 +58,7 @@ _Facts: TypeAlias = frozenset[Any]
 
 def mark_metric(value: jax.Array, name: str) -> jax.Array:
     """Marks a plain metric of a step that is traced, for `warn_of_sums`."""
-    return mark(value, _METRIC + name) if isinstance(value, jax.core.Tracer) else value
+    return mark(value, _METRIC + name) if isinstance(value, Tracer) else value
 
 
 def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> None:
@@ -226,11 +227,12 @@ class _Search(Dataflow[_Facts]):
 
 def _shift(facts: _Facts, by: int) -> _Facts:
     """Returns facts about a value with one axis more, or less, at the front."""
-    rows = [fact for fact in facts if isinstance(fact, _Rows)]
-    moved = [fact._replace(axis=fact.axis + by) for fact in rows]
-    if any(fact.axis < 0 for fact in moved) or len(rows) < len(facts):
-        return _SCALED
-    return frozenset(moved)
+    moved = {
+        fact._replace(axis=fact.axis + by) if isinstance(fact, _Rows) else fact
+        for fact in facts
+    }
+    is_lost = any(isinstance(fact, _Rows) and fact.axis < 0 for fact in moved)
+    return _SCALED if is_lost else frozenset(moved)
 
 
 def _divides_by_count(equation: Any, name: str, operands: list[_Facts]) -> bool:

@@ -1,6 +1,9 @@
 """Says of a user's step what JAX and Flax cannot know: notes on errors, warnings."""
 
+import dis
 import math
+import sys
+import types
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +12,13 @@ import jax
 from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
+from armillary._traceback import is_library_file
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
 from armillary.errors import ArmillaryError
 from armillary.state._lift import State
-from armillary.state._slots import describe
+from armillary.state._slots import describe, is_array
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -45,6 +49,20 @@ _MISTAKES = {
     "`nnx.jit(fn)(self.model, batch)`.",
 }
 
+# Functions of libraries that refuse what they get, and what to give them.
+_ARGUMENTS = {
+    "softmax_cross_entropy_with_integer_labels": "The labels of `optax."
+    "softmax_cross_entropy_with_integer_labels` are the numbers of classes, in an "
+    "array with one axis less than the logits: write `labels.astype(jnp.int32)`, and "
+    "`labels[:, 0]` if there is an axis of length 1. For one-hot labels, write "
+    "`optax.softmax_cross_entropy(logits, labels)`.",
+}
+_CALLED_STEP = (
+    "`step` of an optimizer of Flax is its number of steps, and no method. Write "
+    "`optimizer.update(model, gradients)`, after "
+    '`gradients = armillary.all_reduce("mean", gradients)`.'
+)
+
 
 def add_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
@@ -65,6 +83,8 @@ def add_notes(
             error.add_note(note)
     elif notes := [note for key, note in _MISTAKES.items() if key in str(error)]:
         error.add_note(notes[0])
+    elif (note := _explain_call(error)) is not None:
+        error.add_note(note)
     elif arguments and owner != "the function":
         is_stacked = get_strategy().layout.stacked
         shown = []
@@ -81,6 +101,70 @@ def add_notes(
         error.add_note(
             f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
         )
+        if (layer := _describe_layer(error)) is not None:
+            error.add_note(layer)
+
+
+def _entries_of(error: Exception) -> list[types.TracebackType]:
+    """Returns the entries of an error's traceback, the last one first."""
+    entries: list[types.TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.insert(0, entry)
+        entry = entry.tb_next
+    return entries
+
+
+def _explain_call(error: Exception) -> str | None:
+    """Says what to write where the user's code calls a library with something else."""
+    if not isinstance(error, TypeError | ValueError):
+        return None
+    for entry in _entries_of(error):
+        code = entry.tb_frame.f_code
+        if is_library_file(code.co_filename):
+            if code.co_name in _ARGUMENTS:
+                return _ARGUMENTS[code.co_name]
+        elif "is not callable" in str(error) and _last_name(entry) == "step":
+            return _CALLED_STEP
+        else:
+            return None  # The user's own line comes after all that it calls.
+    return None
+
+
+def _last_name(entry: types.TracebackType) -> str | None:
+    """Returns the attribute that a line looked up last before its error."""
+    name = None
+    for instruction in dis.get_instructions(entry.tb_frame.f_code):
+        if instruction.offset > entry.tb_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = instruction.argval
+    return name
+
+
+def _describe_layer(error: Exception) -> str | None:
+    """Names the layer of Flax that an error came from, by its plain attributes."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    for entry in _entries_of(error):
+        names = entry.tb_frame.f_locals
+        layer = names.get("self")
+        if not isinstance(layer, nnx.Module):
+            continue
+        sizes = [
+            f"{name}={value}"
+            for name, value in vars(layer).items()
+            if type(value) is int and not name.startswith("_")
+        ]
+        arrays = [
+            describe(value)
+            for name, value in names.items()
+            if name in entry.tb_frame.f_code.co_varnames[1:2] and is_array(value)
+        ]
+        got = f", which got {arrays[0]}" if arrays else ""
+        return f"It comes from `{type(layer).__name__}({', '.join(sizes)})`{got}."
+    return None
 
 
 def warn_of_draws(name: str, step: "TracedStep") -> None:
@@ -114,10 +198,6 @@ class _Draws(Dataflow[bool]):
         return any(operands)
 
 
-IS_MEAN_OF_BATCHES = "is_mean_of_batches"
-"""Metadata of a metric's variable that is meant to be a mean over batches."""
-
-
 class MetricWarnings:
     """Warns once of metrics of a step whose values replicas cannot add up."""
 
@@ -146,11 +226,10 @@ class MetricWarnings:
         extremes: list[tuple[str, str]] = []
         made = _Additions().run(step.program, inputs)
         for i, facts in zip(step.changed, made, strict=False):
-            is_meant = state.owners[i].annotations.get(IS_MEAN_OF_BATCHES, False)
             for kind, line in facts if i in summed else ():
                 if kind == "extreme":
                     extremes.append((state.paths[i], line))
-                elif kind == "mean" and not is_meant:
+                elif kind == "mean":
                     self._means.append((state.paths[i], line))
         is_uneven = self._is_evaluation and len(self._batches) > 1
         if extremes and self._num_replicas == 1:

@@ -1,4 +1,4 @@
-"""The kinds of a pure step's leaves: what becomes of them on several replicas.
+"""The kinds of a pure step's leaves, which say how the values of replicas become one.
 
 A leaf has the kind that `kinds` gives it, or else the one that its library shows: the
 type of a variable in an `nnx.State`, the place in a pytree of Linen or Equinox, and for
@@ -141,8 +141,9 @@ def _check_found(rule: _Rule, leaves: list[Leaf]) -> None:
         raise ValueError(
             f"`kinds` has {_shown(rule.key)}, found in none of these "
             f"{'types' if isinstance(rule.key, type) else 'paths'}:\n"
-            f"{list_lines(_names_near(rule.key, leaves))}\n"
-            "Correct it, or leave it out."
+            f"{list_lines(_names_near(rule.key, leaves)) or '  (there are none)'}\n"
+            "Correct it, or leave it out. Variables of a module have the kind of their "
+            "type, or of their `aggregation`."
         )
     if any(map(rule.fits, found)):
         return

@@ -5,7 +5,7 @@ them up, as it does with an `eqx.nn.State`, or write into the variables of an
 `nnx.State`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from armillary.state._slots import became, describe, is_array, is_equal
 from armillary.state._tree import (
     PURE_STATE,
     Leaf,
-    children_by_key,
+    children_with_keys,
     is_object,
     leaves_of,
     place_of,
@@ -123,27 +123,34 @@ def check_state(before: PyTree, after: PyTree) -> None:
 
 def _find_changes(before: Any, after: Any, keys: tuple[Any, ...]) -> Iterator[str]:
     place = place_of(PURE_STATE, keys)
-    old = children_by_key(before)
-    new = children_by_key(after)
+    old = children_with_keys(before)
+    new = children_with_keys(after)
     if old is None and new is None:
         yield from _compare_leaves(place, before, after)
     elif old is None or new is None or type(before) is not type(after):
         change = f"was {_describe_node(before)} and became {_describe_node(after)}"
         yield f"`{place}` {change}"
-    elif old.keys() != new.keys():
-        for own in dict.fromkeys([*old, *new]):
-            if own not in new:
-                yield f"`{place_of(PURE_STATE, (*keys, *own))}` is gone"
-            elif own not in old:
-                yield f"`{place_of(PURE_STATE, (*keys, *own))}` is new"
-            else:
-                yield from _find_changes(old[own], new[own], (*keys, *own))
+    elif [own for own, _ in old] != [own for own, _ in new]:
+        yield from _compare_children(dict(old), dict(new), keys)
     else:
-        for own in old:
-            yield from _find_changes(old[own], new[own], (*keys, *own))
+        for (own, was), (_, now) in zip(old, new, strict=True):
+            yield from _find_changes(was, now, (*keys, *own))
         if _own_structure(before) != _own_structure(after):
             kind = type(before).__name__
             yield f"`{place}`, {_a(kind)}, became one with other static fields"
+
+
+def _compare_children(
+    old: Mapping[Any, Any], new: Mapping[Any, Any], keys: tuple[Any, ...]
+) -> Iterator[str]:
+    """Yields what differs below a node that got or lost children."""
+    for own in dict.fromkeys([*old, *new]):
+        if own not in new:
+            yield f"`{place_of(PURE_STATE, (*keys, *own))}` is gone"
+        elif own not in old:
+            yield f"`{place_of(PURE_STATE, (*keys, *own))}` is new"
+        else:
+            yield from _find_changes(old[own], new[own], (*keys, *own))
 
 
 def _compare_leaves(place: str, old: Any, new: Any) -> Iterator[str]:
@@ -156,13 +163,22 @@ def _compare_leaves(place: str, old: Any, new: Any) -> Iterator[str]:
         return
     if describe(old) == describe(new):
         return
-    cast = ""
-    is_number = is_array(new) and not jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
-    if is_number and new.shape == old.shape:
-        wanted = f"`.astype({str(new.dtype)!r})`"
-        cast = f": begin with that dtype ({wanted}), or cast it in the step"
     change = became(old, new).replace(" became ", " and became ")
-    yield f"`{place}` was {change}{cast}"
+    yield f"`{place}` was {change}{_find_cast(old, new)}"
+
+
+def _find_cast(old: Any, new: Any) -> str:
+    """Returns how to keep the dtype of an array, if only the dtype changed."""
+    is_number = is_array(new) and not jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
+    if not is_number or new.shape != old.shape:
+        return ""
+    if old.dtype == bool:
+        return (
+            ": cast it in the step (`.astype(bool)`), because a sum, a mean or an "
+            "`all_reduce` of flags is a number"
+        )
+    wanted = f"`.astype({str(new.dtype)!r})`"
+    return f": begin with that dtype ({wanted}), or cast it in the step"
 
 
 def _describe_node(node: Any) -> str:
