@@ -18,7 +18,7 @@ _FEWEST = 24
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    help = "directory of a run, or one above several; they stand side by side"
+    help = "directory of a run, or of several runs to compare"
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=help)
     help, default = "the page (default: report.html)", Path("report.html")
     parser.add_argument(

@@ -165,9 +165,10 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             if num_steps == -1 and not run.has_warned and (left := loop.find_left()):
                 run.has_warned = True
                 logger.warning(
-                    "An evaluation ended where a step lacked a batch, and left out "
-                    "batches of dataset %s. To count all of several data sets, give "
-                    "the `Controller` a dictionary of evaluators.",
+                    "An evaluation ended when a data set had no further batch, and "
+                    "left out batches of dataset %s. To evaluate all batches of "
+                    "several data sets, give the `Controller` a dictionary of "
+                    "evaluators.",
                     ", ".join(map(str, left)),
                 )
             output = self.eval_end() if state is None else self.eval_end(state)

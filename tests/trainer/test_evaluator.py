@@ -182,7 +182,7 @@ def test_an_evaluation_says_once_what_it_left(lengths, left, compile_step, caplo
     evaluator = Count(data, options)
     for _ in range(2):
         evaluator.evaluate(-1)
-    said = f"left out batches of dataset {left}. To count all"
+    said = f"left out batches of dataset {left}. To evaluate all"
     assert caplog.text.count(said) == bool(left)
     assert caplog.text.count("left out") == bool(left)
 
