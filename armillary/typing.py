@@ -10,11 +10,11 @@ Batch: TypeAlias = PyTree
 """A pytree of arrays whose leading axis counts examples."""
 
 Output: TypeAlias = dict[str, Any] | None
-"""What a loop returns: scalars by name, nested as deep as the user likes.
+"""The output of a loop: scalars by name, nested as deep as the user likes.
 
 A `Histogram`, an `Image` or a `Text` of `armillary.summary` may be among them. So may
 arrays with axes, which a `SummaryManager` writes as histograms.
 """
 
 Action: TypeAlias = Callable[[Output], None]
-"""What the controller runs between loops, with the output of the last one."""
+"""A function that the controller calls between loops, with the last output."""

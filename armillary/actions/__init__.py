@@ -1,4 +1,4 @@
-"""What a controller runs after each loop of training and after each evaluation.
+"""Actions: code that a controller runs after training loops and evaluations.
 
 An action is any function of an output. The ones here are parts to combine: a condition
 and what to do when it holds; `docs/recipes/best_model.md` does so.

@@ -65,7 +65,7 @@ class Records(Mapping[str, list[float]]):
 
 
 class History(Records):
-    """What one call of `train` or `train_and_evaluate` has seen, for reading only.
+    """The scalars of one call of `train` or `train_and_evaluate`, for reading only.
 
     ::
 

@@ -21,7 +21,7 @@ from armillary.typing import Action, PyTree
 
 
 class ModeKeys(enum.StrEnum):
-    """What a model function is called for."""
+    """The purpose of a call of a model function."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -30,7 +30,7 @@ class ModeKeys(enum.StrEnum):
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """What a model function returns; `docs/estimator.md` has an example.
+    """The result of a model function; `docs/estimator.md` has an example.
 
     Args:
         mode: The mode that the function was called with.

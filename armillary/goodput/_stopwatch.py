@@ -20,7 +20,7 @@ from armillary.lifeline._lifeline import read_waits
 
 
 class Category(StrEnum):
-    """What a second of a run was spent on. Every second is in exactly one category."""
+    """The use of a second of a run. Every second is in exactly one category."""
 
     STEPPING = "stepping"
     """Training steps run on the device, or Python starts them or waits for them."""

@@ -33,7 +33,7 @@ _offered: list[dict[int, StepIterator]] = []
 
 
 class PerWorkerDataset:
-    """What `ClusterCoordinator.create_per_worker_dataset` returns."""
+    """The result of `ClusterCoordinator.create_per_worker_dataset`."""
 
     def __init__(self, build: Callable[[], int]) -> None:
         self._build = build

@@ -1,4 +1,4 @@
-"""What a training step costs on devices that are not there.
+"""The cost of a training step on devices that you do not have.
 
 `plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs,
 on any machine, and reads from the result whether it fits and what devices send each

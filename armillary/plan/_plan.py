@@ -62,7 +62,7 @@ class Memory:
 
 @dataclass
 class Plan:
-    """What is known of a training step on devices that are not there.
+    """Memory, time and traffic of a training step on devices that are not there.
 
     Printed, it is a table.
 

@@ -199,7 +199,8 @@ def make_class_page(entry: Entry, described: set[type]) -> str:
         described: The classes that have a place of their own on some page.
     """
     short = entry.name.rpartition(".")[2]
-    lines = [short, "=" * len(short), "", *make_class(entry, described)]
+    lines = [short, "=" * len(short), "", f"``{entry.name}``", ""]
+    lines += make_class(entry, described)
     aliases = find_members(entry.value).aliases
     if aliases:
         pairs = [
