@@ -89,5 +89,5 @@ def is_terminal(stream: Any) -> bool:
     """Returns whether a stream, which may be any object, is a terminal."""
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # It is no file, or closed.
+    except (AttributeError, ValueError):  # It is not a file, or closed.
         return False

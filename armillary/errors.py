@@ -63,7 +63,7 @@ class NonFiniteError(ArmillaryError, FloatingPointError):
     """A step left values in its state that are not finite.
 
     Args:
-        message: What happened.
+        message: The text of the error.
         step: The global step that the step would have reached; `None` if not known.
         leaves: How many values were not finite, by the path of the array.
     """
@@ -84,7 +84,7 @@ class ReplicaDivergenceError(ArmillaryError, RuntimeError):
     """Replicas hold different values of state that is mirrored.
 
     Args:
-        message: What happened.
+        message: The text of the error.
         leaves: The replicas that differ from most others, by the path of the array;
             all replicas, where there is no majority.
     """
@@ -135,7 +135,7 @@ class CheckpointDamageError(CheckpointError):
     """A file of a checkpoint is missing, changed or cannot be read.
 
     Args:
-        message: What happened.
+        message: The text of the error.
         damage: Which file, and what is wrong with it.
     """
 

@@ -314,7 +314,7 @@ class EarlyStopping(_BestValue):
 
     Args:
         request_stop: A controller, or a function that takes the reason to stop.
-        metric: As in `NewBestMetric`. NaN is no improvement.
+        metric: As in `NewBestMetric`. NaN is not an improvement.
         patience: Outputs in a row without improvement after which to stop, at least 1.
         min_delta: By how much a value must be better than the best to count.
         higher_is_better: Whether a larger value is better, as in `NewBestMetric`.

@@ -149,8 +149,8 @@ class Checkpoint(OfOneProcess):
             It is logged as well.
 
         Raises:
-            TypeError: If `path` is no path.
-            ValueError: If another argument is no path, or one of its paths is empty.
+            TypeError: If `path` is not a path.
+            ValueError: If another argument is not a path, or one of its paths is empty.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
             CheckpointDamageError: If a file of it is not as it was saved.
@@ -491,6 +491,6 @@ def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
         raise TypeError(
             f"`{name}` is of type {type(value).__name__}, whose arrays cannot be "
             "assigned: a step puts a new object in its place, and this one would be "
-            "saved for ever. Give what refers to it: `Checkpoint(trainer=trainer)`, "
+            "saved forever. Give what refers to it: `Checkpoint(trainer=trainer)`, "
             f"with `trainer.{name}`, or a dictionary, `{{'{name}': {name}}}`."
         )

@@ -39,8 +39,8 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     found, broken = find_checkpoints(path), list_directory(path)[1]
     if not (found or broken):
         raise ValueError(
-            f"`path` is {str(path)!r}, in which there is none, but it must be a "
-            "checkpoint or a directory of them. Use the directory of a "
+            f"`path` is {str(path)!r}, which has no checkpoint. It must be a "
+            "checkpoint or a directory of checkpoints. Use the directory of a "
             "`CheckpointManager`."
         )
     rows = [(each.path.name, str(each.number), _when(each)) for each in found]

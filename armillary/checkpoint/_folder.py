@@ -224,7 +224,7 @@ def choose_path(
         path = directory / f"checkpoint_{number}{suffix}"
         if not path.exists():
             return path
-        revision += 1  # Something that is no complete checkpoint has this name.
+        revision += 1  # Something that is not a complete checkpoint has this name.
 
 
 def remove(path: epath.Path) -> None:

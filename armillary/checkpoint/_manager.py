@@ -290,7 +290,7 @@ class CheckpointManager(OfOneProcess):
 
         A checkpoint with a file that is missing, changed or cannot be read is skipped
         with a warning, and the one before it is taken. One that does not fit the
-        program is an error: that is no damage.
+        program is an error: that is not damage.
 
         Returns:
             The path that was restored, or `None`.
@@ -343,7 +343,7 @@ class CheckpointManager(OfOneProcess):
             The path.
 
         Raises:
-            TypeError: If `path` is no path.
+            TypeError: If `path` is not a path.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
             CheckpointDamageError: If a file of it has changed since the save.

@@ -84,8 +84,8 @@ def _check_is_checkpoint(folder: epath.Path) -> None:
     # A header that is there and wrong is damage, which is named with the rest.
     if not isinstance(problem, Saved) and not (folder / "header").exists():
         raise CheckpointError(
-            f"`path` is {str(folder)!r}, which is no complete checkpoint: {problem}. "
-            "Use one of `manager.checkpoints`."
+            f"`path` is {str(folder)!r}, which is not a complete checkpoint: "
+            f"{problem}. Use one of `manager.checkpoints`."
         )
 
 

@@ -35,6 +35,9 @@ from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
 _MANIFEST_FILE = "manifest.json"
+# Orbax 0.12 counts its saves in a process-wide number, by which its parts wait for each
+# other. Two threads that start a save at the same time would get one number.
+_starting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +176,8 @@ def write_folder(
         items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
     smallest = min(arrays, key=lambda name: arrays[name].nbytes, default=None)
     writer = _make_writer(earlier, smallest)
-    writer.save(as_plain(path), args=ocp.args.Composite(**items))
+    with _starting:
+        writer.save(as_plain(path), args=ocp.args.Composite(**items))
 
     def wait() -> None:
         writer.wait_until_finished()

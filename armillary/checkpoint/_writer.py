@@ -200,7 +200,7 @@ class Writer:
         else:
             logger.warning(
                 f"`{path}` is the best, but another program removed it while it was "
-                "evaluated. Let that one keep more of them (`max_to_keep`)."
+                "evaluated. Set a larger `max_to_keep` in the other program."
             )
         if removes:
             self._remove_expired(_folder.list_directory(self._directory)[0])
@@ -252,8 +252,8 @@ class Writer:
                 _folder.remove_leftovers(self._directory, f"{path.name}.")
         failure = CheckpointError(
             f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
-            "complete, and earlier checkpoints are as they were. Make room, and start "
-            "again; one process that catches this error can go on."
+            "complete, and earlier checkpoints are unchanged. Make room, and start "
+            "again. A program of one process can also catch this error and continue."
         )
         failure.__cause__ = error
         return failure

@@ -251,10 +251,10 @@ def _apply(options: CommunicationOptions) -> None:
     values = options._find_flags(platform)
     if unknown := find_unknown_flags(values):
         raise ClusterError(
-            f"`communication_options` is {options}, but the XLA of JAX "
-            f"{jax.__version__} does not know the flag `{unknown[0]}`, by which it "
-            "would follow them. Leave the options out, or install a release of JAX "
-            "that Armillary is tested with (docs/which_jax.md)."
+            f"`communication_options` is {options}. These options need the flag "
+            f"`{unknown[0]}`, which the XLA of JAX {jax.__version__} does not know. "
+            "Leave the options out, or install a release of JAX that Armillary is "
+            "tested with (docs/which_jax.md)."
         )
     flags = [f"--{name}={value}" for name, value in values.items()]
     # Of two values the last one counts.
@@ -352,8 +352,8 @@ def keep_gloo_on(host: str) -> None:
 
     if not hasattr(xla_bridge, "make_cpu_client"):
         logger.warning(
-            "JAX %s makes its CPU devices in a way that is not known here, so Gloo "
-            "listens where the name of this machine points to.",
+            "Armillary does not know how JAX %s makes its CPU devices. So Gloo "
+            "listens at the address to which the name of this machine resolves.",
             jax.__version__,
         )
         return

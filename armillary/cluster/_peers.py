@@ -50,8 +50,8 @@ class Peers:
             )
         if len(value) > _MOST_CHARACTERS:
             raise ValueError(
-                f"`{topic}` takes {len(value):,} characters, but processes tell each "
-                f"other at most {_MOST_CHARACTERS:,} at once. Say less."
+                f"`{topic}` takes {len(value):,} characters, but a message between "
+                f"processes has at most {_MOST_CHARACTERS:,}. Send less."
             )
         with waiting():
             runs = self._exchange(topic, value)
@@ -62,8 +62,8 @@ class Peers:
         ]
         if failures:
             self._fail(
-                "Another process has failed:\n" + "\n".join(failures) + "\nRepair what "
-                "it says, and start all processes again."
+                "Another process has failed:\n" + "\n".join(failures) + "\nFix this "
+                "error, and start all processes again."
             )
         if len({topic for _, _, (_, topic, _) in runs}) > 1:
             places = "\n".join(

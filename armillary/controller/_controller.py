@@ -105,7 +105,7 @@ class Controller(OfOneProcess):
         hang_timeout_seconds: Seconds after which a program that has not gone on prints
             where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`.
             `None` takes five times the longest loop, evaluation, save or action so far,
-            at least 300; `math.inf` waits for ever. XLA's compiler may take any time.
+            at least 300; `math.inf` waits forever. XLA's compiler may take any time.
         progress: Whether to keep one live line in a terminal, and elsewhere to log what
             takes longer than 30 seconds.
 

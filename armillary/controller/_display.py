@@ -199,7 +199,7 @@ class LiveLine:
         write = stream.write
 
         def write_beside(text: str) -> int:
-            # A process that was forked has a copy of the lock, perhaps held for ever.
+            # A process that was forked has a copy of the lock, perhaps held forever.
             if self._is_closed or not text or os.getpid() != self._pid:
                 return write(text)
             with self._lock:

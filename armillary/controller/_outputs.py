@@ -38,7 +38,7 @@ _WIDTH = 80
 class Records(Mapping[str, list[float]]):
     """Scalars by name: a list for each, with one number for each step, NaN for none.
 
-    Nested outputs have names such as `"train/loss"`; what is no scalar is left out.
+    Nested outputs have names such as `"train/loss"`; what is not a scalar is left out.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Records(Mapping[str, list[float]]):
 
 
 class History(Records):
-    """The outputs of one call of `train` or `train_and_evaluate`; it is read-only.
+    """The scalars of one call of `train` or `train_and_evaluate`, for reading only.
 
     ::
 

@@ -78,7 +78,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     seconds = arguments["hang_timeout_seconds"]
     is_for_ever = isinstance(seconds, float) and seconds == math.inf
     if seconds is not None and not is_for_ever:
-        fix = "Use `hang_timeout_seconds=600`, or `math.inf` to wait for ever."
+        fix = "Use `hang_timeout_seconds=600`, or `math.inf` to wait forever."
         check_seconds("hang_timeout_seconds", seconds, fix)
     check_one_of("progress", arguments["progress"], (True, False))
     fix = "Use `vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
@@ -220,7 +220,7 @@ def require(controller: Any, *attributes: str, for_method: str) -> None:
 
 
 def is_reached(step: int, target: int) -> bool:
-    """Returns whether a global step is at a target or past it; -1 is no target."""
+    """Returns whether a global step is at a target or past it; -1 is not a target."""
     return target != -1 and step >= target
 
 

@@ -92,9 +92,9 @@ def _held_by_thread(directory: str) -> Iterator[None]:
         yield
     else:
         raise CheckpointError(
-            f"`{directory}` is where the thread {found[0].name!r} of this process "
-            "trains, and two runs would delete each other's checkpoints. Wait for "
-            "that one, or use another directory for this one."
+            f"The thread {found[0].name!r} of this process trains in `{directory}`, "
+            "and two runs would delete each other's checkpoints. Wait for that run, "
+            "or use another directory for this run."
         )
 
 
@@ -104,8 +104,15 @@ def _locked(directory: str) -> Iterator[None]:
         yield
         return
     path, host = os.path.join(directory, _LOCK), platform.node()
-    os.makedirs(directory, exist_ok=True)
-    with open(path, "a+") as file:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 (closed below, after what is locked)
+    except OSError as error:
+        raise CheckpointError(
+            f"`{directory}` cannot be written ({error.strerror}), but training writes "
+            "its checkpoints there. Change its rights, or use another directory."
+        ) from error
+    with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
@@ -122,9 +129,9 @@ def _locked(directory: str) -> Iterator[None]:
 
 def _refuse(directory: str, number: str, host: str | None) -> None:
     text = (
-        f"`{directory}` is where process {number} on {host or 'this machine'} trains, "
-        "and two runs would delete each other's checkpoints. End that one, or use "
-        "another directory for this one."
+        f"Process {number} on {host or 'this machine'} trains in `{directory}`, and "
+        "two runs would delete each other's checkpoints. End that run, or use another "
+        "directory for this run."
     )
     if host is None:
         raise CheckpointError(text)

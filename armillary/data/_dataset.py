@@ -87,7 +87,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         self.dataset_fn: Callable[[InputContext], Any] | None = None
         """The function that made the source, for code that needs a similar source."""
         self.is_endless = getattr(self.source, "is_endless", False)
-        """Whether it is known to repeat its data for ever."""
+        """Whether it is known to repeat its data forever."""
         self.is_agreed = per_replica_batches and layout.peers is not None
         """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self.source, layout, self.options)

@@ -1,7 +1,7 @@
 """Bounds how many device programs run ahead of Python, and when signals are heard.
 
 XLA's CPU client runs the devices of one process on one pool of threads, where two
-programs with collectives can wait for each other for ever. So on several CPU devices a
+programs with collectives can wait for each other forever. So on several CPU devices a
 program starts only when the one before has ended. Elsewhere Python may be one ahead.
 
 A compiled step takes over (donates) the memory of its state and returns the new one. An

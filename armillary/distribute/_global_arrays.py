@@ -45,7 +45,7 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
 def find_replica_axis(mesh: Mesh | AbstractMesh | None) -> str | None:
     """Returns the axis of replicas; `None` if a single replica has the whole mesh."""
     # A mesh over which XLA divides one replica has an axis for each way to divide.
-    if mesh is None or len(mesh.axis_names) > 1:
+    if mesh is None or len(mesh.axis_names) != 1:
         return None
     return mesh.axis_names[0]
 

@@ -65,7 +65,7 @@ _REDUCE = {
 
 
 class ValueContext(NamedTuple):
-    """The argument that `distribute_values_from_function` passes to its function.
+    """The argument of a function of `distribute_values_from_function`.
 
     Attributes:
         replica_id_in_sync_group: The replica whose value is asked for.
@@ -274,7 +274,7 @@ class Strategy(OfOneProcess):
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
             DoubleReductionError: If `fn` sums what was reduced before, takes the mean
                 of what was divided before, or adds up noise that replicas share.
-            TypeError: If `fn` cannot be called, or `args` is no tuple, or it is a batch
+            TypeError: If `fn` cannot be called, or `args` is not a tuple, or is a batch
                 that is a tuple.
         """
         check_callable("fn", fn)

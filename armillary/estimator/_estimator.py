@@ -92,7 +92,7 @@ class Estimator:
         EstimatorError: If `model_fn` has other arguments than a model function, or has
             no `params` though they are given; if two directories are given, or
             processes would train alone.
-        TypeError: If `config` is no `RunConfig`, `model_dir` or `warm_start_from` no
+        TypeError: If `config` is not a `RunConfig`, `model_dir` or `warm_start_from` no
             path, or `model_fn` cannot be called.
     """
 
@@ -213,7 +213,7 @@ class Estimator:
 
         Raises:
             ValueError: If `steps` is not positive.
-            TypeError: If `name` is no string, or `checkpoint_path` no path.
+            TypeError: If `name` is not a string, or `checkpoint_path` no path.
             EstimatorError: If a function cannot work.
         """
         check_call(input_fn, name, steps=steps)
@@ -255,8 +255,8 @@ class Estimator:
         Raises:
             EstimatorError: If a function cannot work, several processes have joined,
                 or the predictions lack one of `predict_keys`.
-            TypeError: If `input_fn` cannot be called, `checkpoint_path` is no path, or
-                `predict_keys` no list of strings.
+            TypeError: If `input_fn` is not callable, `checkpoint_path` is not a path,
+                or `predict_keys` is not a list of strings.
             ValueError: If `yield_single_examples` is neither true nor false.
         """
         _check_keys(predict_keys)

@@ -274,7 +274,7 @@ class EvalSpec:
             evaluation. `train_and_evaluate` returns what they return at the end.
 
     Raises:
-        TypeError: If `input_fn` cannot be called, or `name` is no string.
+        TypeError: If `input_fn` cannot be called, or `name` is not a string.
         ValueError: If `steps` is not positive.
         EstimatorError: If a hook or an exporter is not a function.
     """

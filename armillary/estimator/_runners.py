@@ -216,7 +216,7 @@ class EstimatorTrainer(StandardTrainer):
         self.loss.update(values=loss)
 
     def _loss(self, modules: Any, features: Any, labels: Any) -> Any:
-        """Returns the loss of a model function, which is no part of a sum."""
+        """Returns the loss of a model function, which is not a part of a sum."""
         context = get_replica_context()
         assert context is not None  # This is a step.
         context.was_asked = False
@@ -250,8 +250,9 @@ class EstimatorTrainer(StandardTrainer):
 
 def _read_loss(output: Output) -> Output:
     """Returns the output of a loop with its loss as a number, when it is there."""
-    loss = None if output is None else output["loss"]
-    return {**output, "loss": loss.read()} if isinstance(loss, Pending) else output
+    if output is None or not isinstance(output["loss"], Pending):
+        return output
+    return {**output, "loss": output["loss"].read()}
 
 
 class EstimatorEvaluator(StandardEvaluator):

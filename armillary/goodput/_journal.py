@@ -116,13 +116,13 @@ class Goodput:
 
 
 def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
-    """Reads how a run spent its time, also while it still runs.
+    """Reads where the time of a run went, also while it is running.
 
     Args:
         run_dir: The directory of the run's checkpoints, or the one above it.
 
     Raises:
-        ValueError: If `run_dir` is no directory, holds no record or several, or the
+        ValueError: If `run_dir` is not a directory, holds no record or several, or the
             record cannot be read.
     """
     found = find_journals(Path(check_path("run_dir", run_dir, only_python_opens=True)))

@@ -145,7 +145,9 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         for function in _FUNCTIONS:
             setattr(model, function, None)
     _made_for[model] = strategy
-    with _make_distribution(strategy).scope(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(strategy.leave_program_mesh())
+        stack.enter_context(_make_distribution(strategy).scope())
         if name in _TRAINING and isinstance(strategy, ParameterServerStrategy):
             steps = _schedule_steps(model, strategy)
             if name == "fit":

@@ -200,7 +200,7 @@ class KerasTrainer(StandardTrainer):
         options: As for `StandardTrainer`.
 
     Raises:
-        TypeError: If `model` is no Keras model, or has a `train_step` of its own.
+        TypeError: If `model` is not a Keras model, or has a `train_step` of its own.
         ValueError: If it is not compiled, or there is no data.
     """
 

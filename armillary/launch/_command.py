@@ -17,9 +17,10 @@ from armillary.launch._process import Machines, find_gpus, plan_devices
 from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
 _EPILOG = """\
-All options stand in front of the script; what follows it is passed to it. Exit codes:
-0 every process ended with 0, 1 one failed, 2 wrong command line, 75 one asked for a
-restart, 76 too many restarts, 77 stopped after saving, 130 SIGINT, 143 SIGTERM.
+All options go in front of the script; arguments after the script are passed to it. Exit
+codes: 0 every process exited with 0, 1 a process failed, 2 wrong command line, 75 a
+process asked for a restart, 76 too many restarts, 77 stopped after saving, 130 SIGINT,
+143 SIGTERM.
 """
 
 
@@ -42,7 +43,12 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         ("max-restarts N", int, 10, "failures without a newer checkpoint between"),
         ("pause-seconds SECONDS", float, 1.0, "before a restart; it doubles, to 60"),
         ("grace-seconds SECONDS", float, 30.0, "to end after a failure or a signal"),
-        ("log-dir DIR", Path, None, "also write what each process says to DIR/*.log"),
+        (
+            "log-dir DIR",
+            Path,
+            None,
+            "also write each process's output to DIR/*.log",
+        ),
     ):
         name, metavar = option.split()
         parser.add_argument(

@@ -1,6 +1,6 @@
 """Says where a process is, how long it may be there, and ends what cannot go on.
 
-Another thread does so: the main one may wait in C code for ever, where no exception
+Another thread does so: the main one may wait in C code forever, where no exception
 reaches it.
 """
 
@@ -66,7 +66,7 @@ class Report(NamedTuple):
     phase: str  # Such as `"data"` or `"step"`.
     line: str
     quiet_seconds: float
-    limit_seconds: float | None = None  # `None` where it may be for ever.
+    limit_seconds: float | None = None  # `None` where it may be forever.
     has_ended: bool = False
 
 

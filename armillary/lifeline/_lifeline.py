@@ -361,7 +361,7 @@ class Lifeline:
             self._conclude(
                 f"Process {index} of {self._count} is gone ({report.phase}, "
                 f"{report.line}). It was killed, has crashed, or its machine or "
-                "network is down: its own output may tell more."
+                "network is down. Its own output may show the reason."
             )
 
     def _note_failure(self, index: int, text: str) -> None:

@@ -6,7 +6,7 @@ how long nothing has come. A timer in this process could not do that: its clock 
 while a scheduler, a container or a virtual machine has the process suspended, so it
 would end a job that was only paused.
 
-The watchdog runs this file as a program, without Armillary. It is no child of the
+The watchdog runs this file as a program, without Armillary. It is not a child of the
 process it watches, so that a program which waits for all its children does not wait for
 it.
 """
@@ -35,6 +35,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._pipe: int | None = None
         self._starting: int | None = None
+        self._has_failed = False
         self._lock = threading.Lock()
 
     def set_limit(self, limit_seconds: float, who: str) -> None:
@@ -47,7 +48,8 @@ class Watchdog:
         """
         with self._lock:
             self._reap()
-            if self._pipe is None and limit_seconds < math.inf and _is_python():
+            is_wanted = self._pipe is None and limit_seconds < math.inf
+            if is_wanted and _is_python() and not self._has_failed:
                 self._start()
             if self._pipe is None:
                 return
@@ -73,10 +75,29 @@ class Watchdog:
             (os.POSIX_SPAWN_DUP2, read, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
         ]
-        self._starting = os.posix_spawn(
-            sys.executable, command, os.environ, file_actions=actions
+        try:
+            self._starting = os.posix_spawn(
+                sys.executable, command, os.environ, file_actions=actions
+            )
+        except OSError as error:
+            self._give_up(error)
+        finally:
+            os.close(read)
+
+    def _give_up(self, error: OSError) -> None:
+        """Goes on without a watchdog, which a program needs only if it is stuck."""
+        # Not above: the watchdog runs this file without Armillary.
+        from armillary._logging import logger
+
+        assert self._pipe is not None
+        os.close(self._pipe)
+        self._pipe, self._has_failed = None, True
+        logger.warning(
+            "no watchdog can be started, because %s cannot be run (%s): if the "
+            "interpreter of this process stops, nothing ends the process.",
+            sys.executable,
+            error.strerror,
         )
-        os.close(read)
 
     def _reap(self) -> None:
         """Forgets the process that has started the watchdog, once it has ended."""

@@ -261,7 +261,7 @@ class Distribution(CountingMetric):
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
-            TypeError: If a leaf is no array of numbers.
+            TypeError: If a leaf is not an array of numbers.
             ValueError: If the arrays have no elements.
         """
         self.counts.add(count_values(as_arrays("values", values)))

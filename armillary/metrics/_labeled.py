@@ -47,7 +47,7 @@ class _LabeledMetric(CountingMetric):
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
-            TypeError: If labels are no integers, or the mask is not boolean.
+            TypeError: If labels are not integers, or the mask is not boolean.
             ValueError: If shapes do not belong together.
         """
         scores, labels = self._as_scores(logits), jnp.asarray(labels)
@@ -105,7 +105,7 @@ class _LabeledMetric(CountingMetric):
 
 
 class AUC(_LabeledMetric):
-    """The area under the ROC curve, or under the precision-recall curve.
+    """The area under the ROC curve, or under the curve of precision and recall.
 
     It is NaN without a positive or without a negative example. Scores are counted in
     buckets of equal width between logits of -20 and 20, and scores in one bucket count

@@ -4,7 +4,7 @@ A step returns new metric objects, made and updated in it. Their numbers become 
 in three parts, as in `Counts`, so that any number of steps adds up exactly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -113,15 +113,16 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
     leaves, structure = jax.tree.flatten(
         values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )
+    adds_up = all(map(merges_by_sum, _metrics_in(metric)))
     numbers: list[Number] = []
     parts: list[jax.Array] = []
     for leaf in leaves:
-        held = leaf[...] if isinstance(leaf, nnx.metrics.MetricState) else None
-        is_summed = held is not None and (
-            jnp.issubdtype(held.dtype, jnp.floating)
-            or jnp.issubdtype(held.dtype, jnp.integer)
-        )
-        if not (is_summed and merges_by_sum(metric)):
+        held = leaf[...]
+        is_real = jnp.issubdtype(held.dtype, jnp.floating)
+        is_whole = jnp.issubdtype(held.dtype, jnp.integer)
+        is_state = isinstance(leaf, nnx.metrics.MetricState)
+        is_summed = is_state and (is_real or is_whole)
+        if not (is_summed and adds_up):
             why = "has a running mean" if is_summed else f"holds {describe(leaf)}"
             raise TypeError(
                 f"{shown}, but it {why}, so the values of several steps do not add up. "
@@ -131,6 +132,14 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
         numbers.append(number)
         parts.append(_split(number, held))
     return Described(graph, structure, tuple(numbers)), parts
+
+
+def _metrics_in(metric: nnx.Metric) -> Iterator[nnx.Metric]:
+    """Yields a metric object, and the objects that it is made of."""
+    yield metric
+    for part in vars(metric).values():
+        if isinstance(part, nnx.Metric):
+            yield from _metrics_in(part)
 
 
 def join_metric(described: Described, integers: np.ndarray) -> Any:

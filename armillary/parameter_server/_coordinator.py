@@ -108,7 +108,7 @@ class ClusterCoordinator:
             Where its result will be.
 
         Raises:
-            TypeError: If `fn` cannot be called, `args` is no tuple, or what the
+            TypeError: If `fn` cannot be called, `args` is not a tuple, or what the
                 function reaches cannot be sent to workers.
             PSUnavailableError: If a parameter server was lost since the last call.
         """

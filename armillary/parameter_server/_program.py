@@ -163,15 +163,14 @@ def _find_additions(
     for i in mirrored:
         if mirrored.intersection(_prune(step.program, [found[i].output])[1]):
             refused.append(
-                f"{paths[i]}: added to, by an amount that depends on what such "
-                "variables held"
+                f"{paths[i]}: the added amount depends on the values of such variables"
             )
     if refused:
         lines = "\n".join(f"  {line}" for line in sorted(refused))
         raise StateStructureError(
             f"`{name}` is scheduled on workers, which run at the same time, so it can "
             "change variables only through an optimizer, or by adding to them "
-            f"(`x[...] += change`). It does otherwise with:\n{lines}\n"
+            f"(`x[...] += change`). It changes these in another way:\n{lines}\n"
             "Use a metric, or a variable with `aggregation=VariableAggregation.SUM`, "
             "or change it on the coordinator, between calls of `schedule`."
         )

@@ -205,7 +205,7 @@ class Scheduler:
                     self._lose(worker, error)
                 elif not self.is_stopped:
                     self._wait_for(worker, error)
-            except Exception as error:  # Whatever it is, nobody shall wait for ever.
+            except Exception as error:  # Whatever it is, nobody shall wait forever.
                 with self._changed:
                     for each in [*worker.messages]:
                         self._end(worker, each, [Failed(error)] * len(each.closures))

@@ -49,9 +49,9 @@ def find_wheels(platform: str) -> str | None:
         found = (text.partition(";")[0] for text in wanted if "libtpu" in text)
         package = repr(next(found, "libtpu").strip())
     raise PlanError(
-        f"There is none of {', '.join(names)}, here or in the folder that "
-        f"{WHEELS_VARIABLE} names ({folder!r}), to compile for {platform}. No such "
-        "device or driver is needed. Install it into a folder of its own:\n"
+        f"There is no compiler for {platform} ({', '.join(names)}), here or in the "
+        f"folder that {WHEELS_VARIABLE} names ({folder!r}). You need no such device "
+        "or driver. Install the compiler into a separate folder:\n"
         f"  pip install --no-deps --target plan-wheels {package}\n"
         f"  export {WHEELS_VARIABLE}=plan-wheels\n"
         "Or plan without a compiler: `abstract=True`, `--abstract`."

@@ -62,7 +62,7 @@ class Memory:
 
 @dataclass
 class Plan:
-    """The known facts about a training step on devices that you do not have.
+    """Memory, time and traffic of a training step on devices that are not there.
 
     Printed, it is a table.
 
@@ -253,7 +253,7 @@ def plan(
             says nothing of memory.
 
     Raises:
-        TypeError: If `trainer` is no `StandardTrainer`.
+        TypeError: If `trainer` is not a `StandardTrainer`.
         ValueError: If `topology` describes no devices, the strategy is for one, or
             `find_batch` is asked of an abstract plan, or a batch is chosen for a
             trainer without data.

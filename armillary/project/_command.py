@@ -22,7 +22,7 @@ _MOST_LETTERS = 30
 def check_target(directory: Path) -> None:
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if (directory.exists() or directory.is_symlink()) and not is_empty:
-        what = "is not empty" if directory.is_dir() else "is no directory"
+        what = "is not empty" if directory.is_dir() else "is not a directory"
         raise ValueError(
             f"`DIRECTORY` is {str(directory)!r}, which {what}, and nothing is written "
             "over. Choose a directory that does not exist, or is empty."

@@ -1,6 +1,7 @@
 """The command lines of `armillary report`, `armillary runs` and `armillary goodput`."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ _FEWEST = 24
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    help = "directory of a run, or one above several; they stand side by side"
+    help = "directory of a run, or of several runs to compare"
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=help)
     help, default = "the page (default: report.html)", Path("report.html")
     parser.add_argument(
@@ -31,6 +32,12 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         raise ValueError(
             f"`--output` is {str(output)!r}, which is a directory, but it must be the "
             "name of a file. Use `--output report.html`."
+        )
+    above = next(each for each in output.absolute().parents if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(
+            f"`--output` is {str(output)!r}, but `{above}` is no directory in which "
+            "this user may write. Name a file in another one."
         )
     runs = read_runs(namespace.run_dirs)
     try:

@@ -59,7 +59,7 @@ class Histogram(Summary):
         values: A pytree of arrays; all their elements are counted together.
 
     Raises:
-        TypeError: If a leaf is no array of numbers, or is a `PerReplica`.
+        TypeError: If a leaf is not an array of numbers, or is a `PerReplica`.
         ValueError: If there is nothing to count.
     """
 
@@ -102,7 +102,7 @@ class Image(Summary):
             first is written as `tag/0`.
 
     Raises:
-        TypeError: If `pixels` is no array of numbers.
+        TypeError: If `pixels` is not an array of numbers.
         ValueError: If its dtype or shape is another.
     """
 

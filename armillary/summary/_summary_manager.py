@@ -184,7 +184,7 @@ class SummaryManager:
             step: The step that the values belong to.
 
         Raises:
-            TypeError: If a key is no name, or leaves `summary_dir`, or if a value is
+            TypeError: If a key is not a name, or leaves `summary_dir`, or if a value is
                 not numeric. Nothing is written then.
             ValueError: If an array has no elements.
             AttributeError: If no writer has a method for a kind of value.
@@ -215,7 +215,8 @@ class SummaryManager:
 
         Args:
             values: Values by name. Nested ones are written by path, such as
-                `"optimizer/rate"`, and what is no number and no boolean as a string.
+                `"optimizer/rate"`. Numbers and booleans keep their type; other values
+                are written as strings.
         """
         if values and self.summary_dir is not None and get_process().is_chief:
             self._write((), "hyperparameters", flatten(values))

@@ -145,7 +145,7 @@ def find_effect(owner: Any, name: str) -> str | None:
         or name in vars(owner)
         or type(owner).__setattr__ is not object.__setattr__
     ):
-        return "it is no plain method of a plain class"
+        return "it is not a plain method of a plain class"
     if not _is_text_of(definition, method.__code__):
         return "its file has changed since the program was started"
     reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)

@@ -97,7 +97,8 @@ class Loop:
     @property
     def _reads_ahead(self) -> bool:
         """Whether a batch may be read before the step in front of it has run."""
-        return self._prefetch > 0 or self._steps_per_chunk != 1
+        has_data = len(self.datasets) > 0
+        return not has_data or self._prefetch > 0 or self._steps_per_chunk != 1
 
     def reopen(self) -> None:
         self.feed.close()
@@ -110,7 +111,7 @@ class Loop:
             if not self.datasets:
                 reason = "is None, and steps that make their own data have no epochs"
             elif len(self.datasets) == 1:
-                reason = "repeats its data for ever"
+                reason = "repeats its data forever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
                 "step, or make one data set without `repeat=True`."

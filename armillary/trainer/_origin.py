@@ -134,7 +134,7 @@ def _describe(cause: Any) -> str:
     where = f", at {lines[-1]}" if lines else ""
     name = cause[-1].primitive.name
     # JAX fills in NaN there.
-    hint = " An index of it lies outside, such as a label that is no class."
+    hint = " An index of it lies outside, such as a label that is not a class."
     return (
         f"The first operation to leave such values is `{name}`{where}."
         f"{hint if name == 'gather' else ''}"

@@ -122,8 +122,9 @@ class Program:
         """Runs steps, or loops with hooks, on what `FlatState.lent` and chunks give."""
         begin, count, loops = np.int32(start), np.int32(num_steps), np.int32(num_loops)
         inputs = _Inputs(others, list(chunk), begin, count, loops, health)
-        with waiting():  # CPU devices run it at once.
-            return self._compiled(donated, inputs)
+        # The three numbers go along with the call, whatever a program forbids its own.
+        with waiting(), jax.transfer_guard_host_to_device("allow"):
+            return self._compiled(donated, inputs)  # CPU devices run it at once.
 
     def describe(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None

@@ -145,7 +145,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
 
         Raises:
             ValueError: If `num_steps` is neither positive nor -1, or -1 where the
-                dataset repeats its data for ever or there is none, or the dataset
+                dataset repeats its data forever or there is none, or the dataset
                 belongs to another strategy.
             ThreadError: If another thread runs steps with the same state.
         """
@@ -165,9 +165,10 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             if num_steps == -1 and not run.has_warned and (left := loop.find_left()):
                 run.has_warned = True
                 logger.warning(
-                    "An evaluation ended where a step lacked a batch, and left out "
-                    "batches of dataset %s. To count all of several data sets, give "
-                    "the `Controller` a dictionary of evaluators.",
+                    "An evaluation ended when a data set had no further batch, and "
+                    "left out batches of dataset %s. To evaluate all batches of "
+                    "several data sets, give the `Controller` a dictionary of "
+                    "evaluators.",
                     ", ".join(map(str, left)),
                 )
             output = self.eval_end() if state is None else self.eval_end(state)
@@ -188,7 +189,7 @@ def check_ends(name: str, num_steps: int, datasets: Sequence[Any]) -> None:
     if all(getattr(each, "is_endless", False) for each in datasets):
         raise ValueError(
             f"`{name}` is -1, for all of the data, but `eval_dataset` repeats its "
-            "data for ever. Make it without `repeat=True`, or give a number of steps."
+            "data forever. Make it without `repeat=True`, or give a number of steps."
         )
 
 
@@ -230,7 +231,7 @@ def predict(
         TypeError: If `fn` is not callable, or `dataset` is an iterator over one.
         StateStructureError: If `fn` changes parameters or batch statistics of a model,
             as one in training mode does.
-        ValueError: If the data repeats itself for ever, or gives each replica batches
+        ValueError: If the data repeats itself forever, or gives each replica batches
             of its own, or belongs to another strategy, or if an output of `fn` is no
             array with one row for each example.
     """
@@ -251,7 +252,7 @@ def _at_beginning(dataset: Any, strategy: Strategy) -> DistributedDataset:
         )
     if data.is_endless:
         raise ValueError(
-            "`dataset` repeats its data for ever, but `predict` goes through all of it "
+            "`dataset` repeats its data forever, but `predict` goes through all of it "
             "once. Make it without `repeat=True`."
         )
     remainder = "pad" if data.options.remainder == "pad" else None

@@ -23,6 +23,7 @@ from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import BEGIN, END
 from armillary.trainer._loop import Loop, find_loop
+from armillary.trainer._no_data import NoBatches
 from armillary.trainer._runner import (
     LoopOptions,
     Run,
@@ -206,7 +207,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         """Begins the next pass over the data; see `AbstractTrainer.begin_epoch`.
 
         Raises:
-            ValueError: If the data repeats itself for ever, or the trainer has several
+            ValueError: If the data repeats itself forever, or the trainer has several
                 datasets, or a `train` of its own, or trains asynchronously.
         """
         if self._has_own_train():
@@ -333,6 +334,8 @@ class AsynchronousLoop:
         held = [value for value in vars(trainer).values() if isinstance(value, local)]
         self._coordinator.leave_out([self, *held])
         self._iterators = jax.tree.map(self._make_iterator, run.datasets)
+        if run.datasets is None:
+            self._iterators = NoBatches("train_dataset", self._step.__name__)
 
     def serves(self, run: Run, strategy: Strategy) -> bool:
         return self._datasets is run.datasets and self._strategy is strategy

@@ -66,7 +66,7 @@ def test_a_directory(run_dir, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show", "nowhere"], "nowhere', in which there is none, but it must be a ch"),
+        (["show", "nowhere"], "nowhere', which has no checkpoint. It must be a ch"),
         (
             ["show", "run/checkpoint_5"],
             "a checkpoint that cannot be read: FileNotFound",

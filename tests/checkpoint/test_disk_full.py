@@ -71,7 +71,7 @@ def test_a_full_disk_is_an_error_costs_no_checkpoint_and_may_be_survived(
         with pytest.raises(
             CheckpointError,
             match=r"(?s)Saving `.*/checkpoint_3` failed: .*File too large.*"
-            r"earlier checkpoints are as they were\. Make room",
+            r"earlier checkpoints are unchanged\. Make room",
         ):
             controller.train(9)
     finally:

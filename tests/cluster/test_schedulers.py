@@ -374,7 +374,7 @@ EVALUATOR = {
     [
         (
             {"HOME": "x"},
-            "a single process: the environment tells nothing of TF_CONFIG, Slurm, "
+            "a single process: the environment has no variables of TF_CONFIG, Slurm, "
             "Kubernetes, torchrun, a TPU slice",
         ),
         (

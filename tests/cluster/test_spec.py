@@ -79,7 +79,7 @@ def test_a_malformed_address_is_an_error(address):
             for tasks in ("10.0.0.1:2222", {0: "10.0.0.1:2222"}, None)
         ],
         ({"worker": [2222]}, TypeError, r'`cluster\["worker"\]\[0\]` is 2222 of type'),
-        *[({job: ADDRESSES}, ValueError, "which is no name") for job in ("", 3)],
+        *[({job: ADDRESSES}, ValueError, "which is not a name") for job in ("", 3)],
         (
             {"chief": ADDRESSES[:1], "worker": ADDRESSES[::-1]},
             ValueError,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -126,12 +127,13 @@ class Sampler:
         pass
 
 
+@pytest.mark.parametrize("make_sampler", [Sampler, np.random.default_rng])
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_state_that_a_trainer_holds_is_named_if_it_is_not_saved(
-    tmp_path, caplog, is_named
+    tmp_path, caplog, is_named, make_sampler
 ):
     trainer = Descent({"w": jnp.ones(3)})
-    trainer.sampler, trainer.data = Sampler(), trainer.train_dataset
+    trainer.sampler, trainer.data = make_sampler(), trainer.train_dataset
     named = {"sampler": trainer.sampler} if is_named else {}
     manager = CheckpointManager(Checkpoint(trainer=trainer, **named), tmp_path)
     Controller(

@@ -114,7 +114,7 @@ def test_the_rest_of_a_step_ends_an_epoch(compile_step, num_batches):
 
 def test_an_iterator_has_one_epoch():
     controller = make_sum(iter(BATCHES))
-    with pytest.raises(DatasetStateError, match="a second pass was asked for"):
+    with pytest.raises(DatasetStateError, match="the program needs a second pass"):
         controller.train(epochs=2)
     assert controller.trainer.step == 4
 
@@ -134,7 +134,7 @@ def train_own():
 @mistakes(
     {
         ValueError: {
-            "`epochs` is 2, but `train_dataset` repeats its data for ever": lambda: (
+            "`epochs` is 2, but `train_dataset` repeats its data forever": lambda: (
                 make_sum(from_arrays(BATCHES[0], batch_size=1, repeat=True)).train(
                     epochs=2
                 )

@@ -190,3 +190,10 @@ def test_a_pass_over_a_data_set_is_no_data_set(num_replicas):
         armillary.StandardTrainer.__init__(object.__new__(Trainer), iter(dataset))
     with pytest.raises(TypeError, match=r"Write `dataset` in place of `iter\(dataset"):
         next(armillary.predict(lambda batch: batch["x"], iter(dataset)))
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    controller = save_into(tmp_path / "file", Trainer(make_strategy(1)))
+    with pytest.raises(CheckpointError, match=r"file` cannot be written \(File exists"):
+        controller.train(2)

@@ -75,7 +75,7 @@ def test_position_continues_with_another_batch_size(repeat):
 )
 def test_a_position_that_is_no_place_in_the_data_is_an_error(change):
     iterator = from_arrays(np.arange(4), batch_size=2).make_iterator(0)
-    with pytest.raises(DatasetStateError, match="which is no place in 4 examples"):
+    with pytest.raises(DatasetStateError, match="which is not a place in 4 examples"):
         iterator.set_state(iterator.get_state() | change)
 
 

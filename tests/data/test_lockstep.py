@@ -136,7 +136,7 @@ def test_batches_that_do_not_go_together_are_shown_by_all(make, options, message
 
 
 def test_uneven_batches_of_data_of_its_own_are_for_evaluation_alone():
-    message = '`remainder` is "exact", but each process reads data of its own'
+    message = '`remainder` is "exact", but each process reads its own data'
     for outcome in read(lambda i: batches_of(4, 3), in_pieces=False, remainder="exact"):
         with pytest.raises(ValueError, match=message):
             raise outcome

@@ -179,7 +179,10 @@ def test_a_file_that_is_cut_off_later_is_an_error(ten):
 
 
 def test_a_record_that_is_no_example_is_an_error(tmp_path):
-    for record, message in ((b"\xff\xff", "is no `tf.train.Example`"), (b"", "none:")):
+    for record, message in (
+        (b"\xff\xff", "is not a `tf.train.Example`"),
+        (b"", "none:"),
+    ):
         path = write_records(tmp_path / "a", [record])
         with pytest.raises(TFRecordError, match=rf"Record 0 .*{message}"):
             read_one(path, x=INT)
@@ -198,7 +201,7 @@ def test_files_are_one_sequence_in_the_order_of_arrays(ten, repeat):
 
 def test_files_without_records_are_errors(tmp_path, ten):
     missing = str(tmp_path / "*.record")
-    message = r"\*\.record`, which is no file, and no file fits it as a pattern"
+    message = r"\*\.record`, which is not a file, and no file fits it as a pattern"
     with pytest.raises(FileNotFoundError, match=message):
         from_tfrecords([ten[0], missing], {"x": INT}, batch_size=1)
     with pytest.raises(ValueError, match="`paths` has 0 examples, but"):
@@ -240,7 +243,7 @@ def test_addresses_and_patterns_of_them_are_read_as_local_files_are(ten, remote)
         assert read_all(found) == order
         assert found.fingerprints() == expected.fingerprints()
 
-    with pytest.raises(FileNotFoundError, match=r"memory://.*which is no file"):
+    with pytest.raises(FileNotFoundError, match=r"memory://.*which is not a file"):
         from_tfrecords(f"{remote}/*.record", {"x": INT}, batch_size=1)
 
 

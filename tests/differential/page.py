@@ -11,22 +11,23 @@ HEAD = """\
 
 <!-- Written by `make differential` from tests/differential. -->
 
-This table lists the functions of Optax, Flax NNX and JAX that work inside a step, by name.
+This table lists the functions of Optax, Flax NNX and JAX that work inside a step, by
+name.
 
-Each construct is trained inside a step: without a strategy, and on 1, 2 and 4 replicas.
-Each training runs in one loop of three steps, in three loops of one step, and in loops of
-two steps and one step. Afterwards, the state must equal, in float64, the state that plain
-JAX or NNX computes on one device with the whole batch. All replicas must hold the same
-copy of it.
+Each construct is trained inside a step: without a strategy, and on 1, 2 and 4
+replicas. Each training runs in one loop of three steps, in three loops of one step,
+and in loops of two steps and one step. Afterwards, the state must equal, in float64,
+the state that plain JAX or NNX computes on one device with the whole batch. All
+replicas must hold the same copy of it.
 
-The name of a case says how the step averages over the replicas. If the name says nothing,
-the loss uses `compute_average_loss` and the step calls
+The name of a case says how the step averages over the replicas. If the name says
+nothing, the loss uses `compute_average_loss` and the step calls
 `armillary.all_reduce("sum", gradients)`.
 
-`make differential` runs every case. The default run of the tests takes a sample, on two
-replicas. A test fails if one of these has no case: a public factory of Optax, a layer or
-transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or `jax.ops`. For
-`jax.numpy` and `jax.scipy`, one function stands for each primitive.
+`make differential` runs every case. The default run of the tests takes a sample, on
+two replicas. A test fails if one of these has no case: a public factory of Optax, a
+layer or transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or
+`jax.ops`. For `jax.numpy` and `jax.scipy`, one function stands for each primitive.
 
 | | |
 | --- | --- |
@@ -36,9 +37,9 @@ transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or `jax.op
 | of these with a note | {noted} |
 | refused with a clear error | {refused} |
 
-Some notes say that each replica draws its own random numbers or uses its own statistics.
-There, the expected state is computed by hand from what each replica does: with its share of
-the batch, and with its own random key.
+Some notes say that each replica draws its own random numbers or uses its own
+statistics. There, the expected state is computed by hand from what each replica does:
+with its share of the batch, and with its own random key.
 """
 
 

@@ -300,3 +300,26 @@ def test_a_way_to_reduce_that_fit_does_not_use_is_a_warning(problem, caplog):
         model.evaluate(problem.x, problem.y, batch_size=16, verbose=0)
     (warning,) = [each for each in caplog.messages if "cross_device_ops" in each]
     assert "ReductionToOneDevice()" in warning and "KerasTrainer" in warning
+
+
+@slow_after_first("strategy", STRATEGIES)
+def test_a_mesh_of_the_program_is_left(problem, strategy):
+    expected = run(problem, problem.make_model("sequential"))
+    strategy = STRATEGIES[strategy]()
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=kinds
+    )
+    with jax.set_mesh(mesh):
+        with strategy.scope():
+            model = problem.make_model("sequential")
+        check_same(problem, model, expected)
+
+
+@pytest.mark.slow
+def test_the_axis_of_replicas_may_have_another_name(problem):
+    expected = run(problem, problem.make_model("sequential"))
+    strategy = armillary.MirroredStrategy(jax.devices()[:4], axis_name="batch")
+    with strategy.scope():
+        model = problem.make_model("sequential")
+    check_same(problem, model, expected)

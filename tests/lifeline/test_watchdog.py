@@ -1,5 +1,6 @@
 """When the watchdog of a process counts time, and what it leaves alone."""
 
+import math
 import os
 import subprocess
 import sys
@@ -115,3 +116,20 @@ def test_two_threads_start_one_watchdog(monkeypatch):
 
     assert len(started) == 1
     watchdog.let_go()
+
+
+def test_a_program_that_cannot_start_a_watchdog_goes_on(monkeypatch, tmp_path, caplog):
+    """As where the user may not execute the interpreter that runs the program."""
+    python = tmp_path / "python"
+    python.write_text("")
+    monkeypatch.setattr(sys, "executable", str(python))
+    before = set(os.listdir("/dev/fd"))
+    watchdog = Watchdog()
+
+    watchdog.set_limit(600.0, "process 0 of 1")
+    watchdog.set_limit(600.0, "process 0 of 1")
+    watchdog.set_limit(math.inf, "process 0 of 1")
+
+    (record,) = caplog.records
+    assert f"{python} cannot be run (Permission denied)" in record.getMessage()
+    assert len(os.listdir("/dev/fd")) == len(before)

@@ -40,7 +40,7 @@ def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path
         assert f"process 0 of 2: {one}" in text
         assert f"process 1 of 2: {other}" in text
 
-    assert "none_0', which is no complete checkpoint" in first["no folder"]
+    assert "none_0', which is not a complete checkpoint" in first["no folder"]
     assert "do not see the same" in first["another folder"]
     assert f", in {run_dir}/bad" in first["another folder"]
     assert f", in {run_dir}/good" in first["another folder"]

@@ -149,7 +149,7 @@ def clip_besides(h):
             "kernel: set to a value": lambda h: h.model.kernel.set_value(
                 jnp.ones((3,))
             ),
-            "other: added to, by an amount": lambda h: setattr(
+            "other: the added amount depends on": lambda h: setattr(
                 h, "other", h.other + h.other
             ),
             "total/count: set to .*Use a metric, or a variable with `aggregation": (

@@ -144,8 +144,8 @@ def test_nothing_is_written_over(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name, what in (
         ("full", "is not empty"),
-        ("file", "is no directory"),
-        ("link", "is no directory"),
+        ("file", "is not a directory"),
+        ("link", "is not a directory"),
     ):
         with pytest.raises(ValueError, match=f"{name}', which {what}, and nothing"):
             check_target(tmp_path / name)

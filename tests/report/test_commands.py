@@ -202,9 +202,13 @@ def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
     ("words", "message"),
     [
         (["report", "nowhere"], "`nowhere` is not a directory with a `metrics.jsonl`"),
-        (["runs", "README.md"], "`README.md` is no directory with"),
+        (["runs", "README.md"], "`README.md` is not a directory with"),
         (["runs", "docs"], "`docs` is not a directory with a `metrics.jsonl` in it or"),
         (["report", "docs", "--output", "docs"], "name of a file. Use `--output rep"),
+        (
+            ["report", "docs", "--output", "README.md/x.html"],
+            "is no directory in which",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

@@ -69,7 +69,7 @@ def test_all_of_a_data_set_without_an_end_is_an_error():
     evaluator = Evaluator(data)
     with pytest.raises(
         ValueError,
-        match=r"`num_steps` is -1, .* but `eval_dataset` repeats its data for ever. "
+        match=r"`num_steps` is -1, .* but `eval_dataset` repeats its data forever. "
         r"Make it without `repeat=True`, or give a number of steps",
     ):
         evaluator.evaluate(-1)
@@ -182,7 +182,7 @@ def test_an_evaluation_says_once_what_it_left(lengths, left, compile_step, caplo
     evaluator = Count(data, options)
     for _ in range(2):
         evaluator.evaluate(-1)
-    said = f"left out batches of dataset {left}. To count all"
+    said = f"left out batches of dataset {left}. To evaluate all"
     assert caplog.text.count(said) == bool(left)
     assert caplog.text.count("left out") == bool(left)
 

@@ -100,15 +100,16 @@ def test_it_adds_to_what_metrics_compute():
 
 
 def test_methods_that_override_the_end_of_a_loop_get_numbers_by_name():
+    def with_perplexity(output):
+        return {**output, "perplexity": np.exp(output["loss"])}
+
     class Trainer(armillary.StepTrainer):
         def train_loop_end(self):
-            output = super().train_loop_end()
-            return {**output, "perplexity": np.exp(output["loss"])}
+            return with_perplexity(super().train_loop_end())
 
     class Evaluator(armillary.StepEvaluator):
-        def eval_end(self):
-            output = super().eval_end()
-            return {**output, "perplexity": np.exp(output["loss"])}
+        def eval_end(self, *state):
+            return with_perplexity(super().eval_end(*state))
 
     data = {name: array[:48] for name, array in DATA.items()}
     source = from_arrays(data, batch_size=16, repeat=True)

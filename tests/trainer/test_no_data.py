@@ -197,8 +197,8 @@ class Counter(armillary.StandardTrainer):
 
 
 class CountingEvaluator(armillary.StandardEvaluator):
-    def __init__(self):
-        super().__init__(None)
+    def __init__(self, data=None):
+        super().__init__(data)
 
     def eval_begin(self):
         return 0
@@ -232,6 +232,21 @@ def test_a_step_without_data_can_be_planned():
     for options in ({"find_batch": True}, {"per_replica_batch": 4, "abstract": True}):
         with pytest.raises(ValueError, match="`train_dataset` of the trainer is None"):
             plan(trainer, 8, **options)
+
+
+def test_an_evaluation_without_an_end_is_refused_before_training():
+    endless = from_arrays(np.zeros(8, "float32"), batch_size=8, repeat=True)
+    for data in (None, endless):
+        trainer = make_trainer()
+        controller = armillary.Controller(
+            trainer=trainer,
+            evaluator=CountingEvaluator(data),
+            global_step=trainer.global_step,
+            steps_per_loop=1,
+        )
+        with pytest.raises(ValueError, match="`eval_steps` is -1, for all of the data"):
+            controller.train_and_evaluate(5)
+        assert trainer.global_step[...] == 0
 
 
 def make_controller():

@@ -118,7 +118,7 @@ def test_an_index_that_lies_outside_is_named_with_the_line_of_the_user():
 
     assert re.search(
         r"is `gather`, at \S+test_origin.py:\d+ \(use\)\. An "
-        "index of it lies outside, such as a label that is no class.",
+        "index of it lies outside, such as a label that is not a class.",
         message,
     ), message
 

@@ -165,7 +165,7 @@ def own_batches(input_context):
             r"What `add` returned has shape \(\), but it must be an array whose": (
                 lambda: run(add)
             ),
-            "repeats its data for ever, but `predict` goes through all of it": lambda: (
+            "repeats its data forever, but `predict` goes through all of it": lambda: (
                 run(data=from_arrays(ROWS, batch_size=8, repeat=True))
             ),
             "so there is no one order of its examples": lambda: armillary.predict(

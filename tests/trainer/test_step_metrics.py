@@ -348,6 +348,11 @@ def return_metric(make):
     [
         (keep_outside, ValueError, r"`loss`, a `Average` that was made outside of"),
         (return_metric(nnx.metrics.Welford), TypeError, "has a running mean, so"),
+        (
+            return_metric(lambda: nnx.MultiMetric(x=nnx.metrics.Welford())),
+            TypeError,
+            "a `MultiMetric`, but it has a running mean",
+        ),
         (return_metric(Largest), TypeError, r"`part/own`, a `Largest`, but it holds"),
         (lambda s, b: (s, {"name": "x"}), TypeError, "`name` of .* is 'x' of type str"),
         (lambda s, b: (s, {"z": 1j * b["loss"]}), TypeError, "the dtype complex64"),

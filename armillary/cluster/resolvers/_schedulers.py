@@ -362,7 +362,7 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
     if not present:
         known = ", ".join(RESOLVERS)
         logger.info(
-            "cluster | a single process: the environment tells nothing of %s", known
+            "cluster | a single process: the environment has no variables of %s", known
         )
         return SimpleClusterResolver({})
     chosen, *others = present

@@ -53,7 +53,7 @@ class ClusterSpec:
             name = f'cluster["{job}"]'
             if not isinstance(job, str) or not job:
                 raise ValueError(
-                    f"`cluster` has the job {job!r}, which is no name. {fix}"
+                    f"`cluster` has the job {job!r}, which is not a name. {fix}"
                 )
             check_instance(name, addresses, list | tuple, fix)
             for index, address in enumerate(addresses):
@@ -204,7 +204,7 @@ def check_single(job: str, count: int) -> None:
     """Raises if a job that may have one task has more."""
     if job in SINGLE_TASK_TYPES and count > 1:
         raise ValueError(
-            f"`{job}` has {count} tasks, but one process writes what it writes. "
+            f"`{job}` has {count} tasks, but only one process may write its files. "
             "Keep one, and call the others 'worker'."
         )
 

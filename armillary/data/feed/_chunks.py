@@ -201,9 +201,9 @@ def check_pieces(step: Step) -> None:
     cut = next(i for i, each in enumerate(step) if not all(b.is_last for b in each))
     raise BatchSizeError(
         f"A step takes {len(ends)} batches together, but one of dataset {cut} has a "
-        "number of examples that the replicas cannot share equally, so that it runs in "
-        "pieces, which would meet other examples than on one replica. Use batch sizes "
-        "that are multiples of the number of replicas, or "
+        "number of examples that the replicas cannot share equally. It would run in "
+        "pieces, and examples would be paired differently than on one replica. Use "
+        "batch sizes that are multiples of the number of replicas, or "
         '`InputOptions(remainder="pad")` or `"drop"`.'
     )
 

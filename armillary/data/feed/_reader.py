@@ -54,9 +54,10 @@ class BatchReader:
     ) -> None:
         if dataset.is_agreed and dataset.options.remainder == "exact" and not in_pieces:
             raise ValueError(
-                '`remainder` is "exact", but each process reads data of its own, whose '
-                "rows would have to travel. Distribute one data set over all of them "
-                '(`strategy.distribute_dataset`), or use `remainder="pad"`.'
+                '`remainder` is "exact", but each process reads its own data, so rows '
+                "would have to be sent between processes. Distribute one data set over "
+                "all processes (`strategy.distribute_dataset`), or use "
+                '`remainder="pad"`.'
             )
         self.dataset, self.gather, self._in_pieces = dataset, dataset.gather, in_pieces
         self._most_offers = _MOST_OFFERS if reads_ahead else 1

@@ -311,7 +311,7 @@ class Prefetcher(Generic[T]):
             return
         try:
             item = next(self._items)
-        # Whatever it is, the consumer must not wait for ever.
+        # Whatever it is, the consumer must not wait forever.
         except BaseException as error:
             with self._changed:
                 self._has_read_all = True

@@ -183,7 +183,7 @@ class IndexedIterator:
         count, epoch, index = self._dataset.num_examples, state["epoch"], state["index"]
         if state["num_examples"] != count or epoch < 0 or not 0 <= index <= count:
             raise DatasetStateError(
-                f"`state` is {state!r}, which is no place in {count} examples. Pass "
+                f"`state` is {state!r}, which is not a place in {count} examples. Pass "
                 "the data that it was saved with. To go on in a checkpoint with other "
                 "data, from their beginning, name what holds the state in its manager: "
                 '`CheckpointManager(..., may_differ="trainer")`.'

@@ -28,7 +28,8 @@ def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]
     if not leaves:
         raise TypeError(
             f"{get_name()} is {batch!r}, which holds no array, but it must be a pytree "
-            "of arrays. Return a dictionary or a tuple of NumPy arrays."
+            "of arrays. Return a dictionary or a tuple of NumPy arrays. A step that "
+            "makes its own data needs no data set (`train_dataset=None`)."
         )
     return treedef.unflatten(np.asarray(leaf) for leaf in leaves), num_rows
 

@@ -41,7 +41,7 @@ class FixedLenFeature:
             element. None makes them an error.
 
     Raises:
-        ValueError: If `shape` is no shape, or `default_value` does not fit.
+        ValueError: If `shape` is not a shape, or `default_value` does not fit.
         TypeError: If `dtype` is of neither numbers nor bytes.
     """
 

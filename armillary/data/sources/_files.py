@@ -48,7 +48,7 @@ def _find(path: str) -> Sequence[str]:
 
     if not found:
         raise FileNotFoundError(
-            f"`paths` has `{path}`, which is no file, and no file fits it as a "
+            f"`paths` has `{path}`, which is not a file, and no file fits it as a "
             'pattern. Write, for example, `"data/train-*.tfrecord"`, with the folder '
             f"of the files. The working directory is `{os.getcwd()}`."
         )

@@ -154,7 +154,7 @@ def _from_tf_data(dataset: Any, kind: str) -> IterableSource:
     ]
     if wrong:
         raise TypeError(
-            "The `tf.data.Dataset` has elements that are no dense tensors:\n"
+            "The `tf.data.Dataset` has elements that are not dense tensors:\n"
             f"{list_lines(wrong)}\n"
             "Change them with `map`, such as by `to_tensor` or `tf.sparse.to_dense`."
         )
@@ -281,8 +281,8 @@ def from_huggingface(
         A data set with the order, the passes and the positions of `from_arrays`.
 
     Raises:
-        TypeError: If `dataset` is no `datasets.Dataset`, or columns hold something else
-            than numbers.
+        TypeError: If `dataset` is not a `datasets.Dataset`, or columns hold something
+            else than numbers.
         ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If `drop_remainder` leaves no batch.
     """

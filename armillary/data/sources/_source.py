@@ -182,7 +182,7 @@ def from_iterator(iterator: Any) -> IterableSource:
         if has_begun and not can_go_back:
             raise DatasetStateError(
                 f"The data set is an iterator of type {type(iterator).__name__}, which "
-                "gives its batches once, and a second pass was asked for. Pass the "
+                "gives its batches once, but the program needs a second pass. Pass the "
                 "function that makes it (`make_batches`, not `make_batches()`)."
             )
         if has_begun:

@@ -72,7 +72,7 @@ def from_tfrecords(
     Raises:
         FileNotFoundError: If there is no such file.
         ImportError: If an address needs a package that is not installed.
-        TypeError: If `features` is no dictionary of `FixedLenFeature`.
+        TypeError: If `features` is not a dictionary of `FixedLenFeature`.
         ValueError: If there is no record, or another argument is wrong.
         TFRecordError: If a file is damaged, or records do not hold the features.
         BatchSizeError: If `drop_remainder` leaves no batch.
@@ -125,7 +125,7 @@ class TFRecordDataset(IndexedDataset):
                     batch[name][place, ...] = read_values(stored, name, feature)
             except DecodeError as error:
                 raise TFRecordError(
-                    f"{self._name(rows[place])} is no `tf.train.Example`: {error}. "
+                    f"{self._name(rows[place])} is not a `tf.train.Example`: {error}. "
                     "Write the file with `example.SerializeToString()`."
                 ) from error
             except TFRecordError as error:

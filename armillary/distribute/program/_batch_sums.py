@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.core import Tracer
 
 from armillary._jax_compat import count_scan_operands, read_number
 from armillary._jaxpr import Dataflow, mark, programs_in
@@ -29,7 +30,7 @@ _COPIES = (
 _ADDITIONS = ("add", "add_any", "sub")
 # Parts of the names of numbers that a sum is divided by.
 _DENOMINATORS = (
-    *("denom", "weight", "normaliz", "normalis", "count", "num", "total", "size"),
+    *("denom", "weight", "normal", "count", "num", "total", "size"),
     *("tokens", "examples", "mask"),
 )
 
@@ -57,7 +58,7 @@ _Facts: TypeAlias = frozenset[Any]
 
 def mark_metric(value: jax.Array, name: str) -> jax.Array:
     """Marks a plain metric of a step that is traced, for `warn_of_sums`."""
-    return mark(value, _METRIC + name) if isinstance(value, jax.core.Tracer) else value
+    return mark(value, _METRIC + name) if isinstance(value, Tracer) else value
 
 
 def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> None:

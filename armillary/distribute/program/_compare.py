@@ -1,7 +1,7 @@
 """Compares what must be equal: between processes, and between the copies of replicas.
 
 Different programs, constants or rows give different results without any error, or wait
-for ever. A bit that flips in one copy of the state shows only in sums of the copies.
+forever. A bit that flips in one copy of the state shows only in sums of the copies.
 """
 
 import hashlib
@@ -129,7 +129,7 @@ def check_same_program(
         shown = {f"line {first + 1}": "".join(lines[first : first + 1]).strip()}
         raise PeerError(
             f"`{name}` is traced to different programs in different processes, which "
-            "would wait for each other for ever:\n"
+            "would wait for each other forever:\n"
             f"{_list(find_differences(peers, f'where {name} differs', shown))}\n"
             "Let nothing in the step depend on the process: `jax.process_index()`, the "
             "host's name, the time, or an argument that only some processes were given."

@@ -347,9 +347,10 @@ def _check_arguments(name: str, leaves: list[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, _DRAWN_FROM):
             raise CapturedStateError(
-                f"An argument of `{name}` is of type {type(leaf).__name__}: what it "
-                "gives while the function is traced would be a constant of each call. "
-                "Pass what it gives: `next(iterator)`, or numbers."
+                f"An argument of `{name}` is of type {type(leaf).__name__}. A value "
+                "that the function draws from it while it is traced would be a "
+                "constant of each call. Pass a value instead: `next(iterator)`, or "
+                "numbers."
             )
 
 

@@ -44,8 +44,9 @@ _MISTAKES = {
     "PerReplica": "Outside `strategy.run`, a batch holds a `PerReplica`: a value for "
     "each replica. Put the code into a function, and call it with "
     "`strategy.run(replica_fn, args=(batch,))`.",
-    "different trace level": "Flax transforms what a function gets, and not what "
-    "it finds around it: give the model to it, as in `nnx.jit(fn)(self.model, batch)`.",
+    "different trace level": "Flax transforms the arguments of a function, but not the "
+    "variables that it captures. Pass the model, as in "
+    "`nnx.jit(fn)(self.model, batch)`.",
 }
 
 # Functions of libraries that refuse what they get, and what to give them.
