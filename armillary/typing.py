@@ -17,4 +17,4 @@ arrays with axes, which a `SummaryManager` writes as histograms.
 """
 
 Action: TypeAlias = Callable[[Output], None]
-"""A function that the controller calls between loops, with the last loop's output."""
+"""A function that the controller calls between loops, with the last output."""

@@ -1,4 +1,4 @@
-"""Actions: functions that a controller runs after a training loop or an evaluation.
+"""Actions: code that a controller runs after training loops and evaluations.
 
 An action is any function of an output. You can combine the actions here: a condition,
 and an action to run when it holds. `docs/recipes/best_model.md` has an example.

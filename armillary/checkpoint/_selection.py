@@ -19,7 +19,7 @@ Specs = Mapping[str, str]
 
 
 class RestoreReport(NamedTuple):
-    """The result of restoring a checkpoint; `print` shows all of it.
+    """The paths that a restore has read, kept or skipped; `print` shows all of them.
 
     It has the methods of the status object that `tf.train.Checkpoint.read` returns, so
     the lines of TensorFlow's guides run::

@@ -65,7 +65,7 @@ class Records(Mapping[str, list[float]]):
 
 
 class History(Records):
-    """The outputs of one call of `train` or `train_and_evaluate`; it is read-only.
+    """The scalars of one call of `train` or `train_and_evaluate`, for reading only.
 
     ::
 

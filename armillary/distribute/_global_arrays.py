@@ -44,9 +44,10 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
 
 def find_replica_axis(mesh: Mesh | AbstractMesh | None) -> str | None:
     """Returns the axis of replicas; `None` if a single replica has the whole mesh."""
-    names: tuple[str, ...] = () if mesh is None else mesh.axis_names
     # A mesh over which XLA divides one replica has an axis for each way to divide.
-    return names[0] if len(names) == 1 else None
+    if mesh is None or len(mesh.axis_names) != 1:
+        return None
+    return mesh.axis_names[0]
 
 
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:

@@ -65,7 +65,7 @@ _REDUCE = {
 
 
 class ValueContext(NamedTuple):
-    """The argument that `distribute_values_from_function` passes to its function.
+    """The argument of a function of `distribute_values_from_function`.
 
     Attributes:
         replica_id_in_sync_group: The replica whose value is asked for.

@@ -116,7 +116,7 @@ class Goodput:
 
 
 def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
-    """Reads how a run spent its time, also while it still runs.
+    """Reads where the time of a run went, also while it is running.
 
     Args:
         run_dir: The directory of the run's checkpoints, or the one above it.

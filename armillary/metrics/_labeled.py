@@ -105,7 +105,7 @@ class _LabeledMetric(CountingMetric):
 
 
 class AUC(_LabeledMetric):
-    """The area under the ROC curve, or under the precision-recall curve.
+    """The area under the ROC curve, or under the curve of precision and recall.
 
     It is NaN without a positive or without a negative example. Scores are counted in
     buckets of equal width between logits of -20 and 20, and scores in one bucket count

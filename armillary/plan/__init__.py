@@ -1,4 +1,4 @@
-"""Plans the memory and communication of a training step for TPUs or GPUs.
+"""The cost of a training step on devices that you do not have.
 
 `plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs.
 This works on any machine. The result shows whether the step fits, and the data that

@@ -62,7 +62,7 @@ class Memory:
 
 @dataclass
 class Plan:
-    """The known facts about a training step on devices that you do not have.
+    """Memory, time and traffic of a training step on devices that are not there.
 
     Printed, it is a table.
 

@@ -97,7 +97,8 @@ class Loop:
     @property
     def _reads_ahead(self) -> bool:
         """Whether a batch may be read before the step in front of it has run."""
-        return self._prefetch > 0 or self._steps_per_chunk != 1
+        has_data = len(self.datasets) > 0
+        return not has_data or self._prefetch > 0 or self._steps_per_chunk != 1
 
     def reopen(self) -> None:
         self.feed.close()

@@ -2,7 +2,8 @@
 
 The pages are those that GitHub shows, at the same paths, so that their links hold in
 both places. `contents.py` says what the sidebar lists, `reference.py` writes the pages
-of the reference, and `links.py` turns files and names into links.
+of the reference, `links.py` turns files and names into links, `address.py` links to the
+repository, and `assistants.py` writes the pages as text.
 """
 
 import os
@@ -13,6 +14,8 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 os.environ["KERAS_BACKEND"] = "jax"
 
+import address  # noqa: E402
+import assistants  # noqa: E402
 import contents  # noqa: E402
 import links  # noqa: E402
 import reference  # noqa: E402
@@ -32,7 +35,6 @@ exclude_patterns = [
     "armillary",
     "benchmarks",
     "docs/_build",
-    "examples",
     "runs",
     "tests",
 ]
@@ -51,7 +53,9 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 pygments_dark_style = "a11y-high-contrast-dark"
+html_theme_options = address.make_theme_options()
 html_title = f"Armillary {release}"
+html_logo = html_favicon = "../logo.svg"
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_copy_source = False
@@ -66,6 +70,8 @@ def setup(app):
     app.connect("builder-inited", write_reference)
     app.connect("source-read", add_contents)
     app.connect("autodoc-process-bases", hide_bases)
+    app.connect("html-page-context", add_links)
+    app.connect("build-finished", write_texts)
     links.setup(app)
 
 
@@ -88,3 +94,14 @@ def add_contents(app, name, source):
 def hide_bases(app, name, value, options, bases):
     """Leaves out the bases of a class that no page describes."""
     bases[:] = reference.find_shown_bases(value, reference.find_described())
+
+
+def add_links(app, name, template, context, tree):
+    """Links a page of the reference to the docstrings, not to a page of the sources."""
+    address.link_to_source(name, context)
+
+
+def write_texts(app, error):
+    """Writes the pages as text, after they were written as HTML."""
+    if error is None:
+        assistants.write_files(Path(app.outdir))

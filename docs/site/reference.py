@@ -1,7 +1,13 @@
-"""Writes the pages of the reference: one for each public module, by its docstrings.
+"""Writes the reference: a page for each public module and class, and one table.
 
 An object that several modules offer is described once, where users import it from; the
-other pages refer to it. Nothing here needs Sphinx: the pages are text for `autodoc`.
+other pages refer to it. A class has its own page, an exception stands on the page of
+its module. Nothing here needs Sphinx: the pages are text for `autodoc`.
+
+`docs/reference.md` is the table, which is a part of the repository. This command writes
+it again after a public name or the first line of its docstring has changed::
+
+    python docs/site/reference.py
 """
 
 import ast
@@ -9,13 +15,32 @@ import functools
 import importlib
 import inspect
 import itertools
+import os
 import pkgutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import armillary
-import armillary.typing
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+from members import find_members  # noqa: E402
+
+import armillary  # noqa: E402
+import armillary.typing  # noqa: E402
+
+TABLE = FOLDER.parent / "reference.md"
+_BEGINNING = """\
+# API reference
+
+<!-- Written by `python docs/site/reference.py`, from the docstrings. -->
+
+Every public name, with the first line of its docstring. The site that `make docs`
+builds has a page for each module and each class, with all arguments, members and
+errors. In Python, `help(armillary.Controller)` shows the same.
+"""
 
 
 class Entry(NamedTuple):
@@ -65,7 +90,7 @@ def list_entries() -> dict[str, list[Entry]]:
             value, full_name = getattr(module, name), f"{module_name}.{name}"
             if inspect.ismodule(value):
                 home, doc = value.__name__, value.__doc__
-            elif inspect.isclass(value) or inspect.isroutine(value):
+            elif is_own_class(value) or inspect.isroutine(value):
                 home, doc = homes.setdefault(id(value), full_name), value.__doc__
             else:
                 home, doc = f"armillary.typing.{name}", aliases[name]
@@ -82,13 +107,14 @@ def find_described() -> set[type]:
 
 
 def make_pages() -> dict[str, str]:
-    """Returns a page for each public module, by the name of the file."""
+    """Returns the pages of all public modules and classes, by the name of the file."""
     entries = list_entries()
     described = find_described()
-    return {
-        f"{name}.rst": make_page(name, part, described)
-        for name, part in entries.items()
-    }
+    pages = {f"{name}.rst": make_page(name, part) for name, part in entries.items()}
+    for entry in itertools.chain.from_iterable(entries.values()):
+        if has_page(entry) and entry.home == entry.name:
+            pages[f"{entry.home}.rst"] = make_class_page(entry, described)
+    return pages
 
 
 def write_pages(folder: Path) -> None:
@@ -104,18 +130,42 @@ def write_pages(folder: Path) -> None:
             path.write_text(text)
 
 
+def make_table() -> str:
+    """Returns `docs/reference.md`: a table of the names of each public module."""
+    lines = [_BEGINNING]
+    for module_name, entries in list_entries().items():
+        module = importlib.import_module(module_name)
+        first_line = inspect.cleandoc(module.__doc__ or "").partition("\n")[0]
+        lines += [f"## {module_name}", "", first_line, ""]
+        lines += ["| name | description |", "| --- | --- |"]
+        for entry in entries:
+            description = entry.first_line.replace("|", "\\|")
+            lines.append(f"| `{entry.name}` | {description} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def is_class(entry: Entry) -> bool:
     """Returns whether an entry has members to describe."""
-    return inspect.isclass(entry.value)
+    return is_own_class(entry.value)
 
 
-def make_page(module_name: str, entries: list[Entry], described: set[type]) -> str:
-    """Returns a page in reStructuredText.
+def is_own_class(value: Any) -> bool:
+    """Returns whether a value is a class of the library, and not of another one."""
+    return inspect.isclass(value) and value.__module__.startswith("armillary")
+
+
+def has_page(entry: Entry) -> bool:
+    """Returns whether an entry is described on a page of its own."""
+    return is_class(entry) and not issubclass(entry.value, BaseException)
+
+
+def make_page(module_name: str, entries: list[Entry]) -> str:
+    """Returns the page of a module in reStructuredText.
 
     Args:
         module_name: The module.
         entries: What it offers.
-        described: The classes that have a place of their own on some page.
     """
     lines = [module_name, "=" * len(module_name), ""]
     lines += [f".. automodule:: {module_name}", "   :no-members:", ""]
@@ -125,25 +175,52 @@ def make_page(module_name: str, entries: list[Entry], described: set[type]) -> s
         short = entry.name.removeprefix(f"{module_name}.")
         lines += [f"   * - :{role}:`{short} <{entry.home}>`"]
         lines += [f"     - {entry.first_line}"]
-    for entry in entries:
-        if entry.home == entry.name and not inspect.ismodule(entry.value):
-            lines += ["", *make_entry(entry, described)]
+
+    own = [entry for entry in entries if entry.home == entry.name]
+    pages = [f"   {entry.home}" for entry in own if has_page(entry)]
+    if pages:
+        lines += ["", ".. toctree::", "   :hidden:", "", *pages]
+    for entry in own:
+        if inspect.ismodule(entry.value) or has_page(entry):
+            continue
+        if is_class(entry):
+            lines += ["", *make_class(entry, find_described())]
+        else:
+            kind = "function" if inspect.isroutine(entry.value) else "data"
+            lines += ["", f".. auto{kind}:: {entry.name}"]
     return "\n".join([*lines, ""])
 
 
-def make_entry(entry: Entry, described: set[type]) -> list[str]:
-    """Returns the directive that describes an object with all its members."""
-    if not is_class(entry):
-        kind = "function" if inspect.isroutine(entry.value) else "data"
-        return [f".. auto{kind}:: {entry.name}"]
-    lines = [f".. autoclass:: {entry.name}", "   :members:"]
+def make_class_page(entry: Entry, described: set[type]) -> str:
+    """Returns the page of a class in reStructuredText.
+
+    Args:
+        entry: The class.
+        described: The classes that have a place of their own on some page.
+    """
+    short = entry.name.rpartition(".")[2]
+    lines = [short, "=" * len(short), "", f"``{entry.name}``", ""]
+    lines += make_class(entry, described)
+    aliases = find_members(entry.value).aliases
+    if aliases:
+        pairs = [
+            f"``{alias}`` is :py:obj:`{name} <{entry.home}.{name}>`"
+            for alias, name in aliases.items()
+        ]
+        lines += ["", f"Other names in TensorFlow: {', '.join(pairs)}."]
+    return "\n".join([*lines, ""])
+
+
+def make_class(entry: Entry, described: set[type]) -> list[str]:
+    """Returns the directives that describe a class with all its members."""
+    lines = [f".. autoclass:: {entry.name}"]
     if find_shown_bases(entry.value, described):
         lines.append("   :show-inheritance:")
-    # What bases without a place of their own define is described here.
-    bases = entry.value.__mro__[1:]
-    if is_hidden(bases[0], described):
-        end = next(base for base in bases if not is_hidden(base, described))
-        lines.append(f"   :inherited-members: {end.__name__}")
+    members = find_members(entry.value)
+    for name in members.methods:
+        lines += ["", f"   .. automethod:: {name}"]
+    for name in members.properties:
+        lines += ["", f"   .. autoproperty:: {name}"]
     return lines
 
 
@@ -154,5 +231,9 @@ def find_shown_bases(value: type, described: set[type]) -> list[type]:
 
 
 def is_hidden(value: type, described: set[type]) -> bool:
-    """Returns whether a class is of the library, and has no place of its own."""
+    """Returns whether a class of the library has no place of its own."""
     return value.__module__.startswith("armillary") and value not in described
+
+
+if __name__ == "__main__":
+    TABLE.write_text(make_table())

@@ -297,6 +297,7 @@ def test_a_name_for_two_axes_of_a_step_is_an_error(divided):
         (("a", "b"), TypeError, r"`axis_name` is \('a', 'b'\) of type tuple"),
         (None, TypeError, "`axis_name` is None of type NoneType"),
         ("", ValueError, "`axis_name` is '', but the axis of replicas needs a name"),
+        (" ", ValueError, "`axis_name` is ' ', but the axis of replicas needs a name"),
     ],
 )
 def test_a_name_that_is_none_is_refused(kind, name, error, message):

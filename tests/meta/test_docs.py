@@ -12,6 +12,7 @@ DOCUMENTS = [
     for path in [
         *sorted(REPOSITORY.glob("*.md")),
         *sorted(REPOSITORY.glob("docs/**/*.md")),
+        *sorted(REPOSITORY.glob("examples/*.md")),
     ]
     if path.name != "CHANGELOG.md"
 ]

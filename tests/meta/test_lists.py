@@ -1,4 +1,4 @@
-"""Pages that list what the code has: commands with their options, and variables."""
+"""Pages that list what the code has: commands, options, variables and examples."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ from tests.meta.test_docs import REPOSITORY, find_blocks
 
 CLI = REPOSITORY / "docs" / "cli.md"
 VARIABLES = REPOSITORY / "docs" / "environment_variables.md"
+EXAMPLES = REPOSITORY / "examples"
 OPTION = re.compile(r"(?<![\w-])(-m|--[a-z][a-z-]+)\b")
 CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 # Words in capitals that mean something else: options of XLA and errors of JAX, names of
@@ -95,3 +96,32 @@ def test_the_page_of_environment_variables_has_each_variable_of_the_code():
     assert found >= NOT_VARIABLES
     assert found - NOT_VARIABLES - listed == set()
     assert [name for name in listed if not re.search(rf"\b{name}\b", text)] == []
+
+
+def read_examples():
+    """Returns the command of each program in the tables of the page of examples."""
+    rows = re.findall(
+        r"^\| \[[^\]]+\]\(([\w/]+\.py)\) \|.*?\| `([^`]+)` \|",
+        (EXAMPLES / "README.md").read_text(),
+        re.M,
+    )
+    return dict(rows)
+
+
+def test_the_page_of_examples_has_each_program():
+    programs = {
+        path.relative_to(EXAMPLES).as_posix()
+        for path in EXAMPLES.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    assert programs == read_examples().keys()
+
+
+def test_a_command_of_an_example_has_options_that_exist(capsys):
+    launch_help = read_help(capsys, "launch")
+    for name, command in read_examples().items():
+        launched, _, arguments = command.partition(f"examples/{name}")
+        assert launched, command
+        program = (EXAMPLES / name).read_text()
+        assert all(option in launch_help for option in OPTION.findall(launched))
+        assert all(f'"{option}"' in program for option in OPTION.findall(arguments))

@@ -28,6 +28,9 @@ def load(name):
 
 contents = load("contents")
 reference = load("reference")
+address = load("address")
+assistants = load("assistants")
+members = load("members")
 
 
 def test_every_page_is_in_the_contents_once():
@@ -56,6 +59,61 @@ def test_every_public_name_is_described_once():
             row = re.search(rule, pages[f"{module_name}.rst"])
             assert row, f"{module_name}.{name}"
             assert row[2] in (MODULE_NAMES if row[1] == "mod" else targets), row[0]
+
+
+def test_the_table_of_names_is_up_to_date():
+    table = (REPOSITORY / "docs" / "reference.md").read_text()
+    assert table == reference.make_table(), "Run `python docs/site/reference.py`."
+    listed = set(re.findall(r"^\| `(armillary\.[\w.]+)` \| \S", table, re.M))
+    for module_name in MODULE_NAMES:
+        module = importlib.import_module(module_name)
+        names = {f"{module_name}.{name}" for name in list_public_names(module)}
+        assert names <= listed, module_name
+
+
+def list_members(name):
+    page = reference.make_pages()[f"{name}.rst"]
+    return set(re.findall(r"^   \.\. auto(?:method|property):: (.+)$", page, re.M))
+
+
+def test_a_page_of_a_class_has_inherited_members():
+    expected = {"distribute_dataset", "gather", "reduce", "run", "scope"}
+    for name in ("MirroredStrategy", "OneDeviceStrategy", "ShardedStrategy"):
+        assert expected <= list_members(f"armillary.{name}")
+    assert "train_and_evaluate" in list_members("armillary.Controller")
+    assert "train" in list_members("armillary.StepTrainer")
+
+
+def test_a_page_of_a_class_has_no_internal_members():
+    assert list_members("armillary.Checkpoint") == {"read", "restore", "save", "write"}
+    assert "state_shardings" not in list_members("armillary.MirroredStrategy")
+    assert "train_step" not in list_members("armillary.StepTrainer")
+
+
+def test_each_internal_member_exists():
+    bases = {
+        base.__name__: base
+        for value in reference.find_described()
+        for base in value.__mro__
+    }
+    for owner, names in members.INTERNAL.items():
+        missing = [name for name in names if not hasattr(bases[owner], name)]
+        assert not missing, owner
+
+
+def test_each_page_of_the_reference_links_to_its_source():
+    for page in reference.make_pages():
+        path = address.find_source(page.removesuffix(".rst"))
+        assert path.is_relative_to(REPOSITORY / "armillary"), page
+
+
+def test_the_texts_for_assistants_have_each_page():
+    content, pages = assistants.make_content(), assistants.make_pages()
+    assert content.startswith("# Armillary\n\n> Training loops for JAX")
+    for page in contents.list_pages():
+        first_line = (REPOSITORY / page).read_text().partition("\n")[0]
+        assert f"<!-- {page} -->\n\n{first_line}\n" in pages
+        assert page == "docs/index.md" or f"]({page[:-3]}.html): " in content
 
 
 def list_anchors(path):
@@ -105,6 +163,10 @@ def test_the_site_can_be_built(tmp_path):
     described = {line.split()[0] for line in zlib.decompress(inventory).splitlines()}
     targets = find_targets(reference.make_pages().values())
     assert {name.encode() for name in targets} <= described
+    assert {"llms.txt", "llms-full.txt"} <= {path.name for path in tmp_path.iterdir()}
+    repository = address.make_address("edit", "")
+    for page in ("docs/tutorial", "docs/reference/armillary.Controller"):
+        assert f'href="{repository}' in (tmp_path / f"{page}.html").read_text()
     # Nothing is fetched when a page is opened.
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(

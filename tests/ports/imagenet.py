@@ -76,7 +76,8 @@ class State(TrainState):
 
 def make_state(dtype: Any) -> State:
     model = ResNet(dtype)
-    variables = model.init(jax.random.key(0), TRAIN["image"][:1], train=False)
+    init = jax.jit(functools.partial(model.init, train=False))
+    variables = init(jax.random.key(0), TRAIN["image"][:1])
     is_half = dtype == jnp.float16
     rates = optax.cosine_decay_schedule(0.1, NUM_STEPS)
     return State.create(

@@ -4,6 +4,7 @@ Texts have different lengths, so the loss is a sum over words, divided by their 
 The dropout of a step comes from one key, folded with the number of the step.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -60,7 +61,8 @@ class LanguageModel(nn.Module):
 
 def make_state() -> TrainState:
     model = LanguageModel()
-    params = model.init(jax.random.key(0), TRAIN["words"][:1], False)["params"]
+    init = jax.jit(functools.partial(model.init, train=False))
+    params = init(jax.random.key(0), TRAIN["words"][:1])["params"]
     tx = optax.adamw(optax.linear_schedule(0.02, 0.01, NUM_STEPS), weight_decay=0.1)
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 

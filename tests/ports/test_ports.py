@@ -1,5 +1,6 @@
 """Public training programs: their ports train to the losses of the original loops."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tests.ports import (
     dqn,
     imagenet,
     keras_stateless,
+    lm1b,
     lookahead,
     multi_steps,
     nnx_mnist,
@@ -29,7 +31,7 @@ from tests.ports import (
     vae,
     vision_transformer,
 )
-from tests.ports.port import Port
+from tests.ports.port import Port, Result
 from tests.problems import assert_identical, read_state
 
 PORTS = {
@@ -38,6 +40,7 @@ PORTS = {
     "imagenet": imagenet.PORT,
     "imagenet_float16": imagenet.HALF_PORT,
     "keras_stateless": keras_stateless.PORT,
+    "lm1b": lm1b.PORT,
     "lookahead": lookahead.PORT,
     "multi_steps": multi_steps.PORT,
     "nnx_mnist": nnx_mnist.PORT,
@@ -49,8 +52,8 @@ PORTS = {
     "vae": vae.PORT,
     "vision_transformer": vision_transformer.PORT,
 }
-# Their first setup is quick, and stays in the short tier.
-QUICK = ("imagenet",)
+# Their first setup stays in the short tier.
+QUICK = ("dqn", "imagenet", "lm1b", "nnx_own_optimizer")
 SETUPS = ("one device", "four mirrored", "four sharded")
 
 
@@ -63,8 +66,7 @@ def as_programs_are_written() -> Iterator[None]:
 
 def make_strategy(port: Port, setup: str) -> armillary.distribute.Strategy:
     devices = jax.devices()[:4]
-    is_default = port.axis_name == "replica"
-    names = {} if is_default else {"axis_name": port.axis_name}
+    names = {"axis_name": port.axis_name}
     if setup == "one device":
         return armillary.OneDeviceStrategy("cpu:0", **names)
     if setup == "four mirrored":
@@ -73,6 +75,11 @@ def make_strategy(port: Port, setup: str) -> armillary.distribute.Strategy:
     return armillary.ShardedStrategy(
         dict(mesh_shape), rules=port.rules, devices=devices, **names
     )
+
+
+@functools.cache
+def run_original(name: str, num_replicas: int) -> Result:
+    return PORTS[name].run_original(num_replicas)
 
 
 def make_cases() -> Iterator[object]:
@@ -88,7 +95,7 @@ def make_cases() -> Iterator[object]:
 def test_a_port_has_the_losses_of_its_original(name, setup):
     port = PORTS[name]
     strategy = make_strategy(port, setup)
-    original = port.run_original(strategy.num_replicas_in_sync)
+    original = run_original(name, strategy.num_replicas_in_sync)
 
     trainer = port.make_trainer(strategy)
     losses = [float(trainer.train(1)["loss"]) for _ in range(port.num_steps)]

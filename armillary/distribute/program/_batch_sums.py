@@ -30,7 +30,7 @@ _COPIES = (
 _ADDITIONS = ("add", "add_any", "sub")
 # Parts of the names of numbers that a sum is divided by.
 _DENOMINATORS = (
-    *("denom", "weight", "normaliz", "normalis", "count", "num", "total", "size"),
+    *("denom", "weight", "normal", "count", "num", "total", "size"),
     *("tokens", "examples", "mask"),
 )
 

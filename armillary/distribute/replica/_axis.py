@@ -25,7 +25,7 @@ def check_axis_name(axis_name: Any, taken: Collection[str] = ()) -> str:
             f"`axis_name` is {axis_name!r:.60} of type {type(axis_name).__name__}, but "
             f"the axis of replicas has one name, a string. {_FIX}"
         )
-    if not axis_name:
+    if not axis_name.strip():
         raise ValueError(
             f"`axis_name` is {axis_name!r}, but the axis of replicas needs a name. "
             f"{_FIX}"

@@ -1,0 +1,64 @@
+"""Writes two files for assistants that read the documentation as text.
+
+`llms.txt` lists the pages with a sentence for each, as `docs/index.md` has them.
+`llms-full.txt` holds all pages in one Markdown file.
+"""
+
+import re
+from pathlib import Path
+
+from contents import LISTS, REPOSITORY, read_contents
+
+_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \| (.+) \|$", re.MULTILINE)
+_CONTENT = "llms.txt"
+_PAGES = "llms-full.txt"
+
+
+def write_files(folder: Path) -> None:
+    """Writes both files into the root of the site."""
+    (folder / _CONTENT).write_text(make_content())
+    (folder / _PAGES).write_text(make_pages())
+
+
+def make_content() -> str:
+    """Returns the list of pages, with their addresses on the site."""
+    index = REPOSITORY / LISTS[0]
+    title, _, rest = index.read_text().partition("\n")
+    summary = rest.strip().partition("\n\n")[0].strip("*")
+    all_pages = f"All pages in one file: [{_PAGES}]({_PAGES})"
+    lines = [title, "", f"> {summary}", "", all_pages]
+
+    for page in LISTS:
+        descriptions = _read_descriptions(page)
+        for caption, pages in read_contents(page).items():
+            lines += ["", f"## {caption}", ""]
+            for name in pages:
+                short, description = descriptions[name]
+                address = f"{name.removesuffix('.md')}.html"
+                lines.append(f"- [{short}]({address}): {description}")
+    return "\n".join([*lines, ""])
+
+
+def make_pages() -> str:
+    """Returns all pages in the order of the site, each after a line with its path."""
+    listed = [
+        name
+        for page in LISTS
+        for pages in read_contents(page).values()
+        for name in pages
+    ]
+    names = dict.fromkeys([LISTS[0], *listed])
+    parts = [
+        f"<!-- {name} -->\n\n{(REPOSITORY / name).read_text().strip()}\n"
+        for name in names
+    ]
+    return "\n".join(parts)
+
+
+def _read_descriptions(page: str) -> dict[str, tuple[str, str]]:
+    """Returns title and description of each page in the tables of `page`."""
+    folder = (REPOSITORY / page).parent
+    return {
+        (folder / target).resolve().relative_to(REPOSITORY).as_posix(): (title, text)
+        for title, target, text in _ROW.findall((REPOSITORY / page).read_text())
+    }

@@ -1,0 +1,132 @@
+"""The files around the code: workflows, forms, hooks, addresses, citation and logo."""
+
+import re
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # Orbax needs it, so it is always installed.
+
+from tests.meta.test_project import PYTHONS, find_lines
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+GITHUB = REPOSITORY / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").iterdir())
+YAML_FILES = [
+    *sorted(GITHUB.rglob("*.yml")),
+    REPOSITORY / ".pre-commit-config.yaml",
+    REPOSITORY / ".readthedocs.yaml",
+    REPOSITORY / "CITATION.cff",
+]
+# An action whose tag someone moves would run other code, so a hash names it.
+PINNED_ACTION = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def list_jobs() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in WORKFLOWS:
+        for name, job in read(path)["jobs"].items():
+            yield f"{path.name}: {name}", job
+
+
+def list_steps() -> Iterator[dict[str, Any]]:
+    for _, job in list_jobs():
+        yield from job.get("steps", [])
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=name_of)
+def test_each_file_is_a_mapping_in_yaml(path):
+    assert isinstance(read(path), dict)
+
+
+def test_continuous_integration_runs_on_each_python_of_the_project():
+    prefix = "Programming Language :: Python :: 3."
+    classifiers = [each for each in PROJECT["classifiers"] if each.startswith(prefix)]
+    claimed = [each.rpartition(" ")[2] for each in classifiers]
+    check = read(GITHUB / "workflows" / "ci.yml")["jobs"]["check"]
+    assert check["strategy"]["matrix"]["python"] == claimed == list(PYTHONS)
+    assert ".ci/run" in [step.get("run") for step in check["steps"]]
+
+
+def test_each_command_of_a_workflow_exists():
+    targets = set(
+        re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
+    )
+    commands = [step["run"] for step in list_steps() if "run" in step]
+    commands += read(REPOSITORY / ".readthedocs.yaml")["build"]["commands"]
+    named = {name for each in commands for name in re.findall(r"\bmake ([\w-]+)", each)}
+    assert {"differential", "dist", "docs", "nightly", "test-all"} <= named <= targets
+    assert (REPOSITORY / ".ci" / "run").is_file()
+
+
+def test_each_job_has_a_limit_and_few_rights():
+    for name, job in list_jobs():
+        assert "timeout-minutes" in job or "uses" in job, name
+    for path in WORKFLOWS:
+        assert read(path)["permissions"] == {"contents": "read"}, path.name
+
+
+def test_each_action_is_named_by_a_hash():
+    used = [step["uses"] for step in list_steps() if "uses" in step]
+    assert used
+    assert [name for name in used if not PINNED_ACTION.fullmatch(name)] == []
+
+
+def test_each_field_of_a_form_has_a_label():
+    for path in sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")):
+        form = read(path)
+        for field in form.get("body", []):
+            assert field["attributes"]["label"], path.name
+    assert {path.name for path in (GITHUB / "ISSUE_TEMPLATE").iterdir()} == {
+        "bug.yml",
+        "config.yml",
+        "feature.yml",
+    }
+
+
+def test_hooks_run_what_make_check_runs():
+    [local] = read(REPOSITORY / ".pre-commit-config.yaml")["repos"]
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for hook in local["hooks"]:
+        program = hook["entry"].split()[0]
+        assert program.startswith(".venv/bin/")
+        assert program.replace(".venv/bin", "$(BIN)") in makefile, hook["id"]
+
+
+def test_the_citation_has_the_version_and_the_license():
+    citation = read(REPOSITORY / "CITATION.cff")
+    assert str(citation["version"]) == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+    assert [each["name"] for each in citation["authors"]] == [
+        each["name"] for each in PROJECT["authors"]
+    ]
+
+
+def test_the_addresses_of_the_project_stand_in_one_file():
+    for address in PROJECT["urls"].values():
+        assert address.startswith("https://")
+        host = re.escape(address.removeprefix("https://"))
+        files = {line.partition(":")[0] for line in find_lines(re.compile(host))}
+        assert files == {"pyproject.toml"}, address
+
+
+def test_the_logo_is_a_picture_with_a_title():
+    root = ElementTree.parse(REPOSITORY / "docs" / "logo.svg").getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.find("{http://www.w3.org/2000/svg}title") is not None
+
+
+def test_the_roadmap_has_ten_lines():
+    numbers = re.findall(r"^(\d+)\. ", (REPOSITORY / "ROADMAP.md").read_text(), re.M)
+    assert numbers == [str(number) for number in range(1, 11)]
