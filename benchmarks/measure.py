@@ -72,9 +72,9 @@ def measure_case(
     others go on.
 
     Args:
-        case: What to run.
-        contestants: Who runs it. Without a reference there are no ratios.
-        settings: How long.
+        case: The case to run.
+        contestants: The contestants. Without a reference there are no ratios.
+        settings: The duration.
         start: Starts a worker, in the place of `start_worker` for tests.
 
     Returns:
@@ -103,8 +103,8 @@ class Bench:
     """The workers of one case, which take turns.
 
     Attributes:
-        records: What is known of each contestant that runs: its `seconds` and `losses`,
-            one for each burst, and what it said when it was ready.
+        records: The record of each contestant that runs: its `seconds` and `losses`,
+            one for each burst, and its message when it was ready.
         skipped: Why contestants do not support the case, by name.
         failed: Why contestants failed, by name.
     """
@@ -189,7 +189,7 @@ class Bench:
 
     @contextlib.contextmanager
     def dropping(self, name: str) -> Iterator[None]:
-        """Drops a contestant that fails, and goes on with the others."""
+        """Drops a contestant that fails, and continues with the others."""
         try:
             yield
         except WorkerError as error:

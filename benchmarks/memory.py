@@ -1,4 +1,4 @@
-"""Compares the device memory of Armillary's loop with that of a hand-written scan.
+"""Compares the device memory of Armillary's loop with a hand-written scan.
 
     python -m benchmarks.memory
 
@@ -49,7 +49,7 @@ def measure(task: Task) -> dict[str, Any]:
     """Returns bytes of both programs, and of one chunk of batches.
 
     Args:
-        task: What is trained.
+        task: The task to train.
     """
     options = Options(steps_per_loop=_STEPS_PER_LOOP)
     reference = ReferenceScan()

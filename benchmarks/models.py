@@ -16,9 +16,9 @@ def make_model(task: Task, rngs: nnx.Rngs, dtype: Any) -> Any:
     """Returns an NNX module, a function from a batch to its logits.
 
     Args:
-        task: What to build.
-        rngs: Those of the initial parameters, which are float32.
-        dtype: What it computes in.
+        task: The task of the model.
+        rngs: Random numbers for the initial parameters, which are float32.
+        dtype: The dtype of the computation.
 
     Raises:
         TypeError: If there is no model of this task.

@@ -3,11 +3,11 @@
     python -m benchmarks.parameter_server --json bench.json
 
 A call computes next to nothing: it reads all variables and sends a gradient for each to
-an SGD on one server. Beside `ParameterServerStrategy` run TensorFlow's, where `make
-bench-peers` has installed it, and the bound of memory: each call must copy the
+an SGD on one server. `ParameterServerStrategy` is compared with TensorFlow's, if `make
+bench-peers` has installed it, and with the bound of memory: each call must copy the
 variables once on their way to the worker, and the gradients once on their way back.
-All take turns, in processes of their own; a burst ends when the variables of the
-scheduling process are current.
+All take turns, in separate processes. A burst ends when the variables of the scheduling
+process are current.
 """
 
 import argparse

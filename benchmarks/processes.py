@@ -27,7 +27,7 @@ class WorkerError(Exception):
     """A worker failed, ended or did not answer in time.
 
     Args:
-        message: What happened.
+        message: The text of the error.
         skip: Whether the contestant just does not support the case.
     """
 

@@ -1,10 +1,10 @@
-"""What the parent and its workers say to each other: one JSON object a line.
+"""The messages between the parent and its workers: one JSON object a line.
 
 A worker first says `{"event": "ready", ...}`. Then, for each `{"run": steps}` that it
 reads, it runs that many steps to their end and says `{"event": "ran", "steps": ...,
-"seconds": ..., "loss": ...}`. `{"quit": true}` or the end of its input ends it. What
-goes wrong is `{"event": "error", "message": ..., "skip": ...}`, where `skip` tells that
-the contestant does not support the case, which is no failure.
+"seconds": ..., "loss": ...}`. `{"quit": true}` or the end of its input ends it. An
+error is `{"event": "error", "message": ..., "skip": ...}`. With `skip`, the contestant
+does not support the case, which is not a failure.
 
 Nothing here imports more than the standard library: peers run in other environments.
 """
@@ -32,9 +32,9 @@ class Options:
         devices: Devices the batch is divided over.
         data: `"memory"` (arrays on the host), `"grain"` (a Grain pipeline over them) or
             `"resident"` (the arrays stay on the device).
-        dtype: What the model computes in; parameters are float32.
-        convolutions: `"canonical"` lowers those of the hand-written loops on the CPU
-            as Armillary's programs have them, `"stock"` as XLA does.
+        dtype: The dtype of the computation; parameters are float32.
+        convolutions: `"canonical"` lowers the convolutions of the hand-written loops on
+            the CPU as Armillary's programs have them, `"stock"` as XLA does.
     """
 
     steps_per_loop: int = 1

@@ -85,8 +85,8 @@ def add_measurement(
 
     Args:
         path: The document; `None` keeps nothing.
-        name: What was measured.
-        measurement: What was found.
+        name: The name of the measurement.
+        measurement: The results.
     """
     if path is None:
         return

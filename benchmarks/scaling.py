@@ -4,7 +4,7 @@
     python -m benchmarks.scaling --task bert-base --dtype bf16 \
         --topologies h100:1x1 h100:1x4
 
-Each row is a process of its own, so that its memory is that of one plan. Compilers are
+Each row runs in a separate process, so its memory belongs to one plan. Compilers are
 found as `armillary plan` finds them (`docs/plan.md`). For a bare number of devices the
 step is traced and lowered only.
 """
@@ -67,7 +67,7 @@ def plan_once(task: str, size: str, dtype: str, topology: str) -> dict[str, Any]
     Args:
         task: Name of the task.
         size: Its size.
-        dtype: What the model computes in.
+        dtype: The dtype of the computation.
         topology: The devices, or a number of them.
     """
     import jax
@@ -110,8 +110,8 @@ def make_table(task: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Returns the table of plans.
 
     Args:
-        task: What was planned.
-        rows: What `plan_once` returned.
+        task: The planned task.
+        rows: The results of `plan_once`.
     """
     table = Table(title=f"One step of {task}, planned", pad_edge=False)
     table.add_column("devices")

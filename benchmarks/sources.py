@@ -1,14 +1,14 @@
-"""Measures what each kind of source costs beside arrays in memory.
+"""Measures the cost of each kind of source, compared with arrays in memory.
 
     python -m benchmarks.sources
 
-Each source gives the same rows, as large as those of MNIST, through a distributed
+Each source gives the same rows, as large as rows of MNIST, through a distributed
 dataset on one device, and nothing is computed with them. One pass over each source
-makes a round; the ratio is that of a source to the arrays in the same round. A library
+makes a round. The ratio compares a source with the arrays in the same round. A library
 that is not installed is left out: `make libraries` makes an environment with all.
 
-All rows are shuffled, except those of the Hugging Face stream, which would need a
-buffer. No library gets workers: what is compared is the work for a row.
+All rows are shuffled, except the rows of the Hugging Face stream, which would need a
+buffer. No library gets workers, because the work for a row is compared.
 """
 
 import importlib

@@ -4,8 +4,9 @@
 
 Armillary's own modules are imported when its first name is used: a few processes time
 that, after `import jax, flax`. Then, for each task, Armillary and the scan by hand take
-turns. Of each, two processes, one after the other, share a persistent compilation cache
-that is empty at first. Each counts what it compiles until its first loop has run.
+turns. For each of them, two processes, one after the other, share a persistent
+compilation cache that is empty at first. Each counts its compilations until its first
+loop has run.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What is trained: sizes, data and optimizers, for any framework.
+"""The tasks: sizes, data and optimizers, for any framework.
 
 This needs NumPy only, because peers read it in environments without JAX. The models are
-those of `benchmarks.models`, and of `benchmarks.peers`.
+in `benchmarks.models` and `benchmarks.peers`.
 """
 
 import abc
@@ -85,9 +85,9 @@ class CnnTask(Task):
 class ManyLeavesTask(Task):
     """Four hundred tiny parameters, for the cost of handling state.
 
-    They are those of 200 dense layers of 8 units with biases; batch 64, Adam. Each
-    layer adds `0.1 * tanh(dense(x))` to its input `x`, and the last one's output is the
-    logits. `image` is float32 of shape `(batch, width)`.
+    The model has 200 dense layers of 8 units with biases; batch 64, Adam. Each layer
+    adds `0.1 * tanh(dense(x))` to its input `x`, and the output of the last layer is
+    the logits. `image` is float32 of shape `(batch, width)`.
     """
 
     num_classes: int = 8

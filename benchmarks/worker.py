@@ -90,7 +90,7 @@ def serve(contestant: Contestant, requests: IO[str], replies: IO[str]) -> None:
     """Answers requests until one asks to quit or there are no more.
 
     Args:
-        contestant: What runs the steps.
+        contestant: The object that runs the steps.
         requests: Lines to read.
         replies: Where to write.
     """

@@ -1,7 +1,7 @@
 """Linear regression by an estimator, on the diabetes data of scikit-learn.
 
 Training and evaluation take turns on 442 patients, and a second run with the same
-`--run-dir` goes on where the first one ended.
+`--run-dir` continues where the first one ended.
 
     python examples/linear_regressor_estimator.py --devices 2 --run-dir runs/regressor
 """

@@ -1,7 +1,7 @@
 """Trains the network of `digits.py` asynchronously, on parameter servers.
 
-The trainer and the evaluator are those of `digits.py`: only the strategy differs. On
-one machine, Ray starts workers and servers for as long as the program runs:
+The trainer and the evaluator are from `digits.py`; only the strategy differs. On one
+machine, Ray starts workers and servers for as long as the program runs:
 
     python examples/parameter_server.py --workers 2 --servers 1
 

@@ -32,9 +32,10 @@ class SingleTaskTrainer(armillary.StandardTrainer):
         loss_fn: Function of the model's output and the labels that returns one loss for
             each example.
         optimizer: The optimizer of the model.
-        metrics: Reported for each loop beside `training_loss`. Their `update` gets the
+        metrics: Reported for each loop next to `training_loss`. Their `update` gets the
             losses as `loss`, the model's output as `logits` and as `predictions`, and
-            the labels as `labels` and as `targets`: each metric takes what it knows.
+            the labels as `labels` and as `targets`. Each metric uses the arguments that
+            it has.
         options: As for any `StandardTrainer`.
     """
 

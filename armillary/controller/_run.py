@@ -123,7 +123,7 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
 
 
 def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
-    """Warns of evaluators whose numbers go nowhere, or are those of another model."""
+    """Warns of evaluators whose numbers go nowhere, or belong to a different model."""
     several = evaluator if isinstance(evaluator, Mapping) else {"": evaluator}
     for each in several.values():
         kind = type(each)

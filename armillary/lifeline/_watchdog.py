@@ -85,7 +85,7 @@ class Watchdog:
             os.close(read)
 
     def _give_up(self, error: OSError) -> None:
-        """Goes on without a watchdog, which a program needs only if it is stuck."""
+        """Continues without a watchdog, which a program needs only if it is stuck."""
         # Not above: the watchdog runs this file without Armillary.
         from armillary._logging import logger
 

@@ -9,8 +9,8 @@ import numpy as np
 class Copies:
     """Each call copies the variables once, and as many bytes of gradients back.
 
-    As many threads as workers share the calls; each has memory of its own, but for the
-    variables.
+    As many threads as workers share the calls. They share the variables, and each has
+    its own memory for everything else.
     """
 
     facts: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a JAX contestant settles before JAX builds its first array."""
+"""Settings of a JAX contestant, made before JAX builds its first array."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""A compiled Keras model under a `Controller`, beside Keras' own `fit`."""
+"""A compiled Keras model under a `Controller`, compared with Keras' own `fit`."""
 
 import os
 from typing import Any

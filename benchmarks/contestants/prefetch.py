@@ -15,7 +15,7 @@ class Prefetch:
     cut off while it places an array would take the process down.
 
     Args:
-        source: What to read; it never ends.
+        source: The inputs to read; it never ends.
         place: Puts what was read on the device.
         depth: Inputs that wait at most.
     """

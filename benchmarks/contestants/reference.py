@@ -27,7 +27,7 @@ class Reference(abc.ABC):
     several devices the batch is sharded and `jit` does the rest.
 
     Attributes:
-        num_leading: Axes of an input before that of the examples.
+        num_leading: Axes of an input before the axis of the examples.
         depth: Inputs that are read ahead.
         steps_per_call: Steps of the program.
     """

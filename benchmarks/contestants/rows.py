@@ -1,6 +1,6 @@
 """The hand-written input of the references: shuffled rows, gathered in blocks.
 
-The order is that of `armillary.data.from_arrays` with the same seed, so that all
+The order is the same as in `armillary.data.from_arrays` with the same seed, so all
 contestants see the same batches.
 """
 
@@ -16,7 +16,7 @@ GATHER_STEPS = 16
 
 
 class RowStream:
-    """An endless stream of row numbers, shuffled anew for each epoch."""
+    """An endless stream of row numbers, shuffled again for each epoch."""
 
     def __init__(self, num_examples: int, seed: int) -> None:
         self._num_examples, self._seed = num_examples, seed

@@ -1,4 +1,4 @@
-"""What all peers share: which cases they refuse, and batches cut in advance."""
+"""The common base of all peers: the cases they refuse, and batches cut in advance."""
 
 import abc
 import importlib
@@ -17,7 +17,7 @@ class Peer(abc.ABC):
     Attributes:
         library: Its name, as in `benchmarks/peers/<library>.txt`.
         tasks: The tasks that it is compared on.
-        facts: What is to be known of its way.
+        facts: Notes about its way of training.
     """
 
     library: ClassVar[str]
@@ -28,8 +28,8 @@ class Peer(abc.ABC):
         """Builds all that `run` needs.
 
         Args:
-            task: What is trained.
-            options: How.
+            task: The task to train.
+            options: The options of the training.
 
         Raises:
             UnsupportedError: If the library is absent or not compared on this case.

@@ -14,7 +14,7 @@ def make_model(keras: Any, task: Task) -> Any:
 
     Args:
         keras: The module `keras` or `tf_keras`.
-        task: What to build.
+        task: The task of the model.
 
     Raises:
         TypeError: If there is no model of this task.

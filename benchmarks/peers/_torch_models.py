@@ -14,7 +14,7 @@ def make_model(torch: Any, task: Task) -> Any:
 
     Args:
         torch: The module `torch`.
-        task: What to build.
+        task: The task of the model.
 
     Raises:
         TypeError: If there is no model of this task.

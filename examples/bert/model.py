@@ -16,7 +16,7 @@ _initial = nnx.initializers.truncated_normal(0.02)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """The size of a model; the defaults are those of the English models.
+    """The size of a model; the defaults fit the English models.
 
     Attributes:
         num_layers: Layers of the encoder.
@@ -26,7 +26,7 @@ class BertConfig:
         num_positions: Tokens in the longest input.
         num_types: Number of sentences in an input.
         num_classes: Number of classes to tell apart.
-        dropout: The rate of all dropout, also that of attention weights.
+        dropout: The rate of all dropout, including attention weights.
     """
 
     num_layers: int

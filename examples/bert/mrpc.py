@@ -42,7 +42,7 @@ def encode_pairs(
 ) -> dict[str, np.ndarray]:
     """Returns `[CLS] a [SEP] b [SEP]` for each pair, padded to `max_length` tokens.
 
-    Of a pair that is too long, the longer sentence loses tokens first.
+    If a pair is too long, the longer sentence loses tokens first.
 
     Args:
         pairs: The sentences.

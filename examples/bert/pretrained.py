@@ -75,7 +75,7 @@ def load_pretrained(path: Path, model: BertClassifier) -> str:
             and no others. Its pooler and classifier may have more than the file.
 
     Returns:
-        What was read, what stays as it was, and what is not used.
+        A report: the values that were read, left unchanged, and not used.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -220,7 +220,7 @@ def without_heads(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def from_hugging_face(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """Returns name and array for those of Hugging Face, old ones or new ones."""
+    """Returns name and array for a name and array of Hugging Face, old or new."""
     name = re.sub(r"\blayer\.(\d+)", r"layer_\1", name.removeprefix("bert."))
     *module, leaf = name.split(".")
     module = "/".join(module)

@@ -18,7 +18,7 @@ def open_records(
 
     Args:
         folder: Where files such as `MRPC_train.tf_record` are.
-        split: What the files of the split have in their names: `"train"` or `"eval"`.
+        split: The part of the file names that selects the split: `"train"` or `"eval"`.
         max_length: Tokens of each pair, the same number as in the files.
         **options: Arguments of `armillary.data.from_tfrecords`.
 

@@ -1,9 +1,9 @@
 """Trains on handwritten digits in several processes that share every batch.
 
-The data are the 1,797 images that come with scikit-learn: nothing is downloaded. The
-program is the one for a single process, but for the strategy: with `MirroredStrategy`
-it trains on the devices of one process, and gives the same numbers. Run it again, with
-as many processes as you like, and it resumes.
+The data are the 1,797 images that come with scikit-learn, so nothing is downloaded.
+Only the strategy differs from a program for one process. With `MirroredStrategy`, it
+trains on the devices of one process, and gives the same numbers. Run it again, with any
+number of processes, and it resumes.
 
     armillary launch --workers 2 --devices-per-worker 2 \
         examples/multi_worker/train.py --run-dir runs/multi_worker
