@@ -51,7 +51,6 @@ class Port:
         rules: The rules of the sharded setup.
         tolerance: The largest relative difference.
         exact: The setups whose losses are equal bit for bit.
-        left_out: The setups that the program has no meaning in, or that are refused.
     """
 
     run_original: Callable[[int], Result]
@@ -66,7 +65,6 @@ class Port:
     rules: Mapping[str, PartitionSpec] | None = None
     tolerance: float = 1e-5
     exact: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
 
 
 def batches_of(arrays: Arrays, num_steps: int = NUM_STEPS) -> Iterator[Arrays]:
