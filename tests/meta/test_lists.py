@@ -120,7 +120,7 @@ def test_the_page_of_examples_has_each_program():
 def test_a_command_of_an_example_has_options_that_exist(capsys):
     launch_help = read_help(capsys, "launch")
     for name, command in read_examples().items():
-        launched, _, arguments = command.partition(f"examples/{name}")
+        launched, _, arguments = command.partition(name)
         assert launched, command
         program = (EXAMPLES / name).read_text()
         assert all(option in launch_help for option in OPTION.findall(launched))
