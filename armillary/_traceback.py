@@ -480,11 +480,12 @@ class Owner(enum.IntEnum):
 
 def is_library_file(file: str) -> bool:
     """Returns whether a file belongs to a library, or code has no file."""
-    return _owner_of_file(file) is Owner.LIBRARY
+    return owner_of_file(file) is Owner.LIBRARY
 
 
 @functools.lru_cache(maxsize=4096)
-def _owner_of_file(file: str) -> Owner:
+def owner_of_file(file: str) -> Owner:
+    """Returns whose code a file holds; code without a file is a library's."""
     if file.startswith(("<", *_imported_folders())):
         return Owner.LIBRARY
 
@@ -526,7 +527,7 @@ def owner_of_module(module: Any) -> Owner:
     known = getattr(module, "__dict__", {})
     file = known.get("__file__")
     if isinstance(file, str):
-        return _owner_of_file(file)
+        return owner_of_file(file)
     origin = getattr(known.get("__spec__"), "origin", None)
     if origin in ("built-in", "frozen"):
         return Owner.LIBRARY

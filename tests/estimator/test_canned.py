@@ -82,7 +82,8 @@ def test_the_guides_program_prints_the_guides_numbers(name, monkeypatch):
         "average_loss": pytest.approx(1.4210855e-14, rel=1e-6),
         "loss": pytest.approx(1.4210855e-14, rel=1e-6),
         "label/mean": 1.0,
-        "prediction/mean": pytest.approx(0.99999994, rel=1e-8),
+        # TensorFlow adds up in 32 bits, which rounds to 0.99999994.
+        "prediction/mean": pytest.approx(0.99999994, rel=1e-7),
         "global_step": 10,
     }
 

@@ -175,4 +175,5 @@ PORT = Port(
     make_trainer,
     make_checkpoint=make_checkpoint,
     num_steps=NUM_UPDATES,
+    exact=("one device",),
 )

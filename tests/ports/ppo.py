@@ -216,4 +216,4 @@ def make_trainer(strategy: armillary.distribute.Strategy) -> armillary.StepTrain
     return armillary.StepTrainer(train_step, make_runner(), strategy=strategy)
 
 
-PORT = Port(run_original, make_trainer)
+PORT = Port(run_original, make_trainer, exact=("one device",))

@@ -53,7 +53,7 @@ PORTS = {
     "vision_transformer": vision_transformer.PORT,
 }
 # Their first setup stays in the short tier.
-QUICK = ("dqn", "imagenet", "lm1b", "nnx_own_optimizer")
+QUICK = ("dqn", "imagenet", "multi_steps", "nnx_own_optimizer")
 SETUPS = ("one device", "four mirrored", "four sharded")
 
 

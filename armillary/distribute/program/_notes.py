@@ -12,7 +12,7 @@ import jax
 from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
-from armillary._traceback import is_library_file
+from armillary._traceback import Owner, owner_of_file
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
@@ -117,17 +117,17 @@ def _entries_of(error: Exception) -> list[types.TracebackType]:
 
 def _explain_call(error: Exception) -> str | None:
     """Says what to write where the user's code calls a library with something else."""
-    if not isinstance(error, TypeError | ValueError):
+    # Older releases of Optax assert by Chex.
+    if not isinstance(error, AssertionError | TypeError | ValueError):
         return None
     for entry in _entries_of(error):
         code = entry.tb_frame.f_code
-        if is_library_file(code.co_filename):
-            if code.co_name in _ARGUMENTS:
-                return _ARGUMENTS[code.co_name]
-        elif "is not callable" in str(error) and _last_name(entry) == "step":
-            return _CALLED_STEP
-        else:
-            return None  # The user's own line comes after all that it calls.
+        if owner_of_file(code.co_filename) is Owner.USER:
+            # The user's own line comes after all that it calls.
+            is_called = "is not callable" in str(error) and _last_name(entry) == "step"
+            return _CALLED_STEP if is_called else None
+        if code.co_name in _ARGUMENTS:
+            return _ARGUMENTS[code.co_name]
     return None
 
 
