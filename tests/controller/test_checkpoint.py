@@ -246,7 +246,7 @@ def test_two_processes_do_not_train_in_one_directory(tmp_path, caplog, host):
     with subprocess.Popen(command, **pipes) as holder:
         assert holder.stdout.readline() == b"ready\n"
         controller = make_controller(Run(), tmp_path)
-        said = f"process {holder.pid} "
+        said = f"Process {holder.pid} "
         if host == "elsewhere":  # The lock of a machine that was lost may stay.
             controller.train(2)
             assert f"{said}on elsewhere trains" in caplog.text
@@ -264,7 +264,7 @@ def test_two_threads_do_not_train_in_one_directory(tmp_path):
         controller = make_controller(Run(), tmp_path)
 
         def train():
-            with pytest.raises(CheckpointError, match="the thread 'MainThread' of"):
+            with pytest.raises(CheckpointError, match="The thread 'MainThread' of"):
                 controller.train(4)
             errors.append("refused")
 
