@@ -68,8 +68,8 @@ def mark_files(app: Sphinx, tree: nodes.document) -> None:
 
 
 def break_paths(node: nodes.Element) -> list[nodes.Node]:
-    """Returns the text of a link, which a narrow column may break behind a slash."""
-    parts = re.split("(?<=/)", node.astext())
+    """Returns the text of a link, which a narrow column may break after `/` or `_`."""
+    parts = re.split("(?<=[/_])", node.astext())
     rest = [
         piece
         for part in parts[1:]
