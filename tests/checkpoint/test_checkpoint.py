@@ -177,7 +177,7 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
         },
         CheckpointError: {
             r"holds 1 arrays .*\n  holder/array\n": read_donated,
-            "no complete checkpoint: .*json` is missing. Use one of `man": (
+            "not a complete checkpoint: .*json` is missing. Use one of `man": (
                 lambda d: make(d).restore(d)
             ),
         },
