@@ -191,4 +191,4 @@ def test_a_jax_that_hides_gloo_is_warned_of(monkeypatch, caplog):
     monkeypatch.delattr("jax._src.xla_bridge.make_cpu_client")
     with caplog.at_level("WARNING", "armillary"):
         keep_gloo_on("127.0.0.1")
-    assert "Gloo listens at the address" in caplog.text
+    assert "So Gloo listens at the address to which the name" in caplog.text

@@ -369,7 +369,7 @@ def test_code_that_may_do_more_needs_python(tmp_path, body):
 def test_a_hook_that_is_no_plain_method_needs_python():
     trainer = Regression()
     trainer.train_loop_end = dict
-    assert "no plain method" in str(find_effect(trainer, "train_loop_end"))
+    assert "not a plain method" in str(find_effect(trainer, "train_loop_end"))
 
     names = {}
     exec("def train_loop_end(self): return {}", names)
