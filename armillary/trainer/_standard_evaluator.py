@@ -150,6 +150,9 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             ThreadError: If another thread runs steps with the same state.
         """
         check_num_steps("num_steps", num_steps)
+        return self._evaluate(num_steps)
+
+    def _evaluate(self, num_steps: int) -> Output:
         run = self._get_eval()
         with claimed(self, "evaluates"), self._in_strategy() as strategy:
             state = self.eval_begin()

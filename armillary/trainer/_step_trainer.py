@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from armillary._checks import check_callable, check_instance, check_methods
-from armillary._traceback import hides_frames
 from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
@@ -312,9 +311,8 @@ class StepEvaluator(StandardEvaluator):
             return output
         return add_derived(self._loop_end, output, self._trainer.state)
 
-    @hides_frames
-    def evaluate(self, num_steps: int) -> Output:
-        return with_room_for_metrics(functools.partial(super().evaluate, num_steps))
+    def _evaluate(self, num_steps: int) -> Output:
+        return with_room_for_metrics(functools.partial(super()._evaluate, num_steps))
 
     def _run(self, *batches: Batch) -> None:
         result = self._step(lend(self._trainer.state), *batches)
