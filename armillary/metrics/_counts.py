@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from armillary.state._slots import adds_up_in_parts
 from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
 from armillary.typing import PyTree
 
@@ -23,6 +24,7 @@ _BITS = 16
 _LOW = (1 << _BITS) - 1
 
 
+@adds_up_in_parts
 class Counts(nnx.metrics.MetricState):
     """An array of integers between -2**63 and 2**63, all counting from 0."""
 

@@ -32,7 +32,8 @@ from armillary.parameter_server._optimizers import (
     recording,
     server_update_p,
 )
-from armillary.state._lift import as_array
+from armillary.state._lift import State, as_array
+from armillary.state._slots import is_in_parts
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -77,7 +78,7 @@ class TaskProgram:
             or jnp.issubdtype(type_.dtype, jax.dtypes.prng_key)
         }
         kinds = dict(enumerate(policies)) | dict.fromkeys(self._keys, Policy.RANDOM)
-        found = _find_additions(self._step, updates, kinds, flat.state.paths, name)
+        found = _find_additions(self._step, updates, kinds, flat.state, name)
         self._signs = [addition.sign for addition in found.values()]
         # What is averaged is compared with what it was, and arguments are all taken.
         count = len(flat.types)
@@ -132,10 +133,12 @@ def _find_additions(
     step: TracedStep,
     updates: Sequence[UpdateSpec],
     policies: dict[int, Policy],
-    paths: Sequence[str],
+    state: State,
     name: str,
 ) -> dict[int, _Addition]:
-    """Returns what a function adds to variables, by their number."""
+    """Returns the additions of a function to variables, by the variable's number."""
+    paths = state.paths
+    in_parts = _find_in_parts(state)
     origins = _Origins(step.program.jaxpr)
     owned = {
         slot: (call, leaf)
@@ -151,7 +154,7 @@ def _find_additions(
                 refused.append(f"{paths[i]}: changed besides the optimizer's update")
         elif i in states:
             refused.append(f"{paths[i]}: an optimizer's state, which it alone changes")
-        elif policies[i] is Policy.MEAN:
+        elif policies[i] is Policy.MEAN or i in in_parts:
             found[i] = _Addition(0, out)
         elif policies[i] is not Policy.RANDOM:
             addition = origins.find_addition(out, i)
@@ -174,6 +177,15 @@ def _find_additions(
             "Use a metric, or a variable with `aggregation=VariableAggregation.SUM`, "
             "or change it on the coordinator, between calls of `schedule`."
         )
+    return found
+
+
+def _find_in_parts(state: State) -> set[int]:
+    """Returns the numbers of the variables whose elements carry into each other."""
+    found: set[int] = set()
+    for slot, start, stop in state.ranges:
+        if is_in_parts(slot.variable):
+            found.update(range(start, stop))
     return found
 
 

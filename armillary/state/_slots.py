@@ -143,6 +143,22 @@ def is_for_one_loop(value: Any) -> bool:
     return getattr(type(value), _LASTS_FOR_ONE_LOOP, False)
 
 
+_ADDS_UP_IN_PARTS = "armillary_adds_up_in_parts"
+
+
+def adds_up_in_parts(kind: _Kind) -> _Kind:
+    """Marks a class of variables whose elements carry into each other.
+
+    A change of such a variable is the difference of its elements, whatever they were.
+    """
+    setattr(kind, _ADDS_UP_IN_PARTS, True)
+    return kind
+
+
+def is_in_parts(variable: Any) -> bool:
+    return getattr(type(variable), _ADDS_UP_IN_PARTS, False)
+
+
 class Slot:
     """One place that holds arrays, in a pytree of which all else must stay as it is.
 

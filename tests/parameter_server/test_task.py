@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+import armillary
 from armillary.distribute.program._flat_state import FlatState
 from armillary.errors import StateStructureError
 from armillary.parameter_server._optimizers import make_stand_in
@@ -95,6 +96,24 @@ def test_optax_on_plain_arrays_is_an_update_too():
     _, gradients, additions = run(program, state)
     np.testing.assert_array_equal(gradients[0][0], [3, 3])
     assert additions == {}
+
+
+def test_exact_sums_add_up_whatever_the_calls_have_read():
+    def step(h, strategy):
+        values = jnp.full((60_000,), 0.7)
+        h.exact.update(values=values, weights=jnp.ones_like(values))
+
+    holder = Holder()
+    holder.exact = armillary.metrics.WeightedMean()
+    program, state = trace(step, holder)
+    # Two workers have read the same values, so both carry from the same elements.
+    for _ in range(3):
+        _, _, added = run(program, state)
+        for _ in range(2):
+            holder.exact.total[...] += added["exact/total"]
+            holder.exact.weight[...] += added["exact/weight"]
+    assert holder.exact.compute() == pytest.approx(np.float32(0.7), rel=1e-6)
+    assert holder.exact.weight.read_float() == 6 * 60_000
 
 
 def test_sums_are_what_a_call_adds():
