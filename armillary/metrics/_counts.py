@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from armillary.state._slots import adds_up_in_parts
+from armillary.state._slots import adds_up_in_parts, marks_not_finite
 from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
 from armillary.typing import PyTree
 
@@ -83,6 +83,7 @@ NUM_INTEGERS = 65
 _INFINITY, _MINUS_INFINITY = 1, 1 << 30
 
 
+@marks_not_finite
 class FloatSum(Counts):
     """Sums of floats, exact and the same in whatever order the floats come.
 

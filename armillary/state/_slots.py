@@ -159,6 +159,19 @@ def is_in_parts(variable: Any) -> bool:
     return getattr(type(variable), _ADDS_UP_IN_PARTS, False)
 
 
+_MARKS_NOT_FINITE = "armillary_marks_not_finite"
+
+
+def marks_not_finite(kind: _Kind) -> _Kind:
+    """Marks a class of integers for floats, whose last ones note what is not finite."""
+    setattr(kind, _MARKS_NOT_FINITE, True)
+    return kind
+
+
+def has_mark(variable: Any) -> bool:
+    return getattr(type(variable), _MARKS_NOT_FINITE, False)
+
+
 class Slot:
     """One place that holds arrays, in a pytree of which all else must stay as it is.
 

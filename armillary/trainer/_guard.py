@@ -28,7 +28,7 @@ from armillary.distribute.program._compare import (
 )
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
-from armillary.state._slots import LeafKind, Role
+from armillary.state._slots import LeafKind, Role, has_mark
 from armillary.trainer._runner import StepMethod
 
 _HOW_TO_FIND = (
@@ -68,8 +68,12 @@ class StepGuard:
         self._mesh = method.strategy.mesh
         self.sharding = None if self._mesh is None else everywhere(self._mesh)
         self._stops = method.options.on_non_finite == "raise"
+        marked = [has_mark(slot.variable) for slot in state.owners]
+        self._sums = {place for place, i in enumerate(changed) if marked[i]}
         is_float = [jnp.issubdtype(types[i].dtype, jnp.inexact) for i in changed]
-        self._checked = [place for place, each in enumerate(is_float) if each]
+        self._checked = [
+            place for place, each in enumerate(is_float) if each or place in self._sums
+        ]
         self._indices = np.array([changed[i] for i in self._checked], np.int32)
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         self._moves_on = [
@@ -94,7 +98,7 @@ class StepGuard:
             health.num_steps >= 0,
             are_finite,
             lambda arrays: jnp.zeros((), jnp.bool_) & are_finite(arrays),
-            [new[i] for i in self._checked],
+            self._floats_of(new),
         )
         return jax.lax.cond(
             is_fine & ~health.is_halted,
@@ -105,13 +109,18 @@ class StepGuard:
             health,
         )
 
+    def _floats_of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the floats to check; for an exact sum, NaN where a value was bad."""
+        return [
+            _read_mark(arrays[place]) if place in self._sums else arrays[place]
+            for place in self._checked
+        ]
+
     def _look_closely(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
         before, after = (
-            largest_on_replicas(
-                self._mesh, _count_bad, [each[i] for i in self._checked]
-            )
+            largest_on_replicas(self._mesh, _count_bad, self._floats_of(each))
             for each in (old, new)
         )
         is_bad = jnp.any(after > before) & ~health.is_halted
@@ -138,6 +147,10 @@ def _is_counter_or_key(kind: LeafKind, dtype: Any) -> bool:
     # Narrow integers are quantized values, and those of a metric are parts of it.
     is_counter = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return is_counter and kind.role not in (Role.METRIC, Role.BATCH_STATISTIC)
+
+
+def _read_mark(parts: Any) -> Any:
+    return jnp.where(jnp.any(parts[..., -1] != 0, axis=0), jnp.nan, 0.0)
 
 
 def _has_bad(arrays: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ adds the integers that stand for its values. The host computes values of the tot
 the loop has ended.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -107,8 +107,13 @@ class Means:
     """The totals of all metrics, whose names are known when the step is traced."""
 
     def __init__(self, *, is_read: bool) -> None:
+        from flax import nnx
+
         self._is_read = is_read
         self.seen = Seen()
+        # NaN after a metric that was not finite, for `on_non_finite`: the totals are
+        # integers.
+        self.finite = nnx.metrics.MetricState(jnp.zeros(()))
         self.make_room(_FIRST_ROOM)
 
     def make_room(self, num_integers: int) -> None:
@@ -118,6 +123,7 @@ class Means:
 
     def reset(self) -> None:
         self.counts[...] = jnp.zeros_like(self.counts[...])
+        self.finite[...] = jnp.zeros_like(self.finite[...])
 
     def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
         from flax import nnx
@@ -154,11 +160,30 @@ class Means:
         added = jnp.concatenate(parts, axis=1)
         filled = jnp.pad(added, ((0, 0), (0, room - added.shape[1])))
         self.counts[...] = add_parts(self.counts[...], filled)
+        self.finite[...] = self.finite[...] + _zero_or_nan(
+            [value for _, value in paths]
+        )
 
     def compute(self) -> Any:
         """Returns `Totals`, or numbers by name if Python reads them."""
         totals = Totals(self.counts[...])
         return read_totals(self.seen.spec, totals) if self._is_read else totals
+
+
+def _zero_or_nan(metrics: Iterable[Any]) -> Any:
+    """Returns 0, or NaN if a number or a metric object is not finite."""
+    from flax import nnx
+
+    are_finite: list[jax.Array] = []
+    for metric in metrics:
+        is_object = isinstance(metric, nnx.Metric)
+        held = nnx.to_pure_dict(nnx.state(metric)) if is_object else metric
+        for array in map(jnp.asarray, jax.tree.leaves(held)):
+            if jnp.issubdtype(array.dtype, jnp.floating):
+                are_finite.append(jnp.all(jnp.isfinite(array)))
+    if not are_finite:
+        return 0.0
+    return jnp.where(jnp.all(jnp.stack(are_finite)), 0.0, jnp.nan)
 
 
 def _count_examples(batch: Batch) -> int:

@@ -225,7 +225,7 @@ def test_a_call_comes_after_the_server_that_it_needs(coordinator, kill):
 def test_an_iterator_of_another_coordinator_is_an_error(coordinator, alone):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
     alone.schedule(next, (iterator,))
-    with pytest.raises(RuntimeError, match="by another `ClusterCoordinator` than"):
+    with pytest.raises(RuntimeError, match="by a different `ClusterCoordinator` than"):
         alone.join()
 
 

@@ -379,3 +379,20 @@ def test_the_controller_names_the_global_step_and_saves_good_states_only(bad, tm
     path = "model/layer/kernel"
     np.testing.assert_array_equal(read_state(resumed)[path], read_state(expected)[path])
     assert resumed.train_dataset.get_state() == expected.train_dataset.get_state()
+
+
+def test_a_metric_of_a_pure_step_that_is_not_a_number_ends_training():
+    def step(state, batch):
+        # The state itself stays finite.
+        return {"step": state["step"] + 1}, {"loss": jnp.log(batch.min())}
+
+    rows = np.array([[4.0], [3.0], [-1.0], [2.0]], np.float32)
+    trainer = armillary.StepTrainer(
+        step,
+        {"step": jnp.zeros((), jnp.int32)},
+        armillary.data.from_arrays(rows, batch_size=1),
+        options=armillary.StandardTrainerOptions(on_non_finite="raise"),
+    )
+    with pytest.raises(NonFiniteError, match="step 3 of the 4"):
+        trainer.train(4)
+    assert int(trainer.state["step"]) == 2

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import (
@@ -435,6 +435,19 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
     return bool(named)
 
 
+def _bring_to(device: jax.Device, state: State) -> None:
+    """Moves the arrays that lie on other devices, such as on a mesh of the program."""
+    leaves = state.read()
+    elsewhere: set[int] = set()
+    for i, leaf in enumerate(leaves):
+        is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if is_placed and leaf.committed and leaf.devices() != {device}:
+            elsewhere.add(i)
+            leaves[i] = jax.device_put(leaf, SingleDeviceSharding(device))
+    if elsewhere:
+        state.write(leaves, elsewhere)
+
+
 def _run_in_place(
     context: ReplicaContext,
     fn: Callable[..., PyTree],
@@ -445,6 +458,9 @@ def _run_in_place(
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_argument)
     roots = [(root, "") for root in (fn, *filter(is_claimed, leaves))]
     state = State(roots)
+    device = context.strategy.default_device
+    if device is not None:
+        _bring_to(device, state)
     result: list[Any] = []
 
     def run(_: Any) -> list[Any]:
