@@ -6,6 +6,7 @@ makes of what is known of its operands (`transfer`), and what is known where way
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -81,6 +82,9 @@ def mark(value: Any, name: str) -> Any:
     return checkpoint_name(value, name)
 
 
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
 def source_line(equation: Any) -> str:
     """Returns the user's line that an equation comes from, or the closest known one."""
     traceback = equation.source_info.traceback
@@ -89,6 +93,17 @@ def source_line(equation: Any) -> str:
             name = frame.function_name.rpartition(".")[2]
             return f"{frame.file_name}:{frame.line_num} ({name})"
     return source_info_util.summarize(equation.source_info)
+
+
+def is_called_by_library(equation: Any) -> bool:
+    """Returns whether Armillary called JAX, and not a user or another library."""
+    traceback = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if frame.file_name.startswith(_PACKAGE):
+            return True
+        if not is_library_file(frame.file_name):
+            return False
+    return True
 
 
 def is_made_by(equation: Any, *functions: str) -> bool:

@@ -38,6 +38,7 @@ from armillary.distribute.replica._draws import (
     find_shared_draws,
     of_batch,
 )
+from armillary.distribute.replica._idle_replicas import warn_of_idle_replicas
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
@@ -264,6 +265,9 @@ class _MappedCall(Call):
         }
         proof.require_equal(mirrored, self._state)
         self._warn_of_shared_draws(program)
+        num_active = count_active(self._context.active)
+        axis_name = self._strategy.axis_name
+        warn_of_idle_replicas(program, axis_name, num_active, self.num_replicas)
         return proof
 
     def _warn_of_shared_draws(self, program: core.ClosedJaxpr) -> None:
@@ -435,7 +439,7 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
     return bool(named)
 
 
-def _bring_to(device: jax.Device, state: State) -> None:
+def _bring_to(device: Any, state: State) -> None:
     """Moves the arrays that lie on other devices, such as on a mesh of the program."""
     leaves = state.read()
     elsewhere: set[int] = set()
