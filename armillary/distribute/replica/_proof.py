@@ -582,6 +582,13 @@ def _has_collective(program: Any) -> bool:
     )
 
 
+_GATHER = (
+    "If its rows belong to single examples, as in a queue or a carried hidden state, "
+    "these would mix them: collect the rows of all replicas instead "
+    "(`armillary.get_replica_context().all_gather(value, axis=0)`)."
+)
+
+
 def _way_out(facts: Facts, pure_paths: Sequence[str] = ()) -> str:
     where = facts.find(Kind.GRADIENT)
     if where is None and pure_paths:
@@ -589,14 +596,14 @@ def _way_out(facts: Facts, pure_paths: Sequence[str] = ()) -> str:
             '. Reduce first (`armillary.all_reduce("mean", value)`), or let replicas '
             "differ during a step: "
             f'`StepTrainer(..., {as_kinds(pure_paths, "mean")})`, or "sum" or '
-            '"only_first_replica".'
+            f'"only_first_replica". {_GATHER}'
         )
     if where is None:
         return (
             '. Reduce first (`armillary.all_reduce("mean", value)`), or make the '
             "variable with `aggregation="
             "armillary.distribute.VariableAggregation.MEAN`, `SUM` or "
-            "`ONLY_FIRST_REPLICA`."
+            f"`ONLY_FIRST_REPLICA`. {_GATHER}"
         )
     op = "mean" if facts.find(Kind.DIVIDED) is None else "sum"
     return (
