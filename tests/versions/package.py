@@ -69,7 +69,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         members = [member.name for member in archive if member.isfile()]
     names = {name.partition("/")[2] for name in members}
     others = {name for name in names if name.startswith(("docs/", "examples/"))}
-    kept = {".gitignore", "LICENSE", "PKG-INFO", "pyproject.toml", *others}
+    kept = {".gitignore", "CITATION.cff", "LICENSE", "PKG-INFO", *others}
+    kept.add("pyproject.toml")
     kept |= {path.name for path in REPOSITORY.glob("*.md")}
     kept |= {path.name for path in REPOSITORY.glob("constraints*.txt")}
     compare(sdist.name, names, library | kept)
