@@ -160,8 +160,8 @@ def check_encodable(what: str, text: str, otherwise: str) -> None:
 
 def _say_how_to_encode(text: str, otherwise: str) -> str:
     try:
-        # What Python could not decode when the program started stands in the text as
-        # surrogates, which this gives back as the bytes that they were.
+        # Bytes that Python could not decode when the program started are surrogates in
+        # the text. This returns the bytes.
         text.encode(errors="surrogateescape").decode()
     except UnicodeError:
         return f"Its bytes are not UTF-8: {otherwise}."

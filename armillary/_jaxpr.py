@@ -6,7 +6,6 @@ makes of what is known of its operands (`transfer`), and what is known where way
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +14,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core.primitives import jit_p
 
 from armillary._jax_compat import count_scan_operands, get_trace_state
-from armillary._traceback import is_library_file
+from armillary._traceback import is_library_file, is_own_file
 
 Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()
@@ -82,9 +81,6 @@ def mark(value: Any, name: str) -> Any:
     return checkpoint_name(value, name)
 
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
 def source_line(equation: Any) -> str:
     """Returns the user's line that an equation comes from, or the closest known one."""
     traceback = equation.source_info.traceback
@@ -99,7 +95,7 @@ def is_called_by_library(equation: Any) -> bool:
     """Returns whether Armillary called JAX, and not a user or another library."""
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        if frame.file_name.startswith(_PACKAGE):
+        if is_own_file(frame.file_name):
             return True
         if not is_library_file(frame.file_name):
             return False
@@ -253,7 +249,7 @@ class Dataflow(Generic[Fact]):
         """Returns whether it is part of a backward pass, as JAX's name stack says."""
         for each in (equation, *reversed(self.within)):
             stack = str(each.source_info.name_stack)
-            # What `jax.checkpoint` computes once more stands within a backward pass.
+            # `jax.checkpoint` computes a forward pass again within a backward pass.
             if "rematted_computation" in stack.rpartition(")")[2]:
                 return False
             if "transpose(" in stack:

@@ -467,7 +467,12 @@ def _entries(trace: types.TracebackType | None) -> Iterator[types.TracebackType]
 def _is_own(entry: types.TracebackType) -> bool:
     file = entry.tb_frame.f_code.co_filename
     # Through `contextlib` run the context managers of this package.
-    return file.startswith(_PACKAGE) or file == contextlib.__file__
+    return is_own_file(file) or file == contextlib.__file__
+
+
+def is_own_file(file: str) -> bool:
+    """Returns whether a file is a part of this package."""
+    return file.startswith(_PACKAGE)
 
 
 class Owner(enum.IntEnum):

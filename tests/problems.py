@@ -1,7 +1,8 @@
 """Small models, data and trainers that several test modules train."""
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -242,3 +243,25 @@ class Notes(queue.SimpleQueue):
         for note in held:
             self.put(note)
         return iter(held)
+
+
+def train_with_stops(
+    make_trainer: Callable[[], armillary.StepTrainer],
+    directory: Path,
+    stops: Sequence[int],
+) -> armillary.StepTrainer:
+    """Trains a pure step up to each stop, in a new trainer; returns the last one."""
+    assert stops
+    for stop in stops:
+        trainer = make_trainer()
+        manager = armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), directory
+        )
+        controller = armillary.Controller(
+            trainer=trainer,
+            global_step=trainer.global_step,
+            steps_per_loop=4,
+            checkpoint_manager=manager,
+        )
+        controller.train(stop)
+    return trainer  # pyright: ignore[reportPossiblyUnboundVariable]

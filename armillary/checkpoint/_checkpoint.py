@@ -42,7 +42,7 @@ from armillary.errors import CheckpointError
 from armillary.state import _keras
 from armillary.state._holders import is_frozen
 from armillary.state._lift import find_slots
-from armillary.state._slots import Role, Slot, is_for_one_loop
+from armillary.state._slots import Role, Slot, Trait, has_trait
 from armillary.state._walk import Walk, lasting_slots
 
 _STATE_DICT = ("state_dict", "load_state_dict")
@@ -297,7 +297,7 @@ class Checkpoint(OfOneProcess):
         names = [name for name in packed if not _is_ours(self.states[name])]
         if not names:
             return
-        # What JSON holds may tell of one process, such as a time or a path.
+        # A state in JSON may describe one process, for example by a time or a path.
         own = {name: "" for name in names}
         for name in names:
             is_adapted = isinstance(self.states[name], HostArray | Described)
@@ -402,7 +402,8 @@ class Checkpoint(OfOneProcess):
         return [
             node.path
             for node in nodes.values()
-            if _keras.is_compiled_metrics(node.value) or is_for_one_loop(node.value)
+            if _keras.is_compiled_metrics(node.value)
+            or has_trait(node.value, Trait.ONE_LOOP)
         ]
 
     def _find_slots(self) -> Sequence[Slot]:

@@ -136,7 +136,8 @@ def _unpack_marked(
     if kind == "dictionary":
         keys = [unpack(key, arrays) for key in rest["keys"]]
         return dict(zip(keys, unpack(rest["values"], arrays), strict=True))
-    dtype, shape = np.dtype(rest["dtype"]), rest["shape"]
+    dtype = np.dtype(rest["dtype"])
+    shape = rest["shape"]
     if "name" in rest:
         array = arrays[rest["name"]].astype(dtype, copy=False)
         array = array if array.flags["W"] else array.copy()

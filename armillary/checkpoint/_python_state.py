@@ -78,7 +78,8 @@ class HostArray:
                 f"that {problem}, so a checkpoint cannot restore it. Use an array of "
                 "numbers that can be written to (`array.copy()`)."
             )
-        self._name, self._array = name, array
+        self._name = name
+        self._array = array
 
     def get_state(self) -> np.ndarray:
         return self._array
@@ -104,8 +105,10 @@ class Described:
         get: Callable[[Any], Any],
         put: Callable[[Any, Any], None],
     ) -> None:
-        self._name, self._value = name, value
-        self._get, self._put = get, put
+        self._name = name
+        self._value = value
+        self._get = get
+        self._put = put
 
     def get_state(self) -> Any:
         return self._get(self._value)

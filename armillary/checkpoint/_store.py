@@ -63,8 +63,8 @@ class Content:
 
     leaves: dict[str, Any]
     specs: dict[str, LeafSpec]
-    # What each object's `get_state` returned, in the types of JSON, and the arrays
-    # that belong to it.
+    # The state that each object's `get_state` returned, in the types of JSON, and the
+    # arrays that belong to it.
     states: dict[str, Any]
     state_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     # How far the evaluation of this moment is, for a controller.

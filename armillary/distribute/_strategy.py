@@ -41,6 +41,7 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._draws import SharedDraw
 from armillary.distribute.replica._extended import StrategyExtended
+from armillary.distribute.replica._idle_replicas import IdleReplicas
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._values import (
     PerReplica,
@@ -128,8 +129,8 @@ class Strategy(OfOneProcess):
         self._mesh: Any = mesh
         self._num_replicas = num_replicas
         self.axis_name = axis_name
-        # The draws of random numbers that replicas share, once each.
-        self.warned_draws: set[SharedDraw] = set()
+        # The findings in steps that the log has warned of, once each.
+        self.warned: set[SharedDraw | IdleReplicas] = set()
         self.dispatch = Dispatch(mesh)
 
     @property

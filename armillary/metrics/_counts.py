@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from armillary.state._slots import adds_up_in_parts, marks_not_finite
+from armillary.state._slots import Trait, with_trait
 from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
 from armillary.typing import PyTree
 
@@ -24,7 +24,7 @@ _BITS = 16
 _LOW = (1 << _BITS) - 1
 
 
-@adds_up_in_parts
+@with_trait(Trait.IN_PARTS)
 class Counts(nnx.metrics.MetricState):
     """An array of integers between -2**63 and 2**63, all counting from 0."""
 
@@ -72,6 +72,13 @@ def join_parts(parts: np.ndarray) -> np.ndarray:
     return (high << 2 * _BITS) + (middle << _BITS) + low
 
 
+def split_integers(integers: np.ndarray) -> np.ndarray:
+    """Returns the three parts that stand for integers of 64 bits."""
+    low = integers & _LOW
+    middle = (integers >> _BITS) & _LOW
+    return np.stack([low, middle, integers >> 2 * _BITS]).astype(np.int32)
+
+
 _MANTISSA_BITS = 23
 _BIAS = 127 + _MANTISSA_BITS
 _MOST_POWER = 254
@@ -83,7 +90,7 @@ NUM_INTEGERS = 65
 _INFINITY, _MINUS_INFINITY = 1, 1 << 30
 
 
-@marks_not_finite
+@with_trait(Trait.MARKS_NOT_FINITE)
 class FloatSum(Counts):
     """Sums of floats, exact and the same in whatever order the floats come.
 

@@ -19,6 +19,7 @@ from armillary.metrics._counts import (
     Counts,
     float_parts,
     split_in_parts,
+    split_integers,
     sum_integers,
 )
 from armillary.metrics._sums import as_numbers, sum_parts
@@ -169,10 +170,7 @@ def _split(number: Number, value: jax.Array) -> jax.Array:
 
 def _join(number: Number, integers: np.ndarray) -> np.ndarray:
     if number.is_count:
-        low = integers & 0xFFFF
-        middle = (integers >> 16) & 0xFFFF
-        parts = np.stack([low, middle, integers >> 32])
-        return parts.astype(np.int32).reshape(number.shape)
+        return split_integers(integers).reshape(number.shape)
     if number.is_float:
         integers = integers.reshape(*number.shape, NUM_INTEGERS)
         return sum_integers(integers).astype(number.dtype)

@@ -33,7 +33,7 @@ from armillary.parameter_server._optimizers import (
     server_update_p,
 )
 from armillary.state._lift import State, as_array
-from armillary.state._slots import is_in_parts
+from armillary.state._slots import Trait, has_trait
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -184,7 +184,7 @@ def _find_in_parts(state: State) -> set[int]:
     """Returns the numbers of the variables whose elements carry into each other."""
     found: set[int] = set()
     for slot, start, stop in state.ranges:
-        if is_in_parts(slot.variable):
+        if has_trait(slot.variable, Trait.IN_PARTS):
             found.update(range(start, stop))
     return found
 

@@ -129,47 +129,34 @@ class LeafKind(NamedTuple):
     aggregation: Any = None
 
 
-_LASTS_FOR_ONE_LOOP = "armillary_lasts_for_one_loop"
+class Trait(enum.Enum):
+    """A property of a class whose state the library made."""
+
+    ONE_LOOP = "armillary_one_loop"
+    """Every loop resets the state, so that no checkpoint needs it."""
+
+    IN_PARTS = "armillary_in_parts"
+    """Elements carry into each other. A change is the difference of the elements."""
+
+    MARKS_NOT_FINITE = "armillary_marks_not_finite"
+    """The values are integers for floats. The last ones note values not finite."""
+
+
 _Kind = TypeVar("_Kind", bound=type)
 
 
-def lasts_for_one_loop(kind: _Kind) -> _Kind:
-    """Marks a class whose state every loop resets, so that no checkpoint needs it."""
-    setattr(kind, _LASTS_FOR_ONE_LOOP, True)
-    return kind
+def with_trait(trait: Trait) -> Callable[[_Kind], _Kind]:
+    """Returns a decorator that gives a class, and its subclasses, a trait."""
+
+    def give(kind: _Kind) -> _Kind:
+        setattr(kind, trait.value, True)
+        return kind
+
+    return give
 
 
-def is_for_one_loop(value: Any) -> bool:
-    return getattr(type(value), _LASTS_FOR_ONE_LOOP, False)
-
-
-_ADDS_UP_IN_PARTS = "armillary_adds_up_in_parts"
-
-
-def adds_up_in_parts(kind: _Kind) -> _Kind:
-    """Marks a class of variables whose elements carry into each other.
-
-    A change of such a variable is the difference of its elements, whatever they were.
-    """
-    setattr(kind, _ADDS_UP_IN_PARTS, True)
-    return kind
-
-
-def is_in_parts(variable: Any) -> bool:
-    return getattr(type(variable), _ADDS_UP_IN_PARTS, False)
-
-
-_MARKS_NOT_FINITE = "armillary_marks_not_finite"
-
-
-def marks_not_finite(kind: _Kind) -> _Kind:
-    """Marks a class of integers for floats, whose last ones note what is not finite."""
-    setattr(kind, _MARKS_NOT_FINITE, True)
-    return kind
-
-
-def has_mark(variable: Any) -> bool:
-    return getattr(type(variable), _MARKS_NOT_FINITE, False)
+def has_trait(value: Any, trait: Trait) -> bool:
+    return getattr(type(value), trait.value, False)
 
 
 class Slot:

@@ -45,13 +45,14 @@ from armillary.state._slots import (
     PLAIN,
     Role,
     Slot,
+    Trait,
     are_constant,
     are_plain,
     describe,
+    has_trait,
     hold_no_arrays,
     is_array,
     is_equal,
-    is_for_one_loop,
 )
 from armillary.state._tree import (
     PURE_STATE,
@@ -298,10 +299,16 @@ def slots_of(roots: Iterable[tuple[Any, str]]) -> list[Slot]:
 
 def lasting_slots(walk: Walk) -> list[Slot]:
     """Returns the slots whose values matter beyond the current loop, by path."""
-    passing = [node for node in walk.nodes.values() if is_for_one_loop(node.value)]
+    nodes = walk.nodes.values()
+    passing = [node for node in nodes if has_trait(node.value, Trait.ONE_LOOP)]
     parts = [part for node in passing for part in node.parts]
     held = {id(value) for part in parts for value in part.values}
-    slots = [slot for slot in walk.slots.values() if id(slot.variable) not in held]
+    # A slot of a plain place has no variable, and `None` may be held, too.
+    slots = [
+        slot
+        for slot in walk.slots.values()
+        if slot.variable is None or id(slot.variable) not in held
+    ]
     return sorted(slots, key=lambda slot: slot.path)
 
 

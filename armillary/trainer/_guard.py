@@ -28,7 +28,7 @@ from armillary.distribute.program._compare import (
 )
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
-from armillary.state._slots import LeafKind, Role, has_mark
+from armillary.state._slots import LeafKind, Role, Trait, has_trait
 from armillary.trainer._runner import StepMethod
 
 _HOW_TO_FIND = (
@@ -68,7 +68,8 @@ class StepGuard:
         self._mesh = method.strategy.mesh
         self.sharding = None if self._mesh is None else everywhere(self._mesh)
         self._stops = method.options.on_non_finite == "raise"
-        marked = [has_mark(slot.variable) for slot in state.owners]
+        mark = Trait.MARKS_NOT_FINITE
+        marked = [has_trait(slot.variable, mark) for slot in state.owners]
         self._sums = {place for place, i in enumerate(changed) if marked[i]}
         is_float = [jnp.issubdtype(types[i].dtype, jnp.inexact) for i in changed]
         self._checked = [

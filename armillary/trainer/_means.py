@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_methods
-from armillary.state._slots import describe, join_keys, lasts_for_one_loop
+from armillary.state._slots import Trait, describe, join_keys, with_trait
 from armillary.trainer._hooks import without_python
 from armillary.typing import Batch, Output
 
@@ -102,18 +102,19 @@ class Seen:
 
 
 @without_python
-@lasts_for_one_loop
+@with_trait(Trait.ONE_LOOP)
 class Means:
     """The totals of all metrics, whose names are known when the step is traced."""
 
-    def __init__(self, *, is_read: bool) -> None:
+    def __init__(self, *, is_read: bool, is_checked: bool) -> None:
         from flax import nnx
 
         self._is_read = is_read
         self.seen = Seen()
-        # NaN after a metric that was not finite, for `on_non_finite`: the totals are
-        # integers.
-        self.finite = nnx.metrics.MetricState(jnp.zeros(()))
+        # NaN after a metric that was not finite, if `on_non_finite` looks at it: the
+        # totals are integers.
+        zero = nnx.metrics.MetricState(jnp.zeros(()))
+        self.finite = zero if is_checked else None
         self.make_room(_FIRST_ROOM)
 
     def make_room(self, num_integers: int) -> None:
@@ -123,7 +124,8 @@ class Means:
 
     def reset(self) -> None:
         self.counts[...] = jnp.zeros_like(self.counts[...])
-        self.finite[...] = jnp.zeros_like(self.finite[...])
+        if self.finite is not None:
+            self.finite[...] = jnp.zeros_like(self.finite[...])
 
     def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
         from flax import nnx
@@ -160,9 +162,9 @@ class Means:
         added = jnp.concatenate(parts, axis=1)
         filled = jnp.pad(added, ((0, 0), (0, room - added.shape[1])))
         self.counts[...] = add_parts(self.counts[...], filled)
-        self.finite[...] = self.finite[...] + _zero_or_nan(
-            [value for _, value in paths]
-        )
+        if self.finite is not None:
+            values = [value for _, value in paths]
+            self.finite[...] = self.finite[...] + _zero_or_nan(values)
 
     def compute(self) -> Any:
         """Returns `Totals`, or numbers by name if Python reads them."""
@@ -246,11 +248,12 @@ def add_derived(loop_end: LoopEnd, output: Any, state: Any) -> Output:
     return {**output, **derived}
 
 
-def make_metrics(metrics: Any, *, is_read: bool) -> Any:
+def make_metrics(metrics: Any, *, is_read: bool, is_checked: bool = False) -> Any:
     if metrics is not None:
         fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
         check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
-    return Means(is_read=is_read) if metrics is None else metrics
+        return metrics
+    return Means(is_read=is_read, is_checked=is_checked)
 
 
 def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:

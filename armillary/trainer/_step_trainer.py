@@ -163,7 +163,10 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self._loop_end = loop_end
         # A method that calls this one gets numbers by name, in Python.
         is_overridden = type(self).train_loop_end is not StepTrainer.train_loop_end
-        self._metrics = make_metrics(metrics, is_read=is_overridden)
+        is_checked = options is not None and options.on_non_finite is not None
+        self._metrics = make_metrics(
+            metrics, is_read=is_overridden, is_checked=is_checked
+        )
         self._kinds = StateKinds(kinds, state, step)
         self.state = own_state(state)
         self._weak = find_weak(self.state)

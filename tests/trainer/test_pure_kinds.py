@@ -18,6 +18,7 @@ import armillary
 from armillary import VariableAggregation
 from armillary.data import from_arrays
 from armillary.errors import ReplicaMismatchError
+from tests.problems import train_with_stops
 from tests.tiers import slow_after_first
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
@@ -315,19 +316,10 @@ def test_one_device_equals_plain_jax(name, program):
 @slow_after_first("name", PROGRAMS)
 def test_a_stopped_run_continues_bit_for_bit(name, request, tmp_path):
     def run(directory, *stops):
-        leaves = []
-        for stop in stops:
-            trainer = make_trainer(make_program(request, name), 2)
-            checkpoint = armillary.Checkpoint(trainer=trainer)
-            controller = armillary.Controller(
-                trainer=trainer,
-                global_step=trainer.global_step,
-                steps_per_loop=4,
-                checkpoint_manager=armillary.CheckpointManager(checkpoint, directory),
-            )
-            controller.train(stop)
-            leaves = arrays_of(trainer.state)
-        return leaves
+        trainer = train_with_stops(
+            lambda: make_trainer(make_program(request, name), 2), directory, stops
+        )
+        return arrays_of(trainer.state)
 
     pairs = zip(run(tmp_path / "a", 9), run(tmp_path / "b", 3, 9), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

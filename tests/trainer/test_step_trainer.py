@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 import armillary
 from armillary.data import from_arrays
 from armillary.errors import ReplicaMismatchError, StateStructureError
+from tests.problems import train_with_stops
 from tests.tiers import slow_after_first
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
@@ -152,19 +153,8 @@ def test_it_equals_a_loop_by_hand_bit_for_bit(kind):
 @slow_after_first("kind", KINDS)
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(kind, tmp_path):
     def run(directory, *stops):
-        leaves = []
-        for stop in stops:
-            trainer = make_trainer(kind, 2)
-            checkpoint = armillary.Checkpoint(trainer=trainer)
-            controller = armillary.Controller(
-                trainer=trainer,
-                global_step=trainer.global_step,
-                steps_per_loop=4,
-                checkpoint_manager=armillary.CheckpointManager(checkpoint, directory),
-            )
-            controller.train(stop)
-            leaves = leaves_of(trainer.state)
-        return leaves
+        trainer = train_with_stops(lambda: make_trainer(kind, 2), directory, stops)
+        return leaves_of(trainer.state)
 
     pairs = zip(run(tmp_path / "a", 11), run(tmp_path / "b", 3, 6, 11), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

@@ -41,7 +41,7 @@ _REMOVED = {
 
 
 class Origin(NamedTuple):
-    """What a value is made of, as far as random numbers are concerned.
+    """The origin of a value: examples of one replica, and draws of random numbers.
 
     Axes are counted from the last one, -1, so that they stay the same where a loop
     takes a value apart along its first axis.

@@ -5,7 +5,8 @@ A short last batch may leave some replicas without examples. They run the step, 
 state of the library leave these replicas out.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
@@ -15,38 +16,28 @@ from armillary._jaxpr import (
     source_line,
     walk_equations,
 )
-from armillary._logging import logger
 from armillary.distribute.replica._proof import REDUCTIONS
 
-_WARNED: set[str] = set()
+
+class IdleReplicas(NamedTuple):
+    """A reduction that counts replicas without examples, and its line."""
+
+    name: str
+    line: str
 
 
-def warn_of_idle_replicas(
-    program: core.ClosedJaxpr, axis_name: str, num_active: int, num_replicas: int
-) -> None:
-    """Warns, once for each line, of reductions that count replicas without examples.
+def find_idle_replicas(
+    program: core.ClosedJaxpr, axis_name: str
+) -> Iterator[IdleReplicas]:
+    """Yields the reductions over all replicas that a step asks JAX for.
 
     Args:
-        program: The program of a step on one replica.
+        program: The program of a step on one replica, some of which have no examples.
         axis_name: The axis of replicas.
-        num_active: The number of replicas with examples of this batch.
-        num_replicas: The number of replicas that run the step.
     """
-    if num_active == num_replicas:
-        return
     for equation in walk_equations(program):
-        if not _is_reduction_of_user(equation, axis_name):
-            continue
-        line = source_line(equation)
-        if line in _WARNED:
-            continue
-        _WARNED.add(line)
-        logger.warning(
-            f"`{equation.primitive.name}` at {line} reduces over all {num_replicas} "
-            f"replicas, but only {num_active} have examples of this batch, so the "
-            "result counts replicas without examples and is wrong. Write "
-            '`armillary.all_reduce("mean", value)`, or `"sum"`, which leaves them out.'
-        )
+        if _is_reduction_of_user(equation, axis_name):
+            yield IdleReplicas(equation.primitive.name, source_line(equation))
 
 
 def _is_reduction_of_user(equation: Any, axis_name: str) -> bool:

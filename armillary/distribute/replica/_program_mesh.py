@@ -1,7 +1,7 @@
-"""Leaves the mesh that a program has set (`jax.set_mesh`), for that of a strategy.
+"""Leaves the mesh of a program (`jax.set_mesh`) where a strategy has its own.
 
-JAX refuses a computation on other devices, or over other axes, than those of the mesh
-in context. Inside `run`, trainers and evaluators a strategy decides both, so the
+JAX refuses a computation whose devices or axes are not in the mesh of the context.
+Inside `run`, trainers and evaluators a strategy decides both, so the
 program's mesh must not reach in there.
 """
 

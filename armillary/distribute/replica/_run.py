@@ -35,10 +35,14 @@ from armillary.distribute.replica._draws import (
     MEANT,
     SHARED,
     Origin,
+    SharedDraw,
     find_shared_draws,
     of_batch,
 )
-from armillary.distribute.replica._idle_replicas import warn_of_idle_replicas
+from armillary.distribute.replica._idle_replicas import (
+    IdleReplicas,
+    find_idle_replicas,
+)
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
@@ -265,9 +269,7 @@ class _MappedCall(Call):
         }
         proof.require_equal(mirrored, self._state)
         self._warn_of_shared_draws(program)
-        num_active = count_active(self._context.active)
-        axis_name = self._strategy.axis_name
-        warn_of_idle_replicas(program, axis_name, num_active, self.num_replicas)
+        self._warn_of_idle_replicas(program)
         return proof
 
     def _warn_of_shared_draws(self, program: core.ClosedJaxpr) -> None:
@@ -285,17 +287,36 @@ class _MappedCall(Call):
         strategy = self._strategy
         found = find_shared_draws(program, origins, strategy.axis_name)
         for draw in found:
-            if draw in strategy.warned_draws:
-                continue
-            strategy.warned_draws.add(draw)
-            logger.warning(
+            self._warn_once(
+                draw,
                 f"The random numbers of {draw.drawn_at} are the same on all "
                 f"{self.num_replicas} replicas, but each replica uses them for its own "
                 f"examples at {draw.used_at}. Fold the number of the replica into the "
                 "key (`jax.random.fold_in(key, "
                 f'jax.lax.axis_index("{strategy.axis_name}"))`), or draw from a key in '
-                "the state, such as an `nnx.Rngs` of the trainer."
+                "the state, such as an `nnx.Rngs` of the trainer.",
             )
+
+    def _warn_of_idle_replicas(self, program: core.ClosedJaxpr) -> None:
+        """Warns of reductions of JAX that count replicas without examples."""
+        num_active = count_active(self._context.active)
+        if num_active == self.num_replicas:
+            return
+        for found in find_idle_replicas(program, self._strategy.axis_name):
+            self._warn_once(
+                found,
+                f"`{found.name}` at {found.line} reduces over all {self.num_replicas} "
+                f"replicas, but only {num_active} have examples of this batch, so the "
+                "result counts replicas without examples and is wrong. Write "
+                '`armillary.all_reduce("mean", value)`, or `"sum"`, which leaves them '
+                "out.",
+            )
+
+    def _warn_once(self, found: SharedDraw | IdleReplicas, message: str) -> None:
+        warned = self._strategy.warned
+        if found not in warned:
+            warned.add(found)
+            logger.warning(message)
 
     def _origins_of_slots(self) -> list[Origin]:
         """Returns for each array whether it may be a key that is to stay equal."""
@@ -414,7 +435,7 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
         for equation in getattr(current, "jaxpr", current).eqns:
             is_map = equation.primitive.name == "shard_map"
             if is_map and axis in get_mapped_axes(equation):
-                # Inside, the name is that of an axis of the user's mesh.
+                # Inside, the name belongs to an axis of the user's mesh.
                 hiding.append(equation)
                 continue
             if axis in named_axes(equation):
