@@ -46,9 +46,10 @@ def test_mirrored_slots_that_differ_are_all_named(strategy, batch):
         "They were computed from one replica's share of the batch. Reduce first "
         '(`armillary.all_reduce("mean", value)`), or make the variable with '
         "`aggregation=armillary.distribute.VariableAggregation.MEAN`, `SUM` or "
-        "`ONLY_FIRST_REPLICA`. If its rows belong to single examples, as in a queue or a "
-        "carried hidden state, these would mix them: collect the rows of all replicas "
-        "instead (`armillary.get_replica_context().all_gather(value, axis=0)`)."
+        "`ONLY_FIRST_REPLICA`. If its rows belong to single examples, as in a queue "
+        "or a carried hidden state, these would mix them: collect the rows of all "
+        "replicas instead "
+        "(`armillary.get_replica_context().all_gather(value, axis=0)`)."
     )
     assert model.bias[...] is before
 
