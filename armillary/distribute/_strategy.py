@@ -39,9 +39,7 @@ from armillary.distribute.replica._context import (
     require_cross_replica_context,
 )
 from armillary.distribute.replica._cross_device import CrossDeviceOps
-from armillary.distribute.replica._draws import SharedDraw
 from armillary.distribute.replica._extended import StrategyExtended
-from armillary.distribute.replica._idle_replicas import IdleReplicas
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._values import (
     PerReplica,
@@ -130,7 +128,7 @@ class Strategy(OfOneProcess):
         self._num_replicas = num_replicas
         self.axis_name = axis_name
         # The findings in steps that the log has warned of, once each.
-        self.warned: set[SharedDraw | IdleReplicas] = set()
+        self.warned: set[NamedTuple] = set()
         self.dispatch = Dispatch(mesh)
 
     @property

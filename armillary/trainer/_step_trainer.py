@@ -116,9 +116,10 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         TypeError: If an argument is of the wrong type, or `step` returns no such pair,
             or takes a batch and there is no data, or takes none and there is.
         StateStructureError: If `step` returns another kind of state than it took.
-        ValueError: If `state` has no array, if `kinds` has a kind that does not exist
-            or a key that finds no leaf, or if `step` returns other metrics for batches
-            of another shape, or a metric that lives longer than the step.
+        ValueError: If `state` has no array, if a module of NNX in it shares a
+            variable, if `kinds` has a kind that does not exist or a key that finds no
+            leaf, or if `step` returns other metrics for batches of another shape, or a
+            metric that lives longer than the step.
     """
 
     def __init__(

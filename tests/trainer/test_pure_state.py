@@ -205,6 +205,57 @@ def test_functional_nnx_trains_as_in_jax():
     assert model.kernel[...] is params["kernel"][...]
 
 
+class Tied(nnx.Module):
+    """Two layers with one kernel."""
+
+    def __init__(self):
+        self.first = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def test_a_module_that_shares_a_variable_is_refused():
+    with pytest.raises(ValueError, match="one variable of NNX") as caught:
+        make_trainer(lambda state, batch: (state, {}), {"model": Tied()})
+
+    message = str(caught.value)
+    assert "`state['model'].first.kernel`" in message
+    assert "`state['model'].second.kernel`" in message
+    assert "nnx.split(model)" in message
+
+
+def test_a_split_module_keeps_a_shared_variable():
+    graph, state = nnx.split(Tied())
+
+    def step(state, batch):
+        def loss_fn(state):
+            return (nnx.merge(graph, state)(batch["x"]) ** 2).mean()
+
+        gradients = armillary.all_reduce("mean", jax.grad(loss_fn)(state))
+        return jax.tree.map(lambda old, by: old - 0.1 * by, state, gradients), {}
+
+    trainer = make_trainer(step, state)
+    trainer.train(2)
+
+    model = nnx.merge(graph, trainer.state)
+    assert model.first.kernel is model.second.kernel
+    assert not np.array_equal(model.first.kernel[...], Tied().first.kernel[...])
+
+
+def test_a_state_may_hold_a_module_twice():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+    trainer = make_trainer(
+        lambda state, batch: (state, {}), {"model": model, "average": model}
+    )
+
+    trainer.train(1)
+    assert trainer.state["model"].kernel is not trainer.state["average"].kernel
+
+
 def test_paths_of_variables_are_those_of_their_places():
     state = nnx.State({"dense": {"kernel": nnx.Param(jnp.zeros(2))}})
     trainer = make_trainer(lambda state, batch: (state, {}), (state,))

@@ -422,7 +422,7 @@ def get_questions(caplog):
     return [
         each.getMessage()
         for each in caplog.records
-        if "as a plain" in each.msg % each.args
+        if "counts as the mean over its batch" in each.getMessage()
     ]
 
 
@@ -439,9 +439,22 @@ def test_sums_that_are_returned_as_numbers_are_asked_about_once(strategy, caplog
         evaluator.evaluate(-1)
         evaluator.evaluate(-1)
     (question,) = get_questions(caplog)
-    assert "returns `loss` as a plain number" in question
+    assert "returns `loss` (" in question
+    assert "as a plain number" in question
     assert '`"loss": armillary.metrics.Ratio(loss, denominator)`' in question
     assert "test_step_metrics.py" in question
+
+
+def test_all_sums_are_named(caplog):
+    def step(state, batch):
+        return state, {"loss": batch["loss"].sum(), "right": batch["label"].sum()}
+
+    with caplog.at_level(logging.WARNING):
+        make_trainer(STRATEGIES["one device"](), step).train(1)
+    (question,) = get_questions(caplog)
+    assert "`loss` (" in question
+    assert "and `right` (" in question
+    assert '`"right": armillary.metrics.Ratio(right, denominator)`' in question
 
 
 def flax_lm1b(batch):

@@ -19,8 +19,8 @@ from jax.core import Tracer
 from armillary._jax_compat import count_scan_operands, read_number
 from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
+from armillary.distribute.replica._proof import METRIC
 
-_METRIC = "armillary metric "
 # Operations that leave a sum what it is.
 _COPIES = (
     *("convert_element_type", "copy", "neg", "reshape", "squeeze", "broadcast_in_dim"),
@@ -58,7 +58,7 @@ _Facts: TypeAlias = frozenset[Any]
 
 def mark_metric(value: jax.Array, name: str) -> jax.Array:
     """Marks a plain metric of a step that is traced, for `warn_of_sums`."""
-    return mark(value, _METRIC + name) if isinstance(value, Tracer) else value
+    return mark(value, METRIC + name) if isinstance(value, Tracer) else value
 
 
 def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> None:
@@ -84,22 +84,31 @@ def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> Non
 
 def _explain(step_name: str, sums: dict[str, str], names: list[str]) -> str:
     divisors = [name for name in names if _is_denominator(name)]
-    others = [name for name in sums if name not in divisors]
-    name = (others or list(sums))[0]
-    divisor = next((each for each in divisors if each != name), "denominator")
-    key = name.rpartition("/")[2]
-    divisor_key = divisor.rpartition("/")[2]
-    fix = f'`"{key}": armillary.metrics.Sum({key})` for a total'
-    if others:
-        quotient = f"armillary.metrics.Ratio({key}, {divisor_key})"
-        fix = f'`"{key}": {quotient}` for a mean, or {fix}'
+    dividends = [name for name in sums if name not in divisors]
+    shown = dividends or list(sums)
+    fixes = [_fix(name, divisors, is_quotient=bool(dividends)) for name in shown]
+    places = " and ".join(f"`{name}` ({sums[name]})" for name in shown)
+    found = f"{places} as a plain number, but it is a sum"
+    if len(shown) > 1:
+        found = f"{places} as plain numbers, but they are sums"
     return (
-        f"`{step_name}` returns `{name}` as a plain number, but it is a sum over the "
-        f"examples of a batch ({sums[name]}). A plain number counts as the mean over "
-        "its batch. So a sum depends on the number of replicas, and a quotient of two "
-        f"sums is wrong where batches differ. Write {fix}. For the mean over examples, "
-        "divide by their number in the step."
+        f"`{step_name}` returns {found} over the examples of a batch. A plain number "
+        "counts as the mean over its batch. So a sum depends on the number of "
+        "replicas, and a quotient of two sums is wrong where batches differ. Write "
+        f"{'; '.join(fixes)}. For the mean over examples, divide by their number in "
+        "the step."
     )
+
+
+def _fix(name: str, divisors: list[str], *, is_quotient: bool) -> str:
+    """Returns the line to write for a metric that is a sum."""
+    key = name.rpartition("/")[2]
+    total = f'`"{key}": armillary.metrics.Sum({key})` for a total'
+    if not is_quotient:
+        return total
+    divisor = next(iter(divisors), "denominator").rpartition("/")[2]
+    quotient = f"armillary.metrics.Ratio({key}, {divisor})"
+    return f'`"{key}": {quotient}` for a mean, or {total}'
 
 
 def _is_denominator(name: str) -> bool:
@@ -138,10 +147,10 @@ class _Search(Dataflow[_Facts]):
         return [self._make(equation, name, operands, made) for made in equation.outvars]
 
     def _note(self, mark_name: str, facts: _Facts) -> None:
-        if mark_name.startswith(_METRIC):
+        if mark_name.startswith(METRIC):
             lines = [fact.line for fact in facts if isinstance(fact, _Sum)]
             is_sum = len(lines) == len(facts)
-            name = mark_name.removeprefix(_METRIC)
+            name = mark_name.removeprefix(METRIC)
             self.metrics[name] = min(lines) if lines and is_sum else ""
 
     def _follow_shifted_scan(

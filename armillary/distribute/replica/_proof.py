@@ -45,6 +45,7 @@ from armillary._jaxpr import (
 )
 from armillary.distribute.replica._kinds import as_kinds
 from armillary.distribute.replica._sameness import kind_of
+from armillary.distribute.replica._users import Users, is_of_mean
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 from armillary.state._lift import State
 from armillary.state._tree import pure_path_of
@@ -86,6 +87,8 @@ WEIGHT = "armillary weight"
 SUMMED = "armillary summed"
 NUMERATOR = "armillary numerator"
 DENOMINATOR = "armillary denominator"
+# How the name of a plain metric of a pure step begins; the name of the metric follows.
+METRIC = "armillary metric "
 
 
 class Kind(enum.Enum):
@@ -222,7 +225,7 @@ class Proof(Dataflow[Facts]):
         # By where the operation stands: a loop is looked at until nothing changes.
         self._errors: dict[Any, Exception | None] = {}
         self._reduced_at: set[str] = set()
-        self._users: dict[int, dict[Any, list[Any]]] = {}
+        self._users = Users()
         self._made = program.jaxpr
         self.sums_gradients = False
         self._numerator = EQUAL
@@ -340,8 +343,8 @@ class Proof(Dataflow[Facts]):
             return Facts(labels=labels)
         self._reduced_at.add(where)
         if by_ops in ("sum", "mean") or equation.primitive.name.startswith("psum"):
-            users = [] if by_ops else self._users_of(made)
-            is_mean = by_ops == "mean" or (bool(users) and all(map(_is_of_mean, users)))
+            users = [] if by_ops else self._users.find(self.jaxpr, made)
+            is_mean = by_ops == "mean" or (bool(users) and all(map(is_of_mean, users)))
             is_by_hand = bool(users) and all(map(self._divides_by_count, users))
             if is_mean or not is_by_hand:
                 is_of_gradient = operand.find(Kind.GRADIENT) is not None
@@ -523,21 +526,6 @@ class Proof(Dataflow[Facts]):
             return any(round(1 / number, 4) in self._counts for number in numbers)
         return False
 
-    def _users_of(self, made: Any) -> list[Any]:
-        """Returns the operations that use a value, through changes of its dtype."""
-        jaxpr = self.jaxpr
-        if id(jaxpr) not in self._users:
-            users = self._users[id(jaxpr)] = {}
-            for equation in jaxpr.eqns:
-                for atom in equation.invars:
-                    if not isinstance(atom, core.Literal):
-                        users.setdefault(atom, []).append(equation)
-        found: list[Any] = []
-        for user in self._users[id(jaxpr)].get(made, []):
-            is_cast = user.primitive.name == "convert_element_type"
-            found += self._users_of(user.outvars[0]) if is_cast else [user]
-        return found
-
     def _is_count(self, atom: Any) -> bool:
         return _number_of(atom) in self._counts
 
@@ -567,12 +555,6 @@ def _goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) 
     if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
         return False
     return kind is not Kind.REDUCED or not reasons
-
-
-def _is_of_mean(equation: Any) -> bool:
-    return equation.primitive.name == "div" and is_made_by(
-        equation, "pmean", "ReplicaContext.all_reduce"
-    )
 
 
 def _has_collective(program: Any) -> bool:

@@ -5,7 +5,7 @@ them up, as it does with an `eqx.nn.State`, or write into the variables of an
 `nnx.State`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,9 +44,39 @@ def _is_data(leaf: Leaf) -> bool:
 
 
 def own_state(state: PyTree) -> PyTree:
-    """Returns a state with copies of its arrays, and with arrays for numbers."""
-    leaves = [_own(leaf) for leaf in leaves_of(state)]
+    """Returns a state with copies of its arrays, and with arrays for numbers.
+
+    Raises:
+        TypeError: If JAX makes no array of a leaf.
+        ValueError: If modules of NNX share a variable.
+    """
+    leaves = list(leaves_of(state))
+    _check_is_not_tied(leaves)
+    leaves = [_own(leaf) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
+    """Raises if a module has one variable in two places.
+
+    A pytree has two leaves for it, so the places would differ after one step.
+    """
+    places: dict[Any, str] = {}
+    for leaf in leaves:
+        depths = [i for i, node in enumerate(leaf.above) if _nnx.is_node(node)]
+        if not depths or not _nnx.is_variable(leaf.above[-1]):
+            continue
+        # The state may have the same module twice, such as for an average.
+        module = leaf.keys[: depths[0]]
+        place = leaf.place(PURE_STATE)
+        first = places.setdefault((module, id(leaf.above[-1])), place)
+        if first != place:
+            raise ValueError(
+                f"`{first}` and `{place}` are one variable of NNX, but `state` is a "
+                "pytree, in which they would become two that differ after one step. "
+                "Split the model: `graph, state = nnx.split(model)`. Give `state`, and "
+                "write `model = nnx.merge(graph, state)` in the step."
+            )
 
 
 def _own(leaf: Leaf) -> Any:

@@ -23,25 +23,12 @@ from armillary._jaxpr import (
     programs_in,
     source_line,
 )
-from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._context import (
     ReplicaContext,
     Scope,
     is_in_inner_trace,
-)
-from armillary.distribute.replica._draws import (
-    MEANT,
-    SHARED,
-    Origin,
-    SharedDraw,
-    find_shared_draws,
-    of_batch,
-)
-from armillary.distribute.replica._idle_replicas import (
-    IdleReplicas,
-    find_idle_replicas,
 )
 from armillary.distribute.replica._policy import (
     Policy,
@@ -66,6 +53,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
+from armillary.distribute.replica._warnings import Input, warn_of_step
 from armillary.distribute.replica._writes import combined_writes
 from armillary.errors import (
     BatchSizeError,
@@ -268,62 +256,23 @@ class _MappedCall(Call):
             if self.policies[i] is Policy.MIRRORED
         }
         proof.require_equal(mirrored, self._state)
-        self._warn_of_shared_draws(program)
-        self._warn_of_idle_replicas(program)
+        warn_of_step(
+            program,
+            self._inputs(),
+            self._strategy,
+            self._context,
+            self._state.place_of,
+        )
         return proof
 
-    def _warn_of_shared_draws(self, program: core.ClosedJaxpr) -> None:
-        """Warns of equal random numbers that replicas use for different examples."""
-        if self.num_replicas == 1:
-            return
-        variables = program.jaxpr.invars[len(self.before) :]
-        origins = [
-            *self._origins_of_slots(),
-            *(
-                of_batch(variable.aval.ndim) if is_split else SHARED
-                for variable, is_split in zip(variables, self.is_split, strict=True)
-            ),
-        ]
-        strategy = self._strategy
-        found = find_shared_draws(program, origins, strategy.axis_name)
-        for draw in found:
-            self._warn_once(
-                draw,
-                f"The random numbers of {draw.drawn_at} are the same on all "
-                f"{self.num_replicas} replicas, but each replica uses them for its own "
-                f"examples at {draw.used_at}. Fold the number of the replica into the "
-                "key (`jax.random.fold_in(key, "
-                f'jax.lax.axis_index("{strategy.axis_name}"))`), or draw from a key in '
-                "the state, such as an `nnx.Rngs` of the trainer.",
-            )
-
-    def _warn_of_idle_replicas(self, program: core.ClosedJaxpr) -> None:
-        """Warns of reductions of JAX that count replicas without examples."""
-        num_active = count_active(self._context.active)
-        if num_active == self.num_replicas:
-            return
-        for found in find_idle_replicas(program, self._strategy.axis_name):
-            self._warn_once(
-                found,
-                f"`{found.name}` at {found.line} reduces over all {self.num_replicas} "
-                f"replicas, but only {num_active} have examples of this batch, so the "
-                "result counts replicas without examples and is wrong. Write "
-                '`armillary.all_reduce("mean", value)`, or `"sum"`, which leaves them '
-                "out.",
-            )
-
-    def _warn_once(self, found: SharedDraw | IdleReplicas, message: str) -> None:
-        warned = self._strategy.warned
-        if found not in warned:
-            warned.add(found)
-            logger.warning(message)
-
-    def _origins_of_slots(self) -> list[Origin]:
-        """Returns for each array whether it may be a key that is to stay equal."""
-        return [
-            MEANT if kind.aggregation is VariableAggregation.NONE else SHARED
+    def _inputs(self) -> list[Input]:
+        """Returns for each input of the program whether it is a replica's own."""
+        of_state = [
+            Input(is_meant=kind.aggregation is VariableAggregation.NONE)
             for kind in self._state.kinds
         ]
+        of_arguments = [Input(is_split=is_split) for is_split in self.is_split]
+        return [*of_state, *of_arguments]
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
         """Yields what users get for the arrays that the function returned."""

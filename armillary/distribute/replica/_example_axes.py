@@ -1,0 +1,106 @@
+"""Follows the axes of a value through one operation.
+
+Axes are counted from the last one, -1, so that they stay the same where a loop takes a
+value apart along its first axis.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+# Operations whose result may have other sizes along the same axes.
+_SAME_AXES = (
+    *("concatenate", "pad", "slice", "dynamic_slice", "dynamic_update_slice", "rev"),
+    *("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),
+    *("select_and_gather_add", "select_and_scatter_add"),
+)
+# Operations without some axes of their operand, and the parameter that names these.
+_REMOVED = {
+    "squeeze": "dimensions",
+    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_max", "reduce_min"), "axes"),
+    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor"), "axes"),
+    **dict.fromkeys(("argmax", "argmin"), "axes"),
+}
+
+
+def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
+    """Yields the axes of the result that an axis of an operand becomes.
+
+    It yields nothing if the operation reduces over the axis, or is not known.
+
+    Args:
+        equation: The operation.
+        index: The number of the operand.
+        axis: The axis of the operand, counted from the last one.
+    """
+    name, params = equation.primitive.name, equation.params
+    shape = equation.invars[index].aval.shape
+    result = equation.outvars[0].aval.shape if equation.outvars else ()
+    place = axis + len(shape)
+    if place < 0:
+        return  # A loop has taken the value apart along this axis.
+
+    if name == "broadcast_in_dim":
+        # Along an axis that was copied, the numbers are equal.
+        target = params["broadcast_dimensions"][place]
+        if shape[place] == result[target]:
+            yield target - len(result)
+    elif name == "transpose":
+        yield params["permutation"].index(place) - len(result)
+    elif name == "reshape":
+        yield from _axes_of_reshaped(shape, result, place)
+    elif name == "dot_general":
+        yield from _axes_of_product(equation, index, place)
+    elif name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        if index == 0 and place == numbers.lhs_spec[0]:
+            yield numbers.out_spec[0] - len(result)
+    elif name == "gather":
+        offset = params["dimension_numbers"].offset_dims
+        kept = [each for each in range(len(result)) if each not in offset]
+        if index == 1 and place < len(kept):
+            yield kept[place] - len(result)
+    elif name in _REMOVED:
+        removed = params[_REMOVED[name]]
+        if place not in removed:
+            before = sum(each < place for each in removed)
+            yield place - before - len(result)
+    elif len(shape) == len(result):
+        is_kept = shape[place] == result[place] and _fit(shape, result)
+        if is_kept or name in _SAME_AXES:
+            yield axis
+
+
+def _fit(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Returns whether an operation may be one of single elements."""
+    pairs = zip(shape, result, strict=True)
+    return all(size in (1, other) for size, other in pairs)
+
+
+def _axes_of_reshaped(
+    shape: Sequence[int], result: Sequence[int], place: int
+) -> Iterator[int]:
+    """Yields the axes that share elements' strides with an axis of the old shape."""
+    first = math.prod(shape[place + 1 :])
+    last = first * shape[place]
+    for target in range(len(result)):
+        begin = math.prod(result[target + 1 :])
+        end = begin * result[target]
+        if max(first, begin) < min(last, end):
+            yield target - len(result)
+
+
+def _axes_of_product(equation: Any, index: int, place: int) -> Iterator[int]:
+    """Yields the axis of a product, unless the product sums over it."""
+    contracted, batch = equation.params["dimension_numbers"]
+    result = equation.outvars[0].aval.shape
+    free: list[list[int]] = []
+    for each in range(2):
+        axes = range(equation.invars[each].aval.ndim)
+        used = (*contracted[each], *batch[each])
+        free.append([axis for axis in axes if axis not in used])
+    if place in batch[index]:
+        yield list(batch[index]).index(place) - len(result)
+    elif place in free[index]:
+        before = len(batch[0]) + (len(free[0]) if index else 0)
+        yield before + free[index].index(place) - len(result)

@@ -1,0 +1,86 @@
+"""Finds numbers in the state that count the examples of one replica.
+
+A step sees one replica's share of a batch, so `state["seen"] + x.shape[0]` counts the
+share and not the batch. The program shows it: a number of the state grows by a constant
+that is the size of a share.
+"""
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from armillary._jax_compat import read_number
+from armillary._jaxpr import Dataflow, programs_in
+
+_COPIES = ("convert_element_type", "copy", "copy_p", "optimization_barrier")
+_SUMS = ("add", "add_any")
+
+
+class ShareCounter(NamedTuple):
+    """A number of the state that grows by the size of a share.
+
+    Attributes:
+        slot: The number of the input.
+        size: The size that it grows by.
+        line: The line of the sum.
+    """
+
+    slot: int
+    size: int
+    line: str
+
+
+def find_counters(
+    program: core.ClosedJaxpr, is_split: Sequence[bool]
+) -> list[ShareCounter]:
+    """Returns the numbers of the state that grow by the size of a share.
+
+    Args:
+        program: The program of one replica.
+        is_split: For each input, whether it is a part of a batch, examples first.
+    """
+    pairs = list(zip(program.jaxpr.invars, is_split, strict=True))
+    sizes: set[int] = set()
+    for variable, is_own in pairs:
+        shape = variable.aval.shape
+        if is_own and shape and shape[0] > 1:
+            # The number of examples, of tokens, and so on.
+            sizes.update(itertools.accumulate(shape, operator.mul))
+    if not sizes:
+        return []
+    inputs: list[frozenset[ShareCounter]] = []
+    for i, (variable, is_own) in enumerate(pairs):
+        is_number = not is_own and not variable.aval.shape
+        inputs.append(frozenset({ShareCounter(i, 0, "")} if is_number else ()))
+    results = _Counters().run(program, inputs)
+    found = frozenset().union(*results)
+    return sorted(each for each in found if each.size in sizes)
+
+
+class _Counters(Dataflow[frozenset[ShareCounter]]):
+    """Follows the numbers of the state through copies and one sum with a constant."""
+
+    nothing = frozenset()
+
+    def join(self, facts: Iterable[frozenset[ShareCounter]]) -> frozenset[ShareCounter]:
+        return frozenset().union(*facts)
+
+    def transfer(
+        self, equation: Any, operands: list[frozenset[ShareCounter]]
+    ) -> list[frozenset[ShareCounter]] | None:
+        name = equation.primitive.name
+        if any(programs_in(equation)) or name in _COPIES:
+            return None
+        numbers = [each for each in map(read_number, equation.invars) if each]
+        if name not in _SUMS or len(numbers) != 1:
+            return [self.nothing] * len(equation.outvars)
+        size = float(numbers[0])
+        grown = {
+            ShareCounter(each.slot, int(size), self.line(equation))
+            for each in self.join(operands)
+            if each.size == 0 and size == int(size)
+        }
+        return [frozenset(grown)]

@@ -1,0 +1,488 @@
+"""Finds numbers of a step that depend on how replicas share the examples of a batch.
+
+Every replica computes with its own share of a batch, and then the numbers of all
+replicas are averaged. If a number is a mean over examples, the result is the mean over
+the whole batch. A nonlinear function of such a mean, such as `exp` or a quotient of two
+sums, gives another number than on one device, and so does the largest loss of a share.
+
+One pass follows every value from the batch to the metrics of a pure step and to the
+reductions that the step asks for::
+
+    a value is    if it is                              an operation on it gives
+    EQUAL         equal on all replicas                 EQUAL
+    REDUCED       summed over the examples of a share   REDUCED; a nonlinear operation
+                                                        adds a cause to it
+    EXAMPLES      one number for each example           EXAMPLES, or REDUCED by a sum
+    UNKNOWN       none of these, or not followed        UNKNOWN
+
+A step that normalizes examples by the mean of their share, as batch normalization does,
+depends on the share, too. That is accepted: such a value counts as EXAMPLES, and the
+mean of its statistics over replicas is no finding.
+
+Only causes that are certain are found, so a step that is right gets no warning.
+"""
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from armillary._jax_compat import count_scan_operands, read_number
+from armillary._jaxpr import Dataflow, named_axes
+from armillary.distribute.replica._example_axes import axes_of_result
+from armillary.distribute.replica._proof import (
+    DRAWS,
+    EXCHANGES,
+    METRIC,
+    REDUCTIONS,
+    SOURCES,
+    SUMMED,
+)
+from armillary.distribute.replica._sameness import kind_of
+from armillary.distribute.replica._users import Users, is_of_mean
+
+_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
+_SUMS = ("reduce_sum", *_PRODUCTS)
+_EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
+# Operations that are linear in all their operands together.
+_LINEAR = frozenset(
+    {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "real"}
+    | {"reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "rev", "imag"}
+    | {"concatenate", "pad", "split", "reduce_sum", "cumsum", "stop_gradient", "pvary"}
+    | {"reduce_precision", "optimization_barrier", "sharding_constraint", "complex"}
+)
+_NONLINEAR = frozenset(
+    {"square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "pow"}
+    | {"tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "atan2"}
+    | {"sign", "abs", "max", "min", "clamp", "floor", "ceil", "round", "sinh", "cosh"}
+    | {"reduce_max", "reduce_min", "reduce_prod", "cumprod", "cummax", "cummin"}
+    | {"cumlogsumexp", "lgamma", "digamma", "integer_pow"}
+)
+# Operations that hand on a number that something is multiplied by.
+_SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
+# The divisor of a value that was scaled by a number which is not known.
+_ANY = 0
+
+
+class Reach(enum.IntEnum):
+    """How a value depends on the examples of a share: see the table above."""
+
+    EQUAL = 0
+    REDUCED = 1
+    EXAMPLES = 2
+    UNKNOWN = 3
+
+
+class Way(enum.Enum):
+    """A way in which a number depends on the share."""
+
+    NONLINEAR = "nonlinear"
+    QUOTIENT = "quotient"
+    EXTREME = "extreme"
+    PAIRS = "pairs"
+    LOOP = "loop"
+    LOSS = "loss"
+
+
+# These stay with a value for each example; the others go when it is normalized.
+_LASTING = (Way.PAIRS, Way.LOOP, Way.LOSS)
+
+
+class Cause(NamedTuple):
+    """An operation that makes a number depend on the share, and its line."""
+
+    way: Way
+    operation: str
+    line: str
+
+
+class Share(NamedTuple):
+    """The known facts about a value.
+
+    Attributes:
+        reach: How it depends on the examples.
+        axes: The axes along which examples lie, counted from the last one, -1.
+        causes: The operations that make it depend on the share.
+        divisors: The numbers that it was divided by.
+        sizes: Numbers of examples that were summed.
+        is_gradient: Whether it was made in a backward pass.
+        is_carried: Whether a loop over examples hands it from one to the next.
+    """
+
+    reach: Reach = Reach.EQUAL
+    axes: frozenset[int] = frozenset()
+    causes: frozenset[Cause] = frozenset()
+    divisors: frozenset[int] = frozenset()
+    sizes: frozenset[int] = frozenset()
+    is_gradient: bool = False
+    is_carried: bool = False
+
+
+_EQUAL = Share()
+_UNKNOWN = Share(Reach.UNKNOWN)
+# A reduction over replicas may be any number, such as a count of tokens.
+_COMBINED = Share(divisors=frozenset({_ANY}))
+
+
+class MetricOfShare(NamedTuple):
+    """A plain metric that depends on the share."""
+
+    name: str
+    cause: Cause
+
+
+class ReductionOfShare(NamedTuple):
+    """A mean or a sum over replicas of numbers that depend on the share."""
+
+    line: str
+    cause: Cause
+
+
+class MeanOfSums(NamedTuple):
+    """A mean over replicas of the gradients of a sum over examples."""
+
+    line: str
+    num_examples: int
+
+
+class SumOfEqual(NamedTuple):
+    """A metric that adds the same number on every replica."""
+
+    line: str
+
+
+Finding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual
+
+
+def find_shares(
+    program: core.ClosedJaxpr, is_split: Sequence[bool], axis_name: str
+) -> list[Finding]:
+    """Returns the numbers that depend on how replicas share the examples.
+
+    Args:
+        program: The program of one replica.
+        is_split: For each input, whether it is a part of a batch, examples first.
+        axis_name: The axis of replicas.
+    """
+    inputs: list[Share] = []
+    sizes: set[int] = set()
+    for variable, is_own in zip(program.jaxpr.invars, is_split, strict=True):
+        shape = variable.aval.shape
+        if is_own and shape:
+            sizes.add(shape[0])
+            inputs.append(Share(Reach.EXAMPLES, frozenset({-len(shape)})))
+        elif is_own:
+            inputs.append(_UNKNOWN)
+        else:
+            inputs.append(_EQUAL if shape else _COMBINED)
+    search = _Search(axis_name, sizes)
+    search.run(program, inputs)
+    return search.findings()
+
+
+class _Search(Dataflow[Share]):
+    nothing = _EQUAL
+
+    def __init__(self, axis_name: str, sizes: set[int]) -> None:
+        super().__init__()
+        self._axis_name = axis_name
+        self._sizes = sizes
+        self._users = Users()
+        self._metrics: dict[str, set[Cause]] = {}
+        self._reductions: dict[str, set[Cause]] = {}
+        self._means_of_sums: dict[str, int] = {}
+        self._equal_sums: set[str] = set()
+
+    def findings(self) -> list[Finding]:
+        found: list[Finding] = []
+        for name, causes in self._metrics.items():
+            found.append(MetricOfShare(name, _first(causes)))
+        for line, causes in self._reductions.items():
+            found.append(ReductionOfShare(line, _first(causes)))
+        for line, num_examples in self._means_of_sums.items():
+            found.append(MeanOfSums(line, num_examples))
+        found += map(SumOfEqual, sorted(self._equal_sums))
+        return found
+
+    def join(self, facts: Iterable[Share]) -> Share:
+        several = set(facts)
+        if len(several) < 2:
+            return several.pop() if several else _EQUAL
+        return Share(
+            reach=max(each.reach for each in several),
+            axes=frozenset().union(*(each.axes for each in several)),
+            causes=frozenset().union(*(each.causes for each in several)),
+            divisors=frozenset().union(*(each.divisors for each in several)),
+            sizes=frozenset().union(*(each.sizes for each in several)),
+            is_gradient=any(each.is_gradient for each in several),
+            is_carried=any(each.is_carried for each in several),
+        )
+
+    def decide(self, equation: Any, decides: Share) -> Share:
+        del equation
+        return _UNKNOWN if decides.reach else _EQUAL
+
+    def transfer(self, equation: Any, operands: list[Share]) -> list[Share] | None:
+        name = equation.primitive.name
+        num_results = len(equation.outvars)
+        if name == "name":
+            self._look_at_mark(equation, operands[0])
+            return operands
+        if name == "scan":
+            return self._follow_examples(equation, operands)
+        if (by_ops := kind_of(equation)) is not None:
+            # Arrays that a `CrossDeviceOps` has captured come before those to reduce.
+            for operand in operands[-num_results:]:
+                self._look_at_reduction(equation, operand, by_ops, None)
+            return [_COMBINED] * num_results
+        if name in SOURCES or name.startswith(EXCHANGES):
+            return [_UNKNOWN] * num_results
+        if name.startswith(REDUCTIONS):
+            has_groups = equation.params.get("axis_index_groups") is not None
+            is_over_all = self._axis_name in named_axes(equation) and not has_groups
+            if not is_over_all:
+                return [_UNKNOWN] * num_results
+            if name.startswith("psum"):
+                for operand, made in zip(operands, equation.outvars, strict=True):
+                    self._look_at_reduction(equation, operand, "", made)
+            return [_COMBINED] * num_results
+        if name in DRAWS and any(each.reach for each in operands):
+            return [_UNKNOWN] * num_results
+        return None
+
+    def _look_at_mark(self, equation: Any, metric: Share) -> None:
+        """Notes a metric that the step returns, or a part of one."""
+        name = equation.params["name"]
+        if name.startswith(METRIC) and metric.causes:
+            key = name.removeprefix(METRIC)
+            self._metrics.setdefault(key, set()).update(metric.causes)
+        if name == SUMMED and metric.reach is Reach.EQUAL:
+            # The size of the share is a constant, too, and its sum is right.
+            number = read_number(equation.invars[0])
+            is_size = number and (float(number) != 1 or 1 in self._sizes)
+            if not is_size:
+                self._equal_sums.add(self.line(equation))
+
+    def _look_at_reduction(
+        self, equation: Any, operand: Share, by_ops: str, made: Any
+    ) -> None:
+        """Notes a sum or a mean over replicas.
+
+        Args:
+            equation: The reduction.
+            operand: The facts about the reduced value.
+            by_ops: The kind of a reduction by a `CrossDeviceOps`; empty for others.
+            made: The result of a reduction by JAX.
+        """
+        if by_ops not in ("", "sum", "mean") or self.is_backward(equation):
+            return
+        line = self.line(equation)
+        # Means of statistics, as of batch normalization, are accepted: see above.
+        causes = {
+            each
+            for each in operand.causes
+            if operand.is_gradient or each.way in _LASTING
+        }
+        if causes:
+            self._reductions.setdefault(line, set()).update(causes)
+            return
+        users = [] if by_ops else self._users.find(self.jaxpr, made)
+        is_mean = by_ops == "mean" or (bool(users) and all(map(is_of_mean, users)))
+        if is_mean and operand.is_gradient and self._is_sum(operand):
+            self._means_of_sums[line] = max(operand.sizes)
+
+    def _is_sum(self, gradient: Share) -> bool:
+        """Returns whether a gradient was summed, and divided by no number of rows."""
+        is_followed = gradient.reach is Reach.REDUCED and gradient.sizes
+        divisors = gradient.divisors
+        if not is_followed or _ANY in divisors:
+            return False
+        # The mean of parts of a batch divides by the size and by the number of parts.
+        candidates = {*divisors, math.prod(divisors)}
+        sizes = {*gradient.sizes, *self._sizes}
+        return not any(each % size == 0 for each in candidates for size in sizes)
+
+    def _follow_examples(self, equation: Any, operands: list[Share]) -> list[Share]:
+        """Follows a scan, which may take examples one by one."""
+        num_whole, num_carry = count_scan_operands(equation)
+        first = num_whole + num_carry
+        variables = equation.invars[first:]
+        pairs = zip(variables, operands[first:], strict=True)
+        is_over_examples = any(-each.aval.ndim in facts.axes for each, facts in pairs)
+        if not is_over_examples:
+            return self._follow_scan(equation, operands)
+
+        body = equation.params["jaxpr"]
+        line = self.line(equation)
+        carry = operands[num_whole:first]
+        while True:
+            handed = [
+                each._replace(is_carried=True) if each.reach else each for each in carry
+            ]
+            inputs = [*operands[:num_whole], *handed, *operands[first:]]
+            made = self._enter(equation, body, inputs)
+            now = [self.join(pair) for pair in zip(carry, made, strict=False)]
+            if now == carry:
+                break
+            carry = now
+        stacked = equation.outvars[num_carry:]
+        pairs = zip(made[num_carry:], stacked, strict=True)
+        results = [
+            *(_as_total(facts, equation.params["length"]) for facts in carry),
+            *(_as_stack(facts, each.aval.ndim) for facts, each in pairs),
+        ]
+        return [_leave_loop(facts, line) for facts in results]
+
+    def mix(self, equation: Any, operands: list[Share]) -> Share:
+        both = self.join(operands)
+        divisors = both.divisors | _divisors_in(equation)
+        is_gradient = both.is_gradient or self.is_backward(equation)
+        both = both._replace(divisors=divisors, is_gradient=is_gradient)
+
+        if both.reach is Reach.EQUAL:
+            return both
+        if _divides_by_own(equation, operands):
+            both = both._replace(divisors=both.divisors | {_ANY})
+        if both.is_carried and _bends(equation, operands):
+            both = self._with_cause(both, Way.LOOP, equation)
+        if both.reach is Reach.REDUCED:
+            return self._mix_reduced(equation, operands, both)
+        if any(each.reach is Reach.EXAMPLES for each in operands):
+            # Statistics of a share may normalize examples.
+            kept = {each for each in both.causes if each.way in _LASTING}
+            both = both._replace(causes=frozenset(kept))
+        if both.reach is Reach.EXAMPLES:
+            return self._mix_examples(equation, operands, both)
+        return both._replace(axes=frozenset())
+
+    def _mix_reduced(self, equation: Any, operands: list[Share], both: Share) -> Share:
+        name = equation.primitive.name
+        made = equation.outvars[0].aval
+        if made.dtype == jnp.bool_:
+            return both._replace(causes=frozenset())
+        # The backward pass of a loss that is a nonlinear function begins with numbers.
+        if not made.shape and self.is_backward(equation):
+            of_loss = {each._replace(way=Way.LOSS) for each in both.causes}
+            both = both._replace(causes=frozenset(of_loss))
+            if _bends(equation, operands):
+                return self._with_cause(both, Way.LOSS, equation)
+        if _bends(equation, operands):
+            is_quotient = name == "div" and bool(operands[0].reach)
+            way = Way.QUOTIENT if is_quotient else Way.NONLINEAR
+            return self._with_cause(both, way, equation)
+        is_choice = name == "select_n" and not operands[0].reach
+        is_linear = name in (*_LINEAR, *_PRODUCTS, "div", "integer_pow")
+        is_kept = is_choice or is_linear
+        return both if is_kept else both._replace(reach=Reach.UNKNOWN)
+
+    def _mix_examples(self, equation: Any, operands: list[Share], both: Share) -> Share:
+        name = equation.primitive.name
+        moved: list[frozenset[int]] = []
+        sizes: set[int] = set()
+        for index, operand in enumerate(operands):
+            if operand.reach is not Reach.EXAMPLES:
+                continue
+            shape = equation.invars[index].aval.shape
+            places = [axis for axis in operand.axes if axis + len(shape) >= 0]
+            sizes.update(shape[axis] for axis in places)
+            axes = [axes_of_result(equation, index, axis) for axis in places]
+            moved.append(frozenset().union(*axes))
+
+        axes = frozenset().union(*moved)
+        if axes:
+            result = both._replace(axes=axes)
+            is_of_pairs = any(a - b and b - a for a in moved for b in moved if a and b)
+            if is_of_pairs:
+                result = self._with_cause(result, Way.PAIRS, equation)
+            return result
+        if not sizes:
+            # A loop has taken the examples apart, so this is one of them.
+            return both._replace(axes=frozenset())
+        reduced = Share(
+            Reach.REDUCED,
+            causes=both.causes,
+            divisors=both.divisors,
+            sizes=both.sizes | sizes,
+            is_gradient=both.is_gradient,
+            is_carried=both.is_carried,
+        )
+        if name in _SUMS:
+            return reduced
+        if name in _EXTREMES:
+            return self._with_cause(reduced, Way.EXTREME, equation)
+        return reduced._replace(reach=Reach.UNKNOWN)
+
+    def _with_cause(self, facts: Share, way: Way, equation: Any) -> Share:
+        cause = Cause(way, equation.primitive.name, self.line(equation))
+        return facts._replace(causes=facts.causes | {cause})
+
+
+def _bends(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation is not linear in what differs between replicas."""
+    name = equation.primitive.name
+    num_own = sum(each.reach is not Reach.EQUAL for each in operands)
+    if name in _PRODUCTS:
+        return num_own > 1
+    if name == "div":
+        return operands[1].reach is not Reach.EQUAL
+    # Optax has `g**order` with an order of 1.
+    return name in _NONLINEAR and equation.params.get("y") != 1
+
+
+def _divides_by_own(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation divides by a number of the replica's own."""
+    name = equation.primitive.name
+    is_power = name == "integer_pow" and equation.params["y"] < 0
+    is_quotient = name == "div" and operands[1].reach is not Reach.EQUAL
+    return is_power or is_quotient
+
+
+def _divisors_in(equation: Any) -> set[int]:
+    """Returns the numbers by which an operation divides, rounded."""
+    name = equation.primitive.name
+    if name not in _SCALES:
+        return set()
+    numbers = [float(each) for each in map(read_number, equation.invars) if each]
+    found: set[int] = set()
+    for number in numbers:
+        divisor = number if name == "div" else 1 / number if number else 0.0
+        if math.isfinite(divisor) and abs(divisor) > 1:
+            found.add(round(abs(divisor)))
+    return found
+
+
+def _as_total(facts: Share, num_examples: int) -> Share:
+    """Returns the facts about a value that a loop has carried over all examples."""
+    is_of_one = facts.reach is Reach.EXAMPLES and not facts.axes
+    if not is_of_one:
+        return facts
+    return facts._replace(reach=Reach.REDUCED, sizes=facts.sizes | {num_examples})
+
+
+def _as_stack(facts: Share, num_axes: int) -> Share:
+    """Returns the facts about the values that a loop has made for all examples."""
+    if facts.reach is not Reach.EXAMPLES:
+        return facts
+    return facts._replace(axes=facts.axes | {-num_axes})
+
+
+def _leave_loop(facts: Share, line: str) -> Share:
+    """Returns the facts about a result of a loop over examples."""
+    causes = {
+        each._replace(line=line) if each.way is Way.LOOP else each
+        for each in facts.causes
+    }
+    return facts._replace(causes=frozenset(causes), is_carried=False)
+
+
+def _first(causes: Iterable[Cause]) -> Cause:
+    """Returns the cause to report: the one that lasts, if there is one.
+
+    A number is clipped by a quotient, so the operation before it says more.
+    """
+    order = {way: place for place, way in enumerate((*_LASTING, *Way))}
+    order[Way.QUOTIENT] = len(order) + 1
+    return min(causes, key=lambda each: (order[each.way], each.line, each.operation))

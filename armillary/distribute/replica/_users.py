@@ -1,0 +1,46 @@
+"""Finds the operations that use a value in a program."""
+
+from typing import Any
+
+from jax.extend import core
+
+from armillary._jaxpr import is_made_by
+
+
+class Users:
+    """The operations that use a value, looked up once for each program."""
+
+    def __init__(self) -> None:
+        self._by_program: dict[int, dict[Any, list[Any]]] = {}
+
+    def find(self, jaxpr: Any, value: Any) -> list[Any]:
+        """Returns the operations that use a value, also after a change of its dtype.
+
+        Args:
+            jaxpr: The program.
+            value: A variable of the program.
+        """
+        users = self._users_in(jaxpr)
+        found: list[Any] = []
+        for user in users.get(value, []):
+            is_cast = user.primitive.name == "convert_element_type"
+            found += self.find(jaxpr, user.outvars[0]) if is_cast else [user]
+        return found
+
+    def _users_in(self, jaxpr: Any) -> dict[Any, list[Any]]:
+        if id(jaxpr) in self._by_program:
+            return self._by_program[id(jaxpr)]
+        users: dict[Any, list[Any]] = {}
+        for equation in jaxpr.eqns:
+            for atom in equation.invars:
+                if not isinstance(atom, core.Literal):
+                    users.setdefault(atom, []).append(equation)
+        self._by_program[id(jaxpr)] = users
+        return users
+
+
+def is_of_mean(equation: Any) -> bool:
+    """Returns whether an operation divides the sum over replicas by their number."""
+    return equation.primitive.name == "div" and is_made_by(
+        equation, "pmean", "ReplicaContext.all_reduce"
+    )

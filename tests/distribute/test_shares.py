@@ -1,0 +1,330 @@
+"""Numbers that depend on how replicas share a batch: found where they differ.
+
+Each program trains on one device and on four. A program gets a warning if and only if
+its numbers differ. So the warnings have neither gaps nor false alarms here.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import armillary
+from armillary.metrics import Ratio, Sum
+from tests.tiers import slow_after_first
+
+ROWS = np.random.default_rng(0)
+DATA = {
+    "x": ROWS.normal(size=(64, 3)).astype(np.float32),
+    "y": ROWS.normal(size=64).astype(np.float32),
+    "mask": (ROWS.uniform(size=64) > 0.6).astype(np.float32),
+}
+
+
+def losses_of(w, batch):
+    return (batch["x"] @ w - batch["y"]) ** 2
+
+
+def mean_loss(w, batch):
+    return losses_of(w, batch).mean()
+
+
+def masked_loss(w, batch):
+    return (losses_of(w, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def recurrent_loss(w, batch):
+    """Takes the first axis for time."""
+
+    def cell(hidden, inputs):
+        hidden = jnp.tanh(inputs["x"] @ w + 0.9 * hidden)
+        return hidden, (hidden - inputs["y"]) ** 2
+
+    return jnp.mean(jax.lax.scan(cell, 0.0, batch)[1])
+
+
+def normalized_loss(w, batch):
+    hidden = batch["x"] * w[None]
+    mean = armillary.all_reduce("mean", hidden.mean(0))
+    square = armillary.all_reduce("mean", (hidden**2).mean(0))
+    deviation = jnp.sqrt(square - mean**2 + 1e-3)
+    return (((hidden - mean[None]) / deviation[None]) ** 3).mean()
+
+
+def contrastive_loss(w, batch):
+    hidden = batch["x"] * w[None]
+    return jax.nn.logsumexp(hidden @ hidden.T, axis=1).mean()
+
+
+def distances(w, batch):
+    hidden = batch["x"] @ w
+    return jnp.abs(hidden[:, None] - hidden[None]).mean()
+
+
+def clipped(w, batch):
+    gradient = jax.grad(mean_loss)(w, batch)
+    clip = optax.clip_by_global_norm(0.1)
+    return clip.update(gradient, clip.init(w))[0]
+
+
+def scaled_by_adam(w, batch):
+    adam = optax.scale_by_adam()
+    return adam.update(jax.grad(mean_loss)(w, batch), adam.init(w))[0]
+
+
+def accumulated(w, batch):
+    """Adds up the gradients of two parts of a batch."""
+    parts = jax.tree.map(lambda rows: rows.reshape(2, -1, *rows.shape[1:]), batch)
+
+    def add(total, part):
+        return total + jax.grad(mean_loss)(w, part), None
+
+    return jax.lax.scan(add, jnp.zeros_like(w), parts)[0] / 2
+
+
+def added_one_by_one(w, batch):
+    def add(total, row):
+        return total + jax.grad(losses_of)(w, row), None
+
+    total = jax.lax.scan(add, jnp.zeros_like(w), batch)[0]
+    return total / len(batch["x"])
+
+
+def of_each_example(w, batch):
+    gradients = jax.vmap(jax.grad(losses_of), (None, 0))(w, batch)
+    return gradients.mean(axis=0)
+
+
+def metric_step(make):
+    """Returns a step with the metric of some losses, a batch and gradients."""
+
+    def step(w, batch):
+        gradient = jax.grad(mean_loss)(w, batch)
+        metric = make(losses_of(w, batch), batch, gradient)
+        return w - 0.01 * armillary.all_reduce("mean", gradient), {"metric": metric}
+
+    return step
+
+
+def gradient_step(make):
+    """Returns a step that takes the mean of some gradients."""
+
+    def step(w, batch):
+        return w - 0.1 * armillary.all_reduce("mean", make(w, batch)), {}
+
+    return step
+
+
+def loss_step(loss_fn):
+    return gradient_step(jax.grad(loss_fn))
+
+
+def tokens_loss(w, batch):
+    """Adds up the losses of an example's parts, and takes the mean over examples."""
+    parts = batch["x"][:, :, None] * w[None, None]
+    return (parts**2).sum(axis=(1, 2)).mean()
+
+
+WRONG = {
+    "the exponential of a mean": (
+        metric_step(lambda losses, *_: jnp.exp(losses.mean())),
+        ("`exp`", "loop_end"),
+    ),
+    "the largest loss": (
+        metric_step(lambda losses, *_: losses.max()),
+        ('armillary.all_reduce("max", value)',),
+    ),
+    "the smallest loss": (
+        metric_step(lambda losses, *_: losses.min()),
+        ('armillary.all_reduce("min", value)',),
+    ),
+    "a masked mean": (
+        metric_step(
+            lambda losses, batch, _: (
+                (losses * batch["mask"]).sum() / batch["mask"].sum()
+            )
+        ),
+        ('"metric": armillary.metrics.Ratio(',),
+    ),
+    "a norm before the reduction": (
+        metric_step(lambda _, __, gradient: jnp.linalg.norm(gradient)),
+        ("reduced over the examples",),
+    ),
+    "a standard deviation": (
+        metric_step(lambda losses, *_: losses.std()),
+        ("`sqrt`",),
+    ),
+    "a product of means": (
+        metric_step(lambda losses, batch, _: losses.mean() * batch["x"].mean()),
+        ("`mul`",),
+    ),
+    "pairs of examples in a metric": (
+        metric_step(lambda _, batch, __: contrastive_loss(jnp.ones(3), batch)),
+        ("all_gather",),
+    ),
+    "a constant in a sum": (
+        metric_step(lambda *_: Sum(1)),
+        ("equal on all 4 replicas", "counts 4 times"),
+    ),
+    "a sum of losses": (
+        loss_step(lambda w, batch: losses_of(w, batch).sum()),
+        ("sum over the 4 examples", "4 times smaller", "loss.mean()"),
+    ),
+    "half a sum of losses": (
+        loss_step(lambda w, batch: 0.5 * losses_of(w, batch).sum()),
+        ("4 times smaller",),
+    ),
+    "the root of a mean": (
+        loss_step(lambda w, batch: jnp.sqrt(mean_loss(w, batch))),
+        ("gradient of a loss", "weighted_mean"),
+    ),
+    "the logarithm of a mean": (
+        loss_step(lambda w, batch: jnp.log(mean_loss(w, batch))),
+        ("gradient of a loss",),
+    ),
+    "a masked loss": (
+        loss_step(masked_loss),
+        ("gradient of a loss", "armillary.weighted_mean(values, weights)"),
+    ),
+    "a masked loss, computed again": (
+        loss_step(jax.checkpoint(masked_loss)),
+        ("gradient of a loss",),
+    ),
+    "a compiled masked loss": (
+        loss_step(jax.jit(masked_loss)),
+        ("gradient of a loss",),
+    ),
+    "time first": (
+        loss_step(recurrent_loss),
+        ("first axis", "np.swapaxes"),
+    ),
+    "contrastive": (loss_step(contrastive_loss), ("all_gather",)),
+    "distances": (loss_step(distances), ("all_gather",)),
+    "clipped before the reduction": (gradient_step(clipped), ("clipped after",)),
+    "an optimizer before the reduction": (
+        gradient_step(scaled_by_adam),
+        ("Reduce first",),
+    ),
+}
+RIGHT = {
+    "a mean": metric_step(lambda losses, *_: losses.mean()),
+    "an accuracy": metric_step(lambda losses, *_: (losses > 1).mean()),
+    "losses": metric_step(lambda losses, *_: losses),
+    "a constant": metric_step(lambda *_: jnp.float32(0.1)),
+    "the mean of exponentials": metric_step(lambda losses, *_: jnp.exp(-losses).mean()),
+    "a map": metric_step(lambda losses, *_: jax.lax.map(jnp.tanh, losses).mean()),
+    "a norm after the reduction": metric_step(
+        lambda _, __, gradient: jnp.linalg.norm(armillary.all_reduce("mean", gradient))
+    ),
+    "the largest of all": metric_step(
+        lambda losses, *_: armillary.all_reduce("max", losses.max())
+    ),
+    "a number of examples": metric_step(lambda losses, *_: Sum(len(losses))),
+    "a sum": metric_step(lambda losses, *_: Sum(losses)),
+    "a ratio": metric_step(
+        lambda losses, batch, _: Ratio(losses @ batch["mask"], batch["mask"].sum())
+    ),
+    "a mean loss": loss_step(mean_loss),
+    "a penalty": loss_step(lambda w, batch: mean_loss(w, batch) + 0.1 * (w @ w)),
+    "a nonlinear penalty": loss_step(
+        lambda w, batch: mean_loss(w, batch) + jnp.sqrt(1 + w @ w)
+    ),
+    "a scaled loss": loss_step(lambda w, batch: 1024 * mean_loss(w, batch) / 1024),
+    "sums of parts": loss_step(tokens_loss),
+    "computed again": loss_step(jax.checkpoint(mean_loss)),
+    "normalized by all replicas": loss_step(normalized_loss),
+    "a weighted mean": loss_step(
+        lambda w, batch: armillary.weighted_mean(losses_of(w, batch), batch["mask"])
+    ),
+    "the root of the mean of all": loss_step(
+        lambda w, batch: jnp.sqrt(armillary.all_reduce("mean", mean_loss(w, batch)))
+    ),
+    "parts of a batch": gradient_step(accumulated),
+    "one by one": gradient_step(added_one_by_one),
+    "of each example": gradient_step(of_each_example),
+}
+
+
+def train(step, num_devices, state=None):
+    """Returns the state and the metrics after three steps."""
+    trainer = armillary.StepTrainer(
+        step,
+        np.ones(3, np.float32) if state is None else state,
+        armillary.data.from_arrays(DATA, batch_size=16),
+        strategy=armillary.MirroredStrategy(jax.devices()[:num_devices]),
+    )
+    metrics = trainer.train(3)
+    return jax.device_get(trainer.state), metrics
+
+
+def is_equal(step):
+    one, four = train(step, 1), train(step, 4)
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True)
+    return all(np.allclose(a, b, rtol=1e-4) for a, b in pairs)
+
+
+@slow_after_first("kind", WRONG)
+def test_numbers_that_depend_on_the_share_are_found(kind, caplog):
+    step, facts = WRONG[kind]
+
+    assert not is_equal(step)
+
+    message = caplog.messages[0]
+    assert "test_shares.py:" in message
+    assert "4 replicas" in message or "over replicas" in message
+    for fact in facts:
+        assert fact in message
+
+
+@slow_after_first("kind", RIGHT)
+def test_numbers_of_the_whole_batch_are_fine(kind, caplog):
+    assert is_equal(RIGHT[kind])
+
+    assert caplog.messages == []
+
+
+def counting_step(size_of):
+    def step(state, batch):
+        seen = state["seen"] + size_of(batch)
+        return {"w": state["w"] * 1, "seen": seen}, {}
+
+    return step
+
+
+COUNTERS = {
+    "examples": (lambda batch: batch["x"].shape[0], 4),
+    "values": (lambda batch: batch["x"].size, 12),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_a_counter_of_one_share_is_found(kind, caplog):
+    size_of, size = COUNTERS[kind]
+    start = {"w": jnp.ones(3), "seen": 0}
+
+    state, _ = train(counting_step(size_of), 4, start)
+
+    assert state["seen"] == 3 * size
+    [message] = caplog.messages
+    assert "`state['seen']`" in message
+    assert f"grows by {size}" in message
+    assert "1 of 4 examples" in message
+    assert 'armillary.all_reduce("sum", size)' in message
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_the_line_of_the_message_counts_all_examples(num_devices, caplog):
+    step = counting_step(lambda batch: armillary.all_reduce("sum", len(batch["x"])))
+
+    state, _ = train(step, num_devices, {"w": jnp.ones(3), "seen": 0})
+
+    assert state["seen"] == 48
+    assert caplog.messages == []
+
+
+def test_a_counter_of_steps_is_fine(caplog):
+    state, _ = train(counting_step(lambda _: 1), 4, {"w": jnp.ones(3), "seen": 0})
+
+    assert state["seen"] == 3
+    assert caplog.messages == []
