@@ -61,9 +61,22 @@ def read_number(atom: Any) -> str:
 
     JAX 0.8 does not print the value itself as a number.
     """
+    number = _value_of(atom)
+    return "" if number is None else str(number)
+
+
+def read_real(atom: Any) -> float | None:
+    """Returns the real number that a literal of a program holds; `None` for others."""
+    number = _value_of(atom)
+    is_flag = isinstance(number, bool)
+    is_real = isinstance(number, int | float) and not is_flag
+    return float(number) if is_real else None
+
+
+def _value_of(atom: Any) -> Any:
     value = getattr(atom, "val", None)
     is_number = value is not None and np.size(value) == 1
-    return str(np.asarray(value).item()) if is_number else ""
+    return np.asarray(value).item() if is_number else None
 
 
 def count_scan_operands(equation: Any) -> tuple[int, int]:

@@ -226,6 +226,14 @@ RIGHT = {
         lambda losses, batch, _: Ratio(losses @ batch["mask"], batch["mask"].sum())
     ),
     "a mean loss": loss_step(mean_loss),
+    "a sum over a sum of ones": loss_step(
+        lambda w, batch: losses_of(w, batch).sum() / jnp.ones(len(batch["y"])).sum()
+    ),
+    "flags and complex numbers": metric_step(
+        lambda losses, *_: jnp.where(
+            jnp.ones(len(losses), bool), losses * (1 + 2j), 2j
+        ).real.mean()
+    ),
     "a penalty": loss_step(lambda w, batch: mean_loss(w, batch) + 0.1 * (w @ w)),
     "a nonlinear penalty": loss_step(
         lambda w, batch: mean_loss(w, batch) + jnp.sqrt(1 + w @ w)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.core import Tracer
 
-from armillary._jax_compat import count_scan_operands, read_number
+from armillary._jax_compat import count_scan_operands, read_number, read_real
 from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
 from armillary.distribute.replica._proof import METRIC
@@ -248,7 +248,7 @@ def _divides_by_count(equation: Any, name: str, operands: list[_Facts]) -> bool:
     """Returns whether values are divided by a multiple of the number of examples."""
     if name not in ("div", "mul"):
         return False
-    numbers = [float(each) for each in map(read_number, equation.invars) if each]
+    numbers = [each for each in map(read_real, equation.invars) if each]
     counts = [fact.num_examples for facts in operands for fact in facts]
     for number in numbers:
         divisor = number if name == "div" else 1 / number if number else 0.0

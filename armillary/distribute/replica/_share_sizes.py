@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from armillary._jax_compat import read_number
+from armillary._jax_compat import read_real
 from armillary._jaxpr import Dataflow, programs_in
 
 _COPIES = ("convert_element_type", "copy", "copy_p", "optimization_barrier")
@@ -74,10 +74,10 @@ class _Counters(Dataflow[frozenset[ShareCounter]]):
         name = equation.primitive.name
         if any(programs_in(equation)) or name in _COPIES:
             return None
-        numbers = [each for each in map(read_number, equation.invars) if each]
+        numbers = [each for each in map(read_real, equation.invars) if each]
         if name not in _SUMS or len(numbers) != 1:
             return [self.nothing] * len(equation.outvars)
-        size = float(numbers[0])
+        size = numbers[0]
         grown = {
             ShareCounter(each.slot, int(size), self.line(equation))
             for each in self.join(operands)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from armillary._jax_compat import count_scan_operands, read_number
+from armillary._jax_compat import count_scan_operands, read_real
 from armillary._jaxpr import Dataflow, named_axes
 from armillary.distribute.replica._example_axes import axes_of_result
 from armillary.distribute.replica._proof import (
@@ -45,7 +45,7 @@ from armillary.distribute.replica._sameness import kind_of
 from armillary.distribute.replica._users import Users, is_of_mean
 
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
-_SUMS = ("reduce_sum", *_PRODUCTS)
+_SUMS = ("reduce_sum", "dot_general", "conv_general_dilated")
 _EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
 # Operations that are linear in all their operands together.
 _LINEAR = frozenset(
@@ -261,8 +261,9 @@ class _Search(Dataflow[Share]):
             self._metrics.setdefault(key, set()).update(metric.causes)
         if name == SUMMED and metric.reach is Reach.EQUAL:
             # The size of the share is a constant, too, and its sum is right.
-            number = read_number(equation.invars[0])
-            is_size = number and (float(number) != 1 or 1 in self._sizes)
+            number = read_real(equation.invars[0])
+            is_one = number == 1 and 1 not in self._sizes
+            is_size = number is not None and not is_one
             if not is_size:
                 self._equal_sums.add(self.line(equation))
 
@@ -337,13 +338,18 @@ class _Search(Dataflow[Share]):
         return [_leave_loop(facts, line) for facts in results]
 
     def mix(self, equation: Any, operands: list[Share]) -> Share:
+        name = equation.primitive.name
         both = self.join(operands)
         divisors = both.divisors | _divisors_in(equation)
         is_gradient = both.is_gradient or self.is_backward(equation)
         both = both._replace(divisors=divisors, is_gradient=is_gradient)
 
-        if both.reach is Reach.EQUAL:
+        if not equation.outvars:  # as of a print
             return both
+        if both.reach is Reach.EQUAL:
+            # A sum of ones may be a number of examples.
+            is_sum = name in _SUMS and not equation.outvars[0].aval.shape
+            return both._replace(divisors=divisors | {_ANY}) if is_sum else both
         if _divides_by_own(equation, operands):
             both = both._replace(divisors=both.divisors | {_ANY})
         if both.is_carried and _bends(equation, operands):
@@ -445,10 +451,9 @@ def _divisors_in(equation: Any) -> set[int]:
     name = equation.primitive.name
     if name not in _SCALES:
         return set()
-    numbers = [float(each) for each in map(read_number, equation.invars) if each]
     found: set[int] = set()
-    for number in numbers:
-        divisor = number if name == "div" else 1 / number if number else 0.0
+    for number in filter(None, map(read_real, equation.invars)):
+        divisor = number if name == "div" else 1 / number
         if math.isfinite(divisor) and abs(divisor) > 1:
             found.add(round(abs(divisor)))
     return found
