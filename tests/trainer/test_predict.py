@@ -161,7 +161,7 @@ def own_batches(input_context):
 @mistakes(
     {
         ValueError: {
-            "`without_return` returned is None": lambda: run(without_return),
+            "output of `without_return` is None": lambda: run(without_return),
             r"The output of `add` has shape \(\), but it must be an array whose": (
                 lambda: run(add)
             ),
