@@ -163,7 +163,7 @@ def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
         def eval_end(self, *state):
             return {"count": self.sums.count[...]}
 
-    with pytest.raises(BatchSizeError, match=r"one of dataset \d has .* in pieces"):
+    with pytest.raises(BatchSizeError, match=r"a batch of dataset \d .* in pieces"):
         Count().evaluate(-1)
 
 
