@@ -1,8 +1,8 @@
-"""What users call: its tracebacks show their lines, and its keywords are suggested.
+"""Tracebacks that show the user's lines, and suggestions for wrong keywords.
 
 Like JAX, the library removes its own frames from an exception that leaves it, unless
-`JAX_TRACEBACK_FILTERING=off`. This file also decides whose code a class, a function
-or a file is.
+`JAX_TRACEBACK_FILTERING=off`. This file also decides whether a class, a function or a
+file belongs to the user, to a library, or to Armillary.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Checkpoints of a whole run: arrays, random state and data positions, on Orbax.
 
-A `Checkpoint` names the objects of a run, a `CheckpointManager` writes and reads them
-below one directory. A folder named `checkpoint_<number>` with a header is complete,
-because Orbax gives a folder its name last, and is never changed afterwards: a crash at
-any moment costs at most the save in progress. See `docs/checkpoints.md`.
+A `Checkpoint` names the objects of a run, and a `CheckpointManager` writes and reads
+them below one directory. A folder named `checkpoint_<number>` with a header is
+complete, because Orbax gives a folder its name last. It is never changed afterwards. So
+a crash at any moment costs at most the save in progress. See `docs/checkpoints.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -35,12 +35,14 @@ class Best(NamedTuple):
     mark: Mark
 
     def __str__(self) -> str:
-        name, value = self.mark.metric, self.mark.value
-        return printable(f"best {name} {value:.5g} ({self.saved.path.name})")
+        mark = self.mark
+        return printable(
+            f"best {mark.metric} {mark.value:.5g} ({self.saved.path.name})"
+        )
 
 
 def read_best(directory: epath.Path) -> Best | None:
-    """Returns the best checkpoint, if an evaluation has found one and it is there."""
+    """Returns the best checkpoint, if an evaluation has found one and it exists."""
     file = directory / _FILE_NAME
     try:
         for found in json.loads(file.read_bytes()):
@@ -53,14 +55,15 @@ def read_best(directory: epath.Path) -> Best | None:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"`{file}` is damaged ({type(error).__name__}: {error}), so the best "
-            "checkpoint is not known. Delete the file to start again."
+            "checkpoint is unknown. Delete the file to start again."
         ) from error
     return None
 
 
 def write_best(directory: epath.Path, saved: Saved, mark: Mark) -> None:
-    """Says on the disk that a checkpoint, complete or not yet, is the best one."""
-    found, before = [Best(saved, mark)], read_best(directory)
+    """Records on disk that a checkpoint is the best one; it may not be complete yet."""
+    found = [Best(saved, mark)]
+    before = read_best(directory)
     if before is not None and before.saved != saved:
         found.append(before)
     text = json.dumps(
@@ -77,7 +80,7 @@ def write_best(directory: epath.Path, saved: Saved, mark: Mark) -> None:
 def check_best(
     metric: Any, higher_is_better: Any, directory: epath.Path
 ) -> tuple[str, bool] | None:
-    """Returns by what a checkpoint is the best, checked against the directory."""
+    """Returns the metric and its direction, checked against the directory."""
     if metric is None and higher_is_better is None:
         return None
     given = f"`keep_best` is {metric!r} and `higher_is_better` is {higher_is_better!r}"
@@ -90,14 +93,14 @@ def check_best(
     if best is not None and best.mark[:2] != (metric, higher_is_better):
         raise ValueError(
             f"{given}, but in {str(directory)!r} they were {best.mark[0]!r} and "
-            f"{best.mark[1]}. Use these, or delete its file `{_FILE_NAME}` to start "
-            "again."
+            f"{best.mark[1]}. Use these values, or delete the file `{_FILE_NAME}` "
+            "there to start again."
         )
     return metric, higher_is_better
 
 
 def make_mark(best_by: tuple[str, bool], output: Mapping[str, Any]) -> Mark:
-    """Returns what an output says of the metric."""
+    """Returns the value of the metric in an output."""
     numbers = find_numbers(output)
     if best_by[0] not in numbers:
         names = ", ".join(f"`{name}`" for name in numbers)
@@ -114,6 +117,6 @@ def is_best(mark: Mark, directory: epath.Path, step: int | None) -> bool:
     if best is None or math.isnan(mark.value):
         return not math.isnan(mark.value)
     if mark.value == best.mark.value:
-        # Ties keep the earlier; what is saved again takes the place of what was.
+        # Ties keep the earlier checkpoint, unless the same step is saved again.
         return best.saved.number == step
     return (mark.value > best.mark.value) == mark.higher_is_better

@@ -51,7 +51,7 @@ _STATE_DICT = ("state_dict", "load_state_dict")
 class Checkpoint(OfOneProcess):
     """Names the objects that make up a run.
 
-    Each keyword is the first part of the paths of an object's arrays, so the keywords
+    Each keyword is the first part of the paths of an object's arrays. So the keywords
     and attribute names of a program must stay the same between saving and restoring.
     Objects can be:
 
@@ -60,16 +60,17 @@ class Checkpoint(OfOneProcess):
       their attributes, dictionaries and lists of arrays;
     - anything with `get_state()` and `set_state(state)`, or `state_dict()` and
       `load_state_dict(state)`: a distributed dataset, a replay buffer, a game. A state
-      is made of numbers, strings, bytes, NumPy arrays, and lists, tuples and
+      consists of numbers, strings, bytes, NumPy arrays, and lists, tuples and
       dictionaries of them;
     - a NumPy array, `np.random.Generator` or `random.Random`, and the modules `random`
       and `np.random` for their own generators. Each is restored in place.
 
     NumPy arrays and Python values in plain attributes are not saved. A place that two
-    objects share is saved once. A dictionary is saved as the object it is: if a program
-    replaces it (`self.params = new_params`), give the object that refers to it
-    (`Checkpoint(trainer=trainer)`). In a job of several processes, the first process
-    saves its states, and all processes restore them.
+    objects share is saved once. If a program replaces a dictionary
+    (`self.params = new_params`), do not pass the dictionary, which would be saved
+    unchanged. Pass the object that refers to it (`Checkpoint(trainer=trainer)`). In a
+    job of several processes, the first process saves its states, and all processes
+    restore them.
 
     Args:
         **objects: The objects by name.
@@ -90,8 +91,8 @@ class Checkpoint(OfOneProcess):
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
         if unnamed:
             raise TypeError(
-                f"`Checkpoint` got a `{type(unnamed[0]).__name__}` without a name, by "
-                "which a restore would find it. Use `Checkpoint(trainer=trainer)`."
+                f"`Checkpoint` got a `{type(unnamed[0]).__name__}` without a name, but "
+                "a restore finds objects by name. Use `Checkpoint(trainer=trainer)`."
             )
         if not objects:
             raise ValueError(
@@ -121,44 +122,45 @@ class Checkpoint(OfOneProcess):
         skip: Paths = (),
         may_differ: Paths = (),
     ) -> RestoreReport:
-        """Puts values of a saved checkpoint into the objects, which need not be all.
+        """Puts values of a saved checkpoint into some or all of the objects.
 
-        So a program that has no optimizer and no training data reads the model of a
-        training run, and a model with another head takes the backbone of one::
+        For example, a program without an optimizer and training data can read the model
+        of a training run. A model with a different head can read its backbone::
 
             armillary.Checkpoint(model=model).read("runs/digits/checkpoint_1000")
             armillary.Checkpoint(model=model).read(path, only="model/backbone")
 
         In the restored parts, the checkpoint and the program must hold the same leaves,
-        unless `may_differ` names them. A part is named by its path, and is everything
-        below it. If the checkpoint uses a different name, set the path with a
-        dictionary: `Checkpoint(model={"backbone": encoder})`. Only the arrays of these
-        parts are read. Each array goes to the devices of the program's own array. Their
-        number may differ from the number at the save. In a job of several processes,
-        all processes must call this method.
+        unless `may_differ` names them. A part is named by its path, and includes
+        everything below it. If the checkpoint uses a different name, set the path with
+        a dictionary: `Checkpoint(model={"backbone": encoder})`. Only the arrays of
+        these parts are read. Each array goes to the devices of the program's own array.
+        The number of devices may differ from the number at the save. In a job of
+        several processes, all processes must call this method.
 
         Args:
             path: The folder of the checkpoint.
             only: The parts to restore; by default all objects of this `Checkpoint`.
-            skip: Parts of these that stay as they are.
-            may_differ: Parts that stay whole as the program made them if they differ,
-                are missing on either side, or are a data position that is refused.
+            skip: Parts inside `only` that are not restored.
+            may_differ: Parts that may not fit. If such a part differs, is missing on
+                either side, or is a data position that is refused, the whole part keeps
+                the values of the program.
 
         Returns:
-            A report of the restored parts, and of the parts that stay as they were.
-            It is logged as well.
+            A report of the restored parts, and of the parts that were not restored. It
+            is logged as well.
 
         Raises:
             TypeError: If `path` is not a path.
             ValueError: If another argument is not a path, or one of its paths is empty.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
-                is not the same one for processes that train together.
-            CheckpointDamageError: If a file of it is not as it was saved.
+                is not the same for all processes that train together.
+            CheckpointDamageError: If one of its files has changed since the save.
             CheckpointMismatchError: If it does not fit the program, a part is missing,
-                or nothing would be restored. The objects are as they were in each case.
+                or nothing would be restored. In each case, no object is changed.
         """
         if only is None:
-            # Not all names: what an object holds may be another's.
+            # Not all names, because an object may hold only places of another object.
             found = (*self.read_leaves(), *self.states)
             only = {path.partition("/")[0] for path in found}
         selection = Selection(
@@ -182,8 +184,8 @@ class Checkpoint(OfOneProcess):
     ) -> RestoreReport:
         """Puts values of a saved checkpoint into the objects, if there is one.
 
-        As `read`, except that `None` leaves all objects as they are. Therefore a
-        program restores the newest checkpoint, or starts from scratch, in one line::
+        It is `read`, except that `None` restores nothing. So one line restores the
+        newest checkpoint, or starts from scratch::
 
             checkpoint.restore(armillary.checkpoint.latest_checkpoint(directory))
 
@@ -194,7 +196,7 @@ class Checkpoint(OfOneProcess):
             may_differ: As in `read`.
 
         Returns:
-            A report of the restored parts, and of the parts that stay as they were.
+            A report of the restored parts, and of the parts that were not restored.
 
         Raises:
             CheckpointError: As in `read`.
@@ -209,9 +211,9 @@ class Checkpoint(OfOneProcess):
         """Writes the current values into a new folder with the next number.
 
         The first folder of the prefix `"runs/ckpt"` is `runs/ckpt-1`, the next one
-        `runs/ckpt-2`. Unlike a `CheckpointManager`, which is the better choice for a
-        training run, this waits until the files are on the disk, and removes nothing.
-        All processes call it.
+        `runs/ckpt-2`. This method waits until the files are on the disk, and removes
+        nothing. For a training run, a `CheckpointManager` is the better choice. All
+        processes must call it.
 
         Args:
             file_prefix: The path of the folders, without the number.
@@ -235,7 +237,7 @@ class Checkpoint(OfOneProcess):
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
         """Writes the current values into one new folder.
 
-        As `save`, without a number in the name.
+        It is `save` without a number in the name.
 
         Args:
             file_prefix: The path of the folder, which must not exist yet.
@@ -260,7 +262,7 @@ class Checkpoint(OfOneProcess):
         )
 
     def find_missing(self, trainer: Any) -> list[str]:
-        """Returns the paths in a trainer that it lacks, except metrics."""
+        """Returns the paths in a trainer that this checkpoint lacks, except metrics."""
         own = {slot.key for slot in self._find_slots()}
         slots = [slot for slot in find_slots(trainer) if slot.key not in own]
         kept = [slot for slot in slots if slot.role is not Role.METRIC]
@@ -282,7 +284,7 @@ class Checkpoint(OfOneProcess):
             raise CheckpointError(
                 f"`Checkpoint` holds {len(donated)} arrays whose memory was donated to "
                 f"a program or deleted:\n{list_lines(donated)}\n"
-                "Assign the results of a step before saving; after a step that failed, "
+                "Assign the results of a step before saving. After a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
         packed = {name: _read_state(name, obj) for name, obj in self.states.items()}
@@ -293,7 +295,7 @@ class Checkpoint(OfOneProcess):
         return Content(leaves, describe_leaves(leaves), states, arrays)
 
     def _check_agreed(self, packed: Mapping[str, Packed], peers: Peers) -> None:
-        """Raises if a Python object has another state in another process."""
+        """Raises if the state of a Python object differs between processes."""
         names = [name for name in packed if not _is_ours(self.states[name])]
         if not names:
             return
@@ -303,10 +305,11 @@ class Checkpoint(OfOneProcess):
             is_adapted = isinstance(self.states[name], HostArray | Described)
             if is_adapted or packed[name].has_arrays:
                 own[name] = packed[name].fingerprint()
-        said = peers.gather("the states of Python objects", json.dumps(own))
-        for index, text in enumerate(said):
+        texts = peers.gather("the states of Python objects", json.dumps(own))
+        first = json.loads(texts[0])
+        for index, text in enumerate(texts):
             for name, found in json.loads(text).items():
-                if found != json.loads(said[0])[name]:
+                if found != first[name]:
                     raise CheckpointError(
                         f"`{name}` has another state in process {index} than in "
                         "process 0, but a checkpoint holds only the state of process "
@@ -315,13 +318,13 @@ class Checkpoint(OfOneProcess):
                     )
 
     def read_leaves(self) -> dict[str, Any]:
-        """Returns what the slots hold now, by path.
+        """Returns the current arrays of the slots, by path.
 
         Raises:
             ValueError: If two places have the same path.
         """
         leaves: dict[str, Any] = {}
-        seen: set[str] = set()  # as a disk has them, which drops slashes at the end
+        seen: set[str] = set()  # without slashes at the end, as on a disk
         twice: list[str] = []
         for slot in self._find_slots():
             for path, leaf in zip(slot.paths, slot.read(), strict=True):
@@ -343,13 +346,17 @@ class Checkpoint(OfOneProcess):
         states: Mapping[str, Any],
         may_refuse: Collection[str] = (),
     ) -> dict[str, str]:
-        """Puts values into all objects, or none; returns what `may_refuse` said."""
+        """Puts values into all objects, or into none.
+
+        Returns:
+            The errors of the objects in `may_refuse` that refused their state, by name.
+        """
         slots = self._find_slots()
         before = [slot.read() for slot in slots]
         undo: dict[str, Any] = {}
         refused: dict[str, str] = {}
         try:
-            # First, so that `set_state` sees the new ones.
+            # ORDER: arrays come first, so that `set_state` sees the new arrays.
             for slot in slots:
                 slot.write([leaves[path] for path in slot.paths])
             for name, state in states.items():
@@ -368,10 +375,9 @@ class Checkpoint(OfOneProcess):
                     refused[name] = str(error)
             peers = get_peers()
             if may_refuse and peers is not None:
-                said = peers.gather("states that do not fit", json.dumps(refused))
-                refused = {
-                    name: why for one in said for name, why in json.loads(one).items()
-                }
+                texts = peers.gather("states that do not fit", json.dumps(refused))
+                for text in texts:
+                    refused |= json.loads(text)
             for name in refused:
                 self.states[name].set_state(undo[name])
         except BaseException as error:
@@ -381,22 +387,25 @@ class Checkpoint(OfOneProcess):
                 try:
                     self.states[name].set_state(state)
                 except Exception as later_error:
-                    error.add_note(f"`{name}` is not as it was: {later_error!r}")
+                    error.add_note(f"`{name}` was not set back: {later_error!r}")
             raise
         return refused
 
     @property
     def missing_before(self) -> set[str]:
         """Names of states that checkpoints of older releases lack."""
-        mark, states = MAY_BE_MISSING, self.states.items()
-        return {name for name, value in states if hasattr(value.get_state, mark)}
+        return {
+            name
+            for name, value in self.states.items()
+            if hasattr(value.get_state, MAY_BE_MISSING)
+        }
 
     @property
     def passing(self) -> list[str]:
-        """Paths of state that comes and goes in a run.
+        """Paths of state that may exist at one save, and not at the next.
 
-        The metrics of a compiled Keras model do, and the metrics of a loop, which
-        checkpoints of older releases have.
+        These are the metrics of a compiled Keras model, and the metrics of a loop in
+        checkpoints of older releases.
         """
         nodes = Walk([(value, name) for name, value in self.objects.items()]).nodes
         return [
@@ -412,10 +421,10 @@ class Checkpoint(OfOneProcess):
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Returns the path of the complete checkpoint that was saved last in a directory.
+    """Returns the path of the newest complete checkpoint in a directory.
 
-    As `tf.train.latest_checkpoint`. It finds the folders of a `CheckpointManager` and
-    of `Checkpoint.save` and `Checkpoint.write`.
+    It replaces `tf.train.latest_checkpoint`. It finds the folders of a
+    `CheckpointManager`, of `Checkpoint.save` and of `Checkpoint.write`.
 
     Args:
         directory: The directory with the folders of the checkpoints.
@@ -443,13 +452,13 @@ def _has_method(value: Any, name: str) -> bool:
 
 
 def _find_state(name: str, value: Any) -> Any:
-    """Returns what reads and writes the state of an object, or `None`."""
+    """Returns an object that reads and writes the state of `value`, or `None`."""
     adapter = adapt(name, value)
     if adapter is not None:
         return adapter
     if has_position(value):
         return value
-    # An object with arrays of JAX is saved by these, as it always was.
+    # If an object has arrays of JAX, these are saved instead, as in older releases.
     has_methods = all(_has_method(value, each) for each in _STATE_DICT)
     if has_methods and not find_slots(value, name):
         return adapt_loader(name, value)
@@ -457,7 +466,7 @@ def _find_state(name: str, value: Any) -> Any:
 
 
 def _read_state(name: str, value: Any) -> Packed:
-    # A copy: the object may change its state while it is written.
+    # `pack` makes a copy, because the object may change its state during the write.
     return pack(
         name,
         value.get_state(),
@@ -466,7 +475,7 @@ def _read_state(name: str, value: Any) -> Packed:
 
 
 def _is_ours(value: Any) -> bool:
-    """Returns whether a class of this library says what its states are."""
+    """Returns whether `get_state` of an object is a method of this library."""
     get_state = getattr(type(value), "get_state", None)
     module = getattr(get_state, "__module__", None) or ""
     is_adapter = isinstance(value, HostArray | Described)
@@ -476,22 +485,23 @@ def _is_ours(value: Any) -> bool:
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
     slots = find_slots(value, name)
     is_partial = False
-    if isinstance(value, tuple):  # It may hold dictionaries besides, which are saved.
+    if isinstance(value, tuple):  # It may also hold dictionaries, which are saved.
         lost = {id(each) for _, each in Walk([(value, name)]).constants}
         is_partial = not lost.isdisjoint(map(id, jax.tree.leaves(value)))
     if not has_state and (not slots or is_partial):
         shown = value if isinstance(value, type) else type(value)
         what = "an array in a tuple" if is_partial else "nothing to save"
         raise TypeError(
-            f"`{name}` is of type {shown.__name__}, in which there is {what}: "
-            "it must be an object with arrays in places that can be assigned, or with "
+            f"`{name}` is of type {shown.__name__}, in which there is {what}. It must "
+            "be an object with arrays in places that can be assigned, or with "
             "`get_state()` and `set_state(state)`. Hold a bare array or pytree in a "
             f"dictionary, as in `Checkpoint({name}={{'value': value}})`."
         )
     if is_frozen(value) and any(slot.holder == id(value) for slot in slots):
         raise TypeError(
             f"`{name}` is of type {type(value).__name__}, whose arrays cannot be "
-            "assigned: a step puts a new object in its place, and this one would be "
-            "saved forever. Give what refers to it: `Checkpoint(trainer=trainer)`, "
-            f"with `trainer.{name}`, or a dictionary, `{{'{name}': {name}}}`."
+            "assigned. So a step replaces it by a new object, but this old object "
+            "would be saved forever. Pass the object that refers to it: "
+            f"`Checkpoint(trainer=trainer)`, with `trainer.{name}`, or a dictionary, "
+            f"`{{'{name}': {name}}}`."
         )

@@ -1,4 +1,4 @@
-"""`armillary checkpoint show`: what is inside a checkpoint, or a directory of them."""
+"""`armillary checkpoint show`: prints the content of a checkpoint or a directory."""
 
 import argparse
 import json
@@ -36,7 +36,8 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     saved = read_header(path)
     if isinstance(saved, Saved):
         return _show_checkpoint(saved)
-    found, broken = find_checkpoints(path), list_directory(path)[1]
+    found = find_checkpoints(path)
+    _, broken = list_directory(path)
     if not (found or broken):
         raise ValueError(
             f"`path` is {str(path)!r}, which has no checkpoint. It must be a "
@@ -57,7 +58,7 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(
             f"`path` is {str(saved.path)!r}, a checkpoint that cannot be read: "
-            f"{type(error).__name__}: {error}. Show another one."
+            f"{type(error).__name__}: {error}. Show another checkpoint."
         ) from error
     best = read_best(saved.path.parent)
     mark = f"; {best}" if best is not None and best.saved == saved else ""

@@ -1,17 +1,18 @@
-"""The folders of a directory, on a disk: which are checkpoints, and which of them go.
+"""Finds, names, verifies and removes the checkpoint folders of a directory.
 
-A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise (a
-run may go back), so the checkpoints are ordered by the serial number in the header,
-which counts saves. Saving a number again makes `checkpoint_<number>.<revision>`, and
-removes the older folder afterwards. So a complete checkpoint exists at every moment,
-and no folder is overwritten.
+A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise,
+because a run may go back. So the checkpoints are ordered by the serial number in the
+header, which counts saves. Saving a number again makes
+`checkpoint_<number>.<revision>`, and removes the older folder afterwards. So a complete
+checkpoint exists at every moment, and no folder is overwritten.
 
-A file outlasts a power cut once `fsync` has been called for it, and for each folder up
-to the root. An object store has on its disks what it has taken.
+A file survives a power cut once `fsync` has been called for it, and for each folder up
+to the root. In an object store, a file is on disk once the write has returned.
 
-TensorStore's arrays have no checksums, so that a flipped bit would be another weight.
-So the last file of a checkpoint lists sizes and CRC-32 sums of the others, and has one
-itself: against disks and copies, and not against someone who means it.
+TensorStore's arrays have no checksums, so a flipped bit would change a weight
+unnoticed. The last file of a checkpoint lists the sizes and CRC-32 sums of all other
+files, and has a checksum itself. It detects errors of disks and copies, but not
+manipulation.
 """
 
 import atexit
@@ -60,9 +61,10 @@ class Saved:
 
     path: epath.Path
     number: int
-    serial: int  # Counts the saves of a directory: a larger one is newer.
-    saved_at: float  # Seconds since the epoch, never falling from one to the next.
-    # That of the newest that is kept for good, or when the directory was first used.
+    serial: int  # The number of this save in its directory; newer saves are larger.
+    saved_at: float  # Seconds since the epoch, which never decrease.
+    # `saved_at` of the newest checkpoint that is kept for good, or else the time when
+    # the directory was first used.
     preserved_at: float
     has_arrays: bool
 
@@ -72,16 +74,16 @@ class Saved:
 
 
 def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
-    """Returns a path that stays good when the working directory changes."""
+    """Returns a path that stays valid when the working directory changes."""
     return epath.Path(check_path(name, path))
 
 
 def as_plain(path: epath.Path) -> epath.Path:
     """Returns the same place under a path that Orbax can write to and read from.
 
-    Orbax looks for its own files by patterns (`directory.glob`, 0.12.8), in which the
-    brackets of a name such as `lr=[0.1,0.2]` stand for a set of characters. It would
-    find none, and leave a checkpoint that nobody can read.
+    Orbax looks for its own files by patterns (`directory.glob`, 0.12.8). In a pattern,
+    the brackets of a name such as `lr=[0.1,0.2]` stand for a set of characters. So
+    Orbax would not find its files, and leave a checkpoint that nobody can read.
     """
     text = str(path)
     has_pattern = glob.escape(text) != text or "\\" in text
@@ -100,15 +102,15 @@ def _make_link(directory: str) -> str:
     return link
 
 
-# What JSON that nobody of ours wrote may lead to.
+# Errors from JSON that Armillary did not write.
 _BAD = (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def read_header(path: epath.Path) -> Saved | str:
-    """Returns a checkpoint, or why there is no complete one."""
+    """Returns a checkpoint, or the reason why there is no complete one."""
     try:
-        # The order of checkpoints depends on it. Unusable sums are damage too, which a
-        # restore finds and names.
+        # The header is verified, because the order of checkpoints depends on it. If the
+        # checksums cannot be used, a restore reports this damage.
         with contextlib.suppress(ValueError, KeyError):
             damage = _compare(path, _HEADER, read_checksums(path)[_HEADER])
             if damage is not None:
@@ -122,7 +124,7 @@ def read_header(path: epath.Path) -> Saved | str:
     except OSError as error:
         return f"`{_HEADER}` cannot be read ({type(error).__name__}: {error})"
     except _BAD:
-        return f"`{_HEADER}` is not what was written"
+        return f"`{_HEADER}` has changed since it was written"
     for item in ("manifest", "arrays") if saved.has_arrays else ("manifest",):
         if not (path / item).is_dir():
             return f"`{item}` is missing"
@@ -132,7 +134,7 @@ def read_header(path: epath.Path) -> Saved | str:
 def list_directory(
     directory: epath.Path,
 ) -> tuple[list[Saved], dict[epath.Path, str]]:
-    """Returns complete checkpoints in the order of saving, and what others lack."""
+    """Returns complete checkpoints in the order of saving, and problems of others."""
     saved: list[Saved] = []
     broken: dict[epath.Path, str] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -153,15 +155,15 @@ def _is_ours(path: epath.Path) -> bool:
     try:
         names = {entry.name for entry in path.iterdir()}
     except (FileNotFoundError, NotADirectoryError):
-        return False  # It is removed meanwhile, by the job that trains, or is a file.
+        return False  # It is a file, or the training job has just removed it.
     except OSError:
-        return True  # Nobody can tell, and overlooking a checkpoint would be worse.
+        return True  # Unknown, and overlooking a checkpoint would be worse.
     ours = {"header", "manifest", "arrays", CHECKSUM_FILE}
     return not names or not names.isdisjoint(ours)
 
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
-    """Returns the complete checkpoints, in the order of saving, one of each number."""
+    """Returns the complete checkpoints in the order of saving, one for each number."""
     saved = list_directory(directory)[0]
     newest = {entry.number: entry for entry in saved}
     return [entry for entry in saved if newest[entry.number] is entry]
@@ -200,14 +202,14 @@ def describe_new(path: epath.Path, number: int) -> Saved:
     if name is not None:
         number = int(name[1])  # as a manager of this directory would find it
     earlier = find_all(path.parent)
-    # Rising strictly, also when a clock is set back, because times are compared.
+    # Times are compared, so they must rise strictly, even if a clock is set back.
     saved_at = max(time(), earlier[-1].saved_at + 1e-3 if earlier else 0.0)
     serial = max((entry.serial for entry in earlier), default=0) + 1
     return Saved(path, number, serial, saved_at, saved_at, has_arrays=True)
 
 
 def remove_unfinished(path: epath.Path) -> None:
-    """Removes what a save of this folder that failed has left."""
+    """Removes the files that a failed save of this folder has left."""
     for left in list(path.parent.glob(f"{path.name}{_UNFINISHED}*")):
         left.rmtree()
 
@@ -215,7 +217,7 @@ def remove_unfinished(path: epath.Path) -> None:
 def choose_path(
     directory: epath.Path, number: int, saved: Sequence[Saved]
 ) -> epath.Path:
-    """Returns a path for a checkpoint of this number that nothing has."""
+    """Returns an unused path for a checkpoint of this number."""
     names = [_NAME.fullmatch(entry.path.name) for entry in saved]
     revisions = [int(name[2] or 0) for name in names if name and int(name[1]) == number]
     revision = max(revisions, default=-1) + 1
@@ -224,18 +226,18 @@ def choose_path(
         path = directory / f"checkpoint_{number}{suffix}"
         if not path.exists():
             return path
-        revision += 1  # Something that is not a complete checkpoint has this name.
+        revision += 1  # A folder that is not a complete checkpoint has this name.
 
 
 def remove(path: epath.Path) -> None:
-    """Removes a checkpoint in a way that never leaves half of one under its name."""
+    """Removes a checkpoint so that its name never stands for half a checkpoint."""
     renamed = path.parent / (path.name + _REMOVED_SUFFIX)
     path.rename(renamed)
     renamed.rmtree()
 
 
 def remove_leftovers(directory: epath.Path, of: str = "checkpoint_") -> None:
-    """Removes what interrupted saves and removals left, of names that begin so."""
+    """Removes leftovers of interrupted saves and removals, with names that begin so."""
     for path in list(directory.iterdir()):
         is_ours = path.name.startswith(of) and _LEFTOVER.fullmatch(path.name)
         if is_ours and path.is_dir():
@@ -250,13 +252,13 @@ def sync_tree(folder: epath.Path) -> None:
 
 
 def sync_name(folder: epath.Path) -> None:
-    """Waits until a new name is on the disk, and the files directly in the folder."""
+    """Waits until a folder's name, and the files directly in it, are on the disk."""
     if "://" in str(folder):
         return
     path = Path(folder)
     _sync_all([*(file for file in path.iterdir() if file.is_file()), path, path.parent])
     for above in path.parent.parents:
-        # They may be new as well, or be others', who let nobody read them.
+        # They may be new as well. Folders of other users may not be readable.
         with contextlib.suppress(OSError):
             _sync(above)
 
@@ -271,7 +273,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # So says a file system that has no such thing for folders.
+        # Some file systems have no `fsync` for folders, and return this error.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -280,7 +282,8 @@ def _sync(path: Path) -> None:
 
 def write_checksums(folder: epath.Path) -> None:
     """Writes the size and checksum of every file of the items into one more file."""
-    # Files beside the items are left out: Orbax still changes them, and nobody reads.
+    # Files next to the items are left out. Orbax still changes them, and nobody reads
+    # them.
     items = [path for path in folder.iterdir() if path.is_dir()]
     files = [file for item in items for file in _find_files(item)]
     sums = {file.relative_to(folder).as_posix(): _measure(file) for file in files}
@@ -289,14 +292,19 @@ def write_checksums(folder: epath.Path) -> None:
 
 
 def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
-    """Returns the size and CRC-32 of each file; a `ValueError` says what is wrong."""
+    """Returns the size and CRC-32 of each file.
+
+    Raises:
+        ValueError: If the list of checksums is missing or damaged.
+    """
     try:
         sums = json.loads((folder / CHECKSUM_FILE).read_bytes())
         if sums.keys() == {"crc", "files"}:
-            crc, sums = sums["crc"], sums["files"]
+            crc = sums["crc"]
+            sums = sums["files"]
             if crc != _sum_up(sums):
                 raise ValueError("its own checksum differs")
-        # Version 2 of the format had the sums of the files alone.
+        # Version 2 of the format had only the sums of the files.
         return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
     except (OSError, *_BAD) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -308,11 +316,11 @@ def _sum_up(sums: object) -> int:
 
 
 def find_damage(folder: epath.Path) -> str | None:
-    """Returns which file of a checkpoint is not as it was saved, or `None`."""
+    """Returns a sentence on a file that has changed since the save, or `None`."""
     try:
         expected = read_checksums(folder)
-        # Orbax would read one of the name that an older format of its own had. Hidden
-        # ones are made by file systems.
+        # An additional file could have a name of Orbax's older formats, and would then
+        # be read. Hidden files are made by file systems.
         for file in _find_files(folder / "arrays"):
             name = file.relative_to(folder).as_posix()
             if name not in expected and not file.name.startswith("."):
@@ -349,7 +357,7 @@ def _measure(file: epath.Path) -> tuple[int, int]:
 
 def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir() if folder.is_dir() else ():
-        # A link to a folder is none of ours, and might lead in a circle.
+        # Armillary makes no links to folders, and they might lead in a circle.
         if path.is_dir() and not os.path.islink(path):
             yield from _find_files(path)
         else:

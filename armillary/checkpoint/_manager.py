@@ -1,4 +1,4 @@
-"""The manager of a directory of checkpoints: what to save, when, what to restore."""
+"""The manager of a directory of checkpoints: saves, keeps, restores, removes."""
 
 import dataclasses
 import functools
@@ -33,54 +33,58 @@ from armillary.state._summarize import as_step_counter
 class CheckpointManager(OfOneProcess):
     """Saves and restores a `Checkpoint` below one directory.
 
-    One job writes to a directory at a time; others may read it. Folders are named
-    `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`, and
-    removes the older folder once the new one is complete. Everything else in the
-    directory (event files, other folders) is left alone, so you can use the directory
+    One job writes to a directory at a time, and other jobs may read it. Folders are
+    named `checkpoint_<number>`. Saving a number again makes `checkpoint_<number>.1`,
+    and removes the older folder once the new folder is complete. Everything else in the
+    directory (event files, other folders) is not touched, so you can use the directory
     of the run.
 
-    In a job of several processes, all call the same methods: process 0 writes, all
-    read, and all must see the directory. Their number may change between runs.
+    In a job of several processes, all processes call the same methods, and all must see
+    the directory. Process 0 writes, and all processes read. The number of processes may
+    change between runs.
 
     Args:
         checkpoint: The objects to save.
         directory: Directory of the checkpoints. The first save makes it if it does not
             exist.
-        max_to_keep: How many of the newest checkpoints stay; `None` keeps all.
-        keep_checkpoint_every_n_hours: A checkpoint that `max_to_keep` would remove
-            stays for good if it was saved at least this many hours after the last one
-            that did, or after the directory was first used. `None` keeps none.
-        keep_best: A metric, such as `"accuracy"`, or `"validation/accuracy"` of several
-            evaluators. The checkpoint whose evaluation gave the best value stays, too,
-            until there is a better one; ties keep the earlier, and NaN is never best. A
-            `Controller` saves a new best that is not saved yet. `None` keeps none.
+        max_to_keep: The number of newest checkpoints to keep; `None` keeps all.
+        keep_checkpoint_every_n_hours: Keeps some of the checkpoints that `max_to_keep`
+            would remove forever: each checkpoint that was saved at least this many
+            hours after the last one kept, or after the directory was first used. `None`
+            keeps none.
+        keep_best: A metric, such as `"accuracy"`, or `"validation/accuracy"` for
+            several evaluators. The checkpoint with the best value is also kept, until
+            there is a better one. Ties keep the earlier checkpoint, and NaN is never
+            best. A `Controller` saves a new best that is not saved yet. `None` keeps
+            none.
         higher_is_better: Whether a larger value of `keep_best` is better: true for an
             accuracy, false for a loss.
         step_counter: A variable such as `optimizer.step`, or a function without
             arguments, that gives the current step. A `Controller` binds its global step
             if this is `None`.
-        checkpoint_interval: Steps between saves that ask for `check_interval`; it needs
-            a step counter. `"auto"` saves as often as costs little: training waits for
-            saves 1 % of its time, they are written 10 % of it, and begin at least 10
-            seconds apart. `None` lets every save through.
+        checkpoint_interval: Steps between saves with `check_interval`; it needs a step
+            counter. `"auto"` saves as often as possible at a low cost: at most 1 % of
+            the time is spent waiting for saves, saves are written at most 10 % of the
+            time, and they begin at least 10 seconds apart. `None` never skips a save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint. To begin
             with a pretrained part:
             `init_fn=lambda: checkpoint.read(path, only="model/encoder")`.
-        may_differ: Parts, by path, that changed between two runs: an optimizer
+        may_differ: Paths of parts that may have changed between two runs: an optimizer
             (`"optimizer/opt_state"`), averages of weights, data that has grown
-            (`"train_dataset"`). One that a checkpoint lacks, or has otherwise, stays
-            whole as the program made it, with a warning; one that fits is restored.
+            (`"train_dataset"`). A part that fits the checkpoint is restored. A part
+            that does not fit keeps all values of the program, with a warning.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, a path of `may_differ` is empty, or
-            `keep_best` is without `higher_is_better`, or not as in the directory.
+        ValueError: If a number is out of range or a path of `may_differ` is empty. Also
+            if `keep_best` is given without `higher_is_better`, or differs from the
+            directory.
     """
 
     _why_not_copied = "it writes one directory of this process"
     _copy_instead = (
-        "Make another `CheckpointManager` in the process that uses it, with the "
-        "objects that are there."
+        "Make a new `CheckpointManager` in the process that uses it, with the objects "
+        "of that process."
     )
 
     def __init__(
@@ -97,7 +101,8 @@ class CheckpointManager(OfOneProcess):
         init_fn: Callable[[], Any] | None = None,
         may_differ: Paths = (),
     ) -> None:
-        hours, interval = keep_checkpoint_every_n_hours, checkpoint_interval
+        hours = keep_checkpoint_every_n_hours
+        interval = checkpoint_interval
         fix = "Use `Checkpoint(model=model, optimizer=optimizer)`."
         check_instance("checkpoint", checkpoint, Checkpoint, fix)
         if max_to_keep is not None:
@@ -106,14 +111,17 @@ class CheckpointManager(OfOneProcess):
             check_not_negative("keep_checkpoint_every_n_hours", hours)
         self._is_paced = isinstance(interval, str) and interval == "auto"
         if interval is not None:
-            interval, fix = 1 if self._is_paced else interval, 'Or use `"auto"`.'
-            interval = check_positive_int("checkpoint_interval", interval, fix=fix)
+            interval = check_positive_int(
+                "checkpoint_interval",
+                1 if self._is_paced else interval,
+                fix='Or use `"auto"`.',
+            )
         if init_fn is not None:
             check_callable("init_fn", init_fn)
         self.checkpoint = checkpoint
         """The `Checkpoint` that is saved."""
         self.checkpoint_interval = interval
-        """Steps between saves that ask for `check_interval`; `"auto"` changes them."""
+        """Steps between saves with `check_interval`; `"auto"` changes the number."""
         self._directory = as_absolute("directory", directory)
         self.directory = str(self._directory)
         """The absolute path of the directory."""
@@ -122,13 +130,15 @@ class CheckpointManager(OfOneProcess):
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
         self.step_counter = step_counter
-        # Of the last save or restore. There is no number if an older one was restored.
+        # The step and number of the last save or restore. The number is `None` if an
+        # older checkpoint was restored.
         self._last_step: int | None = None
         self._last_number: int | None = None
-        # By step: the folder with its values, and its evaluation, if that was the best.
+        # A step, and the folder that holds its values.
         self._holder: tuple[int | None, str] | None = None
+        # A step, and its evaluation, if that was the best.
         self._mark: tuple[int | None, Mark] | None = None
-        self._is_marking = False  # A save that is running is the best.
+        self._is_marking = False  # Whether the save in progress is the best.
         self._best_by = check_best(keep_best, higher_is_better, self._directory)
         self._evaluation: Any = None
         self._writer = Writer(self._directory, max_to_keep, hours)
@@ -137,8 +147,8 @@ class CheckpointManager(OfOneProcess):
     def checkpoints(self) -> list[str]:
         """Paths of all complete checkpoints in the directory, oldest first.
 
-        Old ones that `keep_checkpoint_every_n_hours` keeps are among them; one that is
-        still being written is not.
+        They include old checkpoints that `keep_checkpoint_every_n_hours` keeps, but not
+        a checkpoint that is still being written.
         """
         return [str(entry.path) for entry in find_checkpoints(self._directory)]
 
@@ -171,7 +181,7 @@ class CheckpointManager(OfOneProcess):
             self.step_counter = step_counter
 
     def bind_evaluation(self, evaluation: Any) -> None:
-        """Saves and restores how far the evaluation of a `Controller` is, too."""
+        """Also saves and restores the progress of a `Controller`'s evaluation."""
         self._evaluation = evaluation
 
     def save(
@@ -179,9 +189,9 @@ class CheckpointManager(OfOneProcess):
     ) -> str | None:
         """Starts saving the current values.
 
-        Returns once the arrays may change again, also by programs that they are donated
-        to; the folder gets its name when it is complete. A save that is still running
-        is waited for first. `sync` waits for this one.
+        It first waits for a save that is still running. It returns once the arrays may
+        change again, even by programs that donate them. The folder gets its name when
+        it is complete; `sync` waits for that.
 
         Args:
             checkpoint_number: The number in the name of the folder. By default the
@@ -191,13 +201,13 @@ class CheckpointManager(OfOneProcess):
                 least `checkpoint_interval` steps ago.
 
         Returns:
-            The path it is going to have, or `None` if it is not due.
+            The path of the new checkpoint, or `None` if no save is due.
 
         Raises:
             ValueError: If `checkpoint_number` is not a number for a folder, or if there
                 is an interval and no step counter.
-            CheckpointError: If it cannot be written, or the last one could not be.
-                Earlier checkpoints stay, and a program that catches this may go on.
+            CheckpointError: If this save or the last save failed. Earlier checkpoints
+                are kept, and a program may catch this error and continue.
         """
         check_one_of("check_interval", check_interval, (True, False))
         step = self._step()
@@ -214,21 +224,24 @@ class CheckpointManager(OfOneProcess):
         path = self._writer.start(number, self.read_content(), mark)
         if self._is_paced and (interval := self._writer.find_interval(step or 0)):
             self.checkpoint_interval = interval
-        self._last_step, self._last_number = step, number
-        self._is_marking, self._holder = mark is not None, (step, path)
+        self._last_step = step
+        self._last_number = number
+        self._is_marking = mark is not None
+        self._holder = (step, path)
         return path
 
     def note_evaluation(
         self, output: Mapping[str, Any], path: str | None = None
     ) -> bool:
-        """Says what an evaluation of the current values gave; a `Controller` does so.
+        """Notes the output of an evaluation of the current values.
 
-        If it is the best so far by `keep_best`, the checkpoint that holds these values
-        is marked. If there is none, the next save of this step is.
+        A `Controller` calls it. If the output is the best so far by `keep_best`, the
+        checkpoint that holds these values is marked as the best. If they are not saved
+        yet, the next save of this step is marked.
 
         Args:
             output: Numbers by name, nested if you like.
-            path: The checkpoint that was evaluated, if another job saves them.
+            path: The checkpoint that was evaluated, if another job saves checkpoints.
 
         Returns:
             Whether these values are the best and not saved yet.
@@ -243,21 +256,27 @@ class CheckpointManager(OfOneProcess):
             mark = make_mark(self._best_by, output)
         if self._is_marking:
             self.sync()
-        step, peers, topic = self._step(), get_peers(), "whether an evaluation is best"
+        step = self._step()
+        peers = get_peers()
+        topic = "whether an evaluation is best"
         if not decide(topic, lambda: is_best(mark, self._directory, step), peers):
             return False
-        self._mark, is_own, held = (step, mark), path is None, self._holder
+
+        self._mark = (step, mark)
+        evaluated_here = path is None
+        held = self._holder
         if held is not None and step is not None and held[0] == step:
             path = held[1]
         if path is None:
             return True
+
         self.sync()
-        write = functools.partial(self._writer.mark, path, mark, removes=is_own)
+        write = functools.partial(self._writer.mark, path, mark, removes=evaluated_here)
         decide("the best checkpoint", write, peers)
         return False
 
     def read_content(self) -> Content:
-        """Returns what a save would write now; a `Controller` keeps it for later."""
+        """Returns the content that a save would write now."""
         with announcing_errors():
             content = self.checkpoint.read_content()
             if self._evaluation is None:
@@ -278,7 +297,7 @@ class CheckpointManager(OfOneProcess):
         once `sync` has returned. Without a step counter, it is `False`.
 
         Args:
-            checkpoint_number: The number that `save` was given, if it was given one.
+            checkpoint_number: The number that was passed to `save`, if any.
         """
         step = self._step()
         number = step if checkpoint_number is None else checkpoint_number
@@ -288,16 +307,16 @@ class CheckpointManager(OfOneProcess):
     def restore_or_initialize(self) -> str | None:
         """Restores the latest good checkpoint, or calls `init_fn` if there is none.
 
-        A checkpoint with a file that is missing, changed or cannot be read is skipped
-        with a warning, and the one before it is taken. One that does not fit the
-        program is an error: that is not damage.
+        If a file of a checkpoint is missing, changed or unreadable, that checkpoint is
+        skipped with a warning, and the previous checkpoint is restored. A checkpoint
+        that does not fit the program is an error, because this is not damage.
 
         Returns:
             The path that was restored, or `None`.
 
         Raises:
-            CheckpointError: If there are checkpoints and all of them are damaged, or
-                processes that train together do not see the same one.
+            CheckpointError: If there are checkpoints, but all of them are damaged, or
+                if processes that train together see different checkpoints.
             CheckpointMismatchError: As in `restore`.
         """
         self.sync()
@@ -308,14 +327,14 @@ class CheckpointManager(OfOneProcess):
         if self._init_fn is not None:
             with announcing_errors():
                 self._init_fn()
-            logger.info("`init_fn` ran, as there is no checkpoint to restore.")
+            logger.info("`init_fn` ran, because there is no checkpoint to restore.")
         return None
 
     def restore_best(self) -> str:
         """Restores the checkpoint whose evaluation was the best, and returns its path.
 
         Raises:
-            CheckpointError: If there is none, or as in `restore`.
+            CheckpointError: If there is no best checkpoint, or as in `restore`.
             CheckpointMismatchError: As in `restore`.
         """
         self.sync()
@@ -329,12 +348,12 @@ class CheckpointManager(OfOneProcess):
         return self.restore(path)
 
     def restore(self, path: str | os.PathLike[str]) -> str:
-        """Puts the values of one checkpoint into the objects, with nothing left in it.
+        """Puts all values of one checkpoint into the objects.
 
         Everything is verified and read before anything is written. Each array goes to
-        the devices of the program's own array. Their number may differ from the number
-        at the save. Data positions are set after all arrays. To restore a part of a
-        checkpoint, use `manager.checkpoint.read(path, only=...)`.
+        the devices of the program's own array. The number of devices may differ from
+        the number at the save. Data positions are set after all arrays. To restore a
+        part of a checkpoint, use `manager.checkpoint.read(path, only=...)`.
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.
@@ -345,10 +364,11 @@ class CheckpointManager(OfOneProcess):
         Raises:
             TypeError: If `path` is not a path.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
-                is not the same one for processes that train together.
-            CheckpointDamageError: If a file of it has changed since the save.
-            CheckpointMismatchError: If it holds other leaves than the program, except
-                in parts that `may_differ`. The objects are unchanged in each case.
+                is not the same for all processes that train together.
+            CheckpointDamageError: If one of its files has changed since the save.
+            CheckpointMismatchError: If the checkpoint and the program have different
+                leaves, except in parts of `may_differ`. In each case, no object is
+                changed.
         """
         folder = as_absolute("path", path)
         self.sync()
@@ -360,12 +380,12 @@ class CheckpointManager(OfOneProcess):
         if restored is None:
             return None
         report, evaluation = restored
-        # What was restored in part is on no disk, so that a save is due.
+        # After a partial restore, no checkpoint holds these values, so a save is due.
         self._last_number = self._holder = self._mark = None
         is_here = os.path.dirname(report.path) == self.directory
         if self._read_step is not None and is_here and not report.kept:
             self._holder = self._read_step(), report.path
-        # A position that was refused is no reason to save before the interval is over.
+        # A position that was refused does not make a save due before the interval ends.
         others = {*report.kept, *report.unused} - self.checkpoint.states.keys()
         if self._read_step is not None and not others:
             self._last_step = self._read_step()

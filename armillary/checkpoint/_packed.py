@@ -18,13 +18,13 @@ import numpy as np
 
 MARK = "__armillary__"
 _MOST_INLINE_BYTES = 1024
-"""Arrays up to this size are text, because files for each would be slow."""
+"""Arrays up to this size are stored as text, because a file for each is slow."""
 
 
 class Packed(NamedTuple):
     """A state as JSON, and the arrays that it names.
 
-    It `has_arrays` if there are NumPy arrays or numbers in it, however small.
+    `has_arrays` is true if the state has any NumPy arrays or numbers, even small ones.
     """
 
     state: Any
@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     has_arrays: bool
 
     def unpack(self) -> Any:
-        """Returns the state as it was, with arrays of its own."""
+        """Returns the original state, with copies of its arrays."""
         return unpack(self.state, {k: v.copy() for k, v in self.arrays.items()})
 
     def fingerprint(self) -> str:
@@ -49,7 +49,7 @@ def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
     Args:
         name: The name of the object in the checkpoint. Names of arrays begin with it.
         value: The state.
-        describe: Says whose state it is, for messages.
+        describe: Returns the origin of the state, for messages.
     """
     arrays: dict[str, np.ndarray] = {}
     num_arrays = 0
@@ -71,7 +71,7 @@ def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
         marked = {MARK: kind, "dtype": array.dtype.name, "shape": list(array.shape)}
         if array.nbytes <= _MOST_INLINE_BYTES:
             return {**marked, "data": _as_text(array.tobytes())}
-        # By number, since keys may be equal as text. No keyword has a dot.
+        # Named by number, because two keys may be equal as text. A keyword has no dot.
         full_name = f"{name}.state/{len(arrays)}"
         arrays[full_name] = array
         return {**marked, "name": full_name}
@@ -115,7 +115,7 @@ def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
 
 
 def unpack(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns a state from its JSON, and the arrays that `find_names` asked for."""
+    """Returns a state from its JSON, and the arrays that `find_names` has named."""
     match state:
         case {"__armillary__": kind, **rest}:
             return _unpack_marked(kind, rest, arrays)
@@ -171,8 +171,8 @@ def summarize(state: Any) -> Any:
 
 
 def is_storable(dtype: np.dtype) -> bool:
-    """Returns whether arrays of a dtype can be saved: of numbers, and not longer."""
-    # By JAX, because NumPy does not count `bfloat16` and the like among numbers.
+    """Returns whether arrays of a dtype can be saved: numbers of at most 64 bits."""
+    # Not by NumPy, which does not count types such as `bfloat16` among numbers.
     is_number = any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.number))
     return is_number and dtype.char not in "gG"
 

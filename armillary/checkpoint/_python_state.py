@@ -1,7 +1,7 @@
-"""Python objects whose state a checkpoint holds, and restores in place.
+"""Adapters for Python objects whose state a checkpoint saves and restores in place.
 
-Each adapter has the two methods that users give to objects of their own: `get_state`,
-which `armillary.checkpoint._packed` makes JSON and arrays of, and `set_state`.
+Each adapter has two methods, `get_state` and `set_state`, which users also give to
+objects of their own. `armillary.checkpoint._packed` turns a state into JSON and arrays.
 """
 
 import random
@@ -16,18 +16,18 @@ from armillary.errors import CheckpointMismatchError
 
 
 class Stateful(Protocol):
-    """Something with a state besides arrays of JAX."""
+    """An object with a state that is not in arrays of JAX."""
 
     def get_state(self) -> Any: ...
     def set_state(self, state: Any) -> None: ...
 
 
 def adapt(name: str, value: Any) -> Stateful | None:
-    """Returns what reads and writes the state of a known kind of Python object.
+    """Returns an adapter for a known kind of Python object, or `None`.
 
     Args:
         name: The name of the object in the checkpoint, for messages.
-        value: The object; its own `get_state` and `set_state` come first.
+        value: The object.
 
     Raises:
         TypeError: If an array cannot be saved, or cannot be written to.
@@ -39,21 +39,21 @@ def adapt(name: str, value: Any) -> Stateful | None:
     if isinstance(value, np.random.BitGenerator):
         return Described(name, value, _get_bits, _set_bits)
     is_random = isinstance(value, random.Random) or value is random
-    # The numbers of the operating system have no state.
+    # A generator of the operating system has no state.
     if is_random and not isinstance(value, random.SystemRandom):
         return Described(name, value, _get_random, _set_random)
     return None
 
 
 def is_generator(value: Any) -> bool:
-    """Returns whether a value is a generator of random numbers of Python or NumPy."""
+    """Returns whether a value is a random number generator of Python or NumPy."""
     return isinstance(
         value, np.random.Generator | np.random.RandomState | random.Random
     )
 
 
 def adapt_loader(name: str, value: Any) -> Stateful | None:
-    """Returns the same for an object with `state_dict` and `load_state_dict`."""
+    """Returns an adapter for an object with `state_dict` and `load_state_dict`."""
     if isinstance(value, type) or not has_methods(
         value, "state_dict", "load_state_dict"
     ):
@@ -90,13 +90,13 @@ class HostArray:
         if has != needs:
             raise CheckpointMismatchError(
                 f"`{self._name}` is {needs} in the program, but {has} in the "
-                "checkpoint. Make the array as it was when the checkpoint was saved."
+                "checkpoint. Make an array of the same dtype and shape as at the save."
             )
         array[...] = state
 
 
 class Described:
-    """An object whose state two functions read and write."""
+    """An adapter that reads and writes the state of an object by two functions."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Described:
             raise CheckpointMismatchError(
                 f"`{self._name}` of type {type(self._value).__name__} refuses the "
                 f"state in the checkpoint ({type(error).__name__}: {error}). Make the "
-                "object as it was when the checkpoint was saved."
+                "object in the same way as when the checkpoint was saved."
             ) from error
 
 

@@ -1,9 +1,9 @@
 """Restores one checkpoint: verify, compare, read everything, and only then write.
 
-Damage is found by checksums alone, before anything is decoded. A later failure is not
-damage, so an older checkpoint would not help. Each process of a job verifies the files,
-because a cache or a disk may show it different content. If one process refuses a
-checkpoint, no process restores it.
+Only checksums decide whether a checkpoint is damaged, before anything is decoded. A
+later failure is not damage, so an older checkpoint would not help. Each process of a
+job verifies the files, because a cache or a disk may show it different content. If one
+process refuses a checkpoint, no process restores it.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from armillary.errors import CheckpointDamageError, CheckpointError
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
 
-# What was done, and what the checkpoint says of an evaluation.
+# The report, and the progress of the evaluation at the save.
 _Restored = tuple[RestoreReport, Any]
 
 
@@ -54,7 +54,7 @@ def restore(
     selection: Selection,
     chosen: epath.Path | None = None,
 ) -> _Restored | None:
-    """Puts values of a folder, by default the newest without damage, into objects."""
+    """Puts values of a checkpoint into objects; by default, of the newest good one."""
     peers = get_peers()
     if chosen is None:
         folder = _find_latest(directory, peers)
@@ -66,14 +66,14 @@ def restore(
         except CheckpointError:
             if peers is not None or folder.exists():
                 raise
-            # The job that trains has removed it meanwhile: there are newer ones.
+            # The training job has just removed it, because there are newer ones.
             return restore(checkpoint, directory, selection)
     decide("a checkpoint", lambda: _check_is_checkpoint(chosen), peers)
     damage = verify(chosen, chosen.parent, peers)
     if damage is not None:
         raise CheckpointDamageError(
             f"`path` is {str(chosen)!r}, a damaged checkpoint: {damage}. Nothing was "
-            "restored. Use another of `manager.checkpoints`.",
+            "restored. Use another one of `manager.checkpoints`.",
             damage=damage,
         )
     return _restore_intact(checkpoint, chosen, selection)
@@ -81,7 +81,7 @@ def restore(
 
 def _check_is_checkpoint(folder: epath.Path) -> None:
     problem = read_header(folder)
-    # A header that is there and wrong is damage, which is named with the rest.
+    # A header that exists but is wrong counts as damage, which is reported later.
     if not isinstance(problem, Saved) and not (folder / "header").exists():
         raise CheckpointError(
             f"`path` is {str(folder)!r}, which is not a complete checkpoint: "
@@ -109,9 +109,12 @@ def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | Non
 
 
 def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | None:
-    """Returns the newest checkpoint that is not known as damaged, and notes others."""
+    """Returns the newest checkpoint that is not known as damaged.
+
+    It adds broken checkpoints to `damaged`.
+    """
     saved, broken = list_directory(directory)
-    # The job that trains may remove some meanwhile.
+    # The training job may have removed some of them.
     for path in [path for path in damaged if not path.exists()]:
         del damaged[path]
     damaged.update(broken)
@@ -119,17 +122,17 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
     if not names and damaged:
         lines = "\n".join(f"  {path}: {damage}" for path, damage in damaged.items())
         raise CheckpointError(
-            f"`directory` is {str(directory)!r}, and none of its {len(damaged)} "
-            f"checkpoints is as it was saved:\n{lines}\n"
-            "Bring the files back, or move these folders away to start afresh. Nothing "
-            "was restored."
+            f"`directory` is {str(directory)!r}, but all of its {len(damaged)} "
+            f"checkpoints are damaged:\n{lines}\n"
+            "Bring the files back, or move these folders away to start from scratch. "
+            "Nothing was restored."
         )
     skipped = os.environ.get(SKIPPED)
     if len(names) > 1 and skipped == str(directory / names[-1]):
         logger.warning(
-            f"`{skipped}` is stepped over, and stays: the first steps after it failed. "
-            f"Taking `{directory / names[-2]}`, unless that is damaged; the steps "
-            "after it are trained again."
+            f"`{skipped}` is skipped, but not removed, because the first steps after "
+            f"it failed. Taking `{directory / names[-2]}`, unless that is damaged; the "
+            "steps after it are trained again."
         )
         names.pop()
     return names[-1] if names else None
@@ -167,9 +170,9 @@ def _restore_intact(
             {**leaves, **restored}, new_states, may_refuse
         )
     done = tuple(name for name in taken if name not in refused)
-    # The last line of a long message is what to do about it: nothing, here.
-    said = {name: text.rpartition("\n")[0] or text for name, text in refused.items()}
-    refusals = [f"~ {name}: {said[name]}" for name in sorted(said)]
+    # The last line of a long message is the fix, which is not needed here.
+    texts = {name: text.rpartition("\n")[0] or text for name, text in refused.items()}
+    refusals = [f"~ {name}: {texts[name]}" for name in sorted(texts)]
     report = RestoreReport(
         path=str(folder),
         restored=done,
@@ -194,22 +197,27 @@ def _reading(folder: epath.Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"Reading `{folder}` failed, though its files are as they were saved: "
-            f"{type(error).__name__}: {error}. Nothing was restored. Look at the "
-            "memory of the devices, or use another of `manager.checkpoints`."
+            f"Reading `{folder}` failed, although its files are not damaged: "
+            f"{type(error).__name__}: {error}. Nothing was restored. Check the memory "
+            "of the devices, or use another one of `manager.checkpoints`."
         ) from error
 
 
 def verify(
     chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
 ) -> str | None:
-    """Returns what any process finds damaged; raises in all if they see others."""
+    """Returns the damage that any process finds.
+
+    Raises:
+        CheckpointError: If processes see different checkpoints.
+    """
     if peers is None:
         return None if chosen is None else find_damage(chosen)
     with peers.announcing_errors():
         own = _look(chosen, directory)
-    said = peers.gather("the checkpoint to restore", json.dumps([*own, str(directory)]))
-    found = [json.loads(text) for text in said]
+    text = json.dumps([*own, str(directory)])
+    texts = peers.gather("the checkpoint to restore", text)
+    found = [json.loads(text) for text in texts]
     if len({text for text, is_damaged, _ in found if not is_damaged}) > 1:
         shown = "\n".join(
             f"  process {index} of {peers.count}: {text}, in {place}"
@@ -217,8 +225,8 @@ def verify(
         )
         raise CheckpointError(
             f"The processes do not see the same checkpoint to restore:\n{shown}\n"
-            "Give `CheckpointManager` a directory that all of them see, such as one of "
-            "a shared file system. Nothing was restored."
+            "Give `CheckpointManager` a directory that all processes see, such as a "
+            "directory on a shared file system. Nothing was restored."
         )
     damages = {i: text for i, (text, is_damaged, _) in enumerate(found) if is_damaged}
     if len(damages) == peers.count and len(set(damages.values())) == 1:
@@ -228,7 +236,7 @@ def verify(
 
 
 def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
-    """Returns what this process sees of a checkpoint, and whether that is damage."""
+    """Describes a checkpoint as this process sees it; returns whether it is damaged."""
     damage = None
     if chosen is None:
         chosen = next((e.path for e in find_checkpoints(directory)[::-1]), directory)
@@ -238,6 +246,6 @@ def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
         return damage, True
     if not isinstance(read_header(chosen), Saved):
         return "nothing", False
-    # All files are as they are listed there: the same list means the same content.
+    # All files match this list, so an equal list means equal content.
     sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]
     return f"{chosen.name} (`{CHECKSUM_FILE}` #{sums})", False

@@ -14,7 +14,7 @@ from armillary._checks import list_lines
 from armillary.errors import CheckpointMismatchError
 
 Paths = str | list[str] | tuple[str, ...] | set[str]
-# What is at each path: dtype and shape of a leaf, or the state of an object.
+# The value at each path: dtype and shape of a leaf, or the state of an object.
 Specs = Mapping[str, str]
 
 
@@ -29,10 +29,10 @@ class RestoreReport(NamedTuple):
     Attributes:
         path: The checkpoint; empty if there was none to restore.
         restored: Paths of the program that have the values of the checkpoint now.
-        kept: Paths of the program that are as they were.
-        unused: Paths of the checkpoint that went nowhere.
-        differences: A line for each difference in a part that `may_differ`, so that it
-            was left.
+        kept: Paths of the program that were not restored.
+        unused: Paths of the checkpoint that were not used.
+        differences: A line for each difference in a part of `may_differ`, which was
+            therefore not restored.
     """
 
     path: str
@@ -55,14 +55,17 @@ class RestoreReport(NamedTuple):
             if entries:
                 lines.append(list_lines(entries))
         if self.differences:
-            lines += ["These may differ, and do:", list_lines(self.differences)]
+            lines += [
+                "Differences that `may_differ` allows:",
+                list_lines(self.differences),
+            ]
         return "\n".join(lines)
 
     def expect_partial(self) -> Self:
         """Returns this report, also if parts of the checkpoint were not used.
 
-        Reading a part of a checkpoint needs no permission here: `Checkpoint.read` takes
-        the objects that it names.
+        In TensorFlow, this call allows a partial restore. Here, it changes nothing,
+        because `Checkpoint.read` always restores only the objects that it names.
         """
         return self
 
@@ -70,7 +73,7 @@ class RestoreReport(NamedTuple):
         """Returns this report if every array of the program was restored.
 
         Raises:
-            CheckpointMismatchError: If an array of the program is as it was before.
+            CheckpointMismatchError: If an array of the program was not restored.
         """
         if self.kept:
             raise CheckpointMismatchError(
@@ -117,7 +120,7 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) and name.strip("/ ") for name in names):
         raise ValueError(
             f"`{argument}` is {paths!r}, but it must be a path, or a list of paths, "
-            f'none of them empty. Use `{argument}="model/backbone"`.'
+            f'and no path may be empty. Use `{argument}="model/backbone"`.'
         )
     return tuple(name.strip("/") for name in names)
 
@@ -125,7 +128,7 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
 def match(
     path: str, selection: Selection, *, saved: Specs, program: Specs
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the paths to restore, and a line for each that differs and may."""
+    """Returns the paths to restore, and a line for each allowed difference."""
     _check_names(path, selection, [*saved, *program])
     old = {name: spec for name, spec in saved.items() if selection.has(name)}
     own = {name: spec for name, spec in program.items() if selection.has(name)}
@@ -134,30 +137,30 @@ def match(
     allowed = selection.may_differ
     refused = {n: line for n, line in differences.items() if not is_inside(n, allowed)}
     if refused:
-        fix = "what to restore: `only=[...]`"
+        fix = "name the parts to restore: `only=[...]`"
         if matching:
             parts = _find_parts(refused, matching)
-            fix = f"what may stay as it is: `may_differ={parts!r}`"
+            fix = f"name the parts that may differ: `may_differ={parts!r}`"
         gone, new = (
             {name.partition("/")[0] for name in names} for names in (saved, program)
         )
         for name in new - gone:
             for other in difflib.get_close_matches(name, gone - new, n=1):
-                fix = f"it as it was saved: `Checkpoint({other}=...)`, not `{name}`"
+                fix = f"use the saved name: `Checkpoint({other}=...)`, not `{name}`"
         raise CheckpointMismatchError(
             f"`path` is {path!r}, and {len(refused)} leaves differ between it and the "
-            f"program, which must be the same:\n{list_lines(refused.values())}\n"
-            "Build the objects as they were when this was saved, or, if they changed "
-            f"on purpose, name {fix}. Nothing was restored."
+            f"program, but they must be the same:\n{list_lines(refused.values())}\n"
+            "Build the objects in the same way as at the save. If they changed on "
+            f"purpose, {fix}. Nothing was restored."
         )
     left = [each for each in allowed if any(is_inside(n, [each]) for n in differences)]
     taken = sorted(name for name in matching if not is_inside(name, left))
     lines = tuple(differences.values())
     if not taken:
         raise CheckpointMismatchError(
-            f"`path` is {path!r}, and nothing of it would be restored. Name what fits "
-            "in `only`, and less in `skip` and `may_differ`. These differ:\n"
-            f"{list_lines(lines) or '  nothing'}"
+            f"`path` is {path!r}, and nothing of it would be restored. Add a matching "
+            "path to `only`, or remove paths from `skip` and `may_differ`. "
+            f"Differences:\n{list_lines(lines) or '  none'}"
         )
     return taken, lines
 
@@ -166,7 +169,8 @@ def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
     """Returns a line for each path at which a checkpoint and a program differ."""
     lines: dict[str, str] = {}
     for path in sorted(saved.keys() | program.keys()):
-        old, own = saved.get(path), program.get(path)
+        old = saved.get(path)
+        own = program.get(path)
         if own is None:
             lines[path] = f"- {path}: {old}  only in the checkpoint"
         elif old is None:
@@ -177,7 +181,7 @@ def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
 
 
 def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
-    """Returns the largest parts, the first few, with some of `differing` alone."""
+    """Returns the first few of the largest parts that hold only `differing` paths."""
     above = {part for name in matching for part in _parts_with(name)}
     parts = {
         next((part for part in _parts_with(name) if part not in above), name)
@@ -188,7 +192,7 @@ def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
 
 
 def _check_names(path: str, selection: Selection, names: Collection[str]) -> None:
-    # What is in neither would be a slip of the pen.
+    # A part that is in neither is a mistake in the name.
     for part in (*(selection.only or ()), *selection.skip):
         if any(is_inside(name, [part]) for name in names):
             continue
@@ -196,17 +200,17 @@ def _check_names(path: str, selection: Selection, names: Collection[str]) -> Non
         there = sorted({"/".join(name.split("/")[:depth]) for name in names})
         raise CheckpointMismatchError(
             f"`path` is {path!r}, and {part!r} is neither in it nor in the program. "
-            f"There is:\n{list_lines(there)}\n"
-            "Use one of these. A dictionary gives an object the path that it has in a "
-            "checkpoint: `Checkpoint(model={'backbone': encoder})`."
+            f"Existing paths:\n{list_lines(there)}\n"
+            "Use one of these. To give an object the path that it has in a checkpoint, "
+            "use a dictionary: `Checkpoint(model={'backbone': encoder})`."
         )
 
 
 def is_inside(path: str, parts: Iterable[str]) -> bool:
-    """Returns whether a path is one of some parts, or lies in one."""
+    """Returns whether a path is one of some parts, or is inside one."""
     return any(path == part or path.startswith(f"{part}/") for part in parts)
 
 
 def _parts_with(path: str) -> list[str]:
-    """Returns the parts that a path lies in, the largest first, and the path itself."""
+    """Returns the parts around a path, the largest first, and the path itself."""
     return list(itertools.accumulate(path.split("/"), "{}/{}".format))

@@ -1,12 +1,14 @@
 """Reads and writes one checkpoint folder. Only this file knows Orbax.
 
-Three items make a folder: `arrays` (a flat dictionary from path to array), `manifest`
+A folder has three items: `arrays` (a flat dictionary from path to array), `manifest`
 and `header` (JSON). Orbax writes them under a temporary name, and renames the folder
-when all is on the disk. When `write_folder` returns, it has copied device memory, or,
-for CPU devices, holds a reference that keeps XLA from reusing a donated buffer
-(tested). A typed random key is stored as its data, small unsigned integers as bytes. An
-array goes back to where the program's own is: sharding, memory kind, and whether it is
-bound.
+when everything is on the disk.
+
+When `write_folder` returns, it has copied device memory. For CPU devices, it holds a
+reference that keeps XLA from reusing a donated buffer (tested). A typed random key is
+stored as its data, and small unsigned integers are stored as bytes. A restored array
+gets the sharding and the memory kind of the program's own array, and it is committed
+only if that array is.
 """
 
 import dataclasses
@@ -35,8 +37,8 @@ from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
 _MANIFEST_FILE = "manifest.json"
-# Orbax 0.12 counts its saves in a process-wide number, by which its parts wait for each
-# other. Two threads that start a save at the same time would get one number.
+# Orbax 0.12 counts the saves of a process, and its parts wait for each other by this
+# number. Two threads that start a save at the same time would get the same number.
 _starting = threading.Lock()
 
 
@@ -44,14 +46,14 @@ _starting = threading.Lock()
 class LeafSpec:
     """The description of a leaf without its values."""
 
-    # Such as `bfloat16`, or `key<threefry2x32>`: its shape lacks the axis of the data.
+    # For example `bfloat16`, or `key<threefry2x32>`, whose shape lacks the last axis.
     dtype: str
     shape: tuple[int, ...]
-    # A NumPy array or number has JAX's default width once a step has used it.
+    # Whether it is a NumPy array or a number, which a step gives JAX's default width.
     is_host: bool = False
 
     def __str__(self) -> str:
-        # A checkpoint fits a program where these are equal.
+        # A leaf of a checkpoint fits the program if these texts are equal.
         if not self.is_host:
             return f"{self.dtype} {self.shape}"
         return f"{jax.dtypes.canonicalize_dtype(self.dtype).name} {self.shape}"
@@ -63,17 +65,17 @@ class Content:
 
     leaves: dict[str, Any]
     specs: dict[str, LeafSpec]
-    # The state that each object's `get_state` returned, in the types of JSON, and the
-    # arrays that belong to it.
+    # The state of each object as JSON, and the arrays that belong to these states.
     states: dict[str, Any]
     state_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    # How far the evaluation of this moment is, for a controller.
+    # The progress of a controller's evaluation.
     evaluation: Any = None
 
 
 def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
     """Returns the description of each leaf, or raises an error that names bad ones."""
-    specs, bad = {}, []
+    specs: dict[str, LeafSpec] = {}
+    bad: list[str] = []
     for path, leaf in leaves.items():
         if is_key(leaf):
             dtype = f"key<{jax.random.key_impl(leaf)}>"
@@ -81,7 +83,7 @@ def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
             continue
         is_host = not isinstance(leaf, jax.Array)
         array = np.asarray(leaf) if is_host else leaf
-        # Of JAX, because NumPy does not count `bfloat16` and the like among numbers.
+        # Not by NumPy, which does not count types such as `bfloat16` among numbers.
         if any(jax.dtypes.issubdtype(array.dtype, k) for k in (np.bool_, np.number)):
             specs[path] = LeafSpec(array.dtype.name, tuple(array.shape), is_host)
         else:
@@ -96,7 +98,7 @@ def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
 
 
 def _is_widened(leaf: Any) -> bool:
-    # It is stored as bytes: TensorStore lacks its dtype.
+    # These dtypes are stored as bytes, because TensorStore does not have them.
     return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
 
 
@@ -107,35 +109,37 @@ def as_stored(leaf: Any, peers: Peers | None = None) -> Any:
     if _is_widened(leaf):
         leaf = leaf.astype(np.uint8)
     if peers is not None:
-        # The first one writes: from its own memory, as Orbax refuses devices then.
+        # The first process writes from host memory, because Orbax refuses device arrays
+        # of several processes.
         whole = as_whole(leaf)
         return None if peers.index else np.array(whole)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
     is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
     if is_on_cpu and leaf.is_fully_addressable and leaf.is_fully_replicated:
-        # Replicas share the host's memory. Orbax would cut the array into a slice for
-        # each, by programs to be compiled, which serves devices with a memory each.
+        # Replicas on CPUs share the host's memory. Orbax would compile programs to cut
+        # the array into a slice for each device, which helps only if each device has a
+        # memory of its own.
         return leaf.addressable_data(0)
     return leaf
 
 
 def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
-    """Returns where the stored array is read to, or `None` for host memory."""
-    # Binding an array that is not bound would forbid programs on other devices.
+    """Returns the sharding for reading a stored array, or `None` for host memory."""
+    # An uncommitted array must stay so, or programs on other devices could not use it.
     if isinstance(target, jax.Array) and target.committed:
         return target.sharding if target.is_fully_addressable else None
     return None
 
 
 def as_restored(stored: Any, target: Any) -> Any:
-    """Returns a stored array as the kind of value that `target` is, in its place."""
+    """Returns a stored array as the same kind of value, on the devices of `target`."""
     if _is_widened(target):
         stored = stored.astype(target.dtype)
     if isinstance(target, np.ndarray) and target.dtype == stored.dtype:
         return stored
     if not isinstance(target, jax.Array):
-        # JAX's integers have 32 bits, those of Python and NumPy may need more.
+        # JAX's integers have 32 bits, but integers of Python and NumPy may need more.
         is_array = isinstance(target, np.ndarray)
         return jnp.array(stored) if is_array else type(target)(stored.item())
     if not target.committed:
@@ -181,7 +185,7 @@ def write_folder(
 
     def wait() -> None:
         writer.wait_until_finished()
-        writer.close()  # The threads of one that failed end by themselves.
+        writer.close()  # After a failure, the threads end without this call.
 
     return wait
 
@@ -191,8 +195,8 @@ def _make_writer(earlier: Sequence[threading.Thread], smallest: str | None) -> A
 
     alone = _alone()
     handler: Any = ocp.CompositeCheckpointHandler(
-        # Compressing would take three quarters of a save's processor time, which
-        # steps on a CPU lack meanwhile, to make trained weights 7 % smaller.
+        # Compression would make trained weights only 7 % smaller. It would take three
+        # quarters of a save's CPU time, which steps on a CPU need.
         arrays=ocp.PyTreeCheckpointHandler(
             use_compression=False, multiprocessing_options=alone
         ),
@@ -206,8 +210,8 @@ def _make_writer(earlier: Sequence[threading.Thread], smallest: str | None) -> A
 
     def finalize_durably(directory: epath.Path) -> None:
         finalize(directory)
-        # ORDER: after all items are written, and before the folder is renamed. Files
-        # that are as Orbax wrote them may still be none that it can read.
+        # ORDER: after all items are written, and before the folder is renamed. One
+        # array is read, because Orbax may write files that it cannot read.
         if smallest is not None:
             read_arrays(directory, {smallest: None})
         write_checksums(directory)
@@ -215,9 +219,9 @@ def _make_writer(earlier: Sequence[threading.Thread], smallest: str | None) -> A
         for thread in earlier:
             thread.join()
 
-    # No subclass: Orbax looks up what a handler takes by its exact type.
+    # Not a subclass, because Orbax looks up a handler's arguments by its exact type.
     handler.finalize = finalize_durably
-    # A directory that cannot be made must be an error of `save`.
+    # An error while the directory is made must be an error of `save`.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     return ocp.AsyncCheckpointer(
         handler, async_options=options, multiprocessing_options=alone
@@ -227,7 +231,7 @@ def _make_writer(earlier: Sequence[threading.Thread], smallest: str | None) -> A
 def read_description(
     path: epath.Path,
 ) -> tuple[dict[str, LeafSpec], dict[str, Any], Any]:
-    """Returns the descriptions of leaves, the states, and how far an evaluation was."""
+    """Returns the descriptions of leaves, the states, and an evaluation's progress."""
     manifest = json.loads((path / "manifest" / _MANIFEST_FILE).read_bytes())
     specs = {
         name: LeafSpec(spec["dtype"], tuple(spec["shape"]), spec["is_host"])
@@ -239,7 +243,7 @@ def read_description(
 def read_arrays(
     path: epath.Path, shardings: Mapping[str, jax.sharding.Sharding | None]
 ) -> dict[str, Any]:
-    """Returns arrays of a folder in their shardings, and no others; `None` is NumPy."""
+    """Returns the named arrays of a folder in their shardings; `None` means NumPy."""
     import orbax.checkpoint as ocp
 
     if not shardings:
@@ -251,7 +255,7 @@ def read_arrays(
         for name, sharding in shardings.items()
     }
     alone = _alone()
-    # The item alone: what Orbax keeps beside the items has no checksum.
+    # Only this item is read, because Orbax's files next to it have no checksum.
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         tree = ocp.args.PyTreeRestore(
@@ -261,7 +265,7 @@ def read_arrays(
 
 
 def _alone() -> Any:
-    """Returns options by which Orbax works alone: the processes agree above it."""
+    """Returns options for Orbax in a single process; `decide` makes processes agree."""
     import orbax.checkpoint as ocp
 
     process = get_process()
@@ -274,11 +278,11 @@ def _alone() -> Any:
 
 @functools.cache
 def _quiet_failures() -> None:
-    """Drops lines of Orbax on a failed save, which hide the error of its end."""
+    """Drops log lines of Orbax on a failed save, because the final error has them."""
 
-    def is_news(record: logging.LogRecord) -> bool:
+    def is_kept(record: logging.LogRecord) -> bool:
         frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
         return not any("orbax" in frame.f_code.co_filename for frame, _ in frames)
 
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_news)
+        logging.getLogger(name).addFilter(is_kept)

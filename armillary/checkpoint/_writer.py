@@ -1,7 +1,8 @@
 """Saves in the background, and removes old checkpoints afterwards.
 
-`start` blocks until the arrays may change again. A thread then waits until all of it is
-on the disk and, only after that, removes what is superseded or expired.
+`start` blocks until the arrays may change again. A thread then waits until the
+checkpoint is on the disk. Only after that, it removes checkpoints that are expired, or
+that were saved again.
 
 In a job of several processes, only process 0 writes and chooses paths. Divided arrays
 are sent to it, one after the other. If it fails with a `CheckpointError`, all processes
@@ -35,20 +36,26 @@ from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
 T = TypeVar("T")
-# Between saves that choose their interval lie at least so many seconds, and so many for
-# each second that one was waited for (so that this is 1 % of the time) or was written.
-_LEAST_SECONDS, _PER_WAITED, _PER_WRITTEN = 10.0, 100.0, 10.0
+# With `checkpoint_interval="auto"`, saves begin at least this many seconds apart.
+_LEAST_SECONDS = 10.0
+# They are also this many seconds apart for each second that training waited for a save
+# (so waiting takes 1 % of the time), and for each second of writing.
+_PER_WAITED = 100.0
+_PER_WRITTEN = 10.0
 _writers: "weakref.WeakSet[Writer]" = weakref.WeakSet()
 
 
 def announcing_errors() -> contextlib.AbstractContextManager[None]:
-    """Returns a context whose errors the other processes, if any, hear of."""
+    """Returns a context that sends its errors to the other processes, if any."""
     peers = get_peers()
     return contextlib.nullcontext() if peers is None else peers.announcing_errors()
 
 
 def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
-    """Returns to all processes, which call it, what the first one finds, as JSON."""
+    """Returns the result of `function` in the first process to all processes.
+
+    All processes must call it. The result travels as JSON.
+    """
     if peers is None:
         return function()
     value = problem = None
@@ -58,8 +65,9 @@ def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
                 value = function()
             except CheckpointError as error:
                 problem = error
-    said = [value, None if problem is None else str(problem)]
-    value, text = json.loads(peers.gather(topic, json.dumps(said))[0])
+    own = json.dumps([value, None if problem is None else str(problem)])
+    first, *_ = peers.gather(topic, own)
+    value, text = json.loads(first)
     if text is not None:
         raise problem or CheckpointError(text)
     return value
@@ -82,17 +90,22 @@ class Writer:
         self._preserved_at = self._clock.now()
         self._has_cleaned = False
         self._is_saving = False
-        # What ends the save that is running, and what it has found out.
+        # The thread that completes the current save, and its error.
         self.thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        # When the last save began, and at which step; how long the last write took.
-        self._began, self._paced = 0.0, (-1, 0.0)
+        # The time at which the last save began.
+        self._began = 0.0
+        # The step and the time of the last call of `find_interval`.
+        self._paced = (-1, 0.0)
         self._write_seconds = 0.0
 
     def start(self, number: int, content: Content, mark: Mark | None = None) -> str:
-        """Starts a save, of what is best if there is a mark; call `sync` before."""
+        """Starts a save, and marks it as the best if `mark` is given.
+
+        Call `sync` before.
+        """
         self._began = monotonic()
-        # On all processes: computations on shared arrays must be made by all.
+        # On all processes, because all must take part in computations on shared arrays.
         arrays = None if self._peers is None else _as_arrays(content, self._peers)
         path = decide(
             "a save", lambda: self._start(number, content, arrays, mark), self._peers
@@ -101,9 +114,13 @@ class Writer:
         return path
 
     def find_interval(self, step: int) -> int | None:
-        """Returns after how many steps the next save costs little time, once known."""
-        (last, at), self._paced = self._paced, (step, self._began)
-        if not 0 <= last < step:  # Not known is how long a step takes.
+        """Returns the number of steps to the next save, so that saves cost little time.
+
+        It returns `None` while the duration of a step is unknown.
+        """
+        last, at = self._paced
+        self._paced = (step, self._began)
+        if not 0 <= last < step:
             return None
         seconds = max(
             _LEAST_SECONDS,
@@ -121,7 +138,7 @@ class Writer:
         if self._peers is None or not self._peers.has_failed:
             decide("the end of a save", self._wait, self._peers)
         elif self._peers.index == 0:
-            # Nobody answers any more, but what was started can still be completed.
+            # The other processes no longer answer, but the save can still be completed.
             self._wait()
 
     def _start(
@@ -134,7 +151,7 @@ class Writer:
         path = self._directory / f"checkpoint_{number}"
         try:
             if arrays is None:
-                # Of one process. There may be no memory for them.
+                # In a single process. Inside `try`, because memory may run out.
                 arrays = _as_arrays(content, None)
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not in the constructor: a manager that only reads must not remove the
@@ -152,7 +169,7 @@ class Writer:
                 arrays=arrays,
                 manifest=_as_manifest(content),
                 header=saved[-1].as_json(),
-                # It may speak of them, so that they get their names first.
+                # Its header counts these saves, so they must get their names first.
                 earlier=find_running(),
             )
         except Exception as error:
@@ -170,7 +187,7 @@ class Writer:
     ) -> Saved:
         last = earlier[-1] if earlier else None
         if last is not None:
-            # A restarted run goes on from what the run before it kept.
+            # A restarted run continues from the last checkpoint that was kept for good.
             self._preserved_at = last.preserved_at
             self._clock.start_after(max(last.saved_at, last.preserved_at))
         serial = last.serial + 1 if last else 1
@@ -183,7 +200,7 @@ class Writer:
         try:
             wait()
             self._write_seconds = monotonic() - self._began
-            # ORDER: before an older checkpoint goes.
+            # ORDER: before an older checkpoint is removed.
             sync_name(path)
             if is_first():
                 tell("saved", saved[-1].number, str(path))
@@ -193,7 +210,7 @@ class Writer:
             self._remove_expired(saved)
 
     def mark(self, path: str, mark: Mark, *, removes: bool) -> None:
-        """Calls a complete checkpoint the best one, in the first process."""
+        """Marks a complete checkpoint as the best one, in the first process."""
         saved = _folder.read_header(epath.Path(path))
         if isinstance(saved, Saved):
             write_best(self._directory, saved, mark)
@@ -206,9 +223,10 @@ class Writer:
             self._remove_expired(_folder.list_directory(self._directory)[0])
 
     def _find_expired(self, saved: list[Saved]) -> list[Saved]:
-        """Returns the checkpoints to remove, and notes which stays for good."""
-        newest, hours = {entry.number: entry for entry in saved}, self._keep_every_hours
-        # Those whose number was saved again.
+        """Returns the checkpoints to remove, and notes the last one that is kept."""
+        hours = self._keep_every_hours
+        newest = {entry.number: entry for entry in saved}
+        # Checkpoints whose number was saved again.
         expired = [entry for entry in saved if newest[entry.number] is not entry]
         active = [entry for entry in saved if entry not in expired]
         active = [entry for entry in active if entry.saved_at > self._preserved_at]
@@ -224,14 +242,14 @@ class Writer:
     def _remove_expired(self, saved: list[Saved]) -> None:
         for entry in self._find_expired(saved) if is_first() else ():
             try:
-                # Read each time: another job may evaluate.
+                # Read each time, because another job may evaluate.
                 best = read_best(self._directory)
                 if best is None or best.saved != entry:
                     _folder.remove(entry.path)
             except Exception as error:
                 logger.warning(
                     f"`{saved[-1].path}` is complete, but `{entry.path}` cannot be "
-                    f"removed: {error}. Look at its rights, or keep all "
+                    f"removed: {error}. Check its permissions, or keep all checkpoints "
                     "(`max_to_keep=None`)."
                 )
 
@@ -239,13 +257,14 @@ class Writer:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
     def _fail(self, path: epath.Path, error: Exception) -> CheckpointError:
-        """Gives back the space of a save that failed, and returns what to say."""
-        # What another thread of Orbax still writes is removed before the next save.
+        """Frees the space of a failed save, and returns its error."""
+        # Files that threads of Orbax still write are removed before the next save.
         self._has_cleaned = False
         with contextlib.suppress(OSError):
             if is_first():
@@ -260,12 +279,12 @@ class Writer:
 
 
 def write_once(choose: Callable[[], Saved], content: Content) -> str:
-    """Writes one checkpoint that no manager knows, and waits until it is complete.
+    """Writes one checkpoint without a manager, and waits until it is complete.
 
-    `choose` says in the first process where it goes. All processes call this.
+    `choose` returns its path and header in the first process. All processes call this.
     """
     peers = get_peers()
-    # In all processes, because each one holds a part of the arrays.
+    # In all processes, because each process holds a part of the arrays.
     arrays = None if peers is None else _as_arrays(content, peers)
 
     def write() -> str:
@@ -315,18 +334,19 @@ def _as_manifest(content: Content) -> dict[str, Any]:
 
 
 def find_running() -> list[threading.Thread]:
-    """Returns the threads of the saves that are not complete yet, of any directory."""
+    """Returns the threads of all saves that are not complete yet, in any directory."""
     threads = [writer.thread for writer in list(_writers)]
     return [thread for thread in threads if thread is not None and thread.is_alive()]
 
 
 @functools.cache
 def _finish_before_exit() -> None:
-    """Has saves that are running completed when the program ends, however it does.
+    """Completes running saves when the program ends, even after an error.
 
-    `atexit` runs too late: no executor takes work any more (python/cpython#148280). A
-    hook of this kind is newer than theirs, and runs before. In Python 3.12.0 to 3.12.2
-    none can wait for a save (python/cpython#113964): `pyproject.toml` excludes them.
+    `atexit` runs too late, because executors no longer take work then
+    (python/cpython#148280). Hooks of `threading._register_atexit` run in reverse order,
+    so this hook runs before the hooks of executors. In Python 3.12.0 to 3.12.2, no hook
+    can wait for a save (python/cpython#113964), so `pyproject.toml` excludes them.
     """
 
     def finish() -> None:
@@ -337,5 +357,5 @@ def _finish_before_exit() -> None:
                 logger.error("%s", error)
 
     threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
-    # The save also completes if the process ends because another one is gone.
+    # A save also completes if this process exits because another process is lost.
     finish_first(lambda: bool(find_running()))

@@ -1,7 +1,7 @@
 """The outer loop: Python that runs between loops of training.
 
-`Controller` trains, evaluates, saves, restores, logs and stops. The other files are
-what it calls, one idea each.
+`Controller` trains, evaluates, saves, restores, logs and stops. The other files are the
+parts that it calls, and each file has one idea.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -1,7 +1,7 @@
 """The outer loop: trains, evaluates, saves, restores, logs and stops.
 
-A *loop* is one call of `trainer.train`; whatever happens between steps happens at the
-boundary of two loops, in the order of `Loops.train_until`.
+A *loop* is one call of `trainer.train`. All other work happens at the boundary between
+two loops, in the order of `Loops.train_until`.
 """
 
 import contextlib
@@ -70,26 +70,26 @@ class Controller(OfOneProcess):
     You can call these methods several times. Each call continues at the global step
     that the last call reached. If your code raises an exception, the controller flushes
     summaries and completes pending saves before the exception reaches you. If the
-    program configured no logging, a
-    controller makes the `armillary` logger print to stderr.
+    program configured no logging, a controller makes the `armillary` logger print to
+    stderr.
 
     Args:
         global_step: The counter of training steps: a variable that the steps advance,
             such as `optimizer.step`, or a function without arguments that returns the
             step.
         trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
-        evaluator: Runs evaluations. A dictionary holds several by name, such as
-            `{"validation": a, "test": b}`: they run in this order, and their names
-            nest outputs and directories of summaries.
-        strategy: Its scope is entered wherever the trainer, the evaluator, an action or
-            a restore runs.
+        evaluator: Runs evaluations. A dictionary holds several evaluators by name, such
+            as `{"validation": a, "test": b}`. They run in this order, and each has an
+            output and a directory of summaries under its name.
+        strategy: The trainer, the evaluator, actions and restores run in the scope of
+            this strategy.
         train_actions: One action or several, called with the output of each loop.
         eval_actions: Called with the output of each evaluation, after it is logged.
         steps_per_loop: Steps in one call of `trainer.train`, or a function from the
             global step to that number. Required with a trainer. A larger value hides
             more Python time, and delays logging, saving and stopping by as many steps.
-        checkpoint_manager: Saves and restores. It saves during training if it has a
-            `checkpoint_interval`, and at the end in any case.
+        checkpoint_manager: Saves and restores checkpoints. It always saves at the end,
+            and during training if it has a `checkpoint_interval`.
         summary_interval: Steps between training summaries, a multiple of
             `steps_per_loop`. `None` writes them after each loop.
         log_interval: Steps between log lines of training, a multiple of
@@ -102,12 +102,13 @@ class Controller(OfOneProcess):
         eval_summary_manager: Used instead of a manager for `eval_summary_dir`.
         hyperparameters: Names and numbers, nested if you like, for TensorBoard's page
             of hyperparameters and for the record of the run.
-        hang_timeout_seconds: Seconds after which a program that has not gone on prints
-            where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`.
-            `None` takes five times the longest loop, evaluation, save or action so far,
-            at least 300; `math.inf` waits forever. XLA's compiler may take any time.
-        progress: Whether to keep one live line in a terminal, and elsewhere to log what
-            takes longer than 30 seconds.
+        hang_timeout_seconds: Seconds without progress after which the program prints
+            the stacks of all its processes, and exits with
+            `ExitCode.RESTART_REQUESTED`. `None` takes five times the longest loop,
+            evaluation, save or action so far, at least 300; `math.inf` waits forever.
+            XLA's compiler may take any time.
+        progress: Whether to keep one live line in a terminal. If stderr is not a
+            terminal, phases that take longer than 30 seconds are logged instead.
 
     Arguments are attributes, too, for reading only.
     """
@@ -151,8 +152,10 @@ class Controller(OfOneProcess):
         self.train_actions = as_actions("train_actions", train_actions)
         self.eval_actions = as_actions("eval_actions", eval_actions)
         self.checkpoint_manager = checkpoint_manager
-        self.summary_interval, self.log_interval = summary_interval, log_interval
-        self.hang_timeout_seconds, self.progress = hang_timeout_seconds, progress
+        self.summary_interval = summary_interval
+        self.log_interval = log_interval
+        self.hang_timeout_seconds = hang_timeout_seconds
+        self.progress = progress
         self.hyperparameters = dict(hyperparameters or {})
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
@@ -202,19 +205,18 @@ class Controller(OfOneProcess):
 
         Args:
             steps: The global step to train up to, not a number of further steps. -1
-                sets none.
+                sets no limit.
             checkpoint_at_completion: Whether to save at the end, unless the last loop
-                did. A stop request saves in any case.
-            epochs: How many times to go through the training data in all: passes that
-                its position counts, also after a restore, are not trained again. `None`
-                goes through it once.
+                did. After a stop request, training always saves.
+            epochs: The total number of passes over the training data. Passes that were
+                completed before, also before a restore, count. `None` makes one pass.
 
         Returns:
             The scalars of the loops of this call; see `History`.
 
         Raises:
-            ValueError: If `steps` lies before the global step, or `epochs` cannot be
-                told, such as for data that repeats itself.
+            ValueError: If `steps` lies before the global step, or if `epochs` cannot be
+                counted, as with data that repeats itself.
             GlobalStepError: If a loop did not advance the global step by its steps.
             ThreadError: If another thread runs steps with the same state.
         """
@@ -259,16 +261,17 @@ class Controller(OfOneProcess):
         *,
         epochs: int | None = None,
     ) -> RunOutput:
-        """Trains and evaluates in turns, and evaluates once more at the end.
+        """Trains and evaluates in turns, and evaluates at the end.
 
-        Evaluations are at multiples of `eval_interval`, however often the run was
-        interrupted, and at the ends of `epochs`. The end is evaluated exactly once: at
-        `train_steps`, or where the data ended or a stop was requested.
+        Evaluations run at multiples of `eval_interval`, even if the run was
+        interrupted, and at the ends of `epochs`. The last step is evaluated exactly
+        once. It is `train_steps`, or the step at which the data ended or a stop was
+        requested.
 
-        A step is saved before it is evaluated, if that is due, and a run that resumes
-        there evaluates it first. A new best (`keep_best` of the manager) is saved after
-        it. The last step is saved again if its evaluation, or an action, has
-        changed what is saved.
+        If a save is due, the step is saved before it is evaluated. A run that resumes
+        from this checkpoint evaluates first. A new best step (`keep_best` of the
+        manager) is saved after its evaluation. The last step is saved again if its
+        evaluation, or an action, has changed a saved value.
 
         Args:
             train_steps: As `steps` in `train`.
@@ -279,7 +282,7 @@ class Controller(OfOneProcess):
             epochs: As in `train`.
 
         Returns:
-            The output of the last evaluation: a dictionary, whose attribute `history`
+            The output of the last evaluation, as a dictionary. Its attribute `history`
             has the scalars of all loops and evaluations of this call.
         """
         require(self, "trainer", "evaluator", for_method="train_and_evaluate")
@@ -300,14 +303,15 @@ class Controller(OfOneProcess):
                     target = self._next_stop(train_steps, eval_interval)
                     self._saving.expect_evaluation(target)
                     goes_on = self._loops.train_until(target, epochs)
-                is_left, step = False, self._run.read_step()
+                is_left = False
+                step = self._run.read_step()
                 goes_on = goes_on and not is_reached(step, train_steps)
                 if step != self._saving.evaluated:
                     with self._saving.evaluation(is_last=not goes_on):
                         actions = self._saving.take(self.eval_actions)
                         output = self._evaluate(eval_steps, actions)
                 elif output is None:
-                    # Training was over when it began, and only the output is missing.
+                    # Training was complete before this call, but the output is needed.
                     output = self._evaluate(eval_steps, ())
                 if not goes_on or self._run.stop.is_agreed():
                     break
@@ -332,17 +336,18 @@ class Controller(OfOneProcess):
         written to the directory.
 
         The method also returns when the training program has ended without an error and
-        its last checkpoint is evaluated. The directory then contains a file `DONE`. A
-        file `DONE` that is there from the start counts only after five minutes, because
-        a training program that continues deletes it.
+        its last checkpoint is evaluated. The directory then contains a file `DONE`. If
+        this file exists from the start, it counts only after five minutes, because a
+        training program that continues deletes it.
 
         Args:
             steps: As in `evaluate`.
             timeout: Seconds to wait for a new checkpoint. `None` waits forever.
             timeout_fn: Called after each timeout. If it returns true, no checkpoint
-                will follow and the method returns. `None` returns after the first.
-            until_step: The global step that training goes up to: the method returns
-                once a checkpoint of this step or a later one is evaluated.
+                will follow and the method returns. `None` returns after the first
+                timeout.
+            until_step: The last global step of training. The method returns once a
+                checkpoint of this step, or of a later step, is evaluated.
 
         Returns:
             The output of the last evaluation, or `None` if there was none.
@@ -391,14 +396,14 @@ class Controller(OfOneProcess):
             return self._saving.restore(path)
 
     def request_stop(self, reason: str) -> None:
-        """Ends the loop that is running at its next boundary, after saving.
+        """Stops training or evaluation at the next boundary of loops, after a save.
 
-        May be called from actions, other threads and signal handlers; of several
-        processes, a request in one stops all at the same step. The first reason is
-        logged when the loop ends. A later call starts afresh.
+        It may be called from actions, other threads and signal handlers. If one of
+        several processes requests a stop, all stop at the same step. The first reason
+        is logged at the end. The next call of `train` clears the request.
 
         Args:
-            reason: Why to stop, for the log.
+            reason: The reason for the stop, for the log.
         """
         self._run.stop.make(reason)
 
@@ -408,23 +413,23 @@ class Controller(OfOneProcess):
 
     def _make_manager(self, directory: Any) -> SummaryManager:
         manager = SummaryManager(directory)
-        # Its files stay open between calls, and nobody else closes them.
+        # Its files stay open between calls, so they are closed with the controller.
         weakref.finalize(self, manager.close)
         return manager
 
     def _evaluate(self, steps: int, actions: Iterable[Action]) -> dict[str, Any]:
-        run, saving, evaluator = self._run, self._saving, self.evaluator
+        run = self._run
         with self._display.on("eval", run.read_step()), self._watch():
-            return run_evaluations(run, saving, evaluator, steps, actions)
+            return run_evaluations(run, self._saving, self.evaluator, steps, actions)
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
-        """Ends the process, from another thread, if it is stuck."""
+        """Ends the process, from another thread, if a block hangs."""
         find_place = self._run.goodput.find_place
         return get_lifeline().watching(self.hang_timeout_seconds, find_place)
 
     @contextlib.contextmanager
     def _training(self, target: int) -> Iterator[None]:
-        """Begins a call that trains, and leaves nothing unwritten at its end."""
+        """Begins a call that trains, and completes all writes at its end."""
         run = self._run
         step = run.read_step()
         with (
@@ -450,12 +455,16 @@ class Controller(OfOneProcess):
 
     def _record_start(self, step: int) -> None:
         """Writes the first record of an attempt, unless training only continues."""
-        curves, numbers = self._run.curves, self.hyperparameters
-        is_first, self._has_begun = not self._has_begun, True
+        curves = self._run.curves
+        numbers = self.hyperparameters
+        is_first = not self._has_begun
+        self._has_begun = True
+
         write = getattr(curves.summary_manager, "write_hyperparameters", None)
         if is_first and numbers and write is not None:
             write(numbers)
-        # Training may go on at an earlier step, if a checkpoint was restored.
+
+        # If a checkpoint was restored, training may continue at an earlier step.
         if is_first or step < curves.file.last_step:
             if curves.file.is_on:
                 curves.file.write("start", step, **describe_attempt(self._run, numbers))

@@ -1,10 +1,11 @@
-"""Start-up lines and progress: the model and data at first, then signs of life.
+"""Start-up lines about the model and the data, and the progress of a run.
 
 A thread reads the phase of the goodput recorder, never a device. In a terminal, it
-updates one line. Elsewhere, it logs a line when a phase takes long. The line does not
-use `Live` of Rich, because `Live` hides the cursor, and log handlers that were made
-before it write past it. Here all that Python writes passes through `write` of the
-stream, which wipes the line first.
+updates one line. Elsewhere, it logs a line when a phase takes long.
+
+The line does not use `Live` of Rich, because `Live` hides the cursor, and log handlers
+that exist before it write into the line. Here `write` of the stream is replaced, so all
+output of Python wipes the line first.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ from armillary.state._summarize import ModelSummary, summarize
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 
-# Where a trainer without variables of a library keeps what it trains.
+# Attributes in which a trainer without variables of a library keeps its parameters.
 _PLACES = ("model", "params")
 _PACKAGES = ["armillary", "jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras"]
 _MOST_MODULES = 3
@@ -56,21 +57,26 @@ class Display:
     """Shows the progress of a controller's calls while they run."""
 
     def __init__(self, run: Run, progress: bool) -> None:
-        self._run, self._progress = run, progress
-        self._is_on = self._has_logged = False
-        # As long as a phase took once, it may take again.
+        self._run = run
+        self._progress = progress
+        self._is_on = False
+        self._has_logged = False
+        # The duration at which each phase is logged. A phase may always take as long
+        # as it took before.
         self._thresholds: dict[Category, float] = {}
         self._reset("train", -1, -1)
 
     def _reset(self, loop: str, step: int, target: int) -> None:
-        self._loop, self._step, self._target = loop, step, target
+        self._loop = loop
+        self._step = step
+        self._target = target
         self._first: tuple[float, int] | None = None
         self._end = 0.0
         self._speed: float | None = None
         self._scalars: Mapping[str, float] = {}
 
     def log_start(self) -> None:
-        """Logs what is trained, once."""
+        """Logs the lines of `describe_start`, once."""
         if not self._has_logged:
             self._has_logged = True
             _warn_if_alone()
@@ -97,7 +103,8 @@ class Display:
             thread.start()
             yield
         finally:
-            # ORDER: first the terminal; Ctrl-C may end the wait for the thread.
+            # ORDER: the terminal comes first, because Ctrl-C may end the wait for the
+            # thread.
             self._is_on = False
             if line is not None:
                 line.close()
@@ -105,28 +112,37 @@ class Display:
             thread.join()
 
     def note(self, step: int, speed: float, scalars: Mapping[str, float]) -> None:
-        """Takes what the line shows of a loop of training that has ended."""
+        """Notes the results of a training loop that has ended, for the line to show."""
         now = time.perf_counter()
-        self._first = began, first = self._first or (now, step)
-        # As fast as since the first loop, with evaluations and saves.
+        if self._first is None:
+            self._first = (now, step)
+        began, first = self._first
+        # The ETA assumes the mean pace since the first loop. It includes evaluations
+        # and saves.
         pace = (now - began) / (step - first) if step > first else 1 / speed
         self._end = now + pace * (self._target - step)
-        self._step, self._speed, self._scalars = step, speed, scalars
+        self._step = step
+        self._speed = speed
+        self._scalars = scalars
 
     def _look(
         self, watched: int, line: "LiveLine | None", is_over: threading.Event
     ) -> None:
-        """Looks at the thread that is watched; a phase begins when it is first seen."""
+        """Shows the phase of the watched thread, and how long it was seen."""
         seen: tuple[Category, float] | None = None
-        stopwatch, since = self._run.goodput, 0.0
+        since = 0.0
+        stopwatch = self._run.goodput
         while not is_over.wait(_LOOK_SECONDS if line is None else _REFRESH_SECONDS):
-            category, began = stopwatch.category, stopwatch.began
+            category = stopwatch.category
+            began = stopwatch.began
             if category is None or is_in(DEBUGGER, stack := read_stack(watched)):
                 continue
             if is_in(MAKERS, stack):
-                category, began = Category.COMPILING, 0.0
+                category = Category.COMPILING
+                began = 0.0
             if seen != (category, began):
-                seen, since = (category, began), time.perf_counter()
+                seen = (category, began)
+                since = time.perf_counter()
             seconds = time.perf_counter() - since
             if line is not None:
                 line.show(self._describe(category, seconds))
@@ -134,12 +150,12 @@ class Display:
                 self._say_if_long(category, seconds)
 
     def _say_if_long(self, category: Category, seconds: float) -> None:
-        """Logs that a phase takes long: after 30 seconds, and each time twice that."""
+        """Logs that a phase takes long: after 30 seconds, then 60, 120, and so on."""
         threshold = self._thresholds.get(category, _LONG_SECONDS)
         if seconds >= threshold:
             self._thresholds[category] = 2 * threshold
-            said = f"{category.label} for {format_seconds(int(threshold))} ..."
-            log_line(self._loop, self._step, said)
+            text = f"{category.label} for {format_seconds(int(threshold))} ..."
+            log_line(self._loop, self._step, text)
 
     def _describe(self, category: Category, seconds: float) -> str:
         parts = [f"step {self._step}"]
@@ -159,7 +175,7 @@ class Display:
 
 
 def has_terminal() -> bool:
-    """Returns whether somebody watches who can be shown a line that changes."""
+    """Returns whether stderr is a terminal that can show a line that changes."""
     is_stream = isinstance(sys.stderr, io.TextIOBase) and is_terminal(sys.stderr)
     is_dumb = os.environ.get("TERM") in ("dumb", "unknown")
     return is_stream and not is_dumb and logger.isEnabledFor(logging.INFO)
@@ -169,17 +185,22 @@ class LiveLine:
     """Draws on stderr until `close`. `show` may be called from any thread."""
 
     def __init__(self) -> None:
-        # One that holds it may be interrupted by a signal whose handler prints.
-        self._lock, self._pid = threading.RLock(), os.getpid()
-        self._stream, self._write = sys.stderr, sys.stderr.write
-        self._is_shown, self._is_at_start, self._is_closed = False, True, False
+        # It is reentrant, because a signal handler that prints may interrupt the thread
+        # that holds it.
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._stream = sys.stderr
+        self._write = sys.stderr.write
+        self._is_shown = False
+        self._is_at_start = True
+        self._is_closed = False
         self._undo = [self._divert(sys.stderr)]
         is_other = isinstance(sys.stdout, io.TextIOBase) and sys.stdout != sys.stderr
         if is_other and is_terminal(sys.stdout):
             self._undo.append(self._divert(sys.stdout))
 
     def show(self, text: str) -> None:
-        """Draws `text` in place of what was shown, cut off at the edge."""
+        """Draws `text` in place of the old text, cut off at the edge."""
         text = text[: get_console().width - 1]
         with self._lock:
             if self._is_at_start and not self._is_closed:
@@ -195,11 +216,11 @@ class LiveLine:
                 undo()
 
     def _divert(self, stream: Any) -> Callable[[], None]:
-        """Lets the line step aside for a stream; returns a function that undoes it."""
+        """Wipes the line before writes to a stream; returns a function to undo this."""
         write = stream.write
 
-        def write_beside(text: str) -> int:
-            # A process that was forked has a copy of the lock, perhaps held forever.
+        def wipe_and_write(text: str) -> int:
+            # A forked process has a copy of the lock, which may be held forever.
             if self._is_closed or not text or os.getpid() != self._pid:
                 return write(text)
             with self._lock:
@@ -208,11 +229,11 @@ class LiveLine:
                 return write(text)
 
         def undo() -> None:
-            # Somebody may have put a function of his own over this one.
-            if stream.write is write_beside:
+            # The program may have replaced this function with its own.
+            if stream.write is wipe_and_write:
                 stream.write = write
 
-        stream.write = write_beside
+        stream.write = wipe_and_write
         return undo
 
     def _wipe(self) -> None:
@@ -225,7 +246,7 @@ class LiveLine:
             self._write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            # The terminal is gone, or the stream is closed. Training goes on.
+            # The terminal is gone, or the stream is closed. Training continues.
             self._is_closed = True
 
 
@@ -236,7 +257,7 @@ def find_strategy(run: Run) -> Strategy | None:
 
 
 def describe_start(run: Run) -> Iterator[str]:
-    """Yields what is known of devices, parameters, batches and places, as lines."""
+    """Yields lines about the devices, parameters, batches and directories of a run."""
     strategy = find_strategy(run)
     kinds = Counter(device.device_kind for device in jax.devices())
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
@@ -269,7 +290,7 @@ def describe_start(run: Run) -> Iterator[str]:
 
 
 def find_parameters(trainer: Any) -> ModelSummary | None:
-    """Returns the parameters of a trainer, as far as they can be told."""
+    """Returns the parameters of a trainer, or `None` if it has none to be found."""
     attributes = getattr(trainer, "__dict__", {})
     held = {name: attributes[name] for name in _PLACES if name in attributes}
     try:
@@ -294,7 +315,7 @@ def _find_batch_size(dataset: Any) -> int | None:
 
 
 def _warn_if_alone() -> None:
-    """Warns of a worker that trains without the others which `TF_CONFIG` names."""
+    """Warns if this worker trains alone, but `TF_CONFIG` names other workers."""
     is_set = TFConfigClusterResolver.is_present(os.environ)
     if jax.distributed.is_initialized() or not is_set:
         return
@@ -302,18 +323,19 @@ def _warn_if_alone() -> None:
         resolver = TFConfigClusterResolver()
         plan = resolver.process_plan()
     except ClusterError:
-        return  # Who wants to join the others is told. This program may do without.
+        return  # A program that joins gets the error, and this program may not join.
     if plan.is_distributed and "ps" not in resolver.cluster_spec().jobs:
         logger.warning(
             f"`TF_CONFIG` says that this is process {plan.process_id} of "
-            f"{plan.num_processes}, but the program has not joined the others: each "
-            "trains alone, and writes to the same directories. To train together, make "
-            "an `armillary.MultiWorkerMirroredStrategy()` at the top of the program."
+            f"{plan.num_processes}, but the program has not joined the others. Each "
+            "process trains alone, and writes to the same directories. To train "
+            "together, make an `armillary.MultiWorkerMirroredStrategy()` at the top of "
+            "the program."
         )
 
 
 def describe_attempt(run: Run, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record of an attempt: what runs, where, and with which numbers."""
+    """Returns the record of an attempt: its program, machine and hyperparameters."""
     found = {
         package.partition(".")[0]: getattr(sys.modules[package], "__version__", "")
         for package in _PACKAGES

@@ -1,8 +1,9 @@
-"""Trains from loop to loop, past saves and epochs, up to a step or the data's end.
+"""Trains loop after loop, with saves and epochs, up to a step or the end of the data.
 
-To look at the loss of a loop is to wait for it. So the next loops are started before,
-where that can be, and a thread that waits knows when they have ended. Where nothing has
-to happen between loops, the trainer is asked for so many that they take a moment.
+To read the loss of a loop is to wait for the device. So the next loops are started
+first, if possible, and a thread waits for the outputs. If nothing is due between loops,
+the trainer starts several loops in one call, enough to keep the device busy for a
+moment.
 """
 
 import contextlib
@@ -37,32 +38,42 @@ from armillary.lifeline._lifeline import waiting
 from armillary.trainer._contract import PendingLoops
 from armillary.trainer._standard_trainer import StandardTrainer
 
-# How long the device runs loops that are started together. As long as nobody minds
-# that a log line or a request to stop waits.
+# The time that the device takes for loops that are started together. It is short, so
+# that log lines and requests to stop are not late.
 _SECONDS_AHEAD = 0.25
 _MOST_AHEAD = 100
-# The speed in a log line is a mean over at least this time: less is mostly chance.
+# The speed in a log line is a mean over at least this time, because the speed of a
+# shorter time varies by chance.
 _SPEED_SECONDS = 0.1
-_ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to go on."
+_ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to continue."
 
 
 class Loops:
     """Runs the training loops of a controller between two evaluations."""
 
     def __init__(self, run: Run, saving: Saving, display: Display) -> None:
-        self._run, self._saving, self._display = run, saving, display
-        # Since the last log line: steps, seconds, and the last loop. And the steps and
-        # seconds of lines before.
-        self._steps, self._seconds = 0, 0.0
-        self._lines: deque[tuple[int, float]] = deque(maxlen=1000)
+        self._run = run
+        self._saving = saving
+        self._display = display
+
+        # The steps and seconds since the last log line, and the last loop.
+        self._steps = 0
+        self._seconds = 0.0
         self._last: tuple[int, dict[str, Any]] | None = None
-        self._is_warned, self._stragglers = False, Stragglers(run)
-        # Loops that were started, and outputs that came of them, not yet reported.
+        # The steps and seconds of earlier lines.
+        self._lines: deque[tuple[int, float]] = deque(maxlen=1000)
+        self._is_warned = False
+        self._stragglers = Stragglers(run)
+
+        # Loops that were started, and outputs that are not yet reported.
         self._pending: deque[StartedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
-        self._last_end, self._seconds_per_loop = 0.0, float("inf")
-        self._epoch = ""  # Which begins, to be told.
-        # Whether `train(n)` advances the global step by `n`; `None` until a loop shows.
+        self._last_end = 0.0
+        self._seconds_per_loop = float("inf")
+        # Log text of the epoch that begins next; empty once it is logged.
+        self._epoch = ""
+        # Whether `train(n)` advances the global step by `n`; `None` until the first
+        # loop has shown it.
         method = getattr(type(run.trainer), "train", None)
         is_standard = method is StandardTrainer.train
         self._counts_steps: bool | None = True if is_standard else None
@@ -70,7 +81,7 @@ class Loops:
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
     def begin_epoch(self, epochs: int | None) -> bool:
-        """Begins the next pass over the data; returns whether there is one to train."""
+        """Begins the next pass over the data; returns whether a pass is left."""
         if epochs is None:
             return True
         with self._run.scope():
@@ -85,10 +96,14 @@ class Loops:
 
     @with_room
     def train_until(self, target: int, epochs: int | None = None) -> bool:
-        """Trains to step `target`, -1 for the data's end; returns if it may go on."""
+        """Trains to step `target`, or -1 for the end of the data.
+
+        Returns:
+            Whether training may continue.
+        """
         stop = self._run.stop
         start = step = self._run.read_step()
-        if self._epoch:  # Here, after the evaluation of the last one.
+        if self._epoch:  # Only now, after the log line of the last evaluation.
             log_line("train", step, self._epoch)
             self._epoch = ""
         if is_reached(step, target):
@@ -117,27 +132,27 @@ class Loops:
                 if epochs is not None:
                     return not stop.is_agreed() and self.begin_epoch(epochs)
                 ended = "the data ended, training ends here."
-                said = ended if reached > start else _ENDED_BEFORE
-                log_line("train", reached, said)
+                text = ended if reached > start else _ENDED_BEFORE
+                log_line("train", reached, text)
                 return False
             step = reached
         self._finish()
         return not stop.is_agreed()
 
     def may_pass_target(self) -> bool:
-        """Returns whether the trainer may train past the step it is to reach."""
+        """Returns whether the trainer may train past its target step."""
         return self._counts_steps is not True
 
     def num_steps_at(self, step: int) -> int:
-        """Returns how many steps the loop has that begins at a step."""
+        """Returns the number of steps in the loop that begins at a step."""
         num_steps = self._run.steps_per_loop
         if callable(num_steps):
             num_steps = num_steps(step)
         return check_positive_int("steps_per_loop", num_steps)
 
     def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
-        """Returns how many loops of as many steps have nothing to do between them."""
-        # All processes would have to agree, and an action may look at the state.
+        """Returns the number of loops to start together, if nothing is due between."""
+        # Several processes would have to agree, and an action may read the state.
         is_alone = not self._run.train_actions and get_peers() is None
         if callable(self._run.steps_per_loop) or not is_alone:
             return 1
@@ -158,29 +173,31 @@ class Loops:
         """
         goodput = self._run.goodput
         with goodput.phase(Category.STEPPING):
-            start, compiled = time.perf_counter(), goodput.compile_seconds
-            # Traces show the loops by this name, and the step at which each begins.
+            start = time.perf_counter()
+            compiled = goodput.compile_seconds
+            # Profiles show the loops under this name, with the step of the first loop.
             with (
                 self._run.scope(),
                 jax.profiler.StepTraceAnnotation("train", step_num=step),
             ):
                 started = self._run.trainer.start(num_steps, num_loops)
-            # The device waited for its program.
+            # The device waited for its program, so this time does not count.
             start += goodput.compile_seconds - compiled
             start = min(start, time.perf_counter())
-            run, executor = self._run, self._executor
-            loops = StartedLoops(run, started, step, num_steps, start, executor)
+            loops = StartedLoops(
+                self._run, started, step, num_steps, start, self._executor
+            )
             self._pending.append(loops)
             expire_boundary()
-            # The first loop is looked at before a second one runs, and so is every
-            # loop if actions need its output.
+            # The first loop is reported before a second loop runs. If actions need the
+            # outputs, every loop is.
             is_first = self._last_end == 0 or self._run.train_actions
             self.report(but=0 if is_first or not started.may_overlap else 1)
-        # A trainer written by hand says how far only with the global step.
+        # Only now, because some trainers show only by the global step how far they got.
         return loops.reached, loops.has_ended
 
     def report(self, but: int = 0) -> None:
-        """Reports all but the last `but` of the loops that were not; waits for them."""
+        """Waits for the pending loops except the last `but`, and reports them."""
         self._report_outputs()
         while len(self._pending) > but:
             self._fetch_first()
@@ -188,7 +205,7 @@ class Loops:
 
     def _report_outputs(self) -> None:
         while self._outputs:
-            # What begins while the device runs steps hides behind them.
+            # Work that begins while the device runs steps costs no time of its own.
             is_hidden = self._pending and not self._pending[-1].outcome.done()
             category = Category.STEPPING if is_hidden else Category.OTHER
             with (
@@ -202,8 +219,9 @@ class Loops:
     def _report_loop(
         self, step: int, reached: int, output: dict[str, Any], speed: float
     ) -> None:
-        """Reports a loop from one step to another, which ran so many steps a second."""
-        run, scalars = self._run, find_numbers(output)
+        """Reports one loop, which ran `speed` steps per second."""
+        run = self._run
+        scalars = find_numbers(output)
         tell("trained")
         self._display.note(reached, speed, scalars)
         add_record(run.history, reached, scalars)
@@ -223,18 +241,23 @@ class Loops:
                 call_actions(run.train_actions, output)
 
     def _log_last(self) -> None:
-        """Logs the last loop, unless that was done."""
+        """Logs the last loop, unless it was logged already."""
         if self._last is None:
             return
         reached, output = self._last
+
         lines = self._lines
         lines.append((self._steps, self._seconds))
         steps, seconds = map(sum, zip(*lines, strict=True))
         while len(lines) > 1 and seconds - lines[0][1] >= _SPEED_SECONDS:
             old_steps, old_seconds = lines.popleft()
-            steps, seconds = steps - old_steps, seconds - old_seconds
+            steps -= old_steps
+            seconds -= old_seconds
+
+        self._last = None
+        self._steps = 0
+        self._seconds = 0.0
         speed = f"steps/sec: {steps / seconds: 6.1f}"
-        self._last, self._steps, self._seconds = None, 0, 0.0
         log_line("train", reached, speed, f"output: {format_output(output)}")
 
     def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
@@ -246,8 +269,8 @@ class Loops:
         logger.warning(
             f"At step {step}, {shown}. To find the first such step, and the operation "
             "that made the value, start again with `StandardTrainerOptions("
-            'on_non_finite="raise")`. If no step made it, `train_loop_end` did, as '
-            "from a metric that no step has updated."
+            'on_non_finite="raise")`. If no step made it, `train_loop_end` did: for '
+            "example, from a metric that no step has updated."
         )
 
     def _fetch_first(self) -> None:
@@ -256,7 +279,7 @@ class Loops:
             with self._run.goodput.phase(Category.STEPPING), waiting():
                 outputs, seconds, self._last_end = loops.fetch(self._last_end)
         except Exception:
-            self._pending.clear()  # What was started after it has no effect.
+            self._pending.clear()  # The loops that were started later have no effect.
             raise
         reached = outputs[-1][1]
         if loops.is_counted_by_trainer:
@@ -264,24 +287,24 @@ class Loops:
         self._seconds_per_loop = seconds / len(outputs)
         self._run.goodput.mark("loop", reached)
         speed = (reached - loops.step) / seconds
-        # At the same step, the data had ended before: there is nothing to report.
+        # A loop that did not advance has nothing to report: the data had ended before.
         self._outputs.extend((*each, speed) for each in outputs if each[1] > each[0])
-        # Not before: Ctrl-C leaves it to be reported.
+        # ORDER: last, so that after Ctrl-C the loop is still reported.
         self._pending.popleft()
 
     def _note_advance(
         self, loops: "StartedLoops", advance: int, num_loops: int
     ) -> None:
-        """Warns once of a trainer whose `train(n)` is not `n` steps."""
+        """Warns once if `train(n)` of a trainer does not advance by `n` steps."""
         is_exact = advance == loops.num_asked * num_loops
         if not is_exact and self._counts_steps is not False:
             trainer = type(self._run.trainer).__name__
             logger.warning(
                 f"`{trainer}.train({loops.num_asked})` advances the global step by "
-                f"{advance}. `steps_per_loop` is in units of `{trainer}.train` then, "
-                "while all other numbers of steps count the global step, and training "
-                "and evaluations may begin up to a loop later than asked. If a loop "
-                "ended because of its data, set `self.data_exhausted = True`."
+                f"{advance}. So `steps_per_loop` counts units of `{trainer}.train`, "
+                "but all other numbers of steps count the global step. Training may "
+                "end, and evaluations may begin, up to a loop later than asked. If a "
+                "loop ended because of its data, set `self.data_exhausted = True`."
             )
         self._counts_steps = is_exact
 
@@ -291,12 +314,12 @@ class Loops:
 
 
 def _passes(interval: int | None, step: int, reached: int) -> bool:
-    """Returns whether a loop, from wherever, passes a multiple of an interval."""
+    """Returns whether a loop passes a multiple of an interval."""
     return interval is None or reached // interval > step // interval
 
 
 class StartedLoops:
-    """Loops that were started together at `step`, and are to reach `reached`."""
+    """Loops that were started together, and take the step from `step` to `reached`."""
 
     def __init__(
         self,
@@ -307,8 +330,10 @@ class StartedLoops:
         start: float,
         executor: ThreadPoolExecutor,
     ) -> None:
-        self.step, self._num_steps = step, num_steps
-        self._start, self._started = start, started
+        self.step = step
+        self._num_steps = num_steps
+        self._start = start
+        self._started = started
         self._data_ended = run.trainer.data_exhausted
         read_step = run.read_step.snapshot()
 
@@ -325,7 +350,7 @@ class StartedLoops:
 
     @property
     def is_counted_by_trainer(self) -> bool:
-        """Whether the global step alone says how many steps the trainer has run."""
+        """True if only the global step shows how many steps the trainer has run."""
         return self._started.num_steps is None and not self._data_ended
 
     @property
@@ -362,7 +387,7 @@ class StartedLoops:
         return list(pairs), end - max(self._start, last_end), end
 
     def _check_step(self, reached: int, num_asked: int) -> None:
-        """Raises if the global step is not where the steps that ran have taken it."""
+        """Raises if the global step does not match the steps that have run."""
         num_run = self._started.num_steps
         if num_run is None and not self._started.may_overlap:
             self._check_advance(reached, num_asked)
@@ -376,21 +401,21 @@ class StartedLoops:
             raise GlobalStepError(
                 f"`trainer.train({num_asked})` advanced `global_step` from "
                 f"{self.step} to {reached}, but {why} advance it by {num_run}, to "
-                f"{self.step + num_run}. Pass what every step advances by one, such "
-                "as `global_step=optimizer.step`, or count steps by "
-                "`armillary.create_global_step()` if a step makes several updates; a "
-                "trainer whose data ended early sets `self.data_exhausted = True`."
+                f"{self.step + num_run}. Pass a counter that every step advances by "
+                "one, such as `global_step=optimizer.step`. If a step makes several "
+                "updates, count steps by `armillary.create_global_step()`. A trainer "
+                "whose data ended early must set `self.data_exhausted = True`."
             )
 
     def _check_advance(self, reached: int, num_asked: int) -> None:
-        """Raises if a trainer that decides what a step is leaves the global step."""
+        """Raises if a trainer that defines its own steps leaves the global step."""
         has_advanced = reached > self.step
         may_stay = reached == self.step and self._data_ended
         if not (has_advanced or may_stay):
             raise GlobalStepError(
                 f"`{self._trainer}.train({num_asked})` took `global_step` from "
-                f"{self.step} to {reached}, but every call must advance it, as "
-                "training would never end otherwise. Pass what the trainer advances "
-                "as `global_step`, such as `optimizer.step`; a trainer whose data "
-                "ended sets `self.data_exhausted = True`."
+                f"{self.step} to {reached}, but every call must advance it. Otherwise, "
+                "training would never end. Pass a counter that the trainer advances as "
+                "`global_step`, such as `optimizer.step`. A trainer whose data ended "
+                "must set `self.data_exhausted = True`."
             )

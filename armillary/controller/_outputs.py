@@ -36,9 +36,10 @@ _WIDTH = 80
 
 
 class Records(Mapping[str, list[float]]):
-    """Scalars by name: a list for each, with one number for each step, NaN for none.
+    """Scalars by name: a list for each name, with one number for each step.
 
-    Nested outputs have names such as `"train/loss"`; what is not a scalar is left out.
+    A scalar that is missing at a step is NaN. Nested outputs have names such as
+    `"train/loss"`. Values that are not scalars are left out.
     """
 
     def __init__(self) -> None:
@@ -109,19 +110,20 @@ class Curves:
     ) -> None:
         self.summary_manager = summary_manager
         self.summary_dir = getattr(summary_manager, "summary_dir", None)
-        # A job that evaluates another one's checkpoints writes nothing beside them.
-        is_beside = self.summary_dir is None
-        folder = directory if is_beside else self.summary_dir
-        self.file = MetricsFile(folder, is_of_training=is_beside, clock=clock)
+        # The file of a training job may be next to the checkpoints. A job that only
+        # evaluates them writes nothing there.
+        is_with_checkpoints = self.summary_dir is None
+        folder = directory if is_with_checkpoints else self.summary_dir
+        self.file = MetricsFile(folder, is_of_training=is_with_checkpoints, clock=clock)
 
     def write(self, record: str, step: int, output: Output, **fields: Any) -> None:
-        """Writes an output, and the scalars among it as a record."""
+        """Writes an output to the summaries, and `fields` to the file of metrics."""
         self.file.write(record, step, **fields)
         self.summary_manager.write_summaries(output, step=step)
 
     def resume_at(self, step: int) -> None:
-        """Notes where a restored run continues, if the manager can."""
-        # A manager of the user's own may have the methods of Orbit's alone.
+        """Notes the step at which a restored run continues, if the manager can."""
+        # A user's own manager may have only the methods of Orbit's manager.
         resume_at = getattr(self.summary_manager, "resume_at", None)
         if resume_at is not None:
             resume_at(step)
@@ -137,7 +139,7 @@ def log_line(loop: str, step: int, *parts: str) -> None:
 
 
 def fetch_output(output: Any, source: str) -> dict[str, Any]:
-    """Returns what a loop returned as plain dictionaries of NumPy values."""
+    """Returns the output of a loop as plain dictionaries of NumPy values."""
     if output is None:
         return {}
     if not isinstance(output, Mapping):
@@ -188,7 +190,7 @@ def _fetch(output: Mapping[str, Any], source: str) -> dict[str, Any]:
         elif callable(value) or hasattr(value, "compute"):
             raise TypeError(
                 f"`{source}` returned an object of type {type(value).__name__} as "
-                f"{name!r}, but it must return scalars. Call what computes it, such as "
+                f"{name!r}, but it must return scalars. Compute the value, such as "
                 f'`{{"{name}": self.{name}.compute()}}`.'
             )
         else:
@@ -206,7 +208,7 @@ def format_output(output: Mapping[str, Any]) -> str:
     rounded = _rounded(output)
     text = repr(rounded)
     if len(text) <= _WIDTH and "\n" not in text:
-        return text  # As `pprint` would, which takes ten times as long.
+        return text  # The same text as from `pprint`, which takes ten times as long.
     lines = pprint.pformat(rounded, width=_WIDTH, sort_dicts=False).splitlines()
     return "".join(f"\n    {line}" for line in lines)
 
@@ -241,12 +243,12 @@ def run_evaluations(
     num_steps: int,
     actions: Iterable[Action],
 ) -> dict[str, Any]:
-    """Runs and reports one evaluation, or those that have names, which are nested."""
+    """Runs and reports one evaluation, or several by name with nested outputs."""
     step = run.read_step()
 
     def evaluate(evaluator: Any, name: str) -> dict[str, Any]:
         named = [name] if name else []
-        # The data may end before so many steps.
+        # "Up to", because the data may end before `num_steps` steps.
         amount = "complete" if num_steps == -1 else f"up to {num_steps} steps of"
         log_line("eval", step, *named, f"running {amount} evaluation...")
         start = time.perf_counter()

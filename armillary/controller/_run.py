@@ -35,13 +35,15 @@ from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_evaluator import StandardEvaluator, check_ends
 from armillary.typing import Action
 
-_COMPARED_LOOPS = 10  # Twice.
-_MOST_BYTES = 64 * 2**20  # Of arrays that are looked at when training has ended.
+# Stragglers are found in two rounds of this many loops.
+_COMPARED_LOOPS = 10
+# The bytes of arrays that are checked when training has ended.
+_MOST_BYTES = 64 * 2**20
 _SUMMARIES = (
     ["write_summaries", "flush"],
     "Use `armillary.summary.SummaryManager(summary_dir)`.",
 )
-# The methods that the controller calls, and what has them.
+# For each argument, the methods that the controller calls, and a fix.
 _METHODS = {
     "strategy": (["scope"], "Use a strategy such as `armillary.MirroredStrategy()`."),
     "checkpoint_manager": (
@@ -58,7 +60,8 @@ _EVALUATOR = (
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    trainer, evaluator = arguments["trainer"], arguments["evaluator"]
+    trainer = arguments["trainer"]
+    evaluator = arguments["evaluator"]
     if trainer is None and evaluator is None:
         raise ValueError(
             "`trainer` and `evaluator` are both None, but a controller needs at least "
@@ -117,13 +120,13 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
             larger = (interval // steps_per_loop + 1) * steps_per_loop
             raise ValueError(
                 f"`{name}` is {interval}, but it must be a multiple of "
-                f"`steps_per_loop` ({steps_per_loop}), as it passes between loops. "
-                f"Use `{name}={larger}`."
+                f"`steps_per_loop` ({steps_per_loop}), because it can end only between "
+                f"loops. Use `{name}={larger}`."
             )
 
 
 def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
-    """Warns of evaluators whose numbers go nowhere, or belong to a different model."""
+    """Warns of evaluators that return no numbers, or evaluate a different model."""
     several = evaluator if isinstance(evaluator, Mapping) else {"": evaluator}
     for each in several.values():
         kind = type(each)
@@ -131,8 +134,8 @@ def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
             names = ("evaluate", "eval_end")
             if all(getattr(kind, n) is getattr(StandardEvaluator, n) for n in names):
                 logger.warning(
-                    "`%s` has no `eval_end`, so its evaluations give nothing. Return "
-                    "the numbers from it: `def eval_end(self): return "
+                    "`%s` has no `eval_end`, so its evaluations return no numbers. "
+                    "Add one: `def eval_end(self): return "
                     '{"loss": self.loss.compute()}`.',
                     kind.__name__,
                 )
@@ -141,7 +144,7 @@ def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
 
 
 def _warn_of_a_copy(trainer: Any, evaluator: Any) -> None:
-    """Warns if an evaluator reaches parameters, but none that the trainer reaches."""
+    """Warns if an evaluator and a trainer have parameters, but share none."""
     try:
         trained, held = (
             {
@@ -151,12 +154,12 @@ def _warn_of_a_copy(trainer: Any, evaluator: Any) -> None:
             }
             for each in (trainer, evaluator)
         )
-    except StateStructureError:  # The step raises it as well, with its own words.
+    except StateStructureError:  # The step raises it as well, with a better message.
         return
     if trained and held and trained.keys().isdisjoint(held):
         logger.warning(
-            "`%s` evaluates parameters that `%s` does not train, which stay as they "
-            "are:\n%s\nGive it the model of the trainer (`self.model = "
+            "`%s` evaluates parameters that `%s` does not train, so they never "
+            "change:\n%s\nGive it the model of the trainer (`self.model = "
             "trainer.model`) or a view of it (`nnx.view`), and not a copy "
             "(`nnx.clone`).",
             type(evaluator).__name__,
@@ -170,7 +173,7 @@ def _is_learned(slot: Slot) -> bool:
 
 
 def warn_of_bad_arrays(trainer: Any, step: int) -> None:
-    """Warns if training left values that are not finite, where no output shows it."""
+    """Warns if training left values that are not finite, for runs without outputs."""
     bad: list[str] = []
     num_bytes = 0
     leaves = [
@@ -180,7 +183,7 @@ def warn_of_bad_arrays(trainer: Any, step: int) -> None:
         for path, leaf in zip(slot.paths, slot.read(), strict=True)
         if _can_be_bad(leaf)
     ]
-    # Values that are not finite spread, so the small arrays tell of the large ones.
+    # Values that are not finite spread, so it is enough to check the small arrays.
     for path, leaf in sorted(leaves, key=lambda pair: pair[1].nbytes):
         num_bytes += leaf.nbytes
         if num_bytes > _MOST_BYTES:
@@ -210,7 +213,7 @@ def _can_be_bad(leaf: Any) -> bool:
 
 
 def require(controller: Any, *attributes: str, for_method: str) -> None:
-    """Raises if a controller lacks what a method needs."""
+    """Raises if a controller lacks an argument that a method needs."""
     for attribute in attributes:
         if getattr(controller, attribute) is None:
             raise ValueError(
@@ -227,10 +230,10 @@ def is_reached(step: int, target: int) -> bool:
 def check_target(
     name: str, steps: Any, step: int, epochs: Any, *, may_be_past: bool
 ) -> None:
-    """Raises if training cannot go on from global step `step` up to `steps`.
+    """Raises if training cannot continue from global step `step` up to `steps`.
 
-    `may_be_past` says that the trainer ends its loops where it likes, so that the last
-    one may have gone past `steps`.
+    `may_be_past` says that the trainer itself decides where its loops end. So its last
+    loop may have gone past `steps`.
     """
     check_num_steps(name, steps)
     if epochs is not None:
@@ -243,7 +246,7 @@ def check_target(
 
 
 def check_evaluations_end(evaluator: Any, eval_steps: int) -> None:
-    """Raises if an evaluation would never end, before training begins."""
+    """Raises, before training begins, if an evaluation would never end."""
     several = evaluator.values() if isinstance(evaluator, Mapping) else [evaluator]
     for each in several:
         method = getattr(type(each), "evaluate", None)
@@ -253,7 +256,7 @@ def check_evaluations_end(evaluator: Any, eval_steps: int) -> None:
 
 
 class StopRequest:
-    """The request to end a controller's call: made in one process, agreed by all."""
+    """A request to end a controller's call; all processes agree on the step."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -261,34 +264,35 @@ class StopRequest:
         self._asked_at = -1
 
     def clear(self) -> None:
-        """Forgets the request: a new call begins."""
+        """Clears the request when a new call begins."""
         self.reason = None
         self._is_agreed = False
         expire_boundary()
 
     def make(self, reason: str) -> None:
-        """Requests a stop; of several requests the first counts."""
+        """Requests a stop; the first of several requests counts."""
         fix = 'Use `request_stop("the loss diverged")`.'
         check_instance("reason", reason, str, fix)
-        # No lock and no logging: a signal handler may interrupt either.
+        # No lock and no logging, because a signal handler may interrupt either.
         if self.reason is None:
             self.reason = reason
 
     def is_agreed(self) -> bool:
-        """Returns whether any process requested a stop; all of them must ask."""
+        """Returns whether any process requested a stop; all processes call this."""
         peers = get_peers()
         if peers is None:
             return self.reason is not None
-        # Between two loops, it stays what it was when it was asked for first.
+        # Between two loops, the first answer counts.
         boundary = peers.boundary
         if not self._is_agreed and self._asked_at != boundary.num_expired:
             self._asked_at = boundary.num_expired
-            said = boundary.take(self._say)
-            said = said or boundary.exchange("whether to stop", self._say)
-            for index, reasons in enumerate(said):
+            answers = boundary.take(self._say)
+            answers = answers or boundary.exchange("whether to stop", self._say)
+            for index, reasons in enumerate(answers):
                 if reasons and not self._is_agreed:
                     who = f"requested in process {index} of {peers.count}"
-                    self.reason, self._is_agreed = f"{reasons[0]} ({who})", True
+                    self.reason = f"{reasons[0]} ({who})"
+                    self._is_agreed = True
         return self._is_agreed
 
     def _say(self) -> list[str]:
@@ -299,7 +303,8 @@ class Run:
     """Shared state of one controller's parts; `directory` holds the checkpoints."""
 
     def __init__(self, controller: Any, steps_per_loop: Any) -> None:
-        self.trainer, self.strategy = controller.trainer, controller.strategy
+        self.trainer = controller.trainer
+        self.strategy = controller.strategy
         self.steps_per_loop: int | Callable[[int], int] | None = steps_per_loop
         self.log_interval: int | None = controller.log_interval
         self.summary_interval: int | None = controller.summary_interval
@@ -311,16 +316,19 @@ class Run:
             self.strategy, "scope", contextlib.nullcontext
         )
         self.goodput = make_recorder(None if self.trainer is None else directory)
-        summaries = controller.summary_manager, controller.eval_summary_manager
         clock = RisingClock()
-        self.curves = self.eval_curves = Curves(summaries[0], directory, clock)
-        if summaries[1] is not summaries[0]:
-            self.eval_curves = Curves(summaries[1], directory, clock)
-        self.stop, self.history = StopRequest(), History()
+        summaries = controller.summary_manager
+        eval_summaries = controller.eval_summary_manager
+        self.curves = self.eval_curves = Curves(summaries, directory, clock)
+        if eval_summaries is not summaries:
+            self.eval_curves = Curves(eval_summaries, directory, clock)
+        self.stop = StopRequest()
+        self.history = History()
 
     def take_history(self) -> History:
-        """Returns the history of a call; what follows is none of it."""
-        history, self.history = self.history, History()
+        """Returns the history of this call, and begins a new one."""
+        history = self.history
+        self.history = History()
         return history
 
     def log_stop(self) -> None:
@@ -329,24 +337,29 @@ class Run:
 
 
 class Stragglers:
-    """Names, once, a process that the others wait for over some loops."""
+    """Finds a process that the others wait for over some loops, and warns once."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._named = run, set[int]()
-        self._before, self._num_loops = run.goodput.times, 0
+        self._run = run
+        self._named: set[int] = set()
+        self._before = run.goodput.times
+        self._num_loops = 0
         self._last: list[Times] | None = None
 
     def look(self, step: int) -> None:
-        """Compares the times of all processes; each calls it after each loop."""
+        """Compares the times of all processes, which all call this after each loop."""
         peers = get_peers()
         if peers is None:
             return
         self._num_loops += 1
-        said = peers.boundary.take(self._say)
-        if not said or not all(said):
+        answers = peers.boundary.take(self._say)
+        if not answers or not all(answers):
             return
-        last, self._last = self._last, [Times._make(each) for each in said]
-        count, self._num_loops = 2 * self._num_loops, 0
+
+        last = self._last
+        self._last = [Times._make(each) for each in answers]
+        count = 2 * self._num_loops
+        self._num_loops = 0
         self._before = self._run.goodput.times
         found = find_straggler([last, self._last], self._named) if last else None
         if found is None:
@@ -355,15 +368,16 @@ class Stragglers:
         text = (
             f"Process {found.process} of {peers.count} takes "
             f"{found.seconds / found.others:.1f} times as long as the others, mostly "
-            f"for {found.phase}: {found.seconds / count:.3g} s a loop over {count} "
-            f"loops, and they {found.others / count:.3g} s. They wait for it."
+            f"for {found.phase}: {found.seconds / count:.3g} s per loop over {count} "
+            f"loops, compared with {found.others / count:.3g} s. The others wait for "
+            "it."
         )
         if peers.index == 0:
             logger.warning("%s", text)
         self._run.goodput.mark("straggler", step, text)
 
     def _say(self) -> list[float]:
-        # Rarely, since what all say alike costs less.
+        # Rarely, because an exchange costs less if all processes send the same.
         if self._num_loops < _COMPARED_LOOPS:
             return []
         return list(self._run.goodput.times.since(self._before))
@@ -373,7 +387,7 @@ class Stragglers:
 def finishing(
     report: Callable[[], None], *finishes: Callable[[], None]
 ) -> Iterator[None]:
-    """Calls `finishes` after a block; after an error, which is raised, `report` too."""
+    """Calls `finishes` after a block, and after an error, which it raises, `report`."""
     try:
         yield
     except BaseException as error:

@@ -1,10 +1,10 @@
-"""The checkpoints of a controller: saves and restores them, or waits for another job's.
+"""Saves and restores a controller's checkpoints, or waits for those from another job.
 
 A step is saved before it is evaluated. So this checkpoint lacks the changes of the
 evaluation and its actions. The checkpoint records this, and a run that resumes from it
 evaluates first, before it trains. At the end, the changes are saved as well.
 
-A file `DONE` next to the checkpoints tells an evaluation job that no checkpoint will
+A file `DONE` next to the checkpoints shows an evaluation job that no checkpoint will
 follow. The file is written when the training program ends, if its last training ended
 without an error (a program may train several times). A program that begins to train
 again deletes it.
@@ -53,14 +53,15 @@ from armillary.typing import Action
 if TYPE_CHECKING:
     from armillary.checkpoint._manager import CheckpointManager
 
-FILE_NAME, _LOCK = "DONE", ".lock"
+FILE_NAME = "DONE"
+_LOCK = ".lock"
 _POLL_SECONDS = 1.0
-# An end that is there from the start counts after this time: until then, another
-# training may begin and take it away.
+# A file `DONE` that exists from the start counts after this time. Until then, a new
+# training may begin and delete it.
 _OLD_END_SECONDS = 300.0
-# What the end of this program says, by directory.
+# The text that this program will write into `DONE`, by directory.
 _ends: dict[str, str] = {}
-# Which trainer trained in each directory last, and how often one did.
+# For each directory, the number of trainings there, and the last trainer.
 _trainings: dict[str, tuple[int, weakref.ref[Any]]] = {}
 # The thread that trains in each directory, as the only item of a list of its own.
 _threads: dict[str, list[threading.Thread]] = {}
@@ -68,7 +69,7 @@ _threads: dict[str, list[threading.Thread]] = {}
 
 @contextlib.contextmanager
 def training_in(directory: str | None) -> Iterator[None]:
-    """Locks a directory, and takes the file of an earlier training away."""
+    """Locks a directory, and deletes the file `DONE` of an earlier training."""
     if directory is None or not get_process().is_chief:
         yield
         return
@@ -80,7 +81,7 @@ def training_in(directory: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_by_thread(directory: str) -> Iterator[None]:
-    """Refuses a second thread of this process: the lock of a file is the process's."""
+    """Refuses a second thread, because a process holds the file lock, not a thread."""
     own = [threading.current_thread()]
     found = _threads.setdefault(directory, own)
     if found is own:
@@ -103,10 +104,11 @@ def _locked(directory: str) -> Iterator[None]:
     if "://" in directory:
         yield
         return
-    path, host = os.path.join(directory, _LOCK), platform.node()
+    path = os.path.join(directory, _LOCK)
+    host = platform.node()
     try:
         os.makedirs(directory, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115 (closed below, after what is locked)
+        file = open(path, "a+")  # noqa: SIM115 (closed below, after the block)
     except OSError as error:
         raise CheckpointError(
             f"`{directory}` cannot be written ({error.strerror}), but training writes "
@@ -135,7 +137,7 @@ def _refuse(directory: str, number: str, host: str | None) -> None:
     )
     if host is None:
         raise CheckpointError(text)
-    # The lock of a machine that was lost may stay for long.
+    # A lost machine's lock may remain for a long time, so this is only a warning.
     logger.warning("%s", text)
 
 
@@ -147,15 +149,15 @@ def end_training(directory: str | None, step: int) -> None:
 
 @atexit.register
 def announce_ends() -> None:
-    """Writes the files; the interpreter calls it when the program ends."""
+    """Writes the files `DONE`; the interpreter calls this when the program ends."""
     for directory, text in _ends.items():
         folder = epath.Path(directory)
-        if folder.is_dir():  # A temporary one may be gone by now.
+        if folder.is_dir():  # A temporary directory may be gone by now.
             (folder / FILE_NAME).write_text(text)
 
 
 def read_end(directory: str) -> str | None:
-    """Returns what the file says, another text for each training, or `None`."""
+    """Returns the text of `DONE`, or `None`; each training writes a different text."""
     try:
         return (epath.Path(directory) / FILE_NAME).read_text()
     except OSError:
@@ -182,25 +184,28 @@ class Saving:
     """The checkpoints of one controller, and the step that was `evaluated` last."""
 
     def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
-        self.manager, self._run = manager, run
+        self.manager = manager
+        self._run = run
         if manager is not None and isinstance(run.trainer, StandardTrainer):
             _warn_of_missing_arrays(run.trainer, manager.checkpoint)
         self.evaluated: int | None = None
-        # The step at which an evaluation follows, -1 for where the data ends; and
-        # actions that have had its output.
+        # The step of the next evaluation, -1 for the end of the data.
         self._expected: int | None = None
+        # The number of actions that have received the output of this evaluation.
         self._num_actions = 0
-        # Whether an evaluation has changed what was saved at its step.
+        # Whether an evaluation has changed values that were saved at its step.
         self._is_outdated = False
-        # The path of what was restored last; and whether the values are the best ones.
+        # The path that was restored last.
         self._restored: str | None = None
-        self._is_best = self._is_watching = False
-        # How often somebody had trained in the directory at the last restore.
+        # Whether the current values are the best so far.
+        self._is_best = False
+        self._is_watching = False
+        # The number of trainings in the directory at the last restore.
         self._num_trainings = 0
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Notes who trains in the directory, and that its checkpoints are known.
+        """Notes that this controller's trainer trains in the directory.
 
         Raises:
             CheckpointError: If another trainer of this process has trained there since
@@ -217,50 +222,55 @@ class Saving:
             raise CheckpointError(
                 f"`{directory}` has checkpoints that another trainer of this program "
                 "has written since this controller was made, and two runs would delete "
-                "each other's checkpoints. Use another directory for this one, or call "
-                "`controller.restore_checkpoint()` to continue from the last of them."
+                "each other's checkpoints. Use another directory for this controller, "
+                "or call `controller.restore_checkpoint()` to continue from the last "
+                "checkpoint."
             )
         self._num_trainings = number + 1
         _trainings[directory] = self._num_trainings, weakref.ref(trainer)
         yield
 
     def expect_evaluation(self, step: int | None) -> None:
-        """Says where the next evaluation is to be, or where the data ends before."""
+        """Sets the step of the next evaluation: -1 for the end of the data."""
         if step != self._expected:
-            self._expected, self._num_actions = step, 0
+            self._expected = step
+            self._num_actions = 0
 
     def is_evaluation_due(self) -> bool:
-        """Returns whether an evaluation follows at this step, as far as is known."""
+        """Returns whether an evaluation is expected at this step."""
         step = self._run.read_step()
         if self._expected is None or step == self.evaluated:
             return False
         return is_reached(step, self._expected) or self._run.trainer.data_exhausted
 
     def take(self, actions: Sequence[Action]) -> Iterator[Action]:
-        """Yields the actions that lack the output of this evaluation, and counts them.
+        """Yields the actions that need the output of this evaluation, and counts them.
 
-        A save within an action finds that one to be done again, and nothing before it.
+        If an action saves, the checkpoint records that the earlier actions are done. A
+        run that resumes from it calls this action again.
         """
         step = self._run.read_step()
         for index in range(self._num_actions, len(actions)):
             action = actions[index]
-            # What only saves has nothing left to do.
+            # An action that only saves is done once its save begins.
             only_saves = isinstance(action, SaveCheckpointIfPreempted)
             self._num_actions = index + only_saves
             if self._num_actions == len(actions):
                 self.evaluated = step
             yield action
-        self.evaluated, self._num_actions = step, 0
+        self.evaluated = step
+        self._num_actions = 0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this moment says of the evaluation."""
+        """Returns the progress of the evaluation, for a checkpoint."""
         actions_done = self._num_actions if self.is_evaluation_due() else None
         return {"evaluated": self.evaluated, "actions_done": actions_done}
 
     def set_state(self, state: dict[str, Any] | None) -> None:
-        """Takes over what a checkpoint says; nothing, if it was saved without."""
+        """Restores the progress of the evaluation from a checkpoint, if it has any."""
         state = state or {"evaluated": None, "actions_done": None}
-        self.evaluated, num_actions = state["evaluated"], state["actions_done"]
+        self.evaluated = state["evaluated"]
+        num_actions = state["actions_done"]
         self._expected = None if num_actions is None else self._run.read_step()
         self._num_actions = num_actions or 0
 
@@ -272,7 +282,7 @@ class Saving:
 
     @contextlib.contextmanager
     def evaluation(self, *, is_last: bool) -> Iterator[None]:
-        """Saves the last step before its evaluation, and notes what that changes."""
+        """Saves the last step before its evaluation; notes if saved values change."""
         step = self._run.read_step()
         self.expect_evaluation(step)
         if is_last:
@@ -283,26 +293,28 @@ class Saving:
         before = self.manager.read_content()
         yield
         now = self.manager.read_content()
-        topic = "whether an evaluation has changed what is saved"
+        topic = "whether an evaluation has changed saved values"
         self._is_outdated = decide(topic, lambda: _differs(before, now), get_peers())
 
     def watch(
         self, timeout: float | None, timeout_fn: Callable[[], bool] | None
     ) -> Iterator[str]:
         """Yields each checkpoint of another job once, until its training has ended."""
-        manager, stop = self.manager, self._run.stop
-        assert manager is not None  # The controller has looked.
+        manager = self.manager
+        stop = self._run.stop
+        assert manager is not None  # The controller has checked it.
         seen: set[str] = set()
         seconds = math.inf if timeout is None else timeout
-        last_at, old_end = time.monotonic(), read_end(manager.directory)
+        last_at = time.monotonic()
+        old_end = read_end(manager.directory)
         old_end_counts = last_at + _OLD_END_SECONDS
         self._is_watching = True
         try:
             while stop.reason is None:
-                # ORDER: the clock is read before the directory, so that a checkpoint
-                # written in the last moment of the wait is still found; so is the end
-                # of training.
-                now, end = time.monotonic(), read_end(manager.directory)
+                # ORDER: the clock and the file `DONE` are read before the directory, so
+                # that a checkpoint of the last moment is still found.
+                now = time.monotonic()
+                end = read_end(manager.directory)
                 new = [path for path in manager.checkpoints if path not in seen]
                 remaining = last_at + seconds - now
                 if new:
@@ -320,14 +332,14 @@ class Saving:
             self._is_watching = False
 
     def note(self, output: Mapping[str, Any]) -> None:
-        """Tells the manager what an evaluation gave, before actions see it."""
+        """Gives the output of an evaluation to the manager, before actions get it."""
         is_own = self._run.trainer is not None and not self._is_watching
         path = None if is_own else self._restored
         if self.manager is not None and (is_own or path is not None):
             self._is_best = self.manager.note_evaluation(output, path)
 
     def save_best(self) -> None:
-        """Saves what the evaluation has found to be the best, unless that is done."""
+        """Saves if the evaluation found the best values, unless the step is saved."""
         if self._is_best and self.manager is not None:
             self._is_best = False
             if not self.manager.has_saved_step(self._run.read_step()):
@@ -337,7 +349,8 @@ class Saving:
         """Saves; returns the path, or `None` if nothing is written."""
         if self.manager is None:
             return None
-        step, self._is_outdated = self._run.read_step(), False
+        step = self._run.read_step()
+        self._is_outdated = False
         with self._run.goodput.phase(Category.SAVING):
             path = self.manager.save(checkpoint_number=step)
         if path is not None:
@@ -361,7 +374,8 @@ class Saving:
 
     def restore(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Restores a checkpoint, by default the latest; returns its path, if any."""
-        manager, run = self.manager, self._run
+        manager = self.manager
+        run = self._run
         if manager is None:
             return None
         with run.goodput.phase(Category.RESTORING), run.scope():
@@ -396,7 +410,7 @@ def _differs(before: Content, now: Content) -> bool:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Returns whether a value is as it was; it may have moved to other devices."""
+    """Returns whether a value is unchanged; it may have moved to other devices."""
     if before is now:
         return True
     if is_divided(before) or is_divided(now):
@@ -428,21 +442,22 @@ def _warn_of_missing(
         return
     if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
         logger.warning(
-            "%s was restored, but the global step is still 0: what counts the steps is "
-            "not in it. Save the trainer: `Checkpoint(trainer=trainer)`.",
+            "%s was restored, but the global step is still 0, because the step counter "
+            "is not in it. Save the trainer: `Checkpoint(trainer=trainer)`.",
             restored,
         )
     if any(value is trainer for value in objects.values()):
         return
-    # What saves the position for it, as an estimator does, has it as `dataset`.
+    # An object that saves the position of a data set has it as `dataset`, as in an
+    # estimator.
     saved = [getattr(value, "dataset", value) for value in objects.values()]
     for dataset in flatten_datasets(trainer.train_dataset)[0]:
         is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
         if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
             logger.warning(
                 "%s was restored, but the position of the training data is not in it, "
-                "so the first batches are read again. Save the trainer, with all that "
-                "it holds: `Checkpoint(trainer=trainer)`.",
+                "so the first batches are read again. Save the trainer with everything "
+                "that it holds: `Checkpoint(trainer=trainer)`.",
                 restored,
             )
             return
@@ -452,7 +467,7 @@ def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> N
     """Warns of states that checkpoints do not hold."""
     saved = [id(value) for value in held.objects.values()]
     for name, value in held_by(trainer):
-        # Of data, a trainer saves the position, and an evaluation needs none.
+        # A trainer saves the positions of its data, and evaluation data needs none.
         is_data = isinstance(value, IndexedDataset | DistributedDataset)
         has_state = has_position(value) or is_generator(value)
         if has_state and not (is_data or id(value) in saved):
@@ -467,9 +482,9 @@ def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> N
         if id(part) in saved or not has_position(part):
             continue
         if isinstance(part, NewBestMetric) and part.file is not None:
-            continue  # It keeps its state by itself.
+            continue  # It keeps its state in a file of its own.
         logger.warning(
             "An action of type `%s` is not in the `Checkpoint`, so a restart forgets "
-            "what it has seen. Name it there: `Checkpoint(..., action=action)`.",
+            "its state. Name it there: `Checkpoint(..., action=action)`.",
             type(part).__name__,
         )

@@ -1,9 +1,9 @@
 """Datasets that yield batches spread over replicas.
 
-A *source* gives batches of host arrays: `from_arrays`, `from_tfrecords`, Grain, any
-iterable or generator function (`as_source` lists them). A `DistributedDataset` shares
-each batch between the replicas of a strategy, and keeps the position after the batches
-that were used, so that a checkpoint can hold it. See `docs/data.md`.
+A *source* yields batches of host arrays: `from_arrays`, `from_tfrecords`, Grain, any
+iterable or generator function (`as_source` lists them). A `DistributedDataset` divides
+each batch among the replicas of a strategy. It keeps the position after the batches
+that were used, so a checkpoint can save it. See `docs/data.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

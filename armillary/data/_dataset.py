@@ -1,4 +1,4 @@
-"""Datasets that yield batches spread over replicas, from a position to be saved."""
+"""Datasets that yield batches spread over replicas, with positions to save."""
 
 import contextlib
 import json
@@ -31,7 +31,8 @@ from armillary.data.sources._libraries import as_source
 from armillary.errors import CapturedStateError, DatasetStateError
 from armillary.typing import Batch, PyTree
 
-_PIPELINES, _ORDER = "pipelines", "order"
+_PIPELINES = "pipelines"
+_ORDER = "order"
 
 
 class DistributedDataset(OfOneProcessOnceUsed):
@@ -43,25 +44,26 @@ class DistributedDataset(OfOneProcessOnceUsed):
             strategy.run(step_fn, args=(batch,))
 
     If the source can save and restore its position, so can the data set (`get_state`,
-    `set_state`). It is the position after the batches that the program has used,
-    however many were read ahead. It does not depend on the number of replicas.
+    `set_state`). It is the position after the batches that the program has used.
+    Batches that were read ahead do not count. It does not depend on the number of
+    replicas.
 
     In a job of several processes, each process reads a whole source of global batches,
     and keeps the rows of its own replicas. With per-replica batches, each process has
     its own source, and a saved position holds the positions of all processes.
 
     Args:
-        source: Any argument of `as_source`. By default its batches are *global*:
-            replica r of n gets the r-th of n equal runs of rows.
-        layout: Where the replicas are; comes from a strategy.
-        per_replica_batches: Whether each batch of the source is one replica's, so that
-            one distributed batch takes one for every replica.
+        source: Any argument of `as_source`. By default, its batches are *global*: a
+            batch is divided into n equal parts, one for each of n replicas.
+        layout: The placement of batches on devices; comes from a strategy.
+        per_replica_batches: Whether each batch of the source is for one replica. Then
+            one distributed batch takes one batch for every replica.
         options: How to treat batches of unequal size, how far to read ahead, and
             whether the arrays stay on the device.
 
     Raises:
         TypeError: If `source` does not give batches, or its arrays should stay on the
-            device and it has none.
+            device, but it has no arrays.
     """
 
     _why_not_copied = "it has a reader, and a place on the devices of this process"
@@ -92,25 +94,28 @@ class DistributedDataset(OfOneProcessOnceUsed):
         """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self.source, layout, self.options)
         self.source_name: str = self._source.name
-        """The kind of source, as messages call it."""
+        """The kind of source, for messages."""
         self.num_global_batches: int | None = getattr(self._source, "num_batches", None)
-        """How many batches one pass over the source has; `None` if not known."""
-        # Whose position it is, and who reads there, if that is a trainer.
+        """The number of batches in one pass over the source; `None` if unknown."""
+        # The reader whose position this is, and the trainer that it reads for, if any.
         self._reader: BatchReader | None = None
         self._owner: Callable[[], Any] = lambda: None
-        # Batches that were opened, to look at or at a restored position, and not used.
+        # Unused batches that were opened for a look, or at a restored position.
         self._waiting: tuple[Position, Prefetcher[SourceBatch]] | None = None
         self._position = Position()
         self._next_epoch = 0
         self._first: SourceBatch | None = None
 
     def __iter__(self) -> "DistributedIterator":
-        """Returns an iterator over the next pass, or on in one that was restored."""
+        """Returns an iterator over the next pass, or the rest of a restored pass."""
         return DistributedIterator(self)
 
     @property
     def prefetch(self) -> int:
-        """How far to place batches ahead; processes that must agree only read ahead."""
+        """The number of batches to place ahead.
+
+        It is 0 if processes must agree on batches, which they then only read ahead.
+        """
         return 0 if self.is_agreed else self.options.prefetch
 
     def open_reader(
@@ -121,16 +126,17 @@ class DistributedDataset(OfOneProcessOnceUsed):
         owner: Any = None,
         reads_ahead: bool = True,
     ) -> BatchReader:
-        """Returns what a feed reads; its arguments are the feed's."""
-        last, first = self._reader, Position()
+        """Returns the reader for a feed; the arguments are those of `Feed`."""
+        last = self._reader
+        first = Position()
         if in_pieces and self.is_repositionable:
             # An evaluation reads the first pass each time, and moves no position.
             return BatchReader(self, first, self.read(first), in_pieces=True)
         is_owners = owner is not None and self._owner() is owner
-        goes_on = is_owners and self.is_repositionable and not begins_anew
+        continues = is_owners and self.is_repositionable and not begins_anew
         waiting = self._waiting
-        if last is not None and goes_on and not last.used.is_exhausted:
-            waiting = last.used, self.read(last.used)
+        if last is not None and continues and not last.used.is_exhausted:
+            waiting = (last.used, self.read(last.used))
         if waiting is None or (waiting[0].is_exhausted and begins_anew):
             waiting = self._open_next()
         reader = BatchReader(
@@ -139,14 +145,15 @@ class DistributedDataset(OfOneProcessOnceUsed):
         feed = last.feed() if last is not None and self._owner() is not None else None
         if last and feed is not None and not (feed.is_closed or last.used.is_exhausted):
             if owner is None:
-                return reader  # A look at what a trainer is in the middle of.
+                return reader  # This iterator only looks at data that a trainer reads.
             if not is_owners:
                 logger.warning(
                     "Two trainers read one distributed dataset. It has only one "
                     "position to save, the position of the second trainer. Distribute "
-                    "the source for each."
+                    "the source for each trainer."
                 )
-        self._reader, self._waiting = reader, None
+        self._reader = reader
+        self._waiting = None
         self._owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._next_epoch = waiting[0].epoch + 1
         return reader
@@ -192,7 +199,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
             with contextlib.suppress(StopIteration):
                 batches.head()
         if self._first is None and self.is_repositionable:
-            # The pass was saved behind its last batch; another one has some.
+            # The position is after the last batch of a pass, so read the next pass.
             next(self._open_next()[1], None)
         if self._first is None:
             raise ValueError(
@@ -205,7 +212,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
     @property
     def is_repositionable(self) -> bool:
-        """Whether the position can be saved and restored."""
+        """True if the position can be saved and restored."""
         return self._source.is_repositionable
 
     def check_repositionable(self) -> None:
@@ -217,15 +224,16 @@ class DistributedDataset(OfOneProcessOnceUsed):
         if not self.is_repositionable:
             raise DatasetStateError(
                 f"The source ({self.source_name}) cannot be repositioned, so a "
-                "checkpoint cannot hold its position. Use one that can, such as "
-                "`armillary.data.from_arrays`, or leave the dataset out."
+                "checkpoint cannot hold its position. Use a source that can be "
+                "repositioned, such as `armillary.data.from_arrays`, or leave the "
+                "dataset out."
             )
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position after the batches used, as `json.dumps` accepts it.
+        """Returns the position after the used batches, in types of JSON.
 
-        Within a pass, what the order of the examples depends on belongs to it, as far
-        as it is known: their number, the seed, and a fingerprint of the data.
+        Within a pass, it also has the values that decide the order of the examples, as
+        far as they are known: their number, the seed, and a fingerprint of the data.
 
         Raises:
             DatasetStateError: If the source cannot be repositioned.
@@ -243,14 +251,15 @@ class DistributedDataset(OfOneProcessOnceUsed):
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that `get_state` returned.
 
-        The iterator or loop that began last continues from there, if it is still in
-        use; batches that it has read ahead are dropped. Otherwise the next one does.
-        Iterators that begin while a trainer is in the middle of the data do not count.
+        If the iterator or loop that began last is still in use, it continues from this
+        position, and drops batches that it has read ahead. Otherwise, the next iterator
+        or loop begins there. Iterators that begin while a trainer is in the middle of
+        the data do not count.
 
         Raises:
             DatasetStateError: If the source cannot be repositioned, or the state does
-                not fit it, such as one of another order of the examples. The position
-                is then what it was.
+                not fit it, for example, because the order of the examples is different.
+                The position is then unchanged.
         """
         self.check_repositionable()
         if self.ignores_state:
@@ -261,7 +270,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
             check_same_order(state.get(_ORDER, {}), self._order)
             is_ours = isinstance(self.source, IndexedDataset)
             if is_ours and not self.is_endless and "epoch" in position.source:
-                # One that repeats its examples counts all as one pass.
+                # The state of a repeating source counts all epochs as one pass.
                 position = replace(position, epoch=position.source["epoch"])
         reader = self._reader
         feed = None if reader is None else reader.feed()
@@ -269,25 +278,27 @@ class DistributedDataset(OfOneProcessOnceUsed):
             feed.seek([position if it is reader else it.used for it in feed.readers])
             self._waiting = None
         else:
-            self._waiting = position, self.read(position)
-            self._reader, self._position = None, position
+            self._waiting = (position, self.read(position))
+            self._reader = None
+            self._position = position
         self._next_epoch = position.epoch + 1
 
     @property
     def _order(self) -> dict[str, Any]:
-        # Of the source as it was given, and not of the numbers of its rows.
+        # From the user's source, because `_source` may yield only row numbers.
         return getattr(self.source, "order_of_examples", {})
 
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the part for this process, of as many as there were."""
+        """Returns the part of a saved state for this process."""
         states = state.get(_PIPELINES, [state])
         peers = self.layout.peers if self.is_agreed else None
-        count, index = (1, 0) if peers is None else (peers.count, peers.index)
+        count = 1 if peers is None else peers.count
+        index = 0 if peers is None else peers.index
         if len(states) != count or (_PIPELINES in state) != (peers is not None):
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
                 f"the program has {count}, one for each process that reads data of its "
-                "own. Restore on as many processes."
+                "own. Restore on the same number of processes."
             )
         return states[index]
 
@@ -314,7 +325,7 @@ class OptionalBatch:
         if not self._batches:
             raise ValueError(
                 "`get_value()` was called at the end of the data, where there is no "
-                "batch. Ask first: `if batch.has_value(): step(batch.get_value())`."
+                "batch. Check first: `if batch.has_value(): step(batch.get_value())`."
             )
         return self._batches[0]
 
@@ -322,7 +333,7 @@ class OptionalBatch:
 class DistributedIterator:
     """One pass over a `DistributedDataset`, read ahead by a background thread.
 
-    The thread ends with the pass, with `close`, and when nobody holds the iterator.
+    The thread ends with the pass, with `close`, or when the iterator is deleted.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -353,18 +364,19 @@ class DistributedIterator:
         """Returns the next batch as the layout wraps it.
 
         Raises:
-            StopIteration: If the data has ended, again at every call.
+            StopIteration: If the data has ended. Every later call raises it again.
             BatchSizeError: If the replicas cannot share the batch equally.
-            DatasetStateError: If Ctrl-C came while data was read that cannot go back.
-            CapturedStateError: If a function is being traced, which would make the
-                batch a constant of its program.
+            DatasetStateError: If Ctrl-C interrupted reading, and the source cannot go
+                back.
+            CapturedStateError: If a function is being traced, because the batch would
+                become a constant of its program.
         """
         if is_in_trace():
             raise CapturedStateError(
                 "A batch was taken from a distributed dataset while a function is "
-                "traced, so that every call of the program would use this same batch. "
-                "Take it outside and pass it in (`for batch in dataset: step(batch)`), "
-                "or let a `StandardTrainer` run the loop."
+                "traced, so every call of the program would use this same batch. Take "
+                "it outside and pass it in (`for batch in dataset: step(batch)`), or "
+                "let a `StandardTrainer` run the loop."
             )
         self._is_fresh = False
         batch = self._feed.next_chunk()
@@ -372,7 +384,7 @@ class DistributedIterator:
             raise StopIteration
         value = self._layout.wrap(batch.arrays, batch.num_active)
         self._feed.read_on()
-        # ORDER: last, since an interrupt before it gives the batch out again.
+        # ORDER: last, so that after an interrupt the same batch is returned again.
         self._feed.commit(1)
         return value
 
@@ -394,5 +406,5 @@ class DistributedIterator:
             return OptionalBatch(())
 
     def close(self) -> None:
-        """Ends the pass and its thread; the dataset keeps the position reached."""
+        """Ends the pass and its thread; the dataset keeps the position."""
         self._feed.close()

@@ -1,4 +1,4 @@
-"""Options of distributed data, and what it must know about a strategy."""
+"""Options of distributed data, and the interface to the layout of a strategy."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,16 +16,17 @@ from armillary.typing import PyTree
 
 @dataclass(frozen=True)
 class InputContext:
-    """Tells a dataset function which input pipeline it builds.
+    """The input pipeline that a dataset function builds.
 
-    A function given to `distribute_datasets_from_function` gets one, reads its share of
-    the data, such as `images[input_pipeline_id::num_input_pipelines]`, and batches it
-    for one replica. `docs/data.md` has an example.
+    A function given to `distribute_datasets_from_function` gets an `InputContext`. It
+    reads its share of the data, such as
+    `images[input_pipeline_id::num_input_pipelines]`, and batches it for one replica.
+    `docs/data.md` has an example.
 
     Args:
-        num_input_pipelines: How many pipelines read the data together, one in each
+        num_input_pipelines: The number of pipelines that share the data, one in each
             process.
-        input_pipeline_id: Which of them this one is, from 0.
+        input_pipeline_id: The number of this pipeline, from 0.
         num_replicas_in_sync: Replicas that share one global batch, in all processes.
 
     Raises:
@@ -77,11 +78,12 @@ class InputOptions:
 
             - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
               do not need equal shares: they run every example exactly once.
-            - `"exact"`: it is one step all the same, with the gradient and the metrics
-              that one replica would have. It runs on as many replicas as can share it
-              equally and divide the devices, each on several devices that do the same
-              work: 42 examples on 4 devices are 2 replicas of 21, and 41 are 1 replica.
-              The loss must be scaled in the step, by `compute_average_loss` or by the
+            - `"exact"`: it is still one step, with the gradient and the metrics of a
+              single replica. The step runs on fewer replicas: as many as can share the
+              batch equally and divide the devices. Each replica then has several
+              devices, which do the same work. For example, with 4 devices, 42 examples
+              run on 2 replicas of 21, and 41 examples run on 1 replica. The loss must
+              be scaled in the step, by `compute_average_loss`, or by the
               `num_replicas_in_sync` that is read there.
             - `"drop"`: a batch smaller than the full size is dropped. From any other
               batch, the last rows that do not fill an equal share are dropped. Shapes
@@ -93,21 +95,21 @@ class InputOptions:
               every example is seen.
 
             With datasets from a function, the full size is the size of one replica's
-            batch. When the data ends before every replica has a batch, `"drop"` leaves
-            that group out, and `"pad"` gives the replicas without data a batch of
-            padding alone.
+            batch. If the data ends before every replica has a batch, `"drop"` leaves
+            these batches out, and `"pad"` gives the replicas without data a batch that
+            is only padding.
         prefetch: Distributed batches that a background thread reads and places ahead of
-            the program. Compiled loops read one chunk ahead, unless this is 0. 0 reads
-            on demand, in the caller's thread.
+            the program. Compiled loops read one chunk ahead, unless this is 0. With 0,
+            batches are read on demand, in the caller's thread.
         place_on_device: Whether the arrays of a data set from `from_arrays` stay in the
-            memory of every device, so that only row numbers travel with each batch.
-            Nothing else changes: the examples of every batch and the saved positions
-            are the same without it, so it may differ between a run and its
-            continuation. The arrays are placed when they are first used.
+            memory of every device, so that only row numbers travel with each batch. The
+            examples of every batch and the saved positions do not depend on it. So a
+            run may continue with a different value. The arrays are placed when they are
+            first used.
 
     Raises:
-        ValueError: If `remainder` or `place_on_device` is another value, or `prefetch`
-            is negative.
+        ValueError: If `remainder` or `place_on_device` is not one of its values, or
+            `prefetch` is negative.
     """
 
     remainder: Remainder = None
@@ -125,13 +127,13 @@ Active: TypeAlias = int | tuple[int, ...]
 
 
 class BatchLayout(Protocol):
-    """Puts host arrays where the replicas of this process expect them.
+    """Places host arrays on the devices of the replicas.
 
     If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, and
-    a process has the rows of its `local_replicas`. Otherwise leaves have shape `(batch,
-    ...)`, and each process has all rows. `num_replicas` counts the replicas of all
-    processes. `peers` is None if there is only one process. `devices` belong to this
-    process. A batch has at most `num_shares` parts.
+    a process has the rows of its `local_replicas`. Otherwise, leaves have shape
+    `(batch, ...)`, and each process has all rows. `num_replicas` counts the replicas of
+    all processes. `peers` is None if there is only one process. `devices` are the
+    devices of this process. A batch has at most `num_shares` parts.
     """
 
     @property
@@ -153,19 +155,22 @@ class BatchLayout(Protocol):
         """Returns host arrays as device arrays; called from background threads too."""
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-        """Returns the types of what `place` returns, with shardings."""
+        """Returns the types of the arrays that `place` returns, with shardings."""
 
     def replicate(self, arrays: PyTree) -> PyTree:
-        """Returns host arrays as device arrays that every replica has whole."""
+        """Returns host arrays as device arrays, with all of them on every replica."""
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
-        """Returns the rows of a batch, each replica's taken on its own device."""
+        """Returns the rows of a batch, which each replica takes on its own device."""
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         """Returns placed arrays as the values that a user's step receives."""
 
 
 def hosted_replicas(local: range, num_devices: int, num_replicas: int) -> range:
-    """Returns which of fewer replicas the devices `local` run: 0 and 1 of 4, 0 of 2."""
+    """Returns the replicas on the devices `local`, if there are fewer than devices.
+
+    For example, with 2 replicas on 4 devices, devices 0 and 1 run replica 0.
+    """
     num_copies = num_devices // num_replicas
     return range(local.start // num_copies, -(-local.stop // num_copies))

@@ -1,8 +1,8 @@
-"""Strategies: how one step spreads over devices, without changing it.
+"""Strategies, which run one unchanged step on one or many devices.
 
-`docs/strategies.md` says which one to take. `_strategy` is the base, and `strategies`
-holds them. `program` makes a device program of a step, and `replica` is what holds
-inside `run`.
+`docs/strategies.md` says which strategy to choose. `_strategy` is the base class, and
+`strategies` holds the subclasses. `program` turns a step into a device program, and
+`replica` has the code that runs inside `run`.
 """
 
 import importlib
@@ -107,7 +107,7 @@ __all__ = [
     "weighted_mean",
 ]
 
-# Imported when they are first used: parameter servers bring Optax with them.
+# These modules are imported when they are first used, because they import Optax.
 _LATE_MODULES = ("cluster_resolver", "coordinator", "experimental", "partitioners")
 
 

@@ -1,11 +1,12 @@
-"""Bounds how many device programs run ahead of Python, and when signals are heard.
+"""Limits the number of device programs that are in flight, and delays signals.
 
-XLA's CPU client runs the devices of one process on one pool of threads, where two
-programs with collectives can wait for each other forever. So on several CPU devices a
-program starts only when the one before has ended. Elsewhere Python may be one ahead.
+XLA's CPU client runs the devices of one process on one pool of threads. There, two
+programs with collectives can wait for each other forever. So on several CPU devices, a
+program starts only when the previous program has ended. On other devices, one more
+program may be started before that.
 
-A compiled step takes over (donates) the memory of its state and returns the new one. An
-exception between the two, as of a signal's handler, would lose the user's arrays.
+A compiled step donates the memory of its state and returns the new state. If a signal's
+handler raised an exception between the two, the user's arrays would be lost.
 """
 
 import collections
@@ -70,23 +71,23 @@ def _is_traced(leaves: list[Any]) -> bool:
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _NUMBERS = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
 
-# This runs at every loop. The functions of `signal` take ten times as long, since they
-# look for an enum of each number and handler; below them are the interpreter's own.
+# This code runs at every loop. The functions of `signal` take ten times as long as the
+# interpreter's own functions, because they turn each number and handler into an enum.
 get_handler: Callable[[int], Any] = import_module("_signal").getsignal
 set_handler: Callable[[int, Any], Any] = import_module("_signal").signal
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off signals that have handlers in Python until the code under it is done."""
-    # Python delivers signals to the main thread, so that others are safe already.
+    """Delays signals with handlers in Python until the end of a block."""
+    # Python delivers signals only to the main thread, so other threads are safe.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     is_done = False
     caught: dict[int, FrameType | None] = {}
 
-    def put_off(number: int, frame: FrameType | None) -> None:
+    def delay(number: int, frame: FrameType | None) -> None:
         if is_done:
             handlers[number](number, frame)
         else:
@@ -96,14 +97,16 @@ def uninterrupted() -> Iterator[None]:
     handlers = {number: handler for number, handler in found if callable(handler)}
     try:
         for number in handlers:
-            set_handler(number, put_off)
+            set_handler(number, delay)
         yield
     finally:
-        # From here on `put_off` may raise: one that then stays behind passes all on.
+        # From here on, `delay` calls the old handler. If that raises, a `delay` that
+        # remains installed still forwards all signals.
         is_done = True
         for number, handler in handlers.items():
             set_handler(number, handler)
         if caught:
-            with contextlib.ExitStack() as stack:  # None is lost if another raises.
+            # With an `ExitStack`, all handlers run, even if one of them raises.
+            with contextlib.ExitStack() as stack:
                 for number, frame in reversed(caught.items()):
                     stack.callback(handlers[number], number, frame)

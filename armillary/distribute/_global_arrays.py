@@ -1,8 +1,8 @@
-"""Arrays on the devices of several processes, made of what each process has.
+"""Makes arrays on the devices of several processes from the arrays of each process.
 
-`jax.device_put` compares values over the network first. Here nothing is sent: state is
-compared once, by fingerprint, and each process has its own batches. Only an array that
-is divided between the processes is sent, if the program needs all of it.
+`jax.device_put` first compares values over the network. Here, nothing is sent: state is
+compared once, by fingerprint, and each process has its own batches. The only exception
+is an array that is divided between the processes, if a program needs all of it.
 """
 
 import functools
@@ -24,15 +24,16 @@ from armillary.typing import PyTree
 
 
 def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns where each device of a mesh has a copy of an array."""
+    """Returns the sharding with a copy of an array on each device of a mesh."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
-    """Returns the mesh on whose devices so many replicas run; `None` for all.
+    """Returns a mesh with `num_replicas` replicas over the same devices.
 
-    The devices of its second axis do the same work: of 4 devices with 2 replicas, 0 and
-    1 are replica 0. So over the first axis all is what it is with 2 replicas.
+    `None` keeps the number. The devices along the second axis do the same work: with 4
+    devices and 2 replicas, devices 0 and 1 are replica 0. So code over the first axis
+    runs as on 2 devices.
     """
     (axis,) = mesh.axis_names
     if num_replicas in (None, mesh.shape[axis]):
@@ -44,31 +45,34 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
 
 def find_replica_axis(mesh: Mesh | AbstractMesh | None) -> str | None:
     """Returns the axis of replicas; `None` if a single replica has the whole mesh."""
-    # A mesh over which XLA divides one replica has an axis for each way to divide.
+    # If XLA divides one replica over the mesh, the mesh has several axes.
     if mesh is None or len(mesh.axis_names) != 1:
         return None
     return mesh.axis_names[0]
 
 
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Returns an array that is equal on all processes, which must call it, as one."""
+    """Returns a global array from a value that is equal on all processes.
+
+    All processes must call it.
+    """
     if is_key(leaf):
         return on_data(lambda data: as_global(data, sharding), leaf)
     if is_divided(leaf):
         return _move(leaf, sharding)
     host = np.asarray(leaf)
-    # Devices must not share memory with `leaf`, which its owner may donate.
+    # Devices must not share memory with `leaf`, because its owner may donate it.
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: np.array(host[index])
     )
 
 
 def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Returns an array that each process can read, of which devices get their parts."""
+    """Returns a global array of parts of `leaf`, which each process has completely."""
     parts: dict[str, np.ndarray] = {}
 
     def read(index: Any) -> np.ndarray:
-        key = str(index)  # Devices may have copies of one part.
+        key = str(index)  # Several devices may have copies of the same part.
         if key not in parts:
             parts[key] = leaf[index]
         return parts[key]
@@ -79,7 +83,7 @@ def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
 def split(
     arrays: PyTree, sharding: Sharding, axis: int, rows: range, num_rows: int
 ) -> PyTree:
-    """Returns arrays with all rows, of which this process has some."""
+    """Returns global arrays with all rows, from the `rows` of this process."""
 
     def place(leaf: Any) -> jax.Array:
         host = np.asarray(leaf)
@@ -96,7 +100,7 @@ def split(
 
 
 def as_local(leaf: Any) -> Any:
-    """Returns an array of all processes, which must call it, as one of this process."""
+    """Returns a global array as a local array; all processes must call it."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if is_key(leaf):
@@ -105,7 +109,7 @@ def as_local(leaf: Any) -> Any:
 
 
 def is_divided(leaf: Any) -> bool:
-    """Returns whether each process has a part of an array, and none has all of it."""
+    """Returns whether each process has only a part of an array."""
     return (
         isinstance(leaf, jax.Array)
         and not leaf.is_fully_addressable
@@ -114,7 +118,7 @@ def is_divided(leaf: Any) -> bool:
 
 
 def as_whole(leaf: Any) -> Any:
-    """Returns an array whole, if processes, which must call it, have a part each."""
+    """Returns the full array on every process; all processes must call it."""
     if not is_divided(leaf):
         return leaf
     devices = np.asarray(list(leaf.sharding.devices_indices_map(leaf.shape)))
@@ -122,13 +126,13 @@ def as_whole(leaf: Any) -> Any:
 
 
 def _move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
-    # One program at a time on CPU devices, as `_dispatch` says.
+    # CPU devices may run only one program at a time; see `_dispatch`.
     return jax.block_until_ready(_make_move(sharding)(jax.block_until_ready(leaf)))
 
 
 @functools.lru_cache(maxsize=256)
 def _make_move(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
-    # Made once for each: JAX compiles anew for each function object.
+    # Cached, because JAX compiles again for each new function object.
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 

@@ -1,7 +1,8 @@
-"""The base of all strategies: how a step spreads over devices.
+"""The base class of all strategies.
 
-A strategy decides where a step runs (`_run`), where state lives (`state_shardings`),
-and where batches go (`layout`). All that users call is written here, on top of these.
+A subclass decides where a step runs (`_run`), where state lives (`state_shardings`),
+and where batches go (`layout`). The methods that users call are written here, on top of
+these three.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ class ValueContext(NamedTuple):
     """The argument of a function of `distribute_values_from_function`.
 
     Attributes:
-        replica_id_in_sync_group: The replica whose value is asked for.
+        replica_id_in_sync_group: The replica that gets the value.
         num_replicas_in_sync: The number of replicas.
     """
 
@@ -81,42 +82,42 @@ class Strategy(OfOneProcess):
     Use one of the subclasses. Code written against this class runs under all of them.
 
     Args:
-        mesh: The devices, or `None` for a strategy that runs on a single one.
-        num_replicas: How many copies of the step run together.
+        mesh: The devices, or `None` for a strategy that runs on a single device.
+        num_replicas: The number of copies of the step that run together.
         axis_name: The name of the axis of replicas inside `run`.
 
     Attributes:
         axis_name: The name of the axis of replicas, for the functions of `jax.lax`.
-            Inside `run` it exists under every strategy, with one replica too.
+            Inside `run`, this axis exists under every strategy, even with one replica.
     """
 
     _why_not_copied = "it stands for the devices of this process"
     _copy_instead = (
         "Make the strategy, and the trainers that hold it, in the process that uses "
-        "them. To hand on what was trained, save a `Checkpoint`, or copy the state "
+        "them. To pass on a trained state, save a `Checkpoint`, or copy the state "
         "(`nnx.clone(model)`, or `trainer.state` of a `StepTrainer`)."
     )
 
     peers: Peers | None = None
-    """The processes that this strategy spans; `None` for a single one."""
+    """The processes that this strategy spans; `None` for a single process."""
 
     cross_device_ops: CrossDeviceOps | None = None
-    """How `all_reduce` combines values over replicas; `None` leaves it to XLA."""
+    """The method of `all_reduce` to combine values; `None` leaves it to XLA."""
 
-    # Whether this process trains: an evaluator has no place in what workers read.
+    # Whether this process trains. An evaluator does not share in the workers' data.
     _trains = True
 
     home: Sharding | None = None
-    """Where state lives between programs; `None` for where programs have it."""
+    """The place of state between programs; `None` if programs leave it in place."""
 
     default_device: Any = None
-    """Where arrays lie that are made in the scope; `None` for JAX's own default."""
+    """The device of arrays that are made in the scope; `None` for JAX's default."""
 
-    # What devices are, inside `described`.
+    # The platform of the devices, inside `described`.
     _described_platform: str | None = None
 
     split: Split | None = None
-    """How XLA divides examples, where it divides a step between devices itself."""
+    """The division of examples, if XLA divides a step between devices itself."""
 
     def __init__(
         self,
@@ -133,10 +134,11 @@ class Strategy(OfOneProcess):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many copies of the step run together; divides a global batch.
+        """The number of copies of the step that run together.
 
-        Inside `run` it is how many run this call: fewer for an uneven batch of a
-        dataset with `InputOptions(remainder="exact")`.
+        They divide a global batch. Inside `run`, it is the number of replicas in this
+        call: it is smaller for an uneven batch of a dataset with
+        `InputOptions(remainder="exact")`.
         """
         context = get_running_context(self)
         return self._num_replicas if context is None else context.num_replicas_in_sync
@@ -157,9 +159,9 @@ class Strategy(OfOneProcess):
 
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
-        """Lets this strategy trace programs for devices that are not there.
+        """Makes this strategy trace programs for devices that are not present.
 
-        The context manager gives their mesh.
+        The context manager gives the mesh of these devices.
 
         Raises:
             ValueError: If the strategy is for one device or spans several processes.
@@ -168,7 +170,8 @@ class Strategy(OfOneProcess):
             where = "one device" if self._mesh is None else "several processes"
             raise ValueError(
                 f"The strategy is {self!r}, which is for {where}. Plan with "
-                "`armillary.MirroredStrategy()` in one process, for any number."
+                "`armillary.MirroredStrategy()` in one process, for any number of "
+                "devices."
             )
         before = dict(vars(self))
         try:
@@ -180,7 +183,7 @@ class Strategy(OfOneProcess):
             vars(self).update(before)
 
     def _describe(self, num_devices: int) -> None:
-        """Takes on a mesh of so many devices that are not there."""
+        """Switches to a mesh of `num_devices` devices that are not present."""
         raise NotImplementedError
 
     @property
@@ -195,7 +198,7 @@ class Strategy(OfOneProcess):
 
     @property
     def input_context(self) -> InputContext:
-        """Which share of the data this process reads."""
+        """The share of the data that this process reads."""
         peers = self.peers
         return InputContext(
             num_input_pipelines=1 if peers is None else peers.count,
@@ -205,17 +208,17 @@ class Strategy(OfOneProcess):
 
     @property
     def layout(self) -> BatchLayout:
-        """Where the batches of a distributed dataset go."""
+        """The placement of the batches of a distributed dataset."""
         raise NotImplementedError
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns where programs have each array; `None` leaves it where it is."""
+        """Returns the sharding of each array in programs; `None` for any device."""
         raise NotImplementedError
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
-        """Runs `fn` once per replica; `state` is what an enclosing step has lifted."""
+        """Runs `fn` once per replica; `state` is the state that a step has lifted."""
         raise NotImplementedError
 
     def leave_program_mesh(self) -> AbstractContextManager[Any]:
@@ -226,9 +229,9 @@ class Strategy(OfOneProcess):
         return without_program_mesh()
 
     def scope(self) -> AbstractContextManager["Strategy"]:
-        """Puts this strategy in effect: a context manager.
+        """Returns a context manager that puts this strategy in effect.
 
-        Code under it is in cross-replica context, and `get_strategy()` returns this
+        Code inside is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
         strategy's devices when a step first uses them. A `OneDeviceStrategy` places
         the arrays that are made inside on its device immediately.
@@ -251,18 +254,18 @@ class Strategy(OfOneProcess):
     ) -> PyTree:
         """Runs `fn` once per replica, each with its share of the batch.
 
-        `fn` may read and write every variable that the trainer reaches; outside a
-        trainer and `armillary.function`, every one that `fn` and its arguments reach.
-        Inside, all values are the replica's own, and nothing is reduced but by
-        `armillary.all_reduce` or JAX's collectives over the axis `"replica"` (or the
-        strategy's `axis_name`).
+        In a trainer, `fn` may read and write every variable that the trainer reaches.
+        Outside a trainer and `armillary.function`, it may use every variable that `fn`
+        and its arguments reach. Inside `fn`, all values belong to one replica. Values
+        are combined only by `armillary.all_reduce`, or by JAX's collectives over the
+        axis `"replica"` (or the strategy's `axis_name`).
 
         Args:
             fn: The function. It runs in replica context.
             args: Positional arguments. `PerReplica` values, such as batches of a
-                distributed dataset, are split; other arrays must be the same
-                everywhere, also in each process.
-            kwargs: Keyword arguments, likewise.
+                distributed dataset, are split. Other arrays must be equal in all
+                processes, and every replica gets all of them.
+            kwargs: Keyword arguments, with the same rules.
 
         Returns:
             The result of `fn`, with each array as a `PerReplica`. With a single
@@ -271,10 +274,11 @@ class Strategy(OfOneProcess):
         Raises:
             ReplicaContextError: If called inside `run`, or in another strategy's scope.
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
-            DoubleReductionError: If `fn` sums what was reduced before, takes the mean
-                of what was divided before, or adds up noise that replicas share.
-            TypeError: If `fn` cannot be called, or `args` is not a tuple, or is a batch
-                that is a tuple.
+            DoubleReductionError: If `fn` sums values that were already reduced, takes
+                the mean of values that were already divided, or adds up noise that
+                replicas share.
+            TypeError: If `fn` cannot be called, `args` is not a tuple, or `args` is a
+                batch that is a tuple.
         """
         check_callable("fn", fn)
         if not isinstance(args, tuple | list):
@@ -285,7 +289,7 @@ class Strategy(OfOneProcess):
         check_instance("kwargs", kwargs, dict | None, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
         replica = get_running_context(self)
-        if replica is not None:  # in its `merge_call`
+        if replica is not None:  # The code runs in a `merge_call`.
             return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
@@ -321,17 +325,18 @@ class Strategy(OfOneProcess):
         Raises:
             PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
-            DoubleReductionError: If SUM is asked of values that `run` returned equal on
-                all replicas, such as gradients.
-            ValueError: If a leaf is not a `PerReplica` and `reduce_op` is SUM, where a
-                sum over several replicas would mean nothing.
+            DoubleReductionError: If `reduce_op` is SUM, but `run` returned equal values
+                on all replicas, such as gradients.
+            ValueError: If `reduce_op` is SUM over several replicas, but a leaf is not a
+                `PerReplica`.
         """
         require_cross_replica_context(
             "strategy.reduce", "use `get_replica_context().all_reduce` there", self
         )
         if axis is not None:
             check_axis(axis)
-        op, count = ReduceOp.of(reduce_op), self.num_replicas_in_sync
+        op = ReduceOp.of(reduce_op)
+        count = self.num_replicas_in_sync
         replica = get_running_context(self)
 
         def reduce_leaf(leaf: Any) -> Any:
@@ -339,8 +344,8 @@ class Strategy(OfOneProcess):
                 if op is ReduceOp.SUM and count > 1:
                     raise ValueError(
                         f"`value` is {leaf!r}, which is not a per-replica value, so "
-                        f"ReduceOp.SUM over {count} replicas has no meaning. Pass what "
-                        "`strategy.run` returned, or use ReduceOp.MEAN."
+                        f"ReduceOp.SUM over {count} replicas has no meaning. Pass the "
+                        "result of `strategy.run`, or use ReduceOp.MEAN."
                     )
                 return leaf if axis is None else _REDUCE[op](leaf, axis)
             if replica is not None and leaf.own is not None:
@@ -348,10 +353,11 @@ class Strategy(OfOneProcess):
             is_whole = leaf.is_shared and not leaf.is_part
             if is_whole and op is ReduceOp.SUM and leaf.num_active > 1:
                 raise DoubleReductionError(
-                    "`strategy.reduce` was asked for the sum of a value that is equal "
-                    f"on all {leaf.num_active} replicas: it was reduced in the step, or"
-                    " depends on no values of a batch. Use it as it is (ReduceOp.MEAN) "
-                    'or, to count over replicas, `all_reduce("sum", n)` within `run`.'
+                    "`strategy.reduce` was called with SUM for a value that is equal "
+                    f"on all {leaf.num_active} replicas: it was reduced in the step, "
+                    "or does not depend on the batch. Use the value itself "
+                    "(ReduceOp.MEAN). To count over replicas, use "
+                    '`all_reduce("sum", n)` within `run`.'
                 )
             if axis is None:
                 return _REDUCE[op](leaf.active, 0)
@@ -389,16 +395,16 @@ class Strategy(OfOneProcess):
             is_part = leaf.num_active < leaf.stacked.shape[0]
             if self.mesh is None or not (is_part and isinstance(whole, Tracer)):
                 return whole
-            # XLA may divide a few rows in a way that JAX 0.9 has no sharding for.
+            # XLA may divide a few rows in a way that no sharding of JAX 0.9 describes.
             return jax.lax.with_sharding_constraint(whole, everywhere(self.mesh))
 
         return self._combine(gather_leaf, value)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Returns the values of this process's replicas, one entry for each.
+        """Returns a tuple with the value of each replica of this process.
 
-        Each part of a `PerReplica` lies on its replica's device. To compute with
-        several, use `reduce` or `gather`, or fetch them (`jax.device_get`).
+        Each part of a `PerReplica` is on its replica's device. To compute with several
+        parts, use `reduce` or `gather`, or fetch them (`jax.device_get`).
 
         Args:
             value: A pytree of `PerReplica` values; other leaves are in every entry.
@@ -416,7 +422,8 @@ class Strategy(OfOneProcess):
         )
 
     def _local_parts(self, value: PerReplica) -> list[Any]:
-        parts, layout = value.parts(), self.layout
+        parts = value.parts()
+        layout = self.layout
         if self.peers is None:
             return list(parts.values())
         count = value.shared_by or len(value.array)
@@ -428,9 +435,9 @@ class Strategy(OfOneProcess):
     ) -> DistributedDataset:
         """Returns a dataset that splits each *global* batch over replicas.
 
-        Each process reads all of it, and keeps the rows of its own devices. Pass the
-        same data, in the same order, to all processes. Sources of `from_arrays` and
-        similar functions are compared.
+        Each process reads all of the data, and keeps the rows of its own devices. Pass
+        the same data, in the same order, to all processes. Sources of `from_arrays` and
+        similar functions are compared between processes.
 
         Args:
             dataset: Anything `armillary.data.as_source` takes.
@@ -452,16 +459,17 @@ class Strategy(OfOneProcess):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Returns a dataset that takes each replica's batch from the user's own.
+        """Returns a dataset that takes each replica's batches from a user's function.
 
-        The data sets of several processes may differ in length: training ends with the
-        shortest one, and a complete evaluation uses every example of all. A trainer
-        under a `ParameterServerStrategy` calls `dataset_fn` again on each worker.
+        The data sets of several processes may differ in length. Training ends with the
+        shortest data set, and a complete evaluation uses every example of all of them.
+        A trainer under a `ParameterServerStrategy` calls `dataset_fn` again on each
+        worker.
 
         Args:
-            dataset_fn: Called once in each process with its `InputContext`. It
-                returns a dataset batched with the *per-replica* batch size, see
-                `InputContext.get_per_replica_batch_size`, as in `tf.distribute`.
+            dataset_fn: Called once in each process with its `InputContext`. As in
+                `tf.distribute`, it returns a dataset batched with the *per-replica*
+                batch size (see `InputContext.get_per_replica_batch_size`).
             options: How to treat remainders, and how far to read ahead.
 
         Returns:
@@ -477,21 +485,25 @@ class Strategy(OfOneProcess):
                 "`distribute_datasets_from_function` (a function with an "
                 "`input_context`) lets each process read data of its own, but under "
                 f"{self!r} all processes share each batch. Use "
-                "`strategy.distribute_dataset(dataset)`, with the same data in each."
+                "`strategy.distribute_dataset(dataset)`, with the same data in each "
+                "process."
             )
-        made, layout = dataset_fn(self.input_context), self.layout
         dataset = DistributedDataset(
-            made, layout, per_replica_batches=True, options=options
+            dataset_fn(self.input_context),
+            self.layout,
+            per_replica_batches=True,
+            options=options,
         )
-        dataset.dataset_fn, dataset.ignores_state = dataset_fn, not self._trains
+        dataset.dataset_fn = dataset_fn
+        dataset.ignores_state = not self._trains
         return dataset
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> PyTree:
-        """Returns a `PerReplica` made of one call of `value_fn` for each replica.
+        """Returns a `PerReplica` with the result of `value_fn` for each replica.
 
-        Each process calls it for its own replicas.
+        Each process calls `value_fn` for its own replicas.
 
         Args:
             value_fn: Gets a `ValueContext` and returns that replica's value, a pytree
@@ -501,7 +513,8 @@ class Strategy(OfOneProcess):
             The values, on the replicas' devices. On one replica, its value itself.
         """
         check_callable("value_fn", value_fn)
-        layout, count = self.layout, self.num_replicas_in_sync
+        layout = self.layout
+        count = self.num_replicas_in_sync
         values = [
             value_fn(ValueContext(replica, count)) for replica in layout.local_replicas
         ]
@@ -513,7 +526,7 @@ class Strategy(OfOneProcess):
         return layout.wrap(layout.place(stacked), count)
 
     def _collect(self, value: PyTree) -> PyTree:
-        """Returns values of all processes as arrays of this one: by default as is."""
+        """Returns values of all processes as arrays of this process."""
         return value
 
     def _combine(self, combine: Callable[[Any], Any], value: PyTree) -> PyTree:
@@ -630,7 +643,7 @@ class Strategy(OfOneProcess):
         """
         return iter(self.distribute_datasets_from_function(input_fn))
 
-    # The other spellings of TensorFlow's guides, all of them in this one place.
+    # Other spellings of these methods in TensorFlow's guides.
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
@@ -641,7 +654,7 @@ class Strategy(OfOneProcess):
     unwrap = local_results
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives a method that a subclass overrides its other spellings, too."""
+        """Makes the other spellings of a method follow an override in a subclass."""
         super().__init_subclass__(**kwargs)
         for spelling, method in vars(Strategy).items():
             name = getattr(method, "__name__", spelling)
@@ -650,23 +663,24 @@ class Strategy(OfOneProcess):
 
 
 def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
-    """Raises if arguments of `run`, in a step under no strategy, are a whole batch."""
+    """Raises if `run` gets a whole batch in a step that runs under no strategy."""
     leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
     has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
     if has_arrays and not any(map(is_per_replica, leaves)):
         raise ReplicaContextError(
             f"`run` of {strategy!r} was called in a step that runs under no strategy, "
-            "so each replica would get the whole batch. Assign it to an attribute of "
-            "the trainer (`self.strategy = strategy`), or use `strategy.scope()`."
+            "so each replica would get the whole batch. Assign the strategy to an "
+            "attribute of the trainer (`self.strategy = strategy`), or use "
+            "`strategy.scope()`."
         )
 
 
 def _check_is_no_batch(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Raises if `args` is a batch that is a tuple, in place of a tuple with the batch.
+    """Raises if `args` is a batch that is a tuple, instead of a tuple with the batch.
 
-    It is asked after an error, because looking at a signature takes long.
+    It is called only after an error, because reading a signature takes long.
     """
     if len(args) > 1 and _fits(fn, [args], kwargs) and not _fits(fn, args, kwargs):
         name = getattr(fn, "__name__", "fn")
@@ -680,6 +694,6 @@ def _check_is_no_batch(
 def _fits(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     try:
         inspect.signature(fn).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # The second, if `fn` has no signature.
+    except (TypeError, ValueError):  # A `ValueError` if `fn` has no signature.
         return False
     return True

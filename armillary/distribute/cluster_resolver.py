@@ -1,7 +1,7 @@
 """The resolvers of `armillary.cluster`, under the name of TensorFlow's module.
 
-`armillary.cluster` describes them. A program that uses
-`tf.distribute.cluster_resolver.TPUClusterResolver` keeps its line.
+`armillary.cluster` describes them. In a program that uses
+`tf.distribute.cluster_resolver.TPUClusterResolver`, this line need not change.
 """
 
 from armillary._traceback import mark_public as _mark_public

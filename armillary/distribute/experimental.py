@@ -1,8 +1,8 @@
 """Strategies and options under the name of `tf.distribute.experimental`.
 
-None of them is experimental here: `armillary` and `armillary.cluster` describe them. A
-program that uses `tf.distribute.experimental.MultiWorkerMirroredStrategy` keeps its
-line.
+They are not experimental here; `armillary` and `armillary.cluster` describe them. In a
+program that uses `tf.distribute.experimental.MultiWorkerMirroredStrategy`, this line
+need not change.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -1,4 +1,4 @@
-"""Into how many parts variables are cut (`tf.distribute.experimental.partitioners`)."""
+"""Numbers of parts of variables (`tf.distribute.experimental.partitioners`)."""
 
 import math
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ __all__ = [
 class Partitioner:
     """Decides how variables are cut along their first axis.
 
-    Any callable with these arguments and this result will do.
+    You can also use any callable with the same arguments and the same result.
     """
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Returns into how many parts each axis is cut, such as `[2, 1]`.
+        """Returns the number of parts along each axis, such as `[2, 1]`.
 
         Args:
             shape: Shape of the variable.
@@ -43,7 +43,7 @@ class FixedShardsPartitioner(Partitioner):
     """Cuts every variable into the same number of parts.
 
     Args:
-        num_shards: How many; fewer for a variable with fewer rows.
+        num_shards: The number of parts. A variable with fewer rows has fewer parts.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -55,11 +55,12 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Cuts a variable into as many parts as keep a least size.
+    """Cuts a variable into as many parts as possible with a minimum size.
 
     Args:
-        min_shard_bytes: Least bytes of a part; a smaller variable stays whole.
-        max_shards: Most parts.
+        min_shard_bytes: The smallest size of a part, in bytes. A smaller variable stays
+            whole.
+        max_shards: The largest number of parts.
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
@@ -73,11 +74,13 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Cuts a variable into as few parts as keep a most size.
+    """Cuts a variable into as few parts as possible with a maximum size.
 
     Args:
-        max_shard_bytes: Most bytes of a part, if its rows are not larger.
-        max_shards: Most parts, whatever their size; `None` for no limit.
+        max_shard_bytes: The largest size of a part, in bytes. A part has at least one
+            row, which may be larger.
+        max_shards: The largest number of parts, even if they are then larger; `None`
+            for no limit.
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:

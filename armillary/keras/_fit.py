@@ -1,13 +1,14 @@
 """`model.fit` of Keras on the devices of a strategy.
 
 A model that was made or compiled under `strategy.scope()` runs on the devices of the
-strategy: XLA copies or divides variables and each global batch. The program is that of
-a single device, so the numbers are those of one replica. A batch that the devices
-cannot share equally runs whole on each. Under a `ParameterServerStrategy` the training
-steps run on workers (`_scheduled.py`).
+strategy: XLA copies or divides variables and each global batch. The program is written
+for a single device, so the numbers are the same as with one replica. If the devices
+cannot share a batch equally, each device runs the whole batch. Under a
+`ParameterServerStrategy`, the training steps run on workers (`_scheduled.py`).
 
-Keras decides where a model runs by a global setting. So the methods of `keras.Model`
-that run one are wrapped, once Keras is loaded; for other models they do what they did.
+Keras has a global setting for the devices of a model. So Armillary wraps the methods of
+`keras.Model` that run a model, once Keras is loaded. Models without a strategy run as
+before.
 """
 
 import contextlib
@@ -401,9 +402,8 @@ def _adapt_for_workers(dataset: Any, strategy: Any, steps: Any) -> Any:
     if not steps:
         raise ValueError(
             f"`steps_per_epoch` is {steps!r}, but the data of `model.fit` is made on "
-            f"the workers of {strategy!r}, where nothing says when an epoch ends. Pass "
-            "the number of steps of all workers together, such as "
-            "`steps_per_epoch=100`."
+            f"the workers of {strategy!r}, so the end of an epoch is unknown. Pass the "
+            "number of steps of all workers together, such as `steps_per_epoch=100`."
         )
     is_creator = isinstance(dataset, DatasetCreator)
     options = dataset.input_options if is_creator else dataset.options
@@ -411,13 +411,13 @@ def _adapt_for_workers(dataset: Any, strategy: Any, steps: Any) -> Any:
 
 
 def _check_beside(beside: Any, name: str) -> None:
-    """Raises if something is passed beside a data set."""
+    """Raises if an argument is passed that must be part of the data set."""
     for argument, value in zip(_BESIDE, beside, strict=False):
         if value is not None:
             raise ValueError(
-                f"`model.{name}` was given `{argument}` beside a data set, which must "
-                "hold it in its batches `(x, y)` or `(x, y, sample_weight)`. Leave it "
-                "out."
+                f"`model.{name}` was given `{argument}` together with a data set. "
+                f"Leave `{argument}` out, and let the data set make batches `(x, y)` "
+                "or `(x, y, sample_weight)`."
             )
 
 

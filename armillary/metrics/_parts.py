@@ -64,7 +64,7 @@ class Described(NamedTuple):
 
 
 NUM_PER_PLAIN = NUM_INTEGERS + 1
-"""How many integers a plain number needs: those of its sum, and its weight."""
+"""The number of integers for a plain number: its sum in parts, and its weight."""
 
 
 def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:

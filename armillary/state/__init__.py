@@ -3,6 +3,6 @@
 The idea in one paragraph: a *slot* is a place that holds an array. `State` finds every
 slot that a trainer reaches, swaps tracers in, lets the user's method run, collects the
 new values, and puts the old arrays back. One walk (`_walk`) finds the slots, and all
-that a step could read as a constant; `_holders`, `_nnx` and `_keras` know what can hold
-what. The difference of two walks tells whether a trace is still good.
+values that a step could read as constants. `_holders`, `_nnx` and `_keras` define which
+objects can hold others. If two walks differ, a trace may be outdated.
 """

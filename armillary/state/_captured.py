@@ -1,7 +1,8 @@
-"""Looks into a traced program: which variables it baked in, and which program it is.
+"""Finds variables that a traced program holds as constants, and compares programs.
 
-A variable that the trainer does not reach is not lifted: a step sees the value it had
-while tracing, for ever. So constants are compared, by identity, with live variables.
+A variable that the trainer does not reach is not lifted. The program then uses the
+variable's value at the time of the trace forever. So the constants of a program are
+compared, by identity, with the values of all live variables.
 """
 
 import gc
@@ -31,7 +32,7 @@ Variable: TypeAlias = "nnx.Variable | keras.Variable"
 
 
 class Fingerprint:
-    """What a program is, kept for comparison with one that is traced later."""
+    """A program, kept for comparison with programs that are traced later."""
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self._program = program
@@ -42,15 +43,19 @@ class Fingerprint:
         ]
 
     def is_same(self, other: "Fingerprint") -> bool:
-        """Returns whether two programs do the same, given the same arrays."""
-        a, b = self._program, other._program
-        # Functions inside a program print with their address, which is new each time.
-        first, second = (re.sub(r"0x[0-9a-f]+", "", str(each)) for each in (a, b))
+        """Returns whether two programs compute the same, given the same arrays."""
+        a = self._program
+        b = other._program
         return (
-            first == second
+            _print_program(a) == _print_program(b)
             and _is_same(self._constants, other._constants)
             and _is_same(_find_callbacks(a), _find_callbacks(b))
         )
+
+
+def _print_program(program: core.ClosedJaxpr) -> str:
+    # Functions inside a program print with their address, which is new each time.
+    return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
 def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
@@ -72,7 +77,7 @@ def _find_callbacks(program: core.ClosedJaxpr) -> list[Any]:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Returns whether constants are equal, or functions down to what they hold."""
+    """Returns whether constants are equal, or functions with equal closures."""
     if is_equal(a, b):
         return True
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
@@ -83,9 +88,11 @@ def _is_same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_is_same, a, b))
-    first, second = _held_by(a), _held_by(b)
+    first = _held_by(a)
+    second = _held_by(b)
+    can_be_compared = bool(first) or isinstance(a, dict)
     return (
-        (bool(first) or isinstance(a, dict))
+        can_be_compared
         and first.keys() == second.keys()
         and all(_is_same(first[name], second[name]) for name in first)
     )
@@ -96,7 +103,7 @@ def _held_by(callback: Any) -> dict[Any, Any]:
         return callback
     if is_function(callback):
         return entries_of(callback)
-    if hasattr(callback, "__code__"):  # one of JAX, around the user's
+    if hasattr(callback, "__code__"):  # JAX's function around the user's function
         cells = [cell.cell_contents for cell in callback.__closure__ or ()]
         return {"code": callback.__code__, "cells": cells}
     wrapped = getattr(callback, "callback_func", None)
@@ -107,7 +114,8 @@ def check_captured(
     program: core.ClosedJaxpr, state: State, fn: Callable[..., Any], owner: str
 ) -> None:
     """Raises if a traced program holds an unlifted variable as a constant."""
-    # JAX makes a NumPy array of a type of its own from each number in the user's code.
+    # `type`, not `isinstance`: JAX turns each number in the user's code into an array
+    # of a subclass of `np.ndarray`.
     constants = {
         id(each)
         for each in find_constants(program)
@@ -172,7 +180,7 @@ def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]
 
 
 def methods_of(fn: Callable[..., Any]) -> list[types.FunctionType]:
-    """Returns the methods that a step may call, which may use globals of their own."""
+    """Returns the methods that a step may call, because they may use other globals."""
     kinds = type(getattr(fn, "__self__", None)).__mro__
     held = (value for kind in kinds for value in vars(kind).values())
     return [value for value in held if isinstance(value, types.FunctionType)]
@@ -190,11 +198,12 @@ def _error(
     owner: str,
     verb: str,
 ) -> CapturedStateError:
-    lines, roots = [], []
+    lines: list[str] = []
+    roots: list[str] = []
     for variable in variables:
         library = "keras" if _keras.is_variable(variable) else "nnx"
         shape = tuple(getattr(_value_of(variable), "shape", ()))
-        path, _ = named.get(id(variable), ("what no name leads to", None))
+        path, _ = named.get(id(variable), ("a variable without a name", None))
         roots += [path.partition("/")[0]] if id(variable) in named else []
         lines.append(f"{path} ({library}.{type(variable).__name__} {shape})")
     example = roots[0] if roots else "model"

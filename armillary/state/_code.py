@@ -1,9 +1,9 @@
 """The values that a user's code reads by name: globals and class attributes.
 
-A program that is traced has them as constants. So the functions that a step may call
-are read, without running any: the names that their code looks up in its module, in
-other modules of the user's and in classes, and what these names stand for. A class or a
-module has many names, and only those count that occur in this code.
+A traced program has these values as constants. So this file reads the code of the
+functions that a step may call, without running any. It collects the names that the code
+looks up in its module, in other modules of the user, and in classes, and the values of
+these names. A class or a module has many names, but only names in this code count.
 """
 
 import functools
@@ -22,7 +22,7 @@ from armillary.state._slots import ABSENT, PLAIN
 
 
 class Place(NamedTuple):
-    """A name in a namespace, and what it stood for when the code was read."""
+    """A name in a namespace, and its value when the code was read."""
 
     path: str
     read: Callable[[], Any]
@@ -30,16 +30,17 @@ class Place(NamedTuple):
 
 
 class Code:
-    """The places that functions may read, and functions that these may call.
+    """The places that functions, and the functions that they call, may read.
 
-    `objects` are those that the functions work with: code reaches their classes.
+    `objects` are the objects that the functions work with. The code reaches their
+    classes.
     """
 
     def __init__(self, functions: Iterable[Any], objects: Iterable[Any]) -> None:
         self.places: dict[tuple[int, str], Place] = {}
         self._functions: set[int] = set()
         self._names: set[str] = set()
-        # Classes and modules, in which the names are looked up that code mentions.
+        # Classes and modules in which the code may look up names.
         self._spaces: dict[int, Any] = {}
         for function in functions:
             self._add(function)
@@ -47,12 +48,12 @@ class Code:
             self._add_classes(type(value))
         known = None
         while known != (len(self._names), len(self._spaces)):
-            known = len(self._names), len(self._spaces)
+            known = (len(self._names), len(self._spaces))
             for space in list(self._spaces.values()):
                 self._look_into(space)
 
     def _add(self, value: Any) -> None:
-        """Follows what a name stands for."""
+        """Follows the value of a name."""
         kind = type(value)
         if issubclass(kind, type):
             self._add_classes(value)
@@ -124,7 +125,7 @@ class Code:
             self.places[id(cell), name] = Place(name, read, read())
 
     def values(self) -> Iterator[tuple[Any, str]]:
-        """Yields what the places hold that can change in itself, with its path."""
+        """Yields the mutable values of the places, with their paths."""
         for place in self.places.values():
             kind = type(place.value)
             is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
@@ -132,7 +133,7 @@ class Code:
                 yield place.value, place.path
 
 
-# Python calls these without their names.
+# Python calls these methods without a mention of their names.
 _SPECIAL = frozenset(
     f"__{name}__"
     for name in (
@@ -145,7 +146,7 @@ _SPECIAL = frozenset(
 
 
 def _function_of(value: Any) -> Callable[..., Any] | None:
-    """Returns the function that a name in a class or module calls, if it does."""
+    """Returns the function that runs if a name in a class or module is used, if any."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     if isinstance(value, property):

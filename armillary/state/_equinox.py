@@ -25,7 +25,7 @@ def _state_type() -> Any:
 
 
 def as_replica_state(state: Any) -> Any:
-    """Returns a copy of an `eqx.nn.State` that constants can be set in."""
+    """Returns a copy of an `eqx.nn.State` that accepts constants as new values."""
     return _make(_replica_type(), state)
 
 
@@ -45,7 +45,7 @@ def _make(kind: Any, state: Any) -> Any:
 
 @functools.cache
 def _replica_type() -> Any:
-    """Returns the class of the states that replicas get, made where Equinox is used."""
+    """Returns the class of replicas' states, made only if Equinox is used."""
     state_type = _state_type()
 
     @jax.tree_util.register_pytree_node_class
@@ -71,7 +71,7 @@ def _replica_type() -> Any:
 
 
 def _with_mesh_of(old: Any, new: Any) -> Any:
-    """Returns a value as the result of an operation, if it is a constant."""
+    """Turns a constant into the result of an operation, which has a mesh."""
     before, now = (jax.eval_shape(lambda value=value: value) for value in (old, new))
     is_alike = (before.shape, before.dtype) == (now.shape, now.dtype)
     is_real = now.dtype == bool or jnp.issubdtype(now.dtype, jnp.integer)

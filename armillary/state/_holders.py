@@ -1,8 +1,9 @@
-"""What may hold what: the kinds of objects that a walk looks into.
+"""The kinds of objects that a walk looks into, and how each kind holds others.
 
-A *holder* is an object that others can be put into, with one part for each way of
-holding. A function is searched by what it reaches by name: closure, globals, defaults,
-`self`. Values of libraries cannot hold a user's state, and plain ones hold nothing.
+A *holder* is an object that can hold other objects, with one `Part` for each way of
+holding. A function holds the objects that it reaches by name: its closure, globals,
+defaults and `self`. Objects of libraries cannot hold a user's state, and plain values
+hold nothing.
 """
 
 import collections
@@ -23,8 +24,8 @@ from armillary._traceback import Owner, owner_of_class, owner_of_function
 from armillary.state import _keras, _nnx
 from armillary.state._slots import ABSENT, PLAIN, join, join_keys
 
-# Classes of libraries that hold what a user puts into them. By name, so that none is
-# imported for it.
+# Classes of libraries that hold a user's objects. They are listed by name, so that
+# this module imports none of them.
 _TRANSPARENT = {
     "armillary.keras._scheduled.ModelStep",
     "armillary.keras._trainer.KerasEvaluator",
@@ -49,7 +50,7 @@ FUNCTION_TYPES = (
     functools.partial,
     COMPILED_FUNCTION,
 )
-# Where a function leads to another one, under no name of its own.
+# Entries of a function that lead to an inner function, and are not part of a path.
 _INNER = ("function", "wrapped")
 
 
@@ -63,7 +64,10 @@ class Kind(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What an object (or its `__dict__`) held in one way when it was looked at."""
+    """The names and values that an object held in one way when it was looked at.
+
+    `source` is the object or its `__dict__`.
+    """
 
     source: Any
     kind: Kind
@@ -80,15 +84,16 @@ class Part(NamedTuple):
 
 
 def join_captured(path: str, name: str) -> str:
-    """Returns the path of what a function at `path` captured."""
+    """Returns the path of a value that a function at `path` captured."""
     name = "" if name in (*_INNER, "code") else name.partition(" #")[0]
     return f"{path}/{name}" if path and name else path or name
 
 
 def _look_at_items(source: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
     while True:
-        names, values = list(source), list(source.values())
-        if len(names) == len(values):  # else another thread was at it
+        names = list(source)
+        values = list(source.values())
+        if len(names) == len(values):  # Otherwise another thread changed it.
             return names, values
 
 
@@ -157,12 +162,12 @@ def is_opaque(kind: type) -> bool:
 
 
 def part_of(source: Any, kind: Kind) -> Part:
-    """Returns what an object holds in one way."""
+    """Returns the names and values that an object holds in one way."""
     return Part(source, kind, *kind.look(source))
 
 
 def parts_of(value: Any) -> list[Part]:
-    """Returns how `value` holds others; nothing if it is no holder."""
+    """Returns the parts of `value`; an empty list if it is not a holder."""
     return _parts_fn(type(value))(value)
 
 
@@ -177,7 +182,8 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if issubclass(kind, FUNCTION_TYPES):
         return lambda value: [part_of(value, _CAPTURED)] if is_function(value) else []
     ways = [way for kinds, way in _CONTAINERS if issubclass(kind, kinds)]
-    is_node, is_keras = _nnx.is_node_type(kind), _keras.is_node_type(kind)
+    is_node = _nnx.is_node_type(kind)
+    is_keras = _keras.is_node_type(kind)
     # The metrics of this library are objects of NNX like any other.
     if is_opaque(kind) and not (is_node or is_keras):
         return lambda value: [part_of(value, way) for way in ways]
@@ -208,7 +214,7 @@ def _is_leaf(kind: type) -> bool:
 
 
 def is_unchanging(part: Part) -> bool:
-    """Returns whether what a part holds stays: a tuple, or a frozen class's slots."""
+    """Returns whether a part cannot change: a tuple, or a frozen class's slots."""
     if part.kind is _TUPLE:
         return True
     parameters = getattr(type(part.source), "__dataclass_params__", None)
@@ -216,9 +222,9 @@ def is_unchanging(part: Part) -> bool:
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields what a holder holds, by name, except for weak proxies.
+    """Yields the names and values in a holder, except for weak proxies.
 
-    A proxy whose object is gone raises an error whatever it is asked.
+    A proxy whose object is gone raises an error for every operation.
     """
     for part in parts_of(holder):
         for name, value in part.pairs:
@@ -227,14 +233,14 @@ def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_mutable_leaf(value: Any) -> bool:
-    """Returns whether a value can change, but holds nothing that is looked into."""
+    """Returns whether a value is mutable, but cannot hold a user's state."""
     return isinstance(value, set) or (
         isinstance(value, np.ndarray) and bool(value.flags["W"])
     )
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Returns the `__dict__` of an object, without telling its class."""
+    """Returns the `__dict__` of an object, and runs no code of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -254,7 +260,7 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 
 def is_claimed(value: Any) -> bool:
-    """Returns whether a value is looked into on its own rather than as a pytree."""
+    """Returns whether a walk looks into a value itself, and not as a pytree."""
     kind = type(value)
     if _is_leaf(kind):
         return False
@@ -265,12 +271,13 @@ def is_claimed(value: Any) -> bool:
         return True
     if issubclass(kind, Iterator):
         return True  # It cannot be looked into, and JAX warns if told to flatten it.
-    # A registered class (an Equinox module, a Flax struct) is a value made of leaves.
+    # A class that is registered as a pytree (an Equinox module, a Flax struct) is not
+    # claimed: it is a value that consists of leaves.
     return jax.tree_util.all_leaves([value]) and bool(parts_of(value))
 
 
 def children_of(value: Any) -> Iterable[Any]:
-    """Returns what a pytree holds at its first level; nothing for a leaf."""
+    """Returns the children of a pytree at its first level; none for a leaf."""
     kind = type(value)
     if kind in (dict, collections.OrderedDict, collections.defaultdict):
         return value.values()
@@ -289,20 +296,20 @@ def is_frozen(value: Any) -> bool:
     if not held or is_claimed(value) or not dataclasses.is_dataclass(value):
         return False
     try:
-        setattr(value, *next(iter(held.items())))  # what it holds
+        setattr(value, *next(iter(held.items())))  # the value that it has already
     except dataclasses.FrozenInstanceError:
         return True
     return False
 
 
 def is_function(value: Any) -> bool:
-    # A method or a partial leads to the user's objects whoever wrote its function.
+    # A method or a partial can hold a user's objects, even around a library's function.
     is_bound = isinstance(value, functools.partial | types.MethodType)
     return is_bound or _is_of_user(value)
 
 
 def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yields what a function can reach by name, and what it wraps can."""
+    """Yields the names and values that a function, or one inside it, can reach."""
     for name, value in entries_of(fn).items():
         if name in _INNER:
             yield from captured(value)
@@ -311,15 +318,15 @@ def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def entries_of(fn: Any) -> dict[str, Any]:
-    """Returns what a function captured itself, by name, each name once."""
+    """Returns the values that a function itself captured, by name."""
     if isinstance(fn, functools.partial):
         arguments = {f"argument {i}": value for i, value in enumerate(fn.args)}
         return {"function": fn.func, **arguments, **fn.keywords}
     if isinstance(fn, types.MethodType):
         return {"self": fn.__self__, "function": fn.__func__}
     if isinstance(fn, COMPILED_FUNCTION):
-        # Only a compiled function: a Python wrapper has a closure of its own, which
-        # leads to the function it wraps.
+        # Only for a compiled function: a Python wrapper has a closure that leads to
+        # the function it wraps.
         return {"wrapped": getattr(fn, "__wrapped__", None)}
     return _entries_of_function(fn) if _is_of_user(fn) else {}
 
@@ -342,13 +349,13 @@ def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
     entries |= {f"default #{i}": value for i, value in enumerate(defaults)}
     names = sorted(global_names(fn) & fn.__globals__.keys())
     entries |= {name: fn.__globals__[name] for name in names}
-    # `armillary.function` and others keep what they wrap where no search looks.
+    # The objects of `armillary.function` are not searched for the function they wrap.
     wrapped = getattr(fn, "__wrapped__", None)
     return entries if wrapped is None else entries | {"wrapped": wrapped}
 
 
 def _is_of_user(value: Any) -> bool:
-    """Returns whether `value` is a Python function of the user's, or one compiled."""
+    """Returns whether `value` is a function that the user wrote, compiled or not."""
     if isinstance(value, COMPILED_FUNCTION):
         return _is_of_user(getattr(value, "__wrapped__", None))
     if isinstance(value, functools.partial):
@@ -362,7 +369,7 @@ def _is_of_user(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> frozenset[str]:
-    # Not `co_names`, which holds the names of attributes too.
+    # `co_names` would not do, because it also holds the names of attributes.
     names = {
         str(instruction.argval)
         for instruction in dis.get_instructions(code)

@@ -1,8 +1,8 @@
 """Slots in Keras variables: the only file that touches private attributes of Keras.
 
-Keras lets a traced function assign to any variable, and leaves a value of the trace in
-it; `guarded_writes` refuses that. Keras takes seconds to import, so this file looks for
-it among the modules that are loaded.
+In Keras, a traced function can assign to any variable, and leaves a value of the trace
+in it. `guarded_writes` refuses that. Keras takes seconds to import, so this file looks
+for it among the modules that are loaded.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from armillary.state._slots import Role, Slot
 if TYPE_CHECKING:
     import keras
 
-# What each value of `aggregation`, which Keras sets itself, says a variable is for.
+# The role of a variable, by the value of `aggregation` that Keras sets.
 _ROLES = {
     "sum": Role.METRIC,
     "mean": Role.BATCH_STATISTIC,
     "only_first_replica": Role.FIRST_REPLICA,
 }
 _SEED_NAME = "seed_generator_state"
-# What the objects of Keras hold besides their configuration, and what follows from it.
+# Attributes of Keras objects that are neither configuration nor derived from it.
 _INTERNAL = frozenset(
     {
         *("_auto_config", "_build_shapes_dict", "_call_signature", "_called"),
@@ -41,8 +41,8 @@ _INTERNAL = frozenset(
         *("predict_function", "quantize", "test_function", "train_function"),
     }
 )
-# Lists of what the other attributes hold as well: looked at last, so that a variable
-# has the name of its attribute.
+# Lists of objects that other attributes hold as well. They are searched last, so that a
+# variable gets the name of its attribute.
 _STORES = (
     *("_layers", "_metrics", "_seed_generators"),
     *("_trainable_variables", "_non_trainable_variables", "_variables"),
@@ -55,7 +55,8 @@ _VARIABLE_ATTRIBUTES = (
 class KerasSlot(Slot):
     def __init__(self, variable: "keras.Variable", path: str) -> None:
         super().__init__(variable, "_value", path, put=setattr)
-        self.variable, self.key = variable, id(variable)
+        self.variable = variable
+        self.key = id(variable)
         self.role = _ROLES.get(variable.aggregation, Role.PLAIN)
         if variable.name == _SEED_NAME:
             self.role = Role.RANDOM_KEY
@@ -70,17 +71,17 @@ def keras_module() -> Any:
 
 
 def follow_keras() -> None:
-    """Lets `fit` of Keras, if that is loaded, run under the strategy of its model."""
+    """Makes `fit` of Keras run under the strategy of its model, if Keras is loaded."""
     if keras_module() is not None:
         importlib.import_module("armillary.keras._fit").follow()
 
 
 def check_backend() -> None:
-    """Raises if Keras, which is loaded, does not run on JAX."""
+    """Raises if the loaded Keras does not run on JAX."""
     backend = sys.modules["keras"].config.backend()
     if backend != "jax":
         raise ImportError(
-            f"Keras runs on the backend {backend!r}, but Armillary needs it on JAX. "
+            f"Keras runs on the backend {backend!r}, but Armillary needs JAX. "
             "Set the environment variable `KERAS_BACKEND=jax` before the first "
             "`import keras`."
         )
@@ -123,21 +124,21 @@ def value_of(variable: "keras.Variable") -> Any:
 
 
 def set_value(variable: "keras.Variable", value: jax.Array) -> None:
-    """Puts an array into a variable as it is, wherever it lies."""
+    """Puts an array into a variable without moving it to another device."""
     variable._value = value
 
 
 def visible_names(attributes: dict[str, Any]) -> list[str]:
-    """Returns which attributes of a Keras object matter, in the order to look."""
+    """Returns the attributes of a Keras object to search, in order."""
     is_optimizer = "_trainable_variables_indices" in attributes
-    # An optimizer lists the variables that it trains, which are not its own.
+    # An optimizer lists the variables that it trains, which belong to the model.
     hidden = {*_INTERNAL, "_trainable_variables"} if is_optimizer else _INTERNAL
     own = [name for name in attributes if name not in hidden and name not in _STORES]
     return own + [name for name in _STORES if name in attributes and name not in hidden]
 
 
 def public_name(name: Any) -> Any:
-    """Returns an attribute's name as paths have it: `kernel` for `_kernel`."""
+    """Returns an attribute's name in paths: `kernel` for `_kernel`."""
     return name.lstrip("_") or name if isinstance(name, str) else name
 
 
@@ -154,7 +155,8 @@ def guarded_writes(
         yield
         return
     _install_guard()
-    before, _guards.stack = _guards.stack, (*_guards.stack, (lifted, explain))
+    before = _guards.stack
+    _guards.stack = (*before, (lifted, explain))
     try:
         yield
     finally:
@@ -170,7 +172,7 @@ _guards = _Guards()
 
 @functools.cache
 def _install_guard() -> None:
-    """Lets `_direct_assign` ask the guard of this thread, if there is one."""
+    """Makes `_direct_assign` check the guard of this thread, if there is one."""
     kind: Any = sys.modules["keras"].Variable
     assign = kind._direct_assign
 

@@ -1,8 +1,9 @@
 """Turns code that mutates slots into a pure function, and back.
 
 Lifting a function is four steps: put other arrays (tracers) into the slots, run the
-function, collect what the slots hold now, put the old arrays back. The objects never
-change hands. What else Python has done to them stays done, as under `jax.jit`.
+function, collect the new arrays from the slots, put the old arrays back. The user's
+objects stay the same objects. Other changes that Python made to them are not undone,
+as under `jax.jit`.
 """
 
 import contextlib
@@ -34,9 +35,10 @@ from armillary.state._walk import (
 class State:
     """The slots that `roots` reach, read and written as one flat list of arrays.
 
-    `reads` are the attributes of the first root that steps have looked at so far, which
-    grows with them; `None` if nobody keeps count: then everything matters. `functions`
-    are those that a program is made of: what their code reads by name is watched, too.
+    `reads` holds the attributes of the first root that steps have read so far. Every
+    step may add some. If it is `None`, nobody records the reads, and every attribute
+    counts. `functions` are the functions that a program consists of: the values that
+    their code reads by name are watched, too.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class State:
         functions: Collection[Callable[..., Any]] = (),
     ) -> None:
         warn_if_untested()  # Every step begins here.
-        self.roots, self._reads = tuple(roots), reads
+        self.roots = tuple(roots)
+        self._reads = reads
         self._functions = functions
         self._walk = Walk(self.roots)
         self.slots: tuple[Slot, ...] = tuple(
@@ -63,11 +66,11 @@ class State:
 
     @functools.cached_property
     def kinds(self) -> tuple[LeafKind, ...]:
-        """What each array is for, in the order of `paths`."""
+        """The role of each array, in the order of `paths`."""
         return tuple(kind for slot in self.slots for kind in slot.kinds())
 
     def place_of(self, index: int) -> str:
-        """Returns how messages name an array."""
+        """Returns the name of an array in messages."""
         for slot, start, stop in self.ranges:
             if start <= index < stop:
                 return slot.places()[index - start]
@@ -95,17 +98,23 @@ class State:
         return State(self.roots, self._reads, self._functions)
 
     def watch(self) -> None:
-        """Begins to watch what the steps have looked at by now."""
+        """Begins to watch the values that the steps have read by now."""
         self.__dict__.pop("_watch", None)
         self.__dict__.pop("_code_watch", None)
         _ = self._watch, self._code_watch
 
     def is_current(self) -> bool:
-        """Returns whether a new search would find the same, but for what slots hold."""
+        """Returns whether a new search would find the same objects and plain values.
+
+        The arrays in the slots do not count.
+        """
         return self._watch.is_current() and self._code_watch.is_current()
 
     def signature(self) -> tuple[Any, ...]:
-        """Returns what a compiled program depends on, but for plain values."""
+        """Returns the properties of the slots that a compiled program depends on.
+
+        A program also depends on plain values, which `is_current` compares.
+        """
         return tuple(
             (
                 type(slot),
@@ -118,7 +127,7 @@ class State:
         )
 
     def changes_since(self, old: "State") -> dict[str, str]:
-        """Returns, by path, what is another than in `old`, but for arrays."""
+        """Returns the plain values that are not the same as in `old`, by path."""
         before, now = (
             {**each._code_watch.facts(), **find_facts(each._walk, self._names)}
             for each in (old, self)
@@ -126,19 +135,19 @@ class State:
         return find_differences(before, now)
 
     def note_read(self, name: str) -> None:
-        """Hears that a step is about to look at an attribute of the first root."""
+        """Records that a step is about to read an attribute of the first root."""
         if self._reads is not None:
             self._reads.add(name)
 
     def look(self) -> Walk:
-        """Returns all that the roots lead to now, for `changes_between`."""
+        """Returns a walk over the objects of now, for `changes_between`."""
         walk = Walk(self.roots)
         walk.copy(walk.nodes.keys(), is_read=False)
         return walk
 
     def changes_between(self, before: Walk, after: Walk) -> dict[str, str]:
         """Returns, by path, the plain values that a step changed when traced."""
-        # Of those that no step has looked at, only what it has rebound.
+        # An attribute that no step has read counts only if the step assigned to it.
         names = self._names
         if names is not None:
             nodes = (walk.nodes[id(walk.roots[0][0])] for walk in (before, after))
@@ -173,7 +182,7 @@ class State:
 
     @contextlib.contextmanager
     def attributes_kept(self) -> Iterator[None]:
-        """Gives objects their attributes back in the end, as to a model in training."""
+        """Restores the attributes of all objects at the end, such as `training`."""
         nodes = Walk(self.roots).nodes.values()
         parts = [part for node in nodes for part in node.parts]
         try:
@@ -187,7 +196,7 @@ class State:
 
     @contextlib.contextmanager
     def moved(self) -> Iterator[Callable[[], None]]:
-        """Gives a function that moves what may be changed here into another trace."""
+        """Gives a function that moves the variables of this trace into another one."""
         variables = [s.variable for s in self.slots if isinstance(s, _nnx.NnxSlot)]
         variables = [each for each in variables if _nnx.is_here(each)]
         nodes = [node for node in self._nodes if _nnx.is_here(node)]
@@ -212,7 +221,7 @@ class State:
         return {id(node) for node in self._nodes} | {slot.key for slot in self.slots}
 
     def move_new(self, other: "State") -> None:
-        """Moves what `other` does not have into the current trace, to stay."""
+        """Moves variables that `other` lacks into the current trace for good."""
         for slot in self.slots:
             if isinstance(slot, _nnx.NnxSlot) and not other.holds(slot.variable):
                 _nnx.move_variable(slot.variable)
@@ -223,9 +232,9 @@ class State:
     def collect(
         self, before: Sequence[Any], step_name: str, new_places: Sequence[str] = ()
     ) -> list[Any]:
-        """Returns what the slots hold after a step, inside `swapped`.
+        """Returns the arrays in the slots after a step, inside `swapped`.
 
-        Raises if a loop cannot carry that, or if there are `new_places`.
+        Raises if a loop cannot carry these arrays, or if there are `new_places`.
         """
         changes: list[str] = []
         leaves: list[Any] = []
@@ -251,9 +260,10 @@ class State:
         )
         if "PerReplica" in lines:
             way_out = (
-                "A `PerReplica` holds a value for each replica: reduce it in the step "
-                '(`armillary.all_reduce("mean", gradients)`), so that all have the '
-                'same, and take that one: `strategy.reduce("mean", value)`.'
+                "A `PerReplica` holds a value for each replica, but a slot needs one "
+                "value. Make the replicas' values equal in the function given to `run` "
+                '(`armillary.all_reduce("mean", gradients)`), and then take one value '
+                '(`strategy.reduce("mean", value)`).'
             )
         raise StateStructureError(
             f"`{step_name}` changed {len(changes)} of "
@@ -263,14 +273,14 @@ class State:
         )
 
     def find_new_places(self, after: Walk) -> list[str]:
-        """Returns what is wrong with places that a step put arrays into."""
+        """Returns a line for each place that a step put an array into in vain."""
         keys = {slot.key for slot in self.slots}
         paths = {slot.path for slot in self.slots}
         found = [
-            f"{slot.path}: in a new object that the step made, while the loop carries "
-            "what the old one holds: assign to that (`variable[...] = value`, "
-            "`setattr`), or make its class a pytree "
-            "(`jax.tree_util.register_dataclass`), so that a new value takes its place"
+            f"{slot.path}: in a new object that the step made, but the loop carries "
+            "the arrays of the old object: assign to the old object "
+            "(`variable[...] = value`, `setattr`), or make its class a pytree "
+            "(`jax.tree_util.register_dataclass`), so that a new value can replace it"
             if slot.path in paths
             else f"{slot.path}: made by the step, so nothing carries it to the next one"
             for key, slot in after.slots.items()
@@ -285,7 +295,7 @@ class State:
 
 
 def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
-    """Takes arrays of a trace out of plain places that hold some; returns these."""
+    """Removes arrays of a trace from plain places, and returns these places."""
     left = [
         slot
         for slot in slots_of(roots)
@@ -301,7 +311,7 @@ def find_slots(root: Any, path: str = "") -> list[Slot]:
 
 
 def strong(leaf: Any) -> jax.Array:
-    """Returns `leaf` as an array whose dtype does not give way in arithmetic."""
+    """Returns `leaf` as an array without JAX's weak type."""
     array = as_array(leaf)
     if getattr(array, "weak_type", False):  # key arrays have no such attribute
         return jax.lax.convert_element_type(array, array.dtype)

@@ -1,8 +1,8 @@
 """Slots in Flax NNX variables: the only file that touches private attributes of Flax.
 
-NNX refuses to mutate an object under another trace than its own, so lifting moves
-variables and nodes into the trace of the step, and back. NNX takes longer to import
-than all of Armillary, so this file imports it where there is a variable of it.
+NNX refuses to mutate an object outside of the trace in which it was made. So lifting
+moves variables and nodes into the trace of the step, and back. NNX takes longer to
+import than all of Armillary, so this file imports it only for objects of NNX.
 """
 
 import functools
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 class NnxSlot(Slot):
     def __init__(self, variable: "nnx.Variable", path: str) -> None:
         super().__init__(variable, "_raw_value", path, is_state=lambda _: True)
-        self.variable, self.key = variable, id(variable)
+        self.variable = variable
+        self.key = id(variable)
         self.role = _role_of(type(variable))
         self.annotations = dict(variable.get_metadata())
 
     def _is_alike(self, value: Any, treedef: Any) -> bool:
-        # The optimizers of Flax make a `State` of a list.
+        # The optimizers of Flax turn a list into a `State`.
         from flax import nnx
 
         is_state = isinstance(value, nnx.State)
@@ -44,7 +45,8 @@ class NnxSlot(Slot):
         return super().is_of_optimizer()
 
     def swap(self, leaves: Sequence[Any]) -> Callable[[], None]:
-        move_back, put_back = move_variable(self.variable), super().swap(leaves)
+        move_back = move_variable(self.variable)
+        put_back = super().swap(leaves)
 
         def restore() -> None:
             put_back()
@@ -54,12 +56,12 @@ class NnxSlot(Slot):
 
 
 def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:
-    """Returns the raw values of many variables, in one go."""
+    """Returns the raw values of many variables, in one pass."""
     return list(map(_get_raw, variables))
 
 
 def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> None:
-    """Puts raw values into many variables, in one go."""
+    """Puts raw values into many variables, in one pass."""
     if variables:
         from flax import nnx
 
@@ -68,7 +70,7 @@ def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> Non
 
 
 def is_variable(value: Any) -> bool:
-    # Not `isinstance`, which runs code of Flax's for every value in a walk.
+    # Not `isinstance`, which would run code of Flax for every value in a walk.
     return is_variable_type(type(value))
 
 
@@ -103,12 +105,12 @@ def is_of_optimizer(variable: "nnx.Variable") -> bool:
     """Returns whether a variable holds a part of the state of Optax."""
     from flax import nnx
 
-    # The count of steps that an `nnx.Optimizer` has itself is of another type.
+    # The step counter of an `nnx.Optimizer` itself has a different type.
     return isinstance(variable, nnx.OptArray | nnx.OptVariable)
 
 
 def kind_of(variable: "nnx.Variable", held_by: Any = None) -> LeafKind:
-    """Returns what the value of a variable is for, which lies in a pytree there."""
+    """Returns the kind of a variable's value; `held_by` is its parent in a pytree."""
     role = _role_of(type(variable))
     if role is Role.METRIC and _is_welford(held_by):
         role = Role.PLAIN
@@ -116,7 +118,7 @@ def kind_of(variable: "nnx.Variable", held_by: Any = None) -> LeafKind:
 
 
 def _is_welford(state: Any) -> bool:
-    """Returns whether a `State` is what `nnx.split` makes of a Welford metric."""
+    """Returns whether a `State` comes from `nnx.split` of a Welford metric."""
     from flax import nnx
 
     is_state = isinstance(state, nnx.State | dict)
@@ -127,7 +129,7 @@ def merges_by_sum(value: Any) -> bool:
     """Returns whether the state of a metric on several replicas adds up."""
     from flax import nnx
 
-    # That of Welford's algorithm holds a running mean, which does not.
+    # Welford's algorithm has a running mean, which does not add up.
     return not isinstance(value, nnx.metrics.Welford)
 
 
@@ -180,6 +182,6 @@ def _make_trace_state() -> Any:
     return tracers.TraceState()
 
 
-# A loop over hundreds of variables that Python runs itself would cost as much as a
-# small step on the device.
+# In C, because a Python loop over hundreds of variables would cost as much as a small
+# step on the device.
 _get_raw = operator.attrgetter("_raw_value")

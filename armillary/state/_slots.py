@@ -26,14 +26,14 @@ PLAIN = frozenset(
     {
         *(str, bytes, int, float, complex, bool, type(None), type, slice, range),
         *(types.ModuleType, types.BuiltinFunctionType, types.CodeType),
-        # One that is dead raises whatever it is asked, even for its class.
+        # A dead proxy raises an error for every operation, even for its class.
         *weakref.ProxyTypes,
     }
 )
-"""Types of values that hold nothing, and are told apart by looking at them."""
+"""Types of values that hold no other values, and can be compared by `==`."""
 
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
-"""What a place holds that is not there."""
+"""The value of a place that does not exist."""
 
 ANY_ARRAY = object()
 """Stands for an array in messages that do not describe it."""
@@ -47,7 +47,8 @@ def are_plain(values: Iterable[object]) -> bool:
 def are_constant(values: Collection[object]) -> bool:
     """Returns whether many values are plain, or tuples of plain values at any depth.
 
-    A list of files with their labels has a million of them: Python looks at each in C.
+    For example, a list of files with their labels may have a million entries, so the
+    loops over the values run in C.
     """
     return _are_nests_of_plain(values, (tuple,))
 
@@ -83,7 +84,7 @@ def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> 
 
 def is_array(value: object) -> bool:
     """Returns whether a value is an array that a program can take."""
-    # JAX runs Python code to answer, which a walk asks for every value.
+    # `isinstance` with `jax.Array` runs Python code, and a walk checks every value.
     return _may_be_array(type(value)) and isinstance(value, jax.Array)
 
 
@@ -113,7 +114,7 @@ def is_equal(a: object, b: object) -> bool:
 
 
 class Role(enum.Enum):
-    """What a slot is for, as far as its library says so."""
+    """The purpose of a slot, if the library of its variable says so."""
 
     PLAIN = "plain"
     METRIC = "metric"
@@ -160,10 +161,11 @@ def has_trait(value: Any, trait: Trait) -> bool:
 
 
 class Slot:
-    """One place that holds arrays, in a pytree of which all else must stay as it is.
+    """One place that holds an array, or a pytree with arrays.
 
-    `is_leaf` tells which parts of the value are slots or objects of their own,
-    `is_state` which leaves are arrays to carry. There is a path for each of these.
+    Only the arrays of the pytree may change. `is_leaf` returns whether a part of the
+    value is a slot or an object of its own, and `is_state` whether a leaf is an array
+    to carry. `paths` has a path for each of these arrays.
     """
 
     variable: Any = None  # of NNX or Keras, whose value this is
@@ -181,8 +183,12 @@ class Slot:
         is_leaf: Callable[[Any], bool] | None = None,
         is_state: Callable[[Any], bool] = is_array,
     ) -> None:
-        self.source, self.name, self.path = source, name, path
-        self._get, self._put, self._is_claimed = get, put, is_leaf
+        self.source = source
+        self.name = name
+        self.path = path
+        self._get = get
+        self._put = put
+        self._is_claimed = is_leaf
         self.key: Hashable = (id(source), name)
         self.annotations: dict[str, Any] = {}
         value = self.get()
@@ -194,12 +200,13 @@ class Slot:
             )
         leaves = [leaf for _, leaf in entries]
         self._leaf_paths = self._name_leaves(entries)
-        self._is_state, self.is_dynamic = is_state, list(map(is_state, leaves))
+        self._is_state = is_state
+        self.is_dynamic = list(map(is_state, leaves))
         self._positions = [i for i, dynamic in enumerate(self.is_dynamic) if dynamic]
         self.paths = tuple(self._leaf_paths[i] for i in self._positions)
-        # The leaves that are no arrays, and `None` in place of those that are.
+        # The leaves that are not arrays, with `None` in the place of each array.
         self._static = [None if is_state(leaf) else leaf for leaf in leaves]
-        # JAX looks for leaves of its own much faster if it need not ask.
+        # JAX flattens much faster without a Python function to call.
         has_objects = is_leaf is not None and any(map(is_leaf, self._static))
         self._is_leaf_if_any = is_leaf if has_objects else None
         # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
@@ -215,7 +222,7 @@ class Slot:
         return [(path, leaf) for path, leaf, dynamic in triples if not dynamic]
 
     def get(self) -> PyTree:
-        """Returns what the place holds, or `ABSENT`."""
+        """Returns the value of the place, or `ABSENT`."""
         try:
             return self._get(self.source, self.name)
         except (AttributeError, LookupError):
@@ -225,7 +232,7 @@ class Slot:
         self._put(self.source, self.name, value)
 
     def raw(self) -> Any:
-        """Returns what the place holds, for `is_same_raw` to tell if it changes."""
+        """Returns the value of the place, in a form that `is_same_raw` can compare."""
         value = self.get()
         if isinstance(value, jax.Array):
             return value
@@ -254,7 +261,7 @@ class Slot:
         return [leaves[i] for i in self._positions]
 
     def _is_alike(self, value: Any, treedef: Any) -> bool:
-        """Returns whether another structure is as good as the one that was found."""
+        """Returns whether a new structure counts as the one that was found."""
         del value, treedef
         return False
 
@@ -266,11 +273,11 @@ class Slot:
         self.put(values[0] if self.is_leaf else self.treedef.unflatten(values))
 
     def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
-        """Puts other arrays into the place; returns what `raw` then returns."""
+        """Puts other arrays into the place; returns the new result of `raw`."""
         if not isinstance(raw, Held):
             self.put(leaves[0])
             return leaves[0]
-        # To look at hundreds of leaves again would cost as much as a small step.
+        # Flattening hundreds of leaves again would cost as much as a small step.
         values = list(raw.leaves)
         for index, leaf in leaves.items():
             values[self._positions[index]] = leaf
@@ -284,16 +291,16 @@ class Slot:
         return lambda: self.put(old)
 
     def kinds(self) -> list[LeafKind]:
-        """Returns what each array is for, in the order of `paths`."""
+        """Returns the kind of each array, in the order of `paths`."""
         kind = LeafKind(self.role, self.annotations.get("aggregation"))
         return [kind] * len(self.paths)
 
     def places(self) -> list[str]:
-        """Returns how messages name the arrays, in the order of `paths`."""
+        """Returns the arrays' names in messages, in the order of `paths`."""
         return list(self.paths)
 
     def is_parameter(self) -> bool:
-        """Returns whether it is a variable of a kind that is trained."""
+        """Returns whether the slot is a variable of a kind that is trained."""
         return False
 
     def is_of_optimizer(self) -> list[bool]:
@@ -313,12 +320,12 @@ class Slot:
         return self._is_claimed is not None and self._is_claimed(value)
 
     def _is_same(self, old: Any, new: Any) -> bool:
-        # An object that is equal to another may hold other arrays.
+        # Two equal objects may hold different arrays.
         return old is new or (not self._is_own(old) and is_equal(old, new))
 
 
 class Held(NamedTuple):
-    """What a place holds in a container, which may be changed from within."""
+    """The structure and the leaves of a container that can be changed in place."""
 
     treedef: Any
     leaves: list[Any]
@@ -353,7 +360,7 @@ def describe(leaf: PyTree) -> str:
 
 
 def became(old: Any, new: Any) -> str:
-    """Returns what a place held and holds, with the types of values that look alike."""
+    """Returns a text on the old and new value; types if the values look the same."""
     before = "an array" if old is ANY_ARRAY else describe(old)
     now = describe(new)
     if before == now and type(old) is type(new):

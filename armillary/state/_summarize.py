@@ -1,7 +1,6 @@
-"""What a model consists of: its arrays, their shapes and sizes, as a table.
+"""A table of a model's arrays with their shapes and sizes; a reader of global steps.
 
-Only shapes and dtypes are looked at, so abstract arrays do as well, and no device is
-touched. Also reads a global step, whatever holds it.
+Only shapes and dtypes are read. So the arrays may be abstract, and no device is used.
 """
 
 import collections
@@ -36,13 +35,16 @@ class StepCounter:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], int]:
-        """Returns what gives the step as it is now; a program takes no scalar over."""
+        """Returns a function that returns the step of now, even after more steps.
+
+        No program reuses the memory of a scalar, so the array can still be read later.
+        """
         step = self._read()
         return lambda: int(np.asarray(step))
 
 
 def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
-    """Returns what reads the current global step, the argument `name`."""
+    """Returns a reader of the global step that a user gave as the argument `name`."""
     if _keras.is_variable(global_step):
         return StepCounter(functools.partial(_keras.value_of, global_step))
     if _nnx.is_variable(global_step):
@@ -62,15 +64,16 @@ class ArrayRow:
     """One array of a model.
 
     Attributes:
-        path: Where it is, such as `encoder/dense/kernel`.
-        shape: Its shape, over all devices.
-        dtype: Its dtype, by name.
-        kind: The type of its variable, such as `"Param"`; `"array"` without one.
-        is_parameter: Whether it is trained, as far as its kind tells: an `nnx.Param`, a
-            weight of a Keras layer that is no statistic of batches, or, in a pytree, an
-            array of real or complex numbers.
-        count: How many numbers it holds.
-        bytes: How much memory they take, once.
+        path: The place of the array, such as `encoder/dense/kernel`.
+        shape: The shape of the whole array, over all devices.
+        dtype: The name of the dtype.
+        kind: The type of the variable, such as `"Param"`; `"array"` if the array is in
+            no variable.
+        is_parameter: Whether the array is trained, judging by its kind. Parameters are
+            each `nnx.Param`, each weight of a Keras layer except batch statistics, and,
+            in a pytree, each array of real or complex numbers.
+        count: The number of elements.
+        bytes: The size of one copy in memory.
     """
 
     path: str
@@ -84,7 +87,7 @@ class ArrayRow:
 
 @dataclass(frozen=True)
 class ModuleSize:
-    """How many numbers the parameters of one part hold, and how much memory."""
+    """The number of parameters in one part of a model, and their size in memory."""
 
     name: str
     count: int
@@ -93,7 +96,10 @@ class ModuleSize:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What `summarize` found: the arrays, each once. Printed, it is a table."""
+    """The arrays of a model, each once, as `summarize` returns them.
+
+    Print it to see a table.
+    """
 
     rows: tuple[ArrayRow, ...]
 
@@ -104,17 +110,17 @@ class ModelSummary:
 
     @property
     def count(self) -> int:
-        """How many numbers the parameters hold."""
+        """The number of elements in all parameters."""
         return _sum("parameters", self.parameters).count
 
     @property
     def bytes(self) -> int:
-        """How much memory the parameters take, once."""
+        """The size of one copy of the parameters in memory."""
         return _sum("parameters", self.parameters).bytes
 
     @property
     def modules(self) -> list[ModuleSize]:
-        """The parts that the model divides into first, the largest in front."""
+        """The parts into which the model divides first, the largest part first."""
         inner = [row.path.split("/")[:-1] for row in self.parameters]
         columns = (set(names) for names in zip(*inner, strict=False))
         shared = 1 + len(
@@ -144,29 +150,33 @@ class ModelSummary:
 
 
 def _sum(name: str, rows: list[ArrayRow]) -> ModuleSize:
-    count, size = sum(row.count for row in rows), sum(row.bytes for row in rows)
-    return ModuleSize(name, count, size)
+    return ModuleSize(
+        name,
+        count=sum(row.count for row in rows),
+        bytes=sum(row.bytes for row in rows),
+    )
 
 
 @hides_frames
 def summarize(model: Any) -> ModelSummary:
     """Returns the arrays of a model, with their shapes, dtypes and sizes.
 
-    For example `print(armillary.summarize(model))`. No device is touched. Of a large
-    model that is nowhere yet, the abstract one will do: that of `nnx.eval_shape`.
+    For example, `print(armillary.summarize(model))` prints them as a table. No device
+    is used. If a model is too large to make here, pass the abstract model that
+    `nnx.eval_shape` returns.
 
     Args:
         model: An NNX or Keras module, an Equinox module or any other pytree of arrays
             or `jax.ShapeDtypeStruct`, or an object that holds such things.
 
     Raises:
-        TypeError: If there is no array in it.
+        TypeError: If `model` has no array.
     """
     rows = tuple(_find_rows(model))
     if not rows:
         raise TypeError(
-            f"`model` is of type {type(model).__name__}, in which there are no arrays. "
-            "Pass a model that has its parameters (build a Keras model, or call it "
+            f"`model` is of type {type(model).__name__}, and holds no arrays. Pass a "
+            "model that already has its parameters (build a Keras model, or call it "
             "once), or a pytree of arrays."
         )
     return ModelSummary(rows)
@@ -176,8 +186,8 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
     walk = Walk([(model, "")])
     slots = walk.slots.values()
     has_variables = any(slot.variable is not None for slot in slots)
-    # A pytree may hold abstract arrays. What JAX does not know, such as an object of
-    # the user's, is a leaf of it.
+    # A pytree may hold abstract arrays. Objects of classes that JAX does not know are
+    # leaves of it.
     leaves = [] if has_variables else jax.tree_util.tree_leaves_with_path(model)
     kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
     arrays = [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, kinds)]
@@ -204,10 +214,10 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
 
 
 def _row(path: str, array: Any, kind: str, is_parameter: bool) -> ArrayRow:
-    shape, dtype = tuple(array.shape), array.dtype
+    shape = tuple(array.shape)
     count = math.prod(shape)
-    size = count * dtype.itemsize
-    return ArrayRow(path, shape, str(dtype), kind, is_parameter, count, size)
+    size = count * array.dtype.itemsize
+    return ArrayRow(path, shape, str(array.dtype), kind, is_parameter, count, size)
 
 
 def _is_number(array: Any) -> bool:

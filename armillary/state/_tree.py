@@ -1,9 +1,9 @@
-"""Slots that hold pytrees: each array's kind, by the nodes that it lies in.
+"""Slots that hold pytrees, and the kind of each array, from the nodes around it.
 
-A library without variables shows what an array is for by its place: Linen keeps batch
-statistics in a collection with that name, Equinox in an `eqx.nn.State`. The state of a
-pure step is a pytree all the way down, so there the variables of an `nnx.State` are
-nodes as well, and a step may return new ones.
+In a library without variables, the place of an array shows its kind. For example, Linen
+keeps batch statistics in a collection with this name, and Equinox in an `eqx.nn.State`.
+The state of a pure step is a pytree all the way down. So the variables of an
+`nnx.State` are nodes as well, and a step may return new variables.
 """
 
 import re
@@ -33,29 +33,29 @@ _BATCH_STATISTICS = "batch_stats"
 
 
 class Leaf(NamedTuple):
-    """A leaf of a pytree, the keys that lead to it, and the nodes that it lies in."""
+    """A leaf of a pytree, the keys that lead to it, and the nodes around it."""
 
     keys: tuple[Any, ...]
     value: Any
     above: tuple[Any, ...] = ()
 
     def path(self, root: str) -> str:
-        """Returns the path as checkpoints have it: `state/params/kernel`."""
+        """Returns the path in checkpoints, such as `state/params/kernel`."""
         return join_keys(root, self.keys)
 
     def place(self, root: str) -> str:
-        """Returns the leaf as Python has it: `state.params['kernel']`."""
+        """Returns the expression in Python, such as `state.params['kernel']`."""
         return place_of(root, self.keys)
 
 
 def place_of(root: str, keys: Sequence[Any]) -> str:
-    """Returns the expression that reads what some keys lead to."""
+    """Returns the Python expression that some keys stand for."""
     shown = jax.tree_util.keystr(tuple(keys))
     return root + re.sub(r"\[<flat index (\d+)>\]", r"[\1]", shown)
 
 
 def children_with_keys(node: Any) -> list[tuple[tuple[Any, ...], Any]] | None:
-    """Returns what a node of a pytree holds at its first level; `None` for a leaf."""
+    """Returns the children of a node of a pytree with their keys; `None` for a leaf."""
     entries, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda part: part is not node
     )
@@ -74,7 +74,7 @@ def leaves_of(
     if children is None:
         yield Leaf(keys, tree, above)
         return
-    # A variable has one value, which paths do not name.
+    # A variable has one value, and its key is left out of paths.
     depth = 1 if _nnx.is_variable(tree) else 0
     for own, child in children:
         inner = (*keys, *own[depth:])
@@ -82,7 +82,7 @@ def leaves_of(
 
 
 def is_object(value: Any) -> bool:
-    """Returns whether a pure step passes a value on as it is, such as a module."""
+    """Returns whether a pure step treats a value as one leaf, such as a module."""
     return not _nnx.is_variable(value) and is_claimed(value)
 
 
@@ -114,7 +114,7 @@ class PureSlot(TreeSlot):
         super().__init__(source, name, path, get=get, put=put, is_leaf=is_object)
 
     def _leaves(self) -> list[Leaf]:
-        # Not kept, because leaves hold tracers inside a step.
+        # Not cached, because leaves hold tracers inside a step.
         leaves = leaves_of(self.get(), is_object)
         return [leaf for leaf in leaves if self._is_state(leaf.value)]
 
@@ -148,23 +148,23 @@ class PureStateOwner:
     """An object whose attribute `state` is the state of a pure step."""
 
     def _kind_of_leaf(self, leaf: Leaf) -> LeafKind:
-        """Returns what a leaf of the state is for."""
+        """Returns the kind of a leaf of the state."""
         return kind_of(leaf)
 
     def _place_of_leaf(self, leaf: Leaf) -> str:
-        """Returns how messages name a leaf of the state."""
+        """Returns the name of a leaf of the state in messages."""
         return leaf.place(PURE_STATE)
 
 
 def pure_path_of(slot: Slot, path: str) -> str | None:
-    """Returns the path of a leaf below the trainer, if it is of a pure step's state."""
+    """Returns the path of a leaf below the trainer, if a pure step's state holds it."""
     if not isinstance(slot, PureSlot):
         return None
     return PURE_STATE + path.removeprefix(slot.path)
 
 
 def kind_of(leaf: Leaf) -> LeafKind:
-    """Returns what an array in a pytree is for, as its libraries show."""
+    """Returns the kind of an array in a pytree, from the libraries of its nodes."""
     for depth, node in enumerate(leaf.above):
         if _nnx.is_variable(node):
             held_by = leaf.above[depth - 1] if depth else None

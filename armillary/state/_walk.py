@@ -1,14 +1,16 @@
 """One walk over everything that some objects reach: slots and plain values alike.
 
-The walk follows attributes (those in `__slots__`, too), items and pytrees, and for
-functions their closures and the globals their code names. It is a loop over a stack, so
-that neither depth nor cycles end it. What it leaves is a graph of `Node`s.
+The walk follows attributes (also in `__slots__`), items and pytrees. For functions it
+follows their closures and the globals that their code names. It is a loop over a stack,
+so deep nests and cycles do not stop it. Its result is a graph of `Node`s.
 
-A walk takes long, and hardly ever finds anything new. So `Watch` compares what every
-holder held by identity, in passes that Python makes in C: those that a step may have
-looked at, and those that lead to state. What another walk found is told by two
-dictionaries of plain values, by path, where objects of one type and place are alike: a
-metric made anew for every loop changes nothing, and a number anywhere in a nest does.
+A walk takes long, and hardly ever finds anything new. So `Watch` compares by identity
+what the holders held with what they hold now, in passes that Python makes in C. It
+watches the holders that a step may have read, and the holders that lead to state.
+
+To say what changed, `find_differences` compares the plain values of two walks by path.
+A new object of the same type at the same path counts as unchanged, such as a metric
+that every loop creates. A number that changed anywhere in a nest counts as a change.
 """
 
 import collections
@@ -62,14 +64,14 @@ from armillary.state._tree import (
     is_object,
 )
 
-# Of nests that are deeper (or reach themselves), JAX can make no tree.
+# JAX cannot flatten nests that are deeper than this, or that contain themselves.
 _MAX_TREE_DEPTH = 100
 _MANY_BYTES = 1 << 20
 _END = object()
 
 
 class Node(NamedTuple):
-    """A holder that was found; without parts, a value that can change in itself."""
+    """A holder that was found. Without parts, it is a mutable value, such as a set."""
 
     value: Any
     path: str
@@ -102,7 +104,7 @@ class Walk:
         self._passes_over = are_constant if finds_plain else hold_no_arrays
         self.nodes: dict[int, Node] = {}
         self.slots: dict[Any, Slot] = {}
-        # Which holders each one leads to, with the name of the place.
+        # For each holder, the holders it leads to, with the name of the place.
         self.edges: dict[int, list[tuple[Any, int]]] = collections.defaultdict(list)
         # Arrays that nothing carries, such as those in a closure, by path.
         self.constants: list[tuple[str, Any]] = []
@@ -133,7 +135,7 @@ class Walk:
             self._push(value, path, parts)
 
     def _add_state(self, task: _Task) -> bool:
-        """Adds what holds arrays; returns whether that is all there is to look at."""
+        """Adds a value that holds arrays; returns whether the value is now done."""
         value, path = task.value, task.path
         if is_array(value):
             if not self._add_place(task):
@@ -170,8 +172,9 @@ class Walk:
                     self._tasks.append(_Task(held, place, part, name, above))
 
     def _add_place(self, task: _Task) -> bool:
-        """Adds the place of an array, or a pytree with arrays; returns if it is one."""
-        value, part, above = task.value, task.part, task.above
+        """Adds a place if it holds an array or a pytree with arrays; returns if so."""
+        value = task.value
+        part = task.part
         if part is None or part.kind.put is None:
             return False
         is_pure = self._owner_of_pure_state(task) is not None
@@ -181,17 +184,19 @@ class Walk:
                 return False
             slot = self._make_slot(task)
         except (RecursionError, TypeError, ValueError):
-            # JAX makes no tree of it, such as of a dict with mixed keys.
+            # JAX cannot flatten it: for example, a dict with mixed keys.
             return False
-        self._add(slot, above)
+        self._add(slot, task.above)
         self._tasks.extend(
-            _Task(leaf, leaf_path, above=above)
+            _Task(leaf, leaf_path, above=task.above)
             for leaf_path, leaf in reversed(slot.others)
         )
         return True
 
     def _make_slot(self, task: _Task) -> Slot:
-        part, name, path = task.part, task.name, task.path
+        part = task.part
+        name = task.name
+        path = task.path
         assert part is not None
         get = part.kind.get
         put = part.kind.put
@@ -241,12 +246,18 @@ class Walk:
     @functools.cached_property
     def compiled(self) -> list[Any]:
         """The functions of `jax.jit` that lead to slots."""
-        nodes, kind = self.nodes, COMPILED_FUNCTION
-        found = [key for key, node in nodes.items() if isinstance(node.value, kind)]
-        return [nodes[key].value for key in found if key in self.leading_to_slots]
+        return [
+            node.value
+            for key, node in self.nodes.items()
+            if isinstance(node.value, COMPILED_FUNCTION)
+            and key in self.leading_to_slots
+        ]
 
     def forget_programs(self) -> None:
-        """Has these be traced again: their programs hold what the slots held."""
+        """Clears the caches of `compiled`, whose programs hold the slots' old values.
+
+        The next call of such a function traces it again.
+        """
         for function in self.compiled:
             function.clear_cache()
 
@@ -256,7 +267,7 @@ class Walk:
 
     @functools.cached_property
     def globals(self) -> set[tuple[int, Any]]:
-        """The globals of functions that lead to no state: they are constants."""
+        """The globals of functions that do not lead to state, and so are constants."""
         return {
             (holder, name)
             for holder, node in self.nodes.items()
@@ -265,7 +276,7 @@ class Walk:
         }
 
     def copy(self, holders: Collection[int], *, is_read: bool) -> list[tuple[Any, Any]]:
-        """Copies what can change in itself; large arrays only if steps read them."""
+        """Copies values that are mutable; large arrays only if steps read them."""
         for holder in holders:
             value = self.nodes[holder].value
             if self.nodes[holder].parts or holder in self._copies:
@@ -276,7 +287,7 @@ class Walk:
         return [(self.nodes[each].value, self._copies[each]) for each in reached]
 
     def fact(self, value: Any) -> Any:
-        """Returns what a place held, to be compared with what it holds elsewhere."""
+        """Returns a value in the form in which two walks are compared."""
         node = self.nodes.get(id(value))
         if node is not None and node.parts:
             return Found(value, type(value), node.path)
@@ -332,7 +343,7 @@ def _has_arrays(value: Any) -> bool:
 
 
 def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
-    """Returns whether `value` is a tree, as JAX knows them, with arrays in it."""
+    """Returns whether `value` is a pytree with arrays in it."""
     if len(above) > _MAX_TREE_DEPTH or id(value) in above:
         raise RecursionError("no tree")
     children = children_of(value)
@@ -352,7 +363,7 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
 class Watch:
     """Watches the holders that a walk found, except for slots and constants.
 
-    Of the first root, the attributes of these names matter; `None` stands for all.
+    Only the attributes in `names` of the first root count; `None` stands for all.
     """
 
     def __init__(
@@ -362,13 +373,14 @@ class Watch:
         *,
         copies_large: bool | None = None,
     ) -> None:
-        reached, leading = walk.reached_from(names), walk.leading_to_slots
+        reached = walk.reached_from(names)
+        leading = walk.leading_to_slots
         root = 0 if names is None else id(walk.roots[0][0])
         without: dict[int, set[Any]] = collections.defaultdict(set)
         for key in (*walk.slots, *walk.globals):
             if isinstance(key, tuple):
                 without[key[0]].add(key[1])
-        # What is iterated over to see what is held; and parts to look at again.
+        # Containers to iterate over, and parts to look at again with Python code.
         self._views: list[Iterable[Any]] = []
         self._looks: list[tuple[Part, Collection[Any], list[str] | None]] = []
         self._metadata: list[tuple[Any, Any]] = []
@@ -381,7 +393,7 @@ class Watch:
                     only = sorted({*leads, *(names or ())}.difference(left_out))
                     self._looks.append((part, (), only))
                 elif is_unchanging(part):
-                    continue  # and what it holds is watched by itself
+                    continue  # Its contents are watched on their own.
                 elif part.kind is METADATA:
                     self._metadata.append((part.source, part.held))
                 elif left_out or part.kind not in (ITEMS, ATTRIBUTES, SEQUENCE):
@@ -390,7 +402,7 @@ class Watch:
                     self._views.append(part.source)
                     held += part.values
                 else:
-                    # An object of NNX has a record of their names among the values.
+                    # An object of NNX has a record of its names among the values.
                     if not _nnx.is_node(walk.nodes[holder].value):
                         self._views.append(part.source)
                         held += part.names
@@ -408,7 +420,7 @@ class Watch:
             _pick(part_of(part.source, part.kind), left_out, only)
             for part, left_out, only in self._looks
         )
-        # `_END` comes last, and no value before it is that.
+        # `_END` comes last and is unique, so a shorter or longer list is a difference.
         now = itertools.chain.from_iterable([*self._views, *looks, (_END,)])
         return (
             all(map(operator.is_, now, self._held))
@@ -418,10 +430,10 @@ class Watch:
 
 
 class CodeWatch:
-    """Watches what code reads by name, apart from what leads to state.
+    """Watches the values that code reads by name, unless they lead to state.
 
-    That is the code of `functions`, of those that a walk found, and of the classes of
-    the objects among these.
+    It looks at the code of `functions`, of the functions that a walk found, and of the
+    classes of the objects that it found.
     """
 
     def __init__(
@@ -440,12 +452,12 @@ class CodeWatch:
         self._watch = Watch(self._walk, None, copies_large=True)
 
     def is_current(self) -> bool:
-        """Returns whether the names stand for what they stood for, unchanged."""
+        """Returns whether the names still stand for the same, unchanged values."""
         is_same = all(place.read() is place.value for place in self._places)
         return is_same and self._watch.is_current()
 
     def facts(self) -> dict[tuple[str, Any], Any]:
-        """Returns what the names stood for, by path."""
+        """Returns the values that the names stood for, by path."""
         facts = find_facts(self._walk, None)
         for place in self._places:
             facts.setdefault((place.path, None), self._walk.fact(place.value))
@@ -453,12 +465,12 @@ class CodeWatch:
 
 
 def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list[Any]:
-    """Returns names and what they hold, or only what some of them hold."""
+    """Returns the names and values of a part, or the values of the names in `only`."""
     if only is not None:
         held = part.held
         return [held.get(name, ABSENT) for name in only]
     kept = [value for name, value in part.pairs if name not in left_out]
-    # Numbers are the names in a list, and have no identity.
+    # The names in a list are its indices, and numbers have no identity.
     return kept if part.kind is SEQUENCE else [*part.names, *kept]
 
 
@@ -477,7 +489,7 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
                 place = part.kind.join(walk.nodes[holder].path, name)
                 slot = walk.slots.get((id(part.source), name))
                 if slot is None:
-                    # A dictionary may have an attribute and an item of one name.
+                    # A dictionary may have an attribute and an item of the same name.
                     key = (name, part.kind) if (place, name) in facts else name
                     facts[place, key] = walk.fact(value)
                     continue
@@ -492,13 +504,18 @@ def find_differences(
     new: Mapping[tuple[str, Any], Any],
     fixed: Collection[int] = (),
 ) -> dict[str, str]:
-    """Returns what differs between two walks; `fixed` ids have no stand-ins."""
+    """Returns a sentence for each path whose value differs between two walks.
+
+    A new object of the same type counts as unchanged, unless the `id` of the old object
+    is in `fixed`.
+    """
     found = {}
     for key in {**old, **new}:
-        before, now = old.get(key, ABSENT), new.get(key, ABSENT)
+        before = old.get(key, ABSENT)
+        now = new.get(key, ABSENT)
         if not _is_alike(before, now, fixed):
             found[key[0]] = _became(before, now)
-    # What holds others says enough.
+    # The line of a holder is enough, so the lines below it are left out.
     return {p: text for p, text in found.items() if p.rpartition("/")[0] not in found}
 
 
@@ -510,7 +527,7 @@ def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
 
 
 def _became(old: Any, new: Any) -> str:
-    """Returns a sentence on what a place held and holds."""
+    """Returns a sentence on the old and the new value of a place."""
     old, new = (each.value if isinstance(each, Found) else each for each in (old, new))
     if old is ABSENT:
         return f"{describe(new)} was put there"

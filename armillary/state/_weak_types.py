@@ -1,8 +1,9 @@
-"""Names the leaves of a pure step's state whose dtype `jax.jit` would let grow.
+"""Explains an error of JAX for leaves of a pure step's state with weak types.
 
-A leaf made of Python numbers has a weak type: in a loop of `jax.jit` it takes the dtype
-of what it is added to. The state of a trainer keeps its dtypes, since a loop is one
-program, so JAX refuses the same step there, without the name of the leaf.
+A leaf that was made from Python numbers has a weak type. In a loop of `jax.jit`, such a
+value takes the dtype of the value that is added to it. The state of a trainer keeps its
+dtypes, because a loop is one program. So JAX refuses the same step in a trainer, but
+its error does not name the leaf.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ from armillary.state._slots import is_array
 from armillary.state._tree import PURE_STATE, is_object, leaves_of
 from armillary.typing import Batch, PyTree
 
-# How JAX refuses a loop or a branch whose values change their types.
+# Parts of JAX's errors for a loop or a branch whose values change their types.
 _REFUSALS = ("must have equal types", "must have identical types")
 
 
 def find_weak(state: PyTree) -> frozenset[str]:
-    """Returns the paths of the leaves of a state that are made of Python numbers."""
+    """Returns the paths of the leaves of a state with weak types."""
     return frozenset(
         leaf.path(PURE_STATE)
         for leaf in leaves_of(state, is_object)
@@ -38,7 +39,7 @@ def explained_types(
     batches: tuple[Batch, ...],
     weak: frozenset[str],
 ) -> Iterator[None]:
-    """Explains a `TypeError` of a step that would run if its state had weak types."""
+    """Explains a `TypeError` of a step that could run if its state had weak types."""
     try:
         yield
     except TypeError as error:
@@ -50,7 +51,7 @@ def explained_types(
             "`step` lets the dtype of its state grow in a loop or a branch, as JAX "
             "allows for arrays made of Python numbers (weak types). The state of a "
             f"trainer keeps its dtypes:\n{list_lines(lines)}\n"
-            f"Begin with the final dtype. JAX refuses it in these words: {error}"
+            f"Begin with the final dtype. The error of JAX is: {error}"
         ) from error
 
 
@@ -79,9 +80,9 @@ def _find_growing(
 
     try:
         after = jax.eval_shape(run, types)
-    except Exception:  # The types are not what it fails for.
+    except Exception:  # The step fails for a different reason.
         return []
-    lines = []
+    lines: list[str] = []
     for place, old, new in zip(places, types, after, strict=True):
         if old.dtype != new.dtype:
             shown = leaves[place].place(PURE_STATE)

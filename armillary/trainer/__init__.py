@@ -1,9 +1,9 @@
 """The inner loop: many steps in one device program.
 
-`_contract` is what a controller asks of any trainer; `StandardTrainer` and
-`StandardEvaluator` implement it around one step. Behind them a `Loop` moves through the
-data, with one `Program` for each shape of batch, which carries the state through the
-steps of a chunk on the device.
+`_contract` has the methods that a controller calls on any trainer. `StandardTrainer`
+and `StandardEvaluator` implement them around one step. They use a `Loop`, which moves
+through the data. It has one `Program` for each shape of batch. The program carries the
+state through the steps of a chunk on the device.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -1,9 +1,8 @@
 """Keeps two threads from running steps with the same state at the same time.
 
-A step that is traced, or that runs, has other values in the variables than the user's
-program sees. A second thread would find these values, and leave the state destroyed. So
-a trainer or an evaluator is claimed by the thread that runs it. Objects that share no
-state may run in different threads.
+While a step is traced or runs, the variables hold temporary values. A second thread
+would read these values, and destroy the state. So the thread that runs a trainer or an
+evaluator claims it. Objects that share no state may run in different threads.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ class _Claim(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where an object had its state when somebody looked, with the path of each."""
+    """The paths of an object's state by slot, as they were at the last search."""
 
     owner: weakref.ref[Any]
     paths: dict[Any, str]
@@ -67,7 +66,7 @@ def _check_apart(claim: _Claim, other: _Claim) -> None:
 
     shared = _find_shared(claim.owner, other.owner)
     if shared:
-        # The objects may hold other state than when somebody looked last.
+        # The objects may hold different state now, so search again.
         _places.pop(id(claim.owner), None)
         _places.pop(id(other.owner), None)
         shared = _find_shared(claim.owner, other.owner)
@@ -78,7 +77,8 @@ def _check_apart(claim: _Claim, other: _Claim) -> None:
 
 def _find_shared(owner: Any, other: Any) -> list[str]:
     """Returns the paths of the state that both objects reach."""
-    own, others = _find_places(owner), _find_places(other)
+    own = _find_places(owner)
+    others = _find_places(other)
     return [path for place, path in own.items() if place in others]
 
 
@@ -90,7 +90,7 @@ def _find_places(owner: Any) -> dict[Any, str]:
     try:
         slots = slots_of([(owner, "")])
     except StateStructureError:
-        return {}  # The step raises it as well, with its own words.
+        return {}  # The step raises it as well, with a better message.
 
     paths = {slot.key: slot.path for slot in slots}
     with contextlib.suppress(TypeError):  # An object without weak references.
@@ -102,7 +102,7 @@ def _refuse(claim: _Claim, other: _Claim, why: str) -> None:
     own, their = (type(each.owner).__name__ for each in (claim, other))
     raise ThreadError(
         f"Thread {claim.thread.name!r} {claim.verb} `{own}`, while thread "
-        f"{other.thread.name!r} {other.verb} `{their}`. {why} One thread at a time may "
-        "use the state of a step: wait for the other one (`thread.join()`), or give "
-        "each thread a trainer with a model of its own."
+        f"{other.thread.name!r} {other.verb} `{their}`. {why} Only one thread at a "
+        "time may use the state of a step. Wait for the other thread "
+        "(`thread.join()`), or give each thread a trainer with its own model."
     )

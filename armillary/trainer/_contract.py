@@ -1,7 +1,7 @@
-"""The inner loops: what a controller asks of a trainer and of an evaluator.
+"""The inner loops: the methods that a controller calls on trainers and evaluators.
 
-`StandardTrainer` and `StandardEvaluator` implement them around one compiled step;
-derive from the classes here to write an inner loop by hand.
+`StandardTrainer` and `StandardEvaluator` implement them around one compiled step. To
+write an inner loop by hand, derive from the classes here.
 """
 
 import abc
@@ -17,10 +17,11 @@ class PendingLoops:
         outputs: The output of each loop.
 
     Attributes:
-        num_steps: For how many steps there was data, over all loops. `None` if only
-            the global step tells.
-        may_overlap: Whether the next loops may start before anybody looks at these. A
-            trainer written by hand may return arrays that its next call donates.
+        num_steps: The number of steps that had data, over all loops. `None` if only
+            the global step shows it.
+        may_overlap: Whether the next loops may start before these outputs are read. By
+            default they may not, because a trainer may return arrays that its next call
+            donates.
     """
 
     num_steps: int | None = None
@@ -32,12 +33,12 @@ class PendingLoops:
     def fetch(self) -> list[Output]:
         """Returns the output of each loop, once the device has run them.
 
-        May be called in another thread than the one that started them.
+        It may be called in a different thread than `start`.
         """
         return self._outputs
 
     def check(self, step: int) -> None:
-        """Raises what went wrong in a step, if the trainer looks for that.
+        """Raises the error of a bad step, if the trainer checks its steps.
 
         Args:
             step: The global step before the loops, for messages.
@@ -58,8 +59,8 @@ class AbstractTrainer(abc.ABC):
 
     Attributes:
         data_exhausted: Whether the data ended before the last call of `train` had run
-            all its steps. A trainer sets it on each call where that may happen; the
-            controller then ends training cleanly at the step reached.
+            all its steps. If the data of a trainer can end, it sets this in each call.
+            The controller then ends training cleanly at the step reached.
     """
 
     data_exhausted: bool = False
@@ -68,56 +69,57 @@ class AbstractTrainer(abc.ABC):
     def train(self, num_steps: int) -> Output:
         """Runs `num_steps` training steps and advances the global step by as many.
 
-        As in Orbit, a trainer may give `num_steps` another meaning, such as epochs.
-        Then `steps_per_loop` of the controller counts these, and all other numbers of
+        As in Orbit, a trainer may give `num_steps` a different meaning, such as epochs.
+        Then `steps_per_loop` of the controller counts epochs, but all other numbers of
         steps count the global step. The controller logs a warning once.
 
         Args:
             num_steps: Steps to run, at least 1.
 
         Returns:
-            Scalars by name, nested as deep as wanted, or `None`. The controller logs
-            them and writes them as summaries.
+            Scalars by name, in nested dictionaries if you like, or `None`. The
+            controller logs them and writes them as summaries.
         """
 
     def prepare(self, steps_per_loop: int) -> None:
-        """Hears, before the first loop, how long loops are. Override as needed.
+        """Receives the length of loops before the first loop. Override as needed.
 
         Args:
-            steps_per_loop: Steps of a loop that nothing shortens.
+            steps_per_loop: Steps of a full loop. Some loops may be shorter.
         """
         del steps_per_loop
 
     def begin_epoch(self, epochs: int) -> int:
         """Begins the next pass over the data, if the last one has ended.
 
-        The controller calls this where training counts epochs. An override asks the
-        data, which alone knows how many passes are done, also after a restore. It
-        returns the number of the pass that is to be trained, from 1; 0 if all are done.
+        The controller calls this if training counts epochs. An override reads the
+        number of completed passes from the data, because the data also counts passes
+        from before a restore. It returns the number of the next pass, from 1, or 0 if
+        all passes are done.
 
         Args:
-            epochs: How many passes to train in all, at least 1.
+            epochs: The total number of passes to train, at least 1.
 
         Raises:
-            ValueError: If the trainer cannot count passes, as this one.
+            ValueError: If the trainer cannot count passes, like this base class.
         """
         raise ValueError(
-            f"`epochs` is {epochs}, but {type(self).__name__} does not say how many "
-            "passes over its data are done. Train up to a step "
+            f"`epochs` is {epochs}, but {type(self).__name__} does not count the "
+            "passes over its data. Train up to a step "
             "(`controller.train(steps)`), derive the trainer from `StandardTrainer`, "
             "or define `begin_epoch`."
         )
 
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
-        """Starts loops of training, and returns without waiting where it can.
+        """Starts loops of training, and returns without waiting if possible.
 
-        The controller calls this, and not `train`. By default it is one call of
-        `train`; override it if the device can work on while the host reports.
+        The controller calls this method instead of `train`. By default, it calls
+        `train` once. Override it if the device can continue while the host reports.
 
         Args:
             num_steps: Steps of each loop, at least 1.
-            num_loops: Most loops to start, at least 1. Starting fewer is fine. More
-                than one is asked for only if nothing has to happen between them.
+            num_loops: The largest number of loops to start, at least 1. You may start
+                fewer. It is more than 1 only if nothing is due between the loops.
 
         Returns:
             The loops that were started, at least one.
@@ -138,12 +140,12 @@ class AbstractEvaluator(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, num_steps: int) -> Output:
-        """Runs `num_steps` evaluation steps, or all that the data holds.
+        """Runs `num_steps` evaluation steps, or steps until the data ends.
 
         Args:
             num_steps: Steps to run, at least 1, or -1 to run until the data ends.
 
         Returns:
-            Scalars by name, nested as deep as wanted, or `None`. The controller logs
-            them and writes them as summaries.
+            Scalars by name, in nested dictionaries if you like, or `None`. The
+            controller logs them and writes them as summaries.
         """

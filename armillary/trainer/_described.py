@@ -1,4 +1,4 @@
-"""The program of a training loop for devices that are not there, made of types."""
+"""Traces a training loop from types, for devices that this machine does not have."""
 
 import math
 from collections.abc import Iterator
@@ -30,18 +30,18 @@ from armillary.xla._lowerings import Split
 class DescribedLoop(NamedTuple):
     """The program of a loop, to be lowered under `partitioned(split)`."""
 
-    fn: Any  # as of `Program.describe`
-    types: tuple[list[Any], list[Any]]  # with shardings over `mesh`
+    fn: Any  # from `Program.describe`
+    types: tuple[list[Any], list[Any]]  # of its arguments, with shardings over `mesh`
     mesh: AbstractMesh
     step: Any  # one of its steps, as a traced program
-    depth: int  # how many loops of the program are around a step
-    capacity: int  # steps for which it has room
-    num_shares: int  # parts of a batch, one for each replica if there are any
-    share_size: int  # examples of each in a step, of the first dataset, 0 without
-    num_parts: int  # in which a step takes them
-    chunk_bytes: int  # of batches, on each device
+    depth: int  # number of nested loops around a step in the program
+    capacity: int  # number of steps that fit into a chunk
+    num_shares: int  # number of parts of a batch, one for each replica
+    share_size: int  # examples in a share of the first dataset, or 0 without data
+    num_parts: int  # `accumulate_steps`
+    chunk_bytes: int  # bytes of batches on each device
     state_bytes: int
-    held_bytes: int  # of the state, on each device
+    held_bytes: int  # bytes of the state on each device
     compiler_options: dict[str, Any]
     split: Split | None
 
@@ -55,11 +55,11 @@ def described(
     steps_per_loop: int | None = None,
     per_replica_batch: int | None = None,
 ) -> Iterator[DescribedLoop]:
-    """Traces the loop of a trainer for devices that are not there, to be lowered."""
+    """Traces the loop of a trainer for other devices, to be lowered."""
     if trainer._has_own_train():
         raise ValueError(
-            f"{type(trainer).__name__} has a `train` of its own, so there is no loop "
-            "of this library to plan. Write its step as `train_step`."
+            f"{type(trainer).__name__} overrides `train`, so it has no loop of this "
+            "library that could be planned. Write its step as `train_step`."
         )
     with trainer._in_strategy() as strategy:
         run = trainer._get_train()
@@ -71,7 +71,7 @@ def described(
         options = method.options
         num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
-            layout = strategy.layout  # of those devices
+            layout = strategy.layout  # for the other devices
             gathers = [replace(each.gather, layout=layout) for each in datasets]
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
 
@@ -157,7 +157,7 @@ def _describe_chunk(
 
 
 def _count_held(types: PyTree) -> int:
-    """Returns how many bytes of arrays with shardings each device holds."""
+    """Returns the bytes that each device holds of arrays with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(types)

@@ -1,12 +1,13 @@
-"""Guards the loops of a trainer: values that are not finite, copies that differ.
+"""Checks the loops of a trainer for values that are not finite, and copies that differ.
 
 After each step, one pass checks the new values. Only if a value is infinite or not a
-number, a second pass counts whether an array has more of them than before the step. The
-result (`Health`) is passed from program to program. After a step that ended training,
-no other step has an effect, so nothing waits before the `LoopCheck` is resolved.
+number, a second pass counts whether an array has more such values than before the step.
+The result (`Health`) is passed from program to program. After a step that ended
+training, no other step has an effect. So nothing waits for the device before
+`LoopCheck.resolve`.
 
-Both passes are behind a branch, across which XLA merges no operations. So the step
-gives the same bits as without them.
+Both passes are behind a branch, and XLA merges no operations across a branch. So the
+step gives the same bits as without the checks.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,19 +45,23 @@ class Health(NamedTuple):
     """The health of the steps of one loop."""
 
     is_halted: Any  # whether no further step may have an effect
-    num_steps: Any  # that ran, with the one that stopped the loop
-    num_bad: Any  # how many of them were undone
-    first_bad: Any  # which of them was the first
-    counts: Any  # for each array of the state, how many values that one made bad
+    num_steps: Any  # number of steps that ran, including the step that stopped the loop
+    num_bad: Any  # number of steps that were undone
+    first_bad: Any  # index of the first step that was undone
+    counts: Any  # for each array of the state, the values that this step made bad
 
     @classmethod
     def start(cls, num_arrays: int) -> "Health":
-        zero, counts = np.int32(0), np.zeros(num_arrays, np.int32)
+        zero = np.int32(0)
+        counts = np.zeros(num_arrays, np.int32)
         return cls(np.bool_(False), zero, zero, zero, counts)
 
 
 class StepGuard:
-    """Decides, on all replicas alike, whether a step counts that changes `changed`."""
+    """Decides whether a step counts, or is undone, with one answer for all replicas.
+
+    `changed` has the indices of the arrays that the step changes.
+    """
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class StepGuard:
     def check(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
-        """Returns the arrays that the step may leave, and what is known after it."""
+        """Returns the arrays to keep after the step, and the new health."""
 
         def are_finite(arrays: Sequence[Any]) -> Any:
             if not arrays:
@@ -95,7 +100,7 @@ class StepGuard:
             return largest_on_replicas(self._mesh, _has_bad, arrays) == 0
 
         is_fine = jax.lax.cond(
-            # The compiler cannot know it; the other branch is never taken.
+            # Always true, but the compiler cannot know it, so it keeps the branch.
             health.num_steps >= 0,
             are_finite,
             lambda arrays: jnp.zeros((), jnp.bool_) & are_finite(arrays),
@@ -111,7 +116,7 @@ class StepGuard:
         )
 
     def _floats_of(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the floats to check; for an exact sum, NaN where a value was bad."""
+        """Returns the floats to check; an exact sum becomes NaN after a bad value."""
         return [
             _read_mark(arrays[place]) if place in self._sums else arrays[place]
             for place in self._checked
@@ -145,7 +150,7 @@ class StepGuard:
 def _is_counter_or_key(kind: LeafKind, dtype: Any) -> bool:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return True
-    # Narrow integers are quantized values, and those of a metric are parts of it.
+    # Narrow integers are quantized values, and integers in metrics are parts of sums.
     is_counter = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return is_counter and kind.role not in (Role.METRIC, Role.BATCH_STATISTIC)
 
@@ -167,26 +172,35 @@ def _count_bad(arrays: Sequence[Any]) -> Any:
 
 def is_bad(array: Any) -> Any:
     """Returns which values are infinite or not a number."""
-    # Types of one byte lack operations on some devices; all of them fit into these.
+    # Some devices lack operations for types of one byte. All of these fit into float32.
     is_small = array.dtype.itemsize == 1
     return ~jnp.isfinite(array.astype(jnp.float32) if is_small else array)
 
 
 class LoopGuard:
-    """Guards one loop after the other."""
+    """Checks one loop after the other."""
 
     def __init__(self, method: StepMethod) -> None:
-        self._method, strategy = method, method.strategy
+        self._method = method
+        strategy = method.strategy
         mesh = strategy.mesh if strategy.home is None else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
-        self._start, self._num_steps = Health.start(0), 0
+        self._start = Health.start(0)
+        self._num_steps = 0
         self._loop = LoopCheck(method.name, (), 0, [])
-        self.health: Health | None = None  # of the current loop, if somebody looks
+        # The health of the current loop, if `on_non_finite` is set.
+        self.health: Health | None = None
 
     def begin(
         self, paths: Sequence[str], position: tuple[Position, ...], num_steps: int
     ) -> None:
-        """Prepares for a loop over the state with these paths, from these positions."""
+        """Prepares for a loop.
+
+        Args:
+            paths: The paths of the arrays of the state.
+            position: The positions in the data at the start of the loop.
+            num_steps: The number of steps of the loop.
+        """
         self._loop = LoopCheck(self._method.name, paths, num_steps, [position])
         if self._method.options.on_non_finite is None:
             return
@@ -201,7 +215,7 @@ class LoopGuard:
             self._loop.positions.extend(positions)
 
     def finish(self, num_steps: int, arrays: Sequence[jax.Array]) -> None:
-        """Ends a loop in which `num_steps` steps ran, and left the state in arrays."""
+        """Ends a loop of `num_steps` steps, which left the state in `arrays`."""
         before = self._num_steps
         self._num_steps += num_steps
         interval = self._method.options.check_replicas_every
@@ -209,35 +223,38 @@ class LoopGuard:
             self._loop.checksums = self._comparison.start(arrays)
 
     def check(self, halt: Halt) -> "LoopCheck | None":
-        """Returns what is to be resolved of the loop that ended last, if anything."""
-        self._loop.health, self._loop.halt = self.health, halt
+        """Returns the check to resolve for the last loop, if it has one."""
+        self._loop.health = self.health
+        self._loop.halt = halt
         is_guarded = self.health is not None or self._loop.checksums is not None
         return self._loop if is_guarded else None
 
 
 @dataclass
 class LoopCheck:
-    """Tells whether the steps of one loop are good.
+    """The result of checking one loop, which `resolve` reads.
 
-    `halt` gets the positions of data before a bad step, and which arrays it left bad.
+    `halt` takes the positions in the data before a bad step, and the indices of the
+    arrays that the step left bad.
     """
 
     name: str
     paths: Sequence[str]
     num_steps: int
-    positions: list[tuple[Position, ...]]  # at its start, and after each of its steps
+    positions: list[tuple[Position, ...]]  # at the start, and after each step
     health: Health | None = None
     checksums: Any = None
     halt: Halt = lambda position, bad: None
 
     def fetch(self) -> None:
-        """Waits for the loop; may run in another thread than `resolve`, before it."""
+        """Waits for the loop; it may run in a different thread before `resolve`."""
         self.health, self.checksums = jax.device_get((self.health, self.checksums))
 
     def resolve(self, step: int | None = None) -> None:
         """Raises if a step ended training or replicas differ; logs skipped steps."""
         self.fetch()
-        health, count = self.health, self.num_steps
+        health = self.health
+        count = self.num_steps
         if self.checksums is not None:
             when = f"after {_where(step, count, count)}"
             check_equal(np.asarray(self.checksums), self.paths, when)
@@ -258,7 +275,7 @@ class LoopCheck:
         raise NonFiniteError(
             f"`{self.name}` left values that are not finite in {len(leaves)} of "
             f"{len(self.paths)} arrays, at {where}:\n{shown}\n"
-            f"The state is as it was before that step. {origin} Lower the learning "
+            f"The state is the same as before that step. {origin} Lower the learning "
             'rate, clip gradients, or set `on_non_finite="skip"` to leave such steps '
             "out.",
             step=None if step is None else step + first + 1,

@@ -2,7 +2,8 @@
 
 With these methods inside, one program can run many loops. This is possible if they need
 no Python, and only reset metrics, set arrays, and compute numbers from them. The user
-declares this (`compile_hooks=True`), or their code shows it.
+can declare this (`compile_hooks=True`). Otherwise, this file reads the code of the
+methods to find out.
 """
 
 import ast
@@ -23,11 +24,12 @@ from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.typing import Output
 
-BEGIN, END = "train_loop_begin", "train_loop_end"
+BEGIN = "train_loop_begin"
+END = "train_loop_end"
 _MARK = "needs_no_python"
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
-# Code that computes if its parts do.
+# Syntax that only computes if all its parts only compute.
 _NODES = (
     *(ast.Expr, ast.Return, ast.Pass, ast.Constant, ast.Dict, ast.List, ast.Tuple),
     *(ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context, ast.keyword),
@@ -47,7 +49,7 @@ class Hooks(NamedTuple):
 
     begin: TracedStep
     end: TracedStep  # its results are the leaves of the output
-    shape: Any  # the output, with the number of its leaf in the place of each
+    shape: Any  # the output, with an index into the leaves in place of each leaf
 
     def is_same(self, other: "Hooks") -> bool:
         return (
@@ -57,27 +59,30 @@ class Hooks(NamedTuple):
         )
 
     def outputs(self, num_loops: int, arrays: Sequence[Any]) -> list[Output]:
-        """Returns the output of each loop, from what a program put out for them."""
+        """Returns the output of each loop, from the output arrays of a program."""
         results = self.end.results
         rows = [results([each[i] for each in arrays]) for i in range(num_loops)]
         return [map_output(leaves.__getitem__, self.shape) for leaves in rows]
 
 
 def map_output(fn: Callable[[Any], Any], output: Any) -> Any:
-    """Returns an output with `fn` of each leaf; `jax.tree` would sort its names."""
+    """Applies `fn` to each leaf of an output, and keeps the order of its names.
+
+    `jax.tree.map` would sort the names.
+    """
     if isinstance(output, dict):
         return {name: map_output(fn, value) for name, value in output.items()}
     return jax.tree.map(fn, output)
 
 
 def without_python(hook: _Hook) -> _Hook:
-    """Marks a hook or metric of our own that may be traced, whatever its code calls."""
+    """Marks a hook or metric of this library that may be traced without a check."""
     setattr(hook, _MARK, True)
     return hook
 
 
 def need_python(owner: Any) -> bool:
-    """Returns whether the code of a trainer's hooks may do more than compute."""
+    """Returns whether a trainer's hooks may have effects that need Python."""
     for name in (BEGIN, END):
         if effect := find_effect(owner, name):
             logger.debug("`%s` runs in Python: %s", name, effect)
@@ -86,20 +91,28 @@ def need_python(owner: Any) -> bool:
 
 
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
-    """Traces the hooks; `None` if they stay in Python, which `is_asked` forbids."""
+    """Traces the hooks.
+
+    Returns:
+        The traced hooks, or `None` if they must run in Python. If the user asked for
+        compiled hooks (`is_asked`), that is an error instead.
+    """
     shapes: list[Any] = []
 
     def begin() -> None:
         owner.train_loop_begin()
 
     def end() -> list[Any]:
-        output, leaves, numbers = owner.train_loop_end(), [], itertools.count()
+        output = owner.train_loop_end()
+        leaves: list[Any] = []
+        numbers = itertools.count()
         map_output(leaves.append, output)
         shapes[:] = [map_output(lambda _: next(numbers), output)]
         return leaves
 
     try:
-        # A hook that changes more than arrays is refused: the next begins as it did.
+        # A hook that changes plain values is refused, so each trace starts from the
+        # same values.
         trace = functools.partial(
             trace_step,
             owner="the trainer",
@@ -124,13 +137,14 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
 
 def _refusal(name: str, changes: dict[str, str]) -> str:
     return (
-        f"`{name}` changes plain values ({', '.join(sorted(changes)[:5])}), which a "
-        "compiled program would do once, and not in every loop. Hold them in arrays."
+        f"`{name}` changes plain values ({', '.join(sorted(changes)[:5])}). A compiled "
+        "program would do this once, and not in every loop. Hold these values in "
+        "arrays."
     )
 
 
 def find_effect(owner: Any, name: str) -> str | None:
-    """Returns why Python must run a method of a trainer in every loop, if it must."""
+    """Returns the reason why Python must run a hook in every loop, or `None`."""
     method = getattr(type(owner), name)
     if getattr(getattr(owner, name), _MARK, False):
         return None
@@ -138,14 +152,13 @@ def find_effect(owner: Any, name: str) -> str | None:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
     except (OSError, SyntaxError, TypeError, ValueError):
         return "its code cannot be read"
-    if (
-        not isinstance(definition, ast.FunctionDef)
-        or definition.decorator_list
-        or not (inspect.isfunction(method) and definition.args.args)
-        or name in vars(owner)
-        or type(owner).__setattr__ is not object.__setattr__
-    ):
-        return "it is not a plain method of a plain class"
+    not_plain = "it is not a plain method of a plain class"
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        return not_plain
+    if not inspect.isfunction(method) or not definition.args.args:
+        return not_plain
+    if name in vars(owner) or type(owner).__setattr__ is not object.__setattr__:
+        return not_plain
     if not _is_text_of(definition, method.__code__):
         return "its file has changed since the program was started"
     reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
@@ -156,7 +169,7 @@ def find_effect(owner: Any, name: str) -> str | None:
 
 
 def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
-    """Returns whether a text is what was compiled: a file may be edited meanwhile."""
+    """Returns whether a method was compiled from this text, or its file was edited."""
     module = compile(ast.Module([definition], []), "<hook>", "exec")
     [own] = [each for each in module.co_consts if isinstance(each, types.CodeType)]
     parts = ("co_name", "co_code", "co_names", "co_varnames", "co_consts")
@@ -164,14 +177,19 @@ def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
 
 
 class _Reader:
-    """Tells code that only computes, and knows which names are local by now."""
+    """Checks statement by statement whether code only computes.
+
+    It collects the local names that the statements assign.
+    """
 
     def __init__(self, owner: Any, self_name: str, names: dict[str, Any]) -> None:
-        self._owner, self._self, self._globals = owner, self_name, names
+        self._owner = owner
+        self._self = self_name
+        self._globals = names
         self._locals: set[str] = set()
 
     def computes(self, node: ast.AST) -> bool:
-        """Returns whether code is known to do no more than compute."""
+        """Returns whether code is sure to compute, and to have no other effect."""
         match node:
             case ast.Assign(targets=[target], value=value):
                 return self.computes(value) and self._may_set(target, value)
@@ -205,10 +223,11 @@ class _Reader:
         return False
 
     def _is_exact(self, held: jax.Array, source: ast.AST) -> bool:
-        """Returns whether a kept value is the same in Python and in any program.
+        """Returns whether a new value of the state is the same in Python and compiled.
 
-        Where the data is cut, Python runs the hooks, and XLA rounds a program's sums
-        and products otherwise. An output may differ so, but not what is carried on.
+        If a loop is cut short, Python runs its hooks, but XLA may round sums and
+        products differently in a program. Such a difference is allowed in an output,
+        but not in the state, which is carried to the next loop.
         """
         if not jax.numpy.issubdtype(held.dtype, jax.numpy.inexact):
             return True
@@ -228,7 +247,7 @@ class _Reader:
         return self._globals.get(node.id) is jax.numpy
 
     def _find(self, node: ast.AST) -> Any:
-        """Returns what `self.a.b` holds, unless code of the user's would run."""
+        """Returns the value of `self.a.b`, unless that would run the user's code."""
         if isinstance(node, ast.Name) and node.id == self._self:
             return self._owner
         if not isinstance(node, ast.Attribute):
@@ -245,7 +264,7 @@ def _is_nnx(value: Any, kind: str) -> bool:
 
 
 def _is_metric(value: Any) -> bool:
-    """Returns whether a value is a metric of Flax made of such alone, or our own."""
+    """Returns whether a value is a metric of this library, or a plain one of Flax."""
     if getattr(type(value), _MARK, False):
         return True
     is_of_flax = type(value).__module__.startswith("flax.")

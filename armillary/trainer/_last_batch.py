@@ -1,4 +1,4 @@
-"""The last batch of a pass, which may be smaller, looked at before the first step."""
+"""Checks, before the first step, that a step can run on the last batch of a pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +24,14 @@ def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None
     Raises:
         BatchSizeError: If the replicas cannot share the batch, or the step refuses it.
     """
-    dataset, source = reader.dataset, reader.dataset.source
+    dataset = reader.dataset
+    source = dataset.source
     if not isinstance(source, IndexedDataset) or dataset.per_replica_batches:
         return
     is_full = source.repeat or source.drop_remainder
     num_rows = source.num_examples % source.batch_size
     place = reader.used.source or {"index": 0}
-    # A position of a run with another batch size may leave another rest.
+    # After a restore with a different batch size, the last batch may have another size.
     is_known = place["index"] % source.batch_size == 0
     if is_full or not num_rows or not is_known:
         return
@@ -40,11 +41,11 @@ def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None
 
 
 def _split(reader: BatchReader, num_rows: int) -> Iterator[Piece]:
-    """Yields what becomes of a batch of so many rows; nothing if it is dropped."""
+    """Yields the pieces of a batch with `num_rows` rows; nothing if it is dropped."""
     spec = reader.dataset.source_spec
     if spec is None:
         return
-    # Views of one number: nothing looks at the values.
+    # Views of one number, because only shapes and dtypes are used.
     rows = jax.tree.map(
         lambda leaf: np.broadcast_to(
             np.zeros((), leaf.dtype), (num_rows, *leaf.shape[1:])
@@ -63,8 +64,8 @@ def _explaining(source: IndexedDataset, num_rows: int) -> Iterator[None]:
     except BatchSizeError as error:
         raise BatchSizeError(
             f"`train_dataset` has {source.num_examples} examples in batches of "
-            f"{source.batch_size}, so the last batch of each pass has {num_rows}, with "
-            f"which no step can run: {error}\nNo step has run. Leave that batch "
+            f"{source.batch_size}, so the last batch of each pass has {num_rows}, and "
+            f"no step can run on it: {error}\nNo step has run yet. Leave that batch "
             "out (`drop_remainder=True`), let batches run across the ends of passes "
             "(`repeat=True`), or use another batch size."
         ) from error

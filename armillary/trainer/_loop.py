@@ -1,6 +1,7 @@
-"""Runs a user's step many times, over chunks of batches, by a program for each kind.
+"""Runs a user's step many times, with a compiled program for each kind of chunk.
 
-The first batches are only looked at: what a step takes of them shows when it is traced.
+At first, the loop only looks at the next batches. The trace of the step shows how many
+batches a step takes, and only then chunks can be built.
 """
 
 import contextlib
@@ -32,21 +33,21 @@ from armillary.trainer._runner import (
 from armillary.trainer._tracer import StepPrograms, run_eagerly
 from armillary.typing import PyTree
 
-# Programs shorter than this cost more to start than to run, where steps are small.
+# If steps are small, programs with fewer steps cost more to start than to run.
 FEW_STEPS = 20
-# More steps than this gain nothing.
+# Programs with more steps are not faster.
 _MANY_STEPS = 100
 
 
 def choose_chunk_size(num_steps: int) -> int:
-    """Returns how many steps a chunk has, for loops of so many."""
+    """Returns the number of steps in a chunk, for loops of `num_steps` steps."""
     several = max(FEW_STEPS // num_steps, 1) * num_steps
     return min(several, _MANY_STEPS)
 
 
 @contextlib.contextmanager
 def _collection_paused() -> Iterator[None]:
-    """Keeps Python from looking for garbage, while a trace makes much that stays."""
+    """Pauses garbage collection during a trace, which makes many objects that stay."""
     is_on = gc.isenabled()
     gc.disable()
     try:
@@ -57,15 +58,16 @@ def _collection_paused() -> Iterator[None]:
 
 
 class Loop:
-    """Runs one step of the user's over one nest of datasets."""
+    """Runs the user's step over one nest of datasets."""
 
     def __init__(self, method: StepMethod, run: Run) -> None:
-        self._method, self._strategy = method, method.strategy
+        self._method = method
+        self._strategy = method.strategy
         self.datasets = run.distribute(method.strategy)
         self._structure = flatten_datasets(run.datasets)[1]
         reads_ahead = method.options.read_ahead
         self._steps_per_chunk = method.options.steps_per_chunk if reads_ahead else 1
-        # Without data there is nothing to wait for.
+        # Without data, there is nothing to read ahead.
         self._prefetch = min((1, *(each.prefetch for each in self.datasets)))
         if not (self.datasets and reads_ahead):
             self._prefetch = 0
@@ -76,7 +78,7 @@ class Loop:
 
     def serves(self, method: StepMethod, run: Run) -> bool:
         own = self._method
-        # An evaluation opens it anew.
+        # An evaluation opens a closed feed again.
         is_open = method.is_evaluation or not self.feed.is_closed
         is_alike = method.keep_results == own.keep_results
         parts = (run.distribute(method.strategy), method.strategy, method.options)
@@ -96,7 +98,7 @@ class Loop:
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether a batch may be read before the step in front of it has run."""
+        """True if a batch may be read before the previous step has run."""
         has_data = len(self.datasets) > 0
         return not has_data or self._prefetch > 0 or self._steps_per_chunk != 1
 
@@ -125,7 +127,7 @@ class Loop:
         return num_done + 1
 
     def find_left(self) -> list[int]:
-        """Returns which datasets have batches that no step took, at the end."""
+        """Returns the indices of datasets with unused batches, after the last step."""
         return [
             index
             for index, reader in enumerate(self.feed.readers)
@@ -134,14 +136,14 @@ class Loop:
         ]
 
     def set_chunk_size(self, num_steps: int) -> None:
-        """Decides, once, how many steps a chunk has: other sizes are other programs."""
+        """Sets the number of steps in a chunk once, because each size is a program."""
         if self._steps_per_chunk is None:
             self._steps_per_chunk = choose_chunk_size(num_steps)
         if not self.feed.is_started:
             self._programs.loops_per_chunk = self._steps_per_chunk // num_steps
 
     def has_data(self) -> bool:
-        """Returns whether another step can run; waits for the data if it must."""
+        """Returns whether another step can run; may wait for the data."""
         if self.feed.is_started:
             return self._next_chunk() is not None
         with waiting_for_data(self.feed.queue, self._strategy):
@@ -164,7 +166,7 @@ class Loop:
 
     @_collection_paused()
     def _start_feed(self) -> None:
-        """Traces the step for the first batches, and makes chunks from here on."""
+        """Traces the step for the first batches, and starts to build chunks."""
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
         types = [reader.gather.types(batch) for reader, batch in pairs]
@@ -178,9 +180,10 @@ class Loop:
             batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self._method.options.max_chunk_bytes,
-            # Nothing runs in one process alone: the others must hear of it instead.
+            # A process must not raise an error alone: the other processes must receive
+            # it, too.
             gives_errors_at_once=self._strategy.layout.peers is not None,
-            # An evaluation changes no state that its data could read.
+            # An evaluation changes no state, so its data may always be read ahead.
             reads_ahead=self._reads_ahead and not self._method.is_evaluation,
         )
         self.feed.start(builder.build, self._prefetch)
@@ -194,16 +197,24 @@ class Loop:
 
     @_collection_paused()
     def count_loops(self, num_steps: int, num_loops: int) -> int:
-        """Finds the state; returns how many loops `run_loops` can run, with hooks."""
+        """Finds the state; returns the number of loops that `run_loops` can run.
+
+        It returns 0 if the hooks run in Python, or the data has ended.
+        """
         if self._programs.find_hooks() is None or (chunk := self._next_chunk()) is None:
             return 0
-        # Others have their hooks in Python.
         room = (chunk.num_steps - self.feed.offset) // num_steps
         return min(num_loops, room, self._programs.get(chunk).most_loops)
 
     def run_loops(self, num_steps: int, num_loops: int) -> tuple[list[Any], Any]:
-        """Runs loops as one program; returns arrays, and what makes outputs of them."""
-        hooks, flat, chunk = self._programs.hooks, self._programs.flat, self.feed.chunk
+        """Runs loops as one program.
+
+        Returns:
+            Arrays on the device, and a function from these arrays to the outputs.
+        """
+        hooks = self._programs.hooks
+        flat = self._programs.flat
+        chunk = self.feed.chunk
         assert hooks is not None and flat is not None and chunk is not None
         with flat.writing_back():
             arrays = self._start(flat, chunk, num_steps * num_loops, num_loops)
@@ -212,12 +223,12 @@ class Loop:
     # Steps alone
 
     def run(self, num_steps: int) -> int:
-        """Runs up to `num_steps` steps; returns how many there was data for."""
+        """Runs up to `num_steps` steps; returns the number of steps that had data."""
         self.set_chunk_size(num_steps)
         count = 0
         try:
-            # Not `sum`: an interrupted generator expression would live on in the
-            # traceback, and keep `_run` from giving the state back.
+            # Not `sum`: after an interrupt, the traceback would hold its generator
+            # expression, so `_run` would not write the state back.
             for num_done, _ in self._run(num_steps):
                 count += num_done
         except BaseException as error:
@@ -228,8 +239,9 @@ class Loop:
         return count
 
     def fail(self, error: BaseException) -> None:
-        """Ends a loop with an error, which gets a note on a bad step before it."""
-        check, self._guard.health = self.check(), None
+        """Ends a loop after an error; adds a note if there was a bad step before."""
+        check = self.check()
+        self._guard.health = None
         try:
             if check is not None:
                 check.resolve()
@@ -237,17 +249,17 @@ class Loop:
             error.add_note(f"Before that, {earlier}")
 
     def check(self) -> LoopCheck | None:
-        """Returns what is to be resolved of the last `run`, if it was guarded."""
+        """Returns the check of the last `run`, or `None` if it was not guarded."""
         return self._guard.check(self._halt)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
-        """Yields what each step returned; -1 runs until the data ends."""
+        """Yields the result of each step; -1 runs until the data ends."""
         self.set_chunk_size(FEW_STEPS if num_steps == -1 else num_steps)
         for _, results in self._run(num_steps):
             yield from results
 
     def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
-        """Yields how many steps ran, and what they returned, until enough did."""
+        """Yields numbers of steps that ran, and their results, up to `num_steps`."""
         if not self._method.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
@@ -274,14 +286,15 @@ class Loop:
             start = self.feed.offset
             count, full = _count(chunk.ends[start:], most, remaining)
             first = start if program.is_nested else 0
-            # The data may look at the state before the next step.
+            # If batches are not read ahead, the data may read the state before each
+            # step.
             is_seen = full == remaining or not self._reads_ahead
             arrays = self._start(flat, chunk, count, is_seen=is_seen)
             remaining -= full if remaining > 0 else 0
             if not self._method.keep_results:
                 yield full, []
                 continue
-            # Whoever gets the results may look at the state as well.
+            # The code that gets the results may also read the state.
             flat.write_back()
             indices = range(first, first + count)
             yield full, [program.results(arrays, index) for index in indices]
@@ -296,11 +309,14 @@ class Loop:
         *,
         is_seen: bool = True,
     ) -> list[jax.Array]:
-        """Starts steps of a chunk; returns the arrays put out.
+        """Starts steps of a chunk; returns the output arrays.
 
-        If the state after them `is_seen` by Python, it is put in its places.
+        If `is_seen`, Python may read the state after these steps, so the new arrays are
+        written into the user's objects.
         """
-        program, feed, guard = self._programs.get(chunk), self.feed, self._guard
+        program = self._programs.get(chunk)
+        feed = self.feed
+        guard = self._guard
         start = feed.offset
         with flat.lent(program.changed) as (donated, others):
             values, arrays, token, guard.health = program(
@@ -310,13 +326,13 @@ class Loop:
             flat.give(values, token)
             guard.add(chunk.positions[start : start + count])
             feed.commit(count)
-            feed.read_on()  # when the device has something to do
+            feed.read_on()  # only now, when the device has work to do
             if is_seen:
-                flat.write_back()  # here, since Ctrl-C is kept away
+                flat.write_back()  # in this block, where Ctrl-C is held back
         return arrays
 
     def detach(self, output: PyTree) -> PyTree:
-        """Returns an output that is whole, and stays when the next loop runs."""
+        """Returns an output with full arrays, which the next loop does not change."""
         flat = self._programs.flat
         return map_output(
             lambda leaf: as_whole(leaf.copy() if flat and flat.owns(leaf) else leaf),
@@ -324,7 +340,7 @@ class Loop:
         )
 
     def _halt(self, position: Sequence[Position], bad: Sequence[int]) -> str | None:
-        """Goes back to before a bad step; returns where its values come from."""
+        """Moves the data back before a bad step; returns the origin of its values."""
         self._guard.health = None
         if not self.feed.is_repositionable:
             return None
@@ -334,12 +350,13 @@ class Loop:
         try:
             return self._find_origin(bad)
         except Exception as error:
-            # It helps with an error that must not be lost to another one.
+            # This is help for a first error, which an error here must not replace.
             logger.warning("The bad step could not be repeated: %r", error)
             return None
 
     def _find_origin(self, bad: Sequence[int]) -> str | None:
-        flat, chunk = self._programs.flat, self._next_chunk()
+        flat = self._programs.flat
+        chunk = self._next_chunk()
         assert flat is not None and chunk is not None
         program = self._programs.get(chunk)
         arrays = flat.join(program.changed, *flat.take(program.changed))
@@ -355,7 +372,7 @@ class Loop:
 
 
 def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
-    """Returns how many steps to run, and how many of them end a batch."""
+    """Returns the number of steps to run, and the number of these that end a batch."""
     count = full = 0
     for is_end in ends:
         if count == most or full == remaining:
@@ -366,7 +383,7 @@ def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
 
 
 def find_loop(run: Run, method: StepMethod) -> Loop:
-    """Returns the loop that ran last, or a new one if its use has changed."""
+    """Returns the last loop, or a new loop if the step, data or options changed."""
     if isinstance(run.loop, Loop):
         if run.loop.serves(method, run):
             return run.loop

@@ -1,9 +1,9 @@
-"""The metrics that a pure step returns: how they add up over steps, and their names.
+"""Totals and names of the metrics that a pure step returns.
 
-A loop adds up integers, the parts of `Counts`, whatever the metrics are. A plain number
+For all kinds of metrics, a loop adds up integers, the parts of `Counts`. A plain number
 or array adds to the integers of a sum, and to a number of examples. A metric object
-adds the integers that stand for its values. The host computes values of the totals when
-the loop has ended.
+adds the integers that stand for its values. After the loop, the host computes the
+values from the totals.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,10 +27,14 @@ _FIRST_ROOM = 16 * 66
 
 
 class NeedsRoom(BaseException):
-    """A step returned more than fits; no `Exception`, so that handlers let it pass."""
+    """A step returned more metrics than there is room for.
+
+    It is not an `Exception`, so the user's handlers do not catch it.
+    """
 
     def __init__(self, means: "Means", num_integers: int) -> None:
-        self._means, self._num_integers = means, num_integers
+        self._means = means
+        self._num_integers = num_integers
 
     def make_room(self) -> None:
         self._means.make_room(self._num_integers)
@@ -46,7 +50,7 @@ def with_room_for_metrics(run: Callable[[], _Result]) -> _Result:
 
 
 class Totals(NamedTuple):
-    """The integers of all metrics of a loop: an output that has no names yet."""
+    """An output that has no names yet: the integers of all metrics of a loop."""
 
     parts: Any
 
@@ -76,7 +80,7 @@ class Spec(NamedTuple):
 
 
 class Seen:
-    """What traces have found; a change of plain values is followed by a new trace."""
+    """The metrics that traces of the step have found, by the shapes of the batch."""
 
     def __init__(self) -> None:
         self.spec: Spec | None = None
@@ -111,8 +115,8 @@ class Means:
 
         self._is_read = is_read
         self.seen = Seen()
-        # NaN after a metric that was not finite, if `on_non_finite` looks at it: the
-        # totals are integers.
+        # The totals are integers, so they cannot be NaN. This becomes NaN after a
+        # metric that was not finite. It exists only if `on_non_finite` checks metrics.
         zero = nnx.metrics.MetricState(jnp.zeros(()))
         self.finite = zero if is_checked else None
         self.make_room(_FIRST_ROOM)
@@ -221,7 +225,7 @@ LoopEnd: TypeAlias = Callable[[dict[str, Any], Any], Mapping[str, Any]]
 
 
 def add_derived(loop_end: LoopEnd, output: Any, state: Any) -> Output:
-    """Returns an output with the numbers that `loop_end` makes of it.
+    """Returns an output with the numbers that `loop_end` derives from it.
 
     Raises:
         TypeError: If the metrics or the numbers have no names.

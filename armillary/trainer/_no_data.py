@@ -10,10 +10,11 @@ from armillary.typing import Batch
 
 
 class NoBatches:
-    """Stands for the iterator of a step that has no data set."""
+    """Replaces the iterator of a step that has no data set."""
 
     def __init__(self, argument: str, step_name: str) -> None:
-        self._argument, self._step_name = argument, step_name
+        self._argument = argument
+        self._step_name = step_name
 
     def __iter__(self) -> Self:
         return self
@@ -42,7 +43,7 @@ def take_batches(iterator: Any) -> tuple[Batch, ...]:
 def check_step_arguments(
     owner: str, step: Callable[..., Any], argument: str, *, has_data: bool
 ) -> None:
-    """Raises if a pure step wants a batch and there is no data, or the reverse.
+    """Raises if a pure step takes a batch but there is no data, or the reverse.
 
     Args:
         owner: A call that makes the trainer or evaluator, without its data.
@@ -52,23 +53,23 @@ def check_step_arguments(
     """
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # Python cannot tell, as with some built-ins.
+    except (TypeError, ValueError):  # Some built-in functions have no signature.
         return
     takes_state = _takes(signature, 1)
     takes_batch = _takes(signature, 2)
     name = getattr(step, "__name__", "step")
     if has_data and takes_state and not takes_batch:
         raise TypeError(
-            f"`step` is `{name}{signature}`, which takes the state alone, but "
+            f"`step` is `{name}{signature}`, which takes only the state, but "
             f"`{argument}` has batches for it. For a step that makes its own data, "
-            f"leave the data out: `{owner})`. Otherwise let the step take a batch: "
+            f"leave the data out: `{owner})`. Otherwise, let the step take a batch: "
             "`def step(state, batch):`."
         )
     if not has_data and takes_batch and not takes_state:
         raise TypeError(
             f"`step` is `{name}{signature}`, which takes a batch, but `{argument}` is "
             f"None. Pass the data: `{owner}, dataset)`. A step that makes its own data "
-            "takes the state alone: `def step(state):`."
+            "takes only the state: `def step(state):`."
         )
 
 

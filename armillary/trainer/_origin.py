@@ -1,9 +1,9 @@
-"""Finds the operation of a step that first left values which are not finite.
+"""Finds the operation of a step that first left values that are not finite.
 
-A bad step was undone, and its data taken back, so it can run once more. Now each value
-has a number next to it. If the value is bad, the number identifies the operation, or
-the array of the batch, that caused it. An operation passes on the smallest number of
-its operands. If all operands are good, it uses its own number.
+A bad step is undone, and its data is given back, so the step can run again. This time,
+each value has a number next to it. If the value is bad, the number identifies its
+cause: an operation, or an array of the batch. An operation passes on the smallest
+number of its operands. If all operands are good, it uses its own number.
 """
 
 import functools
@@ -25,7 +25,7 @@ from armillary.trainer._guard import is_bad
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 _NOBODY = np.int32(2**31 - 1)
 
-_Value = tuple[Any, Any]  # an array, and the number of what is to blame for it
+_Value = tuple[Any, Any]  # an array, and the number of the cause of its bad values
 
 
 def find_origin(
@@ -35,12 +35,15 @@ def find_origin(
     batch_paths: Sequence[str],
     bad: Sequence[int],
 ) -> str | None:
-    """Returns a sentence on what left the arrays `bad` of a state bad, if known."""
-    # Paths of the batch, then equations, after those that they are within.
+    """Returns a sentence on the cause of bad values, or `None` if it is not found.
+
+    `bad` has the indices of the arrays of the state that the step left bad.
+    """
+    # The paths of the batch, and then equations, each with the equations around it.
     causes: list[Any] = list(batch_paths)
 
     def run(slots: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
-        # What is bad before the step is no cause.
+        # Values that were bad before the step are not a cause.
         inputs = [(array, _NOBODY) for array in slots]
         inputs += [_blame(array, number) for number, array in enumerate(batches)]
         outputs = _interpret(step.program, inputs, (), causes)
@@ -53,10 +56,8 @@ def find_origin(
 def _interpret(
     program: Any, inputs: Sequence[_Value], within: tuple[Any, ...], causes: list[Any]
 ) -> list[_Value]:
-    jaxpr, constants = (
-        getattr(program, "jaxpr", program),
-        getattr(program, "consts", ()),
-    )
+    jaxpr = getattr(program, "jaxpr", program)
+    constants = getattr(program, "consts", ())
     values = [*((value, _NOBODY) for value in constants), *inputs]
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
@@ -64,8 +65,10 @@ def _interpret(
         return (atom.val, _NOBODY) if isinstance(atom, core.Literal) else known[atom]
 
     for equation in jaxpr.eqns:
-        operands, path = list(map(read, equation.invars)), (*within, equation)
-        name, params = equation.primitive.name, equation.params
+        operands = list(map(read, equation.invars))
+        path = (*within, equation)
+        name = equation.primitive.name
+        params = equation.params
         if name in _CALLS:
             body = params.get("call_jaxpr", params.get("jaxpr"))
             results = _interpret(body, operands, path, causes)
@@ -80,8 +83,9 @@ def _interpret(
 def _interpret_mapped(
     operands: Sequence[_Value], path: tuple[Any, ...], causes: list[Any]
 ) -> list[_Value]:
-    """Interprets the program of each replica; the smallest of their numbers counts."""
-    params, axes = path[-1].params, get_mapped_axes(path[-1])
+    """Interprets the program of each replica; the smallest number of all counts."""
+    params = path[-1].params
+    axes = get_mapped_axes(path[-1])
 
     def body(arrays: list[Any], numbers: list[Any]) -> tuple[list[Any], Any]:
         inputs = list(zip(arrays, numbers, strict=True))
@@ -103,8 +107,9 @@ def _interpret_mapped(
 def _apply(
     jaxpr: Any, operands: Sequence[_Value], path: tuple[Any, ...], causes: list[Any]
 ) -> list[_Value]:
-    """Runs one equation as it is: loops and branches are one operation."""
-    equation, number = path[-1], len(causes)
+    """Runs one equation as a whole: a loop or a branch is one operation."""
+    equation = path[-1]
+    number = len(causes)
     causes.append(path)
     pairs = zip(equation.invars, operands, strict=True)
     arrays = {atom: array for atom, (array, _) in pairs if isinstance(atom, core.Var)}
@@ -129,12 +134,15 @@ def _blame(array: Any, number: Any) -> _Value:
 def _describe(cause: Any) -> str:
     if isinstance(cause, str):
         return f"They come from the batch, whose `{cause}` holds such values."
-    # What JAX traced once and used again does not know whom it was called by.
+    # If JAX used the trace of a function again, inner equations have no line of the
+    # caller. So the last known line counts.
     lines = [line for line in map(source_line, cause) if line]
     where = f", at {lines[-1]}" if lines else ""
     name = cause[-1].primitive.name
-    # JAX fills in NaN there.
-    hint = " An index of it lies outside, such as a label that is not a class."
+    # For an index out of range, `gather` of JAX returns NaN.
+    hint = (
+        " One of its indices is out of range: for example, a label that is not a class."
+    )
     return (
         f"The first operation to leave such values is `{name}`{where}."
         f"{hint if name == 'gather' else ''}"

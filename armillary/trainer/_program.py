@@ -1,12 +1,12 @@
 """One compiled program: some steps of a chunk, with the state carried on the device.
 
-The program takes where to begin and how many steps to run as numbers, not as shapes. So
-one program serves every remainder, a chunk may be used up over several loops, and the
-same instructions run for every step whatever the loop's length is: that is why results
-do not depend, bit for bit, on how steps are divided into loops and chunks.
+The program takes the first step and the number of steps as numbers, not as shapes. So
+one program serves every remainder, and a chunk may be used up over several loops. The
+same instructions run for every step, for any length of the loop. That is why results do
+not depend, bit for bit, on how steps are divided into loops and chunks.
 
-With the hooks of the trainer in it, a program can run several loops. A loop that is cut
-short runs without them, and Python runs them around it.
+If the hooks of the trainer are part of the program, it can run several loops. A loop
+that is cut short runs without them, and Python runs the hooks around it.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,15 @@ class _Inputs(NamedTuple):
 class Program:
     """Compiles a traced step into a loop over a chunk with room for `capacity` steps.
 
-    If it is not `is_nested`, each step is a program of its own. `hooks` run where a
-    loop begins and ends, of at most `num_loops`; without them, that is up to Python.
+    If not `is_nested`, each call runs one step. `hooks` run at the beginning and the
+    end of each loop, for at most `num_loops` loops in a call. If `hooks` is `None`,
+    Python runs the hooks.
 
     Attributes:
         changed: Indices of the arrays of the state that the program changes.
         most_steps: The largest number of steps that one call may run.
         most_loops: The largest number of loops, with hooks, that one call may run.
-        depth: How many loops of the program are around a step.
+        depth: The number of nested loops around a step in the program.
     """
 
     def __init__(
@@ -67,11 +68,16 @@ class Program:
         num_loops: int,
         is_nested: bool,
     ) -> None:
-        self.step, self.hooks, self.is_nested = step, hooks, is_nested
-        self._per_step, self._gathers = tuple(batches_per_step), tuple(gathers)
-        self._capacity, self._keep_results = capacity, method.keep_results
+        self.step = step
+        self.hooks = hooks
+        self.is_nested = is_nested
+        self._per_step = tuple(batches_per_step)
+        self._gathers = tuple(gathers)
+        self._capacity = capacity
+        self._keep_results = method.keep_results
         self.most_steps = capacity if is_nested else 1
-        self._flat, self._guard = flat, None
+        self._flat = flat
+        self._guard = None
         if method.options.on_non_finite is not None:
             types = step.program.in_avals
             self._guard = StepGuard(flat.state, types, step.changed, method)
@@ -84,7 +90,7 @@ class Program:
             most = min(capacity, num_loops, _MOST_OUTPUT_BYTES // max(size, 1))
             self.most_loops = max(1, most)
         self.depth = int(is_nested) + int(self.most_loops > 1)
-        # What Python reads, each process must have whole.
+        # Python reads the hooks' outputs, so every process needs the full arrays.
         split = None if hooks is None else flat.split
         outputs = None if split is None else split((), None)
         self._compiled = compile_step(
@@ -103,7 +109,7 @@ class Program:
         )
 
     def is_of(self, step: TracedStep, hooks: Hooks | None) -> bool:
-        """Returns whether this is the program of another trace of step and hooks."""
+        """Returns whether new traces of the step and the hooks give this program."""
         has_same_hooks = self.hooks is None or (
             hooks is not None and hooks.is_same(self.hooks)
         )
@@ -119,19 +125,29 @@ class Program:
         health: Health | None = None,
         num_loops: int = 0,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Health | None]:
-        """Runs steps, or loops with hooks, on what `FlatState.lent` and chunks give."""
-        begin, count, loops = np.int32(start), np.int32(num_steps), np.int32(num_loops)
-        inputs = _Inputs(others, list(chunk), begin, count, loops, health)
-        # The three numbers go along with the call, whatever a program forbids its own.
+        """Runs steps, or loops with hooks.
+
+        `donated` and `others` are the arrays of `FlatState.lent`.
+        """
+        inputs = _Inputs(
+            others,
+            list(chunk),
+            start=np.int32(start),
+            num_steps=np.int32(num_steps),
+            num_loops=np.int32(num_loops),
+            health=health,
+        )
+        # The three numbers are transferred with the call, even if the user's program
+        # forbids transfers.
         with waiting(), jax.transfer_guard_host_to_device("allow"):
-            return self._compiled(donated, inputs)  # CPU devices run it at once.
+            return self._compiled(donated, inputs)  # On a CPU, this runs the steps.
 
     def describe(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None
     ) -> tuple[Any, tuple[list[Any], list[Any]]]:
         """Returns this program, to be lowered, and the types of its two arguments.
 
-        It takes over the first of them; `chunk` and `health` are types with shardings.
+        It donates the first argument. `chunk` and `health` are types with shardings.
         """
         donated, others = self._flat.describe(self.changed)
         number = jax.ShapeDtypeStruct((), np.int32)
@@ -147,7 +163,7 @@ class Program:
         return fn, (donated, types)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
-        """Returns what the step at `index` returned."""
+        """Returns the result of the step at `index`."""
         return self.step.results([array[index] for array in arrays])
 
     def batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
@@ -184,12 +200,12 @@ class Program:
     def _run_steps(
         self, slots: list[Any], chunk: list[Any], begin: tuple[Any, ...], stop: Any
     ) -> tuple[Any, ...]:
-        """Runs steps up to `stop`; returns what they carry, `begin` at the start."""
+        """Runs steps up to `stop`, with `begin` as the initial carry."""
 
-        def goes_on(carry: tuple[Any, ...]) -> Any:
+        def is_running(carry: tuple[Any, ...]) -> Any:
             index, _, _, health = carry
-            is_going = index < stop
-            return is_going if health is None else is_going & ~health.is_halted
+            is_left = index < stop
+            return is_left if health is None else is_left & ~health.is_halted
 
         def body(carry: tuple[Any, ...]) -> Any:
             index, changed, results, health = carry
@@ -197,14 +213,15 @@ class Program:
             new, values, health = self._one_step(now, chunk, index, health)
             return index + 1, new, _put(results, values, index), health
 
-        return jax.lax.while_loop(goes_on, body, begin)
+        return jax.lax.while_loop(is_running, body, begin)
 
     def _run_loops(
         self, hooks: Hooks, slots: list[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any]]:
-        """Runs loops with their hooks, or as many steps without."""
+        """Runs loops with their hooks. With `num_loops` of 0, it skips the hooks."""
         _, chunk, start, num_steps, num_loops, _ = inputs
-        has_hooks, count = num_loops > 0, jnp.maximum(num_loops, 1)
+        has_hooks = num_loops > 0
+        count = jnp.maximum(num_loops, 1)
         size = num_steps // count
 
         def body(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -220,7 +237,7 @@ class Program:
 
         changed = [slots[i] for i in self.changed]
         outputs = _empty(hooks.end.result_types, self.most_loops)
-        if self.most_loops == 1:  # as a loop in a loop takes XLA longer
+        if self.most_loops == 1:  # because XLA compiles a nested loop more slowly
             return body(0, (changed, outputs))
         return jax.lax.fori_loop(0, count, body, (changed, outputs))
 
@@ -244,7 +261,7 @@ def _replace(slots: Sequence[Any], indices: Sequence[int], values: Any) -> list[
 def _call_if(
     is_due: Any, hook: TracedStep, slots: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the slots, and what a hook returns, or zeros if it is not due."""
+    """Returns the slots after a hook and its results; zeros if it is not due."""
 
     def skip() -> tuple[list[Any], list[Any]]:
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
@@ -262,9 +279,9 @@ def take_batches(
 ) -> list[Any]:
     """Returns the leaves of the batches of one step of `Chunk.inputs`, in order.
 
-    A compiler that merges this with the step's own arithmetic may round differently for
-    chunks of another size (one step is enough), and where rows come from arrays that
-    stay on the device. So the step is compiled apart from it.
+    If the compiler merged these operations with the arithmetic of the step, rounding
+    could depend on the size of the chunk, and on whether rows come from arrays that
+    stay on the device. So the step is compiled separately.
     """
 
     def row(arrays: PyTree, index: Any) -> PyTree:
@@ -285,9 +302,9 @@ def take_batches(
 
     def take_in_branch(index: Any) -> list[Any]:
         # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
-        # branch whose condition it cannot know. The other one is never taken; being
-        # made of the same operations, it leaves the arrays split over devices as they
-        # are.
+        # branch whose condition it cannot know. The second branch is never taken. It
+        # has the same operations, so the arrays are divided over devices in the same
+        # way.
         return jax.lax.cond(
             index >= 0, take, lambda index: take(jnp.zeros_like(index)), index
         )

@@ -26,7 +26,7 @@ from armillary.state._holders import held_by
 from armillary.trainer._no_data import NoBatches
 from armillary.typing import PyTree
 
-# How often the device is looked at. Data that comes ends the wait at once.
+# The interval at which the device is checked. The wait ends when data arrives.
 _POLL_SECONDS = 0.002
 
 
@@ -40,7 +40,7 @@ class LoopOptions:
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
     max_shapes: int = 1
-    # What a trainer alone can be told is off here.
+    # Options that only trainers have are off here.
     on_non_finite: str | None = field(default=None, init=False, repr=False)
     check_replicas_every: int | None = field(default=None, init=False, repr=False)
     compile_hooks: bool | None = field(default=False, init=False, repr=False)
@@ -60,7 +60,10 @@ class LoopOptions:
 
     @property
     def hooks_in_program(self) -> bool | None:
-        """As `compile_hooks`; what looks at each step may end a loop at any of them."""
+        """`compile_hooks`, but False if steps are checked, or not compiled.
+
+        A check of each step may end a loop at any step, and then Python runs the hooks.
+        """
         is_watched = self.on_non_finite or self.check_replicas_every
         is_compiled = self.compile_loop and self.compile_step
         return self.compile_hooks if is_compiled and not is_watched else False
@@ -68,31 +71,31 @@ class LoopOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StandardTrainerOptions(LoopOptions):
-    """How a `StandardTrainer` runs its steps.
+    """Options of a `StandardTrainer`.
 
     Args:
-        compile_loop: Whether many steps run as one device program. Off, the same
+        compile_loop: Whether many steps run as one device program. If `False`, the same
             compiled step runs from a Python loop, with bit-identical results.
-        compile_step: Whether the step is compiled at all. Off, every operation runs
-            when Python reaches it, for debugging: slow, equal up to rounding. On
-            several replicas, the function given to `run` is traced and checked as in a
-            compiled step. On one device, it runs line by line, and `print` shows
-            values.
+        compile_step: Whether the step is compiled at all. If `False`, every operation
+            runs when Python reaches it, for debugging. This is slow, and results are
+            equal up to rounding. On several replicas, the function given to `run` is
+            traced and checked as in a compiled step. On one device, it runs line by
+            line, and `print` shows values.
         steps_per_chunk: Most steps in one device program, and most batches that are
-            stacked for it. Results do not depend on it. More save time between
-            programs, but delay the first step and need more memory. `None` takes as
-            many as `steps_per_loop` of the `Controller`, or as the first call of
-            `train` by hand: at most 100, and the steps of several loops up to 20.
+            stacked for it. Results do not depend on it. More steps save time between
+            programs, but they delay the first step and need more memory. `None` takes
+            `steps_per_loop` of the `Controller`, or `num_steps` of the first call of
+            `train`, but at most 100. Short loops share a chunk of up to 20 steps.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
-            three at a time: one in use and those read ahead.
-        compiler_options: Options of XLA, as in `jax.jit(compiler_options=...)`. They go
-            before the ones that are chosen by looking at the step: on CPUs, steps with
-            convolutions use YNNPACK for sums alone. Results are equal up to rounding
-            under other options. A name that XLA does not know is an error of JAX.
-        max_shapes: How many shapes batches may have, their number of examples aside:
-            one program is compiled for each, when it is met first. More are a
-            `RetraceError`. Only steps in a row with batches of one shape are one device
-            program; results do not depend on that.
+            three stacks at a time: one in use, and the stacks that are read ahead.
+        compiler_options: Options of XLA, as in `jax.jit(compiler_options=...)`. They
+            override the options that Armillary chooses for a step. (On CPUs, steps with
+            convolutions use YNNPACK only for sums.) With different options, results are
+            equal up to rounding. A name that XLA does not know is an error of JAX.
+        max_shapes: The number of different shapes that batches may have. The number of
+            examples does not count. One program is compiled for each shape, when it
+            appears first. More shapes are a `RetraceError`. Only consecutive steps with
+            batches of one shape are one device program; results do not depend on that.
         on_non_finite: The reaction to a step after which an array of the state has more
             values that are infinite or not a number than before. `"raise"` undoes the
             step, runs no further step, and raises `NonFiniteError`; state and data are
@@ -104,30 +107,30 @@ class StandardTrainerOptions(LoopOptions):
             There is one update. The gradients, summed over replicas once, equal the
             gradients of the whole batch. The examples of a replica must be a multiple
             of this number.
-        read_ahead: Whether batches may be read while earlier steps run. Off, each batch
-            is read right before its step, in the thread that trains, with the state
-            after the previous step. Use this for data that depends on the parameters,
-            such as games that the model plays. Each step is then a separate program,
-            and the device waits while Python makes the batch.
+        read_ahead: Whether batches may be read while earlier steps run. If `False`,
+            each batch is read right before its step, in the thread that trains, with
+            the state after the previous step. Use this for data that depends on the
+            parameters, such as games that the model plays. Each step is then a separate
+            program, and the device waits while Python makes the batch.
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
         compile_hooks: Whether `train_loop_begin` and `train_loop_end` are part of the
-            device program, so that it can run many loops. `None` traces them, and they
-            are if all they do is to reset and compute metrics of Flax or Keras, set
-            arrays, count, and do arithmetic for the output. `True` says that they need
-            no Python (they print nothing, and keep no count): they are then traced,
-            once, like the step. Loops that are watched (`on_non_finite`,
-            `check_replicas_every`) or not compiled leave them in Python.
+            device program, so that it can run many loops. `None` reads their code: they
+            are part of it if they only reset and compute metrics of Flax or Keras, set
+            arrays, count, and do arithmetic for the output. `True` declares that they
+            need no Python: for example, they do not print, and do not change plain
+            values. They are then traced once, like the step. With `on_non_finite` or
+            `check_replicas_every`, or without compilation, they run in Python.
 
     A step that is skipped changes no array, except random keys and integers of 32 or 64
     bits outside metrics, batch statistics and the state of Optax. So the global step
     counts it.
 
     Raises:
-        ValueError: If a number is below 1, or `on_non_finite` is none of its values, or
-            steps that are not compiled are to be watched, or chunks of several steps
-            are not to be read ahead.
+        ValueError: If a number is below 1, or `on_non_finite` is not one of its values.
+            Also if steps that are not compiled are to be checked, or if
+            `steps_per_chunk` is above 1 without `read_ahead`.
     """
 
     on_non_finite: Literal["raise", "skip"] | None = None
@@ -153,23 +156,24 @@ class StandardTrainerOptions(LoopOptions):
         if not self.compile_step and (self.on_non_finite or self.check_replicas_every):
             raise ValueError(
                 "`compile_step` is False, but `on_non_finite` and "
-                "`check_replicas_every` look at compiled steps. Leave them out; "
-                '`jax.config.update("jax_debug_nans", True)` finds the line of a NaN.'
+                "`check_replicas_every` check compiled steps. Leave them out. To find "
+                'the line of a NaN, use `jax.config.update("jax_debug_nans", True)`.'
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandardEvaluatorOptions(LoopOptions):
-    """How a `StandardEvaluator` runs its steps.
+    """Options of a `StandardEvaluator`.
 
-    Compilation, chunks and shapes are as in `StandardTrainerOptions`; with
-    `steps_per_chunk=None`, a complete evaluation counts as a call of 20 steps.
+    The options for compilation, chunks and shapes are the same as in
+    `StandardTrainerOptions`. With `steps_per_chunk=None`, a complete evaluation uses
+    chunks of 20 steps.
 
     Args:
         recreate_iterator_for_each_eval: Whether each evaluation begins at the first
             batch. With `False`, which is the default in Orbit, an evaluation continues
-            where the last one ended, and begins again once the data has ended. A
-            checkpoint does not hold that place.
+            where the last evaluation ended. It begins again once the data has ended.
+            Checkpoints do not save this position.
 
     Raises:
         ValueError: If a number is below 1.
@@ -187,7 +191,7 @@ _HOOKS = (
     "a trainer has `train_loop_begin`, `train_step` and `train_loop_end`, and an "
     "evaluator `eval_begin`, `eval_step`, `eval_reduce` and `eval_end`"
 )
-# Of Keras and Lightning.
+# Hooks of Keras and Lightning.
 _FOREIGN = re.compile(
     r"on_((fit|train|validation|test)(_epoch|_batch)?|epoch)_(start|begin|end)|"
     r"(training|validation|test)_(step|epoch_end)|configure_optimizers"
@@ -195,7 +199,7 @@ _FOREIGN = re.compile(
 
 
 def check_hooks(owner: Any, base: type, *hooks: str) -> None:
-    """Raises if a method is named nearly as a hook, or as one of another library."""
+    """Raises if a method's name is close to a hook, or is a hook of another library."""
     kinds = [kind for kind in type(owner).__mro__ if kind not in base.__mro__]
     own = {name: each for kind in kinds for name, each in vars(kind).items()}
     left_out = set(hooks).difference(own)
@@ -210,27 +214,27 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
             continue
         fix = f"the method is called `{near[0]}`" if near else _HOOKS
         raise TypeError(
-            f"`{type(owner).__name__}.{name}` would never be called: {fix}. Rename it, "
-            f"or, if it is one of your own, call it `_{name}`."
+            f"`{type(owner).__name__}.{name}` would never be called: {fix}. Rename it. "
+            f"If you call it yourself, name it `_{name}`."
         )
 
 
 @dataclass
 class Run(OfOneProcess):
-    """The data of a step, and what runs it: apart from the user's attributes."""
+    """The data, options and loop of a step, separate from the user's attributes."""
 
     _why_not_copied = "its loop has threads and programs of this process"
     _copy_instead = (
-        "Make another one in the process that uses it, and give it the state: save and "
-        "restore a `Checkpoint`, or copy a model by `nnx.clone`."
+        "Make a new object in the process that uses it, and give it the state: save "
+        "and restore a `Checkpoint`, or copy a model by `nnx.clone`."
     )
 
     datasets: PyTree
     options: Any
     steps_per_loop: int | None = None
-    loop: Any = None  # what ran last, a `Loop` or an `AsynchronousLoop`
-    has_warned: bool = False  # of data that resumes or ends otherwise than one thinks
-    # The datasets as a strategy has them, and of which nest they were made.
+    loop: Any = None  # the last loop, a `Loop` or an `AsynchronousLoop`
+    has_warned: bool = False  # about data that resumes or ends in an unexpected way
+    # The distributed datasets, and the nest from which they were made.
     _parts: Sequence[DistributedDataset] | None = None
     _nest: PyTree = None
 
@@ -240,7 +244,7 @@ class Run(OfOneProcess):
         return object.__reduce_ex__(self, protocol)
 
     def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
-        """Returns the datasets under a strategy, at the positions that they have."""
+        """Returns the datasets distributed by a strategy, and keeps their positions."""
         before = self._parts if self._nest is self.datasets else None
         if before is not None and all(
             each.layout == strategy.layout for each in before
@@ -258,7 +262,7 @@ class Run(OfOneProcess):
 def make_run(
     argument: str, datasets: PyTree, options: LoopOptions | None, kind: type
 ) -> Run:
-    """Returns what is to run over the datasets that were given as an argument."""
+    """Returns the `Run` for the datasets that a user gave as `argument`."""
     if options is not None:
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
@@ -267,8 +271,8 @@ def make_run(
         is_one = isinstance(each, Iterable | Callable | Source)
         if isinstance(each, tuple) and not each:
             raise TypeError(
-                f"`{argument}` is (), which holds no data set. Pass one, or None for a "
-                "step that makes its own data."
+                f"`{argument}` is (), which holds no data set. Pass a data set, or "
+                "None for a step that makes its own data."
             )
         if not is_one or isinstance(each, str | bytes | bytearray | dict):
             raise TypeError(
@@ -280,14 +284,14 @@ def make_run(
 
 
 class StepMethod(NamedTuple):
-    """A step of the user's, a function of a nest of iterators."""
+    """A step that the user wrote: a function of a nest of iterators."""
 
-    owner: Any  # from which state is reached
+    owner: Any  # the root of the search for state
     fn: Callable[[Any], PyTree]
     name: str  # for messages
     strategy: Strategy
     options: LoopOptions
-    is_evaluation: bool  # It leaves the model as it is, and takes examples in pieces.
+    is_evaluation: bool  # It must not change the model; it may get parts of batches.
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
@@ -309,7 +313,7 @@ _recorders: dict[int, Callable[[str], None]] = {}
 def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
     """Calls `record` with the name of each attribute that is read from `owner`."""
     if not isinstance(owner, Runner):
-        record("__dict__")  # Everything may be read of one that does not tell.
+        record("__dict__")  # It cannot record reads, so every attribute counts.
     _recorders[id(owner)] = record
     try:
         yield
@@ -329,9 +333,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _in_strategy(self) -> Iterator[Strategy]:
-        """Enters the strategy that is in effect, or the one among the attributes.
+        """Enters the strategy that is in effect, or the strategy in an attribute.
 
-        A mesh that the program has set (`jax.set_mesh`) does not reach inside.
+        Inside, a mesh that the program has set (`jax.set_mesh`) is not in effect.
         """
         own = []
         if not has_strategy():
@@ -344,38 +348,44 @@ class Runner:
     def _get_run(self, attribute: str, argument: str) -> Run:
         if attribute not in vars(self):
             raise TypeError(
-                f"`{type(self).__name__}.__init__` did not call that of its base "
-                "class, which takes the data. Begin it with "
-                f"`super().__init__({argument})`."
+                f"`{type(self).__name__}.__init__` did not call `super().__init__`, "
+                f"which takes the data. Begin it with `super().__init__({argument})`."
             )
         return vars(self)[attribute]
 
     def _get_method(
         self, run: Run, strategy: Strategy, name: str, *, keep_results: bool = False
     ) -> StepMethod:
-        """Returns a step of this object, as its options have it run."""
+        """Returns a step of this object, with the options of its `Run`."""
         if hasattr(inspect.getattr_static(self, name), "lower"):
             raise TypeError(
-                f"`{type(self).__name__}.{name}` is compiled by `jit`, which takes no "
-                "trainer. Remove the decorator: the loop compiles its steps."
+                f"`{type(self).__name__}.{name}` is decorated with `jit`, which "
+                "cannot take a trainer as an argument. Remove the decorator: the loop "
+                "compiles its steps."
             )
         if is_in_trace():
             raise ReplicaContextError(
-                f"A `{type(self).__name__}` was asked for steps inside `jax.jit` or "
-                "another transformation of JAX. Call it as it is, without these: its "
+                f"A `{type(self).__name__}` was called inside `jax.jit` or another "
+                "transformation of JAX. Call it outside of all transformations: its "
                 "loop is compiled already."
             )
-        is_evaluation, step = name.startswith("eval"), getattr(self, name)
-        shown = getattr(step, "__name__", name)  # as in messages of a trace
+        step = getattr(self, name)
         return StepMethod(
-            self, step, shown, strategy, run.options, is_evaluation, keep_results
+            owner=self,
+            fn=step,
+            name=getattr(step, "__name__", name),
+            strategy=strategy,
+            options=run.options,
+            is_evaluation=name.startswith("eval"),
+            keep_results=keep_results,
         )
 
 
 def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:
-    """Flattens a nest of datasets; a list that holds arrays is one, of its batches.
+    """Flattens a nest of datasets.
 
-    `None` is a nest without datasets, for a step that makes its own data.
+    A list that holds arrays is a single dataset, and its items are the batches. `None`
+    is a nest without datasets, for a step that makes its own data.
     """
     if nest is None:
         return [], jax.tree.structure(None)
@@ -387,34 +397,34 @@ def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:
 
 def _is_dataset(value: Any) -> bool:
     if not isinstance(value, list | tuple):
-        # JAX warns of iterators that it is not told to be leaves.
+        # JAX warns of iterators unless `is_leaf` returns true for them.
         return isinstance(value, Iterator)
     leaves = jax.tree.leaves(value, is_leaf=lambda part: isinstance(part, Iterator))
     return any(hasattr(leaf, "dtype") for leaf in leaves)
 
 
 def _check_is_no_pass(name: str, dataset: Any) -> None:
-    """Raises if a dataset is a pass over one, whose batches are divided already."""
+    """Raises if a dataset is an iterator over a distributed dataset."""
     if isinstance(dataset, DistributedIterator):
         raise TypeError(
             f"`{name}` is an iterator over a distributed dataset, but it must be the "
-            "dataset itself. Write `dataset` in place of `iter(dataset)`: each loop "
-            "continues where the last one ended, and a checkpoint has the position."
+            "dataset itself. Write `dataset` instead of `iter(dataset)`: each loop "
+            "continues where the last loop ended, and a checkpoint has the position."
         )
 
 
 def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
-    """Returns a dataset of a strategy, or one that it makes of the user's data."""
+    """Returns a distributed dataset; the strategy distributes other data sets."""
     _check_is_no_pass("dataset", dataset)
     if not isinstance(dataset, DistributedDataset):
         return strategy.distribute_dataset(dataset)
     if dataset.layout != strategy.layout:
         raise ValueError(
             f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
-            f"by another strategy than {strategy!r}, under which the step runs. Train "
-            "under its strategy (`with strategy.scope():`, or `strategy=strategy` of "
-            "the `Controller` or of `predict`), or give it as it was before "
-            "`distribute_dataset`."
+            f"by another strategy than {strategy!r}, under which the step runs. Run "
+            "the step under the strategy of the dataset (`with strategy.scope():`, or "
+            "`strategy=strategy` of the `Controller` or of `predict`), or pass the "
+            "data set from before `distribute_dataset`."
         )
     return dataset
 
@@ -423,8 +433,9 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
 def waiting_for_data(
     queue: Prefetcher[Any] | None, strategy: Strategy
 ) -> Iterator[None]:
-    """Counts a block that reads from a queue: the time in which the device idles."""
-    stopwatch, dispatch = get_stopwatch(), strategy.dispatch
+    """Records how long the device is idle in a block that reads from a queue."""
+    stopwatch = get_stopwatch()
+    dispatch = strategy.dispatch
     if stopwatch is not None:
         stopwatch.moves += 1
     if stopwatch is None or (queue is not None and queue.is_ready):

@@ -1,4 +1,4 @@
-"""Steps over all data, each example once: after Orbit's evaluator, or predictions."""
+"""Evaluation and prediction over a whole data set, with each example used once."""
 
 import abc
 import dataclasses
@@ -51,12 +51,11 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                 state = eval_reduce(state, outputs)
         return eval_end() if state is None else eval_end(state)
 
-    Every example counts exactly once, whatever the batch size and the number of
-    replicas. A batch that the replicas cannot share equally runs through smaller steps,
-    in which the replicas without data change nothing. So `eval_step` may run a few
-    times more than there are batches. In such a step, reduce with
-    `ReplicaContext.all_reduce`, which leaves these replicas out, and not with
-    `jax.lax.psum`.
+    Every example counts exactly once, for any batch size and number of replicas. If the
+    replicas cannot share a batch equally, it runs through smaller steps, in which
+    replicas without data change nothing. So `eval_step` may run a few times more often
+    than there are batches. In these steps, reduce with `ReplicaContext.all_reduce`,
+    which leaves out replicas without data, and not with `jax.lax.psum`.
 
     Args:
         eval_dataset: As `train_dataset` of `StandardTrainer`. With `None`, each
@@ -74,7 +73,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
 
     @property
     def eval_dataset(self) -> PyTree:
-        """The dataset, or nest of datasets. Assigning another one starts on it."""
+        """The dataset, or nest of datasets. You may assign a new one."""
         return self._get_eval().datasets
 
     @eval_dataset.setter
@@ -85,7 +84,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         return self._get_run("_eval_run", "eval_dataset")
 
     def eval_begin(self) -> Any:
-        """Returns the state to reduce step outputs into; override as needed.
+        """Returns the initial state for `eval_reduce`; override as needed.
 
         With `None`, the default, outputs of steps are dropped.
         """
@@ -135,18 +134,18 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     @hides_frames
     @with_room
     def evaluate(self, num_steps: int) -> Output:
-        """Runs `num_steps` batches through `eval_step`, or all there are.
+        """Runs `num_steps` batches, or all batches, through `eval_step`.
 
         Args:
-            num_steps: Batches to evaluate, at least 1; -1 for all that the data holds.
+            num_steps: Batches to evaluate, at least 1; -1 for all batches of the data.
 
         Returns:
             The result of `eval_end`.
 
         Raises:
-            ValueError: If `num_steps` is neither positive nor -1, or -1 where the
-                dataset repeats its data forever or there is none, or the dataset
-                belongs to another strategy.
+            ValueError: If `num_steps` is neither positive nor -1; if it is -1, but the
+                data never ends or there is no data; or if the dataset belongs to
+                another strategy.
             ThreadError: If another thread runs steps with the same state.
         """
         check_num_steps("num_steps", num_steps)
@@ -156,7 +155,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         run = self._get_eval()
         with claimed(self, "evaluates"), self._in_strategy() as strategy:
             state = self.eval_begin()
-            last, keeps = run.loop, state is not None
+            last = run.loop
+            keeps = state is not None
             method = self._get_method(run, strategy, "eval_step", keep_results=keeps)
             loop = find_loop(run, method)
             check_ends("num_steps", num_steps, loop.datasets)
@@ -209,33 +209,32 @@ def predict(
 ) -> Iterator[PyTree]:
     """Yields the outputs of a function for each batch of a data set, in order.
 
-    Each example is used exactly once, whatever the batch size and the number of
-    replicas and processes, also where the data set was distributed with another
-    `remainder`. Nothing but the batches under way is held. `docs/trainer.md` has an
-    example.
+    Each example is used exactly once, for any batch size and number of replicas and
+    processes, and for any `remainder` of the data set. Only the batches in progress are
+    kept in memory. `docs/trainer.md` has an example.
 
-    It reads the data from its beginning, and leaves the position of `dataset` alone. In
-    a shuffled data set, it uses the order of the first pass. In a job of several
-    processes, all must iterate over it, and each gets all outputs.
+    It reads the data from the beginning, and does not change the position of `dataset`.
+    In a shuffled data set, it uses the order of the first pass. In a job of several
+    processes, all processes must iterate over it, and each process gets all outputs.
 
     Args:
-        fn: Takes a batch, or a replica's share of one, and returns a pytree of arrays
-            that have the examples on their first axis. A model will do if batches are
-            what it takes. It is compiled once for each shape of batch, and the programs
+        fn: Takes a batch, or a replica's share of a batch, and returns a pytree of
+            arrays that have the examples on their first axis. It may be a model that
+            takes batches. It is compiled once for each shape of batch, and the programs
             are kept with the function for the next call.
         dataset: A distributed dataset, or anything `armillary.data.as_source` takes,
             with global batches.
-        strategy: Has the replicas; by default the one in effect.
+        strategy: The strategy that runs `fn`; by default the one in effect.
 
     Returns:
         An iterator with one pytree of NumPy arrays for each batch of the data set.
 
     Raises:
         TypeError: If `fn` is not callable, or `dataset` is an iterator over one.
-        StateStructureError: If `fn` changes parameters or batch statistics of a model,
-            as one in training mode does.
-        ValueError: If the data repeats itself forever, or gives each replica batches
-            of its own, or belongs to another strategy, or if an output of `fn` is no
+        StateStructureError: If `fn` changes parameters or batch statistics of a model.
+            A model in training mode does.
+        ValueError: If the data repeats itself forever, gives each replica batches of
+            its own, or belongs to another strategy. Also if an output of `fn` is not an
             array with one row for each example.
     """
     check_callable("fn", fn)
@@ -246,7 +245,7 @@ def predict(
 
 
 def _at_beginning(dataset: Any, strategy: Strategy) -> DistributedDataset:
-    """Returns a dataset like this one at its beginning, of which all is used."""
+    """Returns a dataset of the same data, from the beginning, with all examples."""
     data = distribute(dataset, strategy)
     if data.per_replica_batches:
         raise ValueError(
@@ -255,8 +254,8 @@ def _at_beginning(dataset: Any, strategy: Strategy) -> DistributedDataset:
         )
     if data.is_endless:
         raise ValueError(
-            "`dataset` repeats its data forever, but `predict` goes through all of it "
-            "once. Make it without `repeat=True`."
+            "`dataset` repeats its data forever, but `predict` uses each example once. "
+            "Make it without `repeat=True`."
         )
     remainder = "pad" if data.options.remainder == "pad" else None
     options = dataclasses.replace(data.options, remainder=remainder)
@@ -273,18 +272,19 @@ def _predict(
 
     def start() -> Iterator[tuple[Piece, PyTree]]:
         while (piece := feed.next_chunk()) is not None:
-            # Not around `yield`: the scope is the caller's there.
+            # Not around `yield`, because the caller's code would run in this scope.
             with strategy.scope():
                 arrays = step(dataset.layout.wrap(piece.arrays, piece.num_active))
             feed.read_on()
             feed.commit(1)
             yield piece, arrays
 
-    started, pieces = start(), []
+    started = start()
+    pieces: list[PyTree] = []
     try:
         following = next(started, None)
         while following is not None:
-            # The device is given the next piece before anybody looks at this one.
+            # The device gets the next piece before the host waits for this piece.
             (piece, arrays), following = following, next(started, None)
             pieces.append(_fetch(arrays, strategy))
             if piece.is_last:
@@ -293,18 +293,18 @@ def _predict(
     except Exception:
         feed.close()
         raise
-    # Not in a `finally`: where nobody takes the rest, Python may have ended by then.
-    # The feed ends with this iterator.
+    # Not in a `finally`: if the caller does not take all outputs, it might run only
+    # while Python exits. The feed is closed with this iterator anyway.
     feed.close()
 
 
 def _compile(
     fn: Callable[[Batch], PyTree], strategy: Strategy, *, has_mask: bool
 ) -> Function:
-    """Returns the compiled step, which is kept with `fn` if that is a function."""
+    """Returns the compiled step, which is kept with `fn` if `fn` is a function."""
     is_function = isinstance(fn, types.FunctionType)
     kept = vars(fn).setdefault(_PROGRAMS, {}) if is_function else {}
-    # `functools.wraps` gives a function what another one keeps.
+    # The `id` is in the key because `functools.wraps` copies attributes of a function.
     key = id(fn), strategy, has_mask
     name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -327,19 +327,19 @@ def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(outputs) or [((), outputs)]
     for path, leaf in leaves:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
-        name = f"{f'`{key}` of what' if key else 'What'} `{fn_name}` returned"
+        name = f"{f'`{key}` in the' if key else 'The'} output of `{fn_name}`"
         is_array = isinstance(leaf, jax.Array | np.ndarray)
         if not is_array or leaf.shape[:1] != (num_rows,):
             shown = f"has shape {leaf.shape}" if is_array else f"is {leaf!r:.80}"
             raise ValueError(
                 f"{name} {shown}, but it must be an array whose first axis has the "
                 f"{num_rows} examples that it was given. Return a value for each "
-                "example; for one of all of them, write a `StandardEvaluator`."
+                "example. For one value of all examples, write a `StandardEvaluator`."
             )
 
 
 def _fetch(arrays: PyTree, strategy: Strategy) -> PyTree:
-    """Returns outputs as NumPy arrays, without the rows that only fill up."""
+    """Returns outputs as NumPy arrays, without the rows of padding."""
     with strategy.scope():
         outputs, mask = jax.tree.map(lambda leaf: np.asarray(as_whole(leaf)), arrays)
     return outputs if mask is None else jax.tree.map(lambda leaf: leaf[mask], outputs)

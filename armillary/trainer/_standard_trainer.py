@@ -1,4 +1,4 @@
-"""The training loop most programs need, after Orbit's `StandardTrainer`."""
+"""The training loop that most programs need, modeled on Orbit's `StandardTrainer`."""
 
 import abc
 import itertools
@@ -48,7 +48,7 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     Everything the step reads or writes must be reachable from the trainer: assign
     model, optimizer, metrics and other state to `self`. A strategy that is assigned to
-    `self` is in effect, if no other is.
+    `self` is in effect, unless the program has put another strategy in effect.
 
     A loop reuses the memory of the previous loop's state. The output of
     `train_loop_end` is safe, but copy an array that you take out of a variable between
@@ -74,7 +74,7 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     @property
     def train_dataset(self) -> PyTree:
-        """The dataset, or nest of datasets. Assigning another one starts on it."""
+        """The dataset, or nest of datasets. You may assign a new one."""
         return self._get_train().datasets
 
     @train_dataset.setter
@@ -93,16 +93,16 @@ class StandardTrainer(Runner, AbstractTrainer):
 
         Args:
             iterator: An iterator with the structure of `train_dataset`. Each `next` on
-                it gives one global batch, for `strategy.run`. Without data, `next` is
-                a `TypeError`.
+                it gives one global batch, for `strategy.run`. Without data, `next`
+                raises a `TypeError`.
         """
 
     def train_loop_end(self) -> Output:
         """Returns the loop's output, such as computed metrics; override as needed.
 
         Values are scalars, or a `Histogram`, an `Image` or a `Text` of
-        `armillary.summary`. Arrays with axes reach log lines and actions too; with the
-        controller's `summary_dir` they are written as histograms.
+        `armillary.summary`. Arrays with axes also reach log lines and actions. With the
+        controller's `summary_dir`, they are written as histograms.
         """
         return None
 
@@ -127,7 +127,7 @@ class StandardTrainer(Runner, AbstractTrainer):
             NonFiniteError: If a step left values that are not finite, and
                 `on_non_finite` is `"raise"`.
             ThreadError: If another thread runs steps with the same state.
-            StaleStateError: If the data read the state of the trainer, and are read
+            StaleStateError: If the data reads the state of the trainer, and is read
                 ahead.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
@@ -137,9 +137,10 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     @may_be_missing
     def get_state(self) -> list[Any]:
-        """Returns the position in each data set, `None` where there is none.
+        """Returns the position in each data set; `None` for data without positions.
 
-        So `Checkpoint(trainer=trainer)` saves where training is in its data.
+        Through this method, `Checkpoint(trainer=trainer)` saves the position in the
+        data.
         """
         return [each and each.get_state() for each in self._positions()]
 
@@ -147,7 +148,8 @@ class StandardTrainer(Runner, AbstractTrainer):
         """Continues in the data at a saved position.
 
         Raises:
-            DatasetStateError: If it is of another number of data sets, or one refuses.
+            DatasetStateError: If `state` has positions for more or fewer data sets, or
+                a data set refuses its position.
         """
         datasets = self._positions()
         if not datasets and not any(state):
@@ -162,7 +164,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                 dataset.set_state(position)
 
     def _positions(self) -> list[DistributedDataset | None]:
-        """Returns the datasets whose positions say where training is in them."""
+        """Returns the datasets that have positions, and `None` for all others."""
         run = self._get_train()
         parts, _ = flatten_datasets(run.datasets)
         with self._in_strategy() as strategy:
@@ -176,8 +178,8 @@ class StandardTrainer(Runner, AbstractTrainer):
         if lost and not run.has_warned and not run.options.read_ahead:
             run.has_warned = True
             logger.info(
-                "The training data (%s) have no position: a run that resumes reads "
-                "them from their beginning. Name the objects that make them in the "
+                "The training data (%s) has no position, so a run that resumes reads "
+                "it from its beginning. Name the objects that make the data in the "
                 "checkpoint: `Checkpoint(trainer=trainer, game=game)`.",
                 ", ".join(lost),
             )
@@ -199,7 +201,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         ]
 
     def prepare(self, steps_per_loop: int) -> None:
-        """Hears how long loops are: chunks have as many steps."""
+        """Receives the number of steps in a loop, which sets the size of chunks."""
         if not self._has_own_train():
             self._get_train().steps_per_loop = steps_per_loop
 
@@ -216,16 +218,16 @@ class StandardTrainer(Runner, AbstractTrainer):
             if isinstance(strategy, ParameterServerStrategy):
                 raise ValueError(
                     f"`epochs` is {epochs}, but workers of a `ParameterServerStrategy` "
-                    "go through data of their own, each at its pace. Train up to a "
-                    "step (`controller.train(steps)`)."
+                    "read data of their own at different speeds. Train up to a step "
+                    "(`controller.train(steps)`)."
                 )
             return self._find_loop(strategy).begin_epoch(epochs)
 
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
         """Starts loops; see `AbstractTrainer.start`.
 
-        After a step that stops training, no step has an effect: a caller that starts
-        other loops before it looks at these loses nothing.
+        After a step that stops training, no later step has an effect. So a caller may
+        start the next loops before it reads the outputs of these loops.
         """
         if self._has_own_train():
             return super().start(num_steps, num_loops)
@@ -282,7 +284,7 @@ class StandardTrainer(Runner, AbstractTrainer):
 
 
 class StartedLoops(PendingLoops):
-    """Loops whose outputs are `make(arrays)`, with arrays that are on the device."""
+    """Loops whose outputs are `make(arrays)`, with arrays on the device."""
 
     may_overlap = True
 
@@ -293,11 +295,13 @@ class StartedLoops(PendingLoops):
         make: Callable[[Sequence[Any]], list[Output]],
         loop_check: LoopCheck | None = None,
     ) -> None:
-        self.num_steps, self._check = num_steps, loop_check
-        self._arrays, self._make = arrays, make
+        self.num_steps = num_steps
+        self._check = loop_check
+        self._arrays = arrays
+        self._make = make
 
     def change(self, change: Callable[[Output], Output]) -> None:
-        """Has each output changed on its way to whoever asks for it."""
+        """Applies `change` to each output when it is fetched."""
         make = self._make
         self._make = lambda arrays: list(map(change, make(arrays)))
 
@@ -326,10 +330,12 @@ class AsynchronousLoop:
         from armillary.parameter_server._coordinator import ClusterCoordinator
 
         _check_options(run.options)
-        self._step, self._strategy = trainer.train_step, strategy
+        self._step = trainer.train_step
+        self._strategy = strategy
         self._datasets = run.datasets
         self._coordinator = ClusterCoordinator(strategy)
-        # Workers do without datasets and loops, of this trainer and an evaluator's.
+        # Workers do not need the datasets and loops of the trainer, or of an evaluator
+        # that it holds.
         local = (Run, DistributedDataset)
         held = [value for value in vars(trainer).values() if isinstance(value, local)]
         self._coordinator.leave_out([self, *held])
@@ -352,7 +358,7 @@ class AsynchronousLoop:
         return coordinator.statistics.num_calls
 
     def add_staleness(self, output: Output) -> Output:
-        """Returns the output of a loop, with how stale its steps were, in updates."""
+        """Returns the output of a loop with the staleness of its steps, in updates."""
         counts = self._coordinator.statistics
         if not counts.num_calls or not isinstance(output, Mapping | None):
             return output
@@ -386,7 +392,8 @@ def _from_source(
     """Returns a worker's share of batches that are the same on all workers."""
     strategy = get_strategy()
     dataset = strategy.distribute_dataset(source)
-    start, step = context.input_pipeline_id, context.num_input_pipelines
+    start = context.input_pipeline_id
+    step = context.num_input_pipelines
 
     def read_share() -> Iterator[PyTree]:
         return itertools.islice(dataset.global_batches(0), start, None, step)
@@ -405,7 +412,7 @@ def _check_options(options: LoopOptions) -> None:
         value = getattr(options, name)
         if value != getattr(StandardTrainerOptions, name):
             raise ValueError(
-                f"`{name}` of `StandardTrainerOptions` is {value!r}, which has no "
-                "meaning under `ParameterServerStrategy`: workers run single steps, "
+                f"`{name}` of `StandardTrainerOptions` is {value!r}, but it does not "
+                "work under `ParameterServerStrategy`, where workers run single steps "
                 "and do not wait for each other. Leave it out."
             )

@@ -48,8 +48,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
     """Trains with a pure step: `step(state, batch) -> (state, metrics)`.
 
     The state is any pytree: parameters and Optax state in a tuple or a dictionary, an
-    Equinox module, a `TrainState` of Flax Linen. It is compiled, fused, donated,
-    distributed, saved and resumed as that of every `StandardTrainer`::
+    Equinox module, a `TrainState` of Flax Linen. Like the state of every
+    `StandardTrainer`, it is compiled, fused, donated, distributed, saved and resumed::
 
         def step(state, batch):
             params, opt_state = state
@@ -64,9 +64,9 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             trainer=trainer, global_step=trainer.global_step, steps_per_loop=100, ...
         )
 
-    The step runs once per replica, as what `strategy.run` is given, on the replica's
-    share of the batch. A loop's output has a number for each metric that the step
-    returns, over all steps and replicas of the loop:
+    The step runs once per replica, like a function that is given to `strategy.run`, on
+    the replica's share of the batch. A loop's output has a number for each metric that
+    the step returns, over all steps and replicas of the loop:
 
     - For an array, the mean of all its values.
     - For a plain number, the mean over examples: the number counts as the mean over its
@@ -87,17 +87,17 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             integers become arrays. Other leaves, such as functions, are constants.
         train_dataset: As for `StandardTrainer`. Without it, the step makes its own
             data and takes the state alone: `step(state)`.
-        strategy: Whose replicas run the step; by default the one in effect.
-        metrics: What reduces the metrics, such as an `nnx.MultiMetric`.
+        strategy: The strategy that runs the step; by default the one in effect.
+        metrics: An object that reduces the metrics, such as an `nnx.MultiMetric`.
         kinds: Kinds of leaves that may differ between replicas during a step. A key
             is a regular expression, searched for in the path of a leaf
             (`state/batch_stats/norm/mean`), or the type of a node that holds the leaf.
             A value is `"mean"`, `"sum"`, `"only_first_replica"` or `"none"`, as the
-            `aggregation` of a variable (see `VariableAggregation`). The first key that
-            finds a leaf counts. By default the library of a leaf decides: Linen's
-            `batch_stats`, the state of an Equinox module and the statistics of a Keras
-            model are averaged, and the variables of an `nnx.State` keep their kind. Any
-            other leaf must be equal on all replicas.
+            `aggregation` of a variable (see `VariableAggregation`). If several keys
+            find a leaf, the first of them counts. By default the library of a leaf
+            decides: Linen's `batch_stats`, the state of an Equinox module and the
+            statistics of a Keras model are averaged, and the variables of an
+            `nnx.State` keep their kind. Any other leaf must be equal on all replicas.
         loop_end: Takes the metrics of a loop, a dictionary of numbers, and the state
             after it; returns a dictionary of numbers to add to the output, such as
             `{"perplexity": np.exp(metrics["loss"])}`. It runs in Python, once for each
@@ -105,21 +105,23 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         options: As for any `StandardTrainer`.
 
     `Checkpoint(trainer=trainer)` saves the state, the number of steps and the position
-    in the data, if that has one.
+    in the data, if the data has positions.
 
     Attributes:
-        state: The state after the last step. The next loop reuses its memory: copy an
-            array that you keep (`array.copy()`).
-        global_step: How many steps were run, a variable of shape `()`.
+        state: The state after the last step. The next loop reuses its memory, so copy
+            an array before you keep it (`array.copy()`).
+        global_step: The number of steps that were run, a variable of shape `()`.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or `step` returns no such pair,
-            or takes a batch and there is no data, or takes none and there is.
-        StateStructureError: If `step` returns another kind of state than it took.
+        TypeError: If an argument is of the wrong type; if `step` does not return a
+            pair; or if `step` takes a batch but there is no data, or the other way
+            round.
+        StateStructureError: If `step` returns a state of another structure, shape or
+            dtype than it took.
         ValueError: If `state` has no array, if a module of NNX in it shares a
-            variable, if `kinds` has a kind that does not exist or a key that finds no
-            leaf, or if `step` returns other metrics for batches of another shape, or a
-            metric that lives longer than the step.
+            variable, or if `kinds` has a kind that does not exist or a key that finds
+            no leaf. Also if `step` returns other metrics for batches of another shape,
+            or a metric that lives longer than the step.
     """
 
     def __init__(
@@ -151,18 +153,18 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         if options is not None and options.accumulate_steps > 1:
             raise ValueError(
                 f"`accumulate_steps` is {options.accumulate_steps}, but a pure step "
-                "makes its gradients itself. Add those of smaller batches up by "
-                "`optax.MultiSteps(optimizer, every_k_schedule=k)`, or those of parts "
-                "of a batch by `jax.lax.scan` in the step."
+                "makes its gradients itself. To accumulate the gradients of several "
+                "batches, use `optax.MultiSteps(optimizer, every_k_schedule=k)`. To "
+                "accumulate over parts of one batch, use `jax.lax.scan` in the step."
             )
         if not has_data(state):
             raise ValueError(
-                f"`state` is {state!r:.80}, which has no array, so that no step could "
+                f"`state` is {state!r:.80}, which has no array, so no step could "
                 "change it. Give parameters and optimizer state, as a pytree."
             )
         self._step = step
         self._loop_end = loop_end
-        # A method that calls this one gets numbers by name, in Python.
+        # A subclass that overrides `train_loop_end` gets numbers by name, in Python.
         is_overridden = type(self).train_loop_end is not StepTrainer.train_loop_end
         is_checked = options is not None and options.on_non_finite is not None
         self._metrics = make_metrics(
@@ -210,8 +212,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "if there are none."
             )
         new_state = take_back(self.state, result[0])
-        # First, because a step whose metrics have no room yet runs again. Without
-        # data, each step has the same weight.
+        # The metrics come before the state, because a step whose metrics have no room
+        # yet runs again. Without data, each step has the same weight.
         add_metrics(self._metrics, result[1], batches)
         self.state = new_state
 
@@ -232,14 +234,14 @@ class StepTrainer(StandardTrainer, PureStateOwner):
 
     def _add_derived(self, loop_end: LoopEnd, started: StartedLoops) -> None:
         """Adds the numbers of `loop_end` to the output of a loop that has just run."""
-        [output] = started.outputs()  # one, because the hooks are in Python
+        [output] = started.outputs()  # one loop, because the hooks are in Python
         try:
             with self._in_strategy():
                 output = add_derived(loop_end, output, self.state)
         except Exception:
             started.check()  # A step that was not finite is the earlier error.
             raise
-        # The next loop takes over the memory of the state.
+        # The next loop reuses the memory of the state, so the output needs copies.
         own = map_output(_copy, output)
         started.change(lambda _: own)
 
@@ -269,8 +271,9 @@ class StepEvaluator(StandardEvaluator):
         options: As for any `StandardEvaluator`.
 
     Raises:
-        TypeError: If an argument is of the wrong type, or `step` returns no dictionary,
-            or takes a batch and there is no data, or takes none and there is.
+        TypeError: If an argument is of the wrong type; if `step` does not return a
+            dictionary; or if `step` takes a batch but there is no data, or the other
+            way round.
         ValueError: If `step` returns other metrics for batches of another shape, or a
             metric that lives longer than the step.
     """
@@ -297,7 +300,9 @@ class StepEvaluator(StandardEvaluator):
         self.strategy = getattr(trainer, "strategy", None) or get_strategy()
         if loop_end is not None:
             check_callable("loop_end", loop_end)
-        self._step, self._trainer, self._loop_end = step, trainer, loop_end
+        self._step = step
+        self._trainer = trainer
+        self._loop_end = loop_end
         self._metrics = make_metrics(metrics, is_read=True)
 
     def eval_begin(self) -> None:

@@ -1,11 +1,12 @@
 """Traces a step for each shape of batch, and compiles a program for each kind of chunk.
 
-A traced step depends on three things: the places its state is in, the shapes of its
-batches, and the plain Python values (flags, rates, names) that were read on the way.
-New places or values are noticed between loops, and what is out of date is dropped.
+A traced step depends on three things: the slots of its state, the shapes of its
+batches, and the plain Python values (flags, rates, names) that it read in the trace.
+Between loops, new slots and new values are detected, and outdated traces and programs
+are dropped.
 
-`run_eagerly` runs the same steps without a compiler, for finding a mistake: on one
-device line by line, where a debugger stops and `print` shows values.
+`run_eagerly` runs the same steps without a compiler, to find mistakes. On one device,
+it runs line by line: a debugger stops in the step, and `print` shows values.
 """
 
 import contextlib
@@ -63,17 +64,20 @@ class StepPrograms:
     def __init__(
         self, method: StepMethod, gathers: Sequence[Gather], structure: Any
     ) -> None:
-        self._method, self._gathers, self._structure = method, gathers, structure
-        # For each shape of batches, the step and how many of each dataset it takes.
+        self._method = method
+        self._gathers = gathers
+        self._structure = structure
+        # For each shape of batches, the step, and the number of batches that it takes
+        # from each dataset.
         self._traces: dict[Any, tuple[TracedStep, tuple[int, ...]]] = {}
         self._programs: dict[Any, Program] = {}
-        # Programs made before something changed that a trace depends on, and what.
+        # Programs that may be outdated, and the change that made them doubtful.
         self._doubted: dict[Any, Program] = {}
         self._reason = ""
         self._settings = read_settings()
         # The first batches of each shape.
         self._shapes: list[_Leaves] = []
-        # The attributes of the owner that steps looked at; shared with the state.
+        # The attributes of the owner that steps have read; shared with the state.
         self._reads: set[str] = set()
         # The step, and the hooks in its program; shared with the state.
         self._functions: list[Callable[..., Any]] = [method.fn]
@@ -81,7 +85,8 @@ class StepPrograms:
         self._warnings = MetricWarnings(
             method.name, replicas, is_evaluation=method.is_evaluation
         )
-        self._has_traced_hooks = self._drops = False
+        self._has_traced_hooks = False
+        self._has_warned_of_results = False
         self._has_sought_sums = False
         self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
         self.flat: FlatState | None = None  # the state, after `find_state`
@@ -89,7 +94,7 @@ class StepPrograms:
         self.loops_per_chunk = 1
 
     def find_state(self) -> FlatState:
-        """Finds the state as it is now, and drops what is out of date."""
+        """Finds the current state, and drops outdated traces and programs."""
         flat = self.flat
         settings = read_settings()
         if settings != self._settings:
@@ -98,7 +103,8 @@ class StepPrograms:
         if flat is not None and flat.state.is_current() and flat.fits():
             return flat
         state = self._search()
-        # That of `flat` as it was: its places may have another structure by now.
+        # The signature that `flat` had when it was made: the structure of its slots may
+        # have changed since then.
         if flat is not None and state.signature() == flat.signature:
             if changes := state.changes_since(flat.state):
                 names = ", ".join(sorted(changes)[:5])
@@ -113,7 +119,8 @@ class StepPrograms:
         self._programs.clear()
         self._doubted.clear()
         if flat is not None:
-            self._has_traced_hooks, self.hooks = False, None
+            self._has_traced_hooks = False
+            self.hooks = None
         self.flat = FlatState(state, self._method.strategy)
         return self.flat
 
@@ -121,7 +128,10 @@ class StepPrograms:
         return State([(self._method.owner, "")], self._reads, self._functions)
 
     def _doubt(self, reason: str) -> None:
-        """Has all traced again: whether a step read what changed shows then."""
+        """Marks every program as doubtful.
+
+        The next trace shows whether the step read the changed values.
+        """
         self._doubted.update(self._programs)
         self._reason = reason
         self._programs.clear()
@@ -141,7 +151,8 @@ class StepPrograms:
         return self.hooks
 
     def _trace_hooks(self) -> Hooks | None:
-        owner, flat = self._method.owner, self.flat
+        owner = self._method.owner
+        flat = self.flat
         assert flat is not None
         is_asked = self._method.options.hooks_in_program is True
         hooks = None
@@ -152,19 +163,23 @@ class StepPrograms:
             self._functions[1:] = owner.train_loop_begin, owner.train_loop_end
         flat.state.watch()
         if hooks is None:
-            # What Python does where a loop begins may put state where there was none.
+            # In Python, the hooks may create new state, so search for the state again.
             self.flat = None
         return hooks
 
     def count_batches(
         self, types: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[int, ...]:
-        """Traces the step for its first batches; returns how many of each it takes."""
+        """Traces the step for its first batches.
+
+        Returns:
+            The number of batches that a step takes from each dataset.
+        """
         _, self.batches_per_step = self._find_trace(types, active)
         return self.batches_per_step
 
     def trace(self, types: list[PyTree], active: tuple[Active, ...]) -> None:
-        """Traces the step for batches that are to come; the trace is kept."""
+        """Traces the step for batches that come later; the trace is kept."""
         self._find_trace(types, active)
 
     def _find_trace(
@@ -180,9 +195,11 @@ class StepPrograms:
     def _trace(
         self, batches: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[TracedStep, tuple[int, ...]]:
-        method, flat = self._method, self.flat
+        method = self._method
+        flat = self.flat
         assert flat is not None
-        taken, returned = [0] * len(batches), []
+        taken = [0] * len(batches)
+        returned: list[Any] = []
 
         def fn(*arguments: Any) -> PyTree:
             triples = zip(self._gathers, arguments, active, strict=True)
@@ -220,32 +237,39 @@ class StepPrograms:
             ) from None
         flat.state.watch()
         warn_of_rates(flat.state)
-        if returned and not (self._drops or method.keep_results):
-            self._drops, evaluates = True, method.is_evaluation
-            logger.warning(
-                "The result of `%s` is dropped. Update a metric in this method, and "
-                "return the result of the metric from `%s`%s.",
-                method.name,
-                "eval_end" if evaluates else "train_loop_end",
-                "; or have `eval_begin` return a state, and write `eval_reduce`"
-                * evaluates,
-            )
+        drops_results = bool(returned) and not method.keep_results
+        if drops_results and not self._has_warned_of_results:
+            self._has_warned_of_results = True
+            self._warn_of_results()
         if was_current and not flat.state.is_current():
-            # The step set something to what it is after each of its runs.
+            # The step sets a plain value to the same value in every run.
             flat.rebind(self._search())
         check_taken(method.name, taken)
         return step, tuple(taken)
 
+    def _warn_of_results(self) -> None:
+        end = "`train_loop_end`"
+        if self._method.is_evaluation:
+            end = "`eval_end`; or let `eval_begin` return a state, and write "
+            end += "`eval_reduce`"
+        logger.warning(
+            "The result of `%s` is dropped. Update a metric in this method, and return "
+            "the result of the metric from %s.",
+            self._method.name,
+            end,
+        )
+
     def get(self, chunk: Chunk) -> Program:
-        """Returns the program for a chunk, compiled at the first one of its kind."""
+        """Returns the program for a chunk; the first chunk of a kind compiles it."""
         key = (chunk.signature, chunk.capacity)
         if key not in self._programs:
             self._programs[key] = self._make(chunk, self._doubted.pop(key, None))
         return self._programs[key]
 
     def _make(self, chunk: Chunk, old: Program | None) -> Program:
-        """Returns the program for a chunk, the old one if that is still right."""
-        method, flat = self._method, self.flat
+        """Returns the program for a chunk; the old program if it is still correct."""
+        method = self._method
+        flat = self.flat
         assert flat is not None
         step, taken = self._find_trace(chunk.types, chunk.num_active)
         if taken != self.batches_per_step:
@@ -276,7 +300,7 @@ class StepPrograms:
             if is_slow and method.options.compile_loop:
                 logger.info(
                     "`%s` has convolutions that XLA's CPU compiler would run slowly "
-                    "inside a loop on the device: its steps run one by one.",
+                    "inside a loop on the device, so its steps run one by one.",
                     method.name,
                 )
         if not self._has_sought_sums:
@@ -300,9 +324,10 @@ class StepPrograms:
 def run_eagerly(
     method: StepMethod, feed: Feed[Any], structure: Any
 ) -> Iterator[tuple[PyTree, bool]]:
-    """Yields what each step returned, and whether it ended its batch, until data ends.
+    """Yields the result of each step, and whether it ended its batch.
 
-    A step for which the data ends in the middle does not count, but its writes stay.
+    It ends with the data. If the data ends in the middle of a step, that step does not
+    count, but its writes are not undone.
     """
     while all(reader.peek() is not None for reader in feed.readers):
         state = State([(method.owner, "")])
@@ -329,7 +354,7 @@ def run_eagerly(
 
 
 def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
-    """Yields the batches of a reader on their devices, and notes which were taken."""
+    """Yields the batches of a reader on their devices, and adds them to `taken`."""
     for batch in reader:
         taken.append(batch)
         gather = reader.gather
@@ -360,11 +385,11 @@ def check_shapes(
     kind = "Evaluator" if method.is_evaluation else "Trainer"
     fix = (
         "Only the number of examples may be smaller at the end of the data. Pad "
-        "sequences to a few lengths (buckets), and say how many there are: "
+        "sequences to a few lengths (buckets), and pass the number of lengths: "
         f"`Standard{kind}Options(max_shapes={2 * most if most > 1 else 8})`."
         if is_shape_only
         else "Give all batches one dtype and one structure, for example with `.astype` "
-        "where they are made; `max_shapes` allows other shapes only."
+        "where they are made; `max_shapes` allows only different shapes."
     )
     shown = "\n".join(changes[0])
     raise RetraceError(
@@ -374,8 +399,8 @@ def check_shapes(
 
 
 def _compare(first: _Leaves, now: _Leaves, axis: int) -> list[str]:
-    """Returns what differs in more than the number of examples."""
-    changes = []
+    """Returns lines on differences other than the number of examples."""
+    changes: list[str] = []
     for path in first | now:
         pair = [leaves.get(path) for leaves in (first, now)]
         parts = [leaf and (leaf.dtype, *leaf.shape[axis + 1 :]) for leaf in pair]
@@ -387,7 +412,7 @@ def _compare(first: _Leaves, now: _Leaves, axis: int) -> list[str]:
 
 
 def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
-    """Checks what a step changes that is to leave a model as it is."""
+    """Raises if an evaluation step changes a model; warns if it uses dropout."""
     owners = {i: state.owners[i] for i in changed}
     learned = [
         i
@@ -396,8 +421,8 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     ]
     if learned:
         raise StateStructureError(
-            f"`{name}` changes {counted(len(learned), 'array')} of a model, which an "
-            f"evaluation leaves as it is:\n{_list(state, learned)}\n"
+            f"`{name}` changes {counted(len(learned), 'array')} of a model, but an "
+            f"evaluation must not change a model:\n{_list(state, learned)}\n"
             "Evaluate a view of it, which shares its variables (`self.model = "
             "nnx.view(model, use_running_average=True)`, with `deterministic=True` if "
             "it has dropout), and call a Keras model with `training=False`."
@@ -407,8 +432,8 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
     if drawn := [i for i, slot in owners.items() if slot.key in counts]:
         logger.warning(
-            "`%s` draws random numbers for dropout, so its results are the results of "
-            "a model in training mode:\n%s\nEvaluate a view of it, which shares its "
+            "`%s` draws random numbers for dropout, so it evaluates the model in "
+            "training mode:\n%s\nEvaluate a view of the model, which shares its "
             "variables: `self.model = nnx.view(model, deterministic=True)`.",
             name,
             _list(state, drawn),
@@ -416,7 +441,7 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
 
 
 class _Noticing:
-    """A stream that passes everything on, and notes whether a tracer was printed."""
+    """A stream that forwards all text, and notes whether a tracer was printed."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -432,8 +457,8 @@ class _Noticing:
 
 @contextlib.contextmanager
 def noticing_prints(name: str) -> Iterator[None]:
-    """Warns of a step that prints what has no value while it is traced."""
-    # One at a time: two threads would put each other's stream back.
+    """Warns if a step prints a tracer, which has no value while it is traced."""
+    # One at a time, because two threads would restore each other's stream.
     if sys.stdout is None or not _is_noticing.acquire(blocking=False):
         yield
         return
@@ -445,22 +470,22 @@ def noticing_prints(name: str) -> Iterator[None]:
         _is_noticing.release()
     if stream.has_tracer:
         logger.warning(
-            "`%s` printed a tracer, which stands for an array without a value: Python "
-            "runs a step once, while it is traced. To print in each step, write "
-            '`jax.debug.print("{}", x)`; a trainer with `compile_step=False` in its '
-            "options runs line by line on one device.",
+            "`%s` printed a tracer, which stands for an array without a value, because "
+            "Python runs a step only once, while it is traced. To print in each step, "
+            'write `jax.debug.print("{}", x)`. To run line by line on one device, use '
+            "`compile_step=False` in the options of the trainer.",
             name,
         )
 
 
 def warn_of_rates(state: State) -> None:
-    """Warns of a learning rate that was assigned to an optimizer of Flax."""
+    """Warns if a learning rate was assigned to an optimizer of Flax."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
     for node in state.nodes:
         kind = type(node.value)
-        # A class of the user's may have such an attribute for a purpose of its own.
+        # A class that the user wrote may use such an attribute itself.
         if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:
             continue
         for name in sorted(_RATES & vars(node.value).keys()):
@@ -474,7 +499,7 @@ def warn_of_rates(state: State) -> None:
 
 
 def check_training(name: str, state: State, changed: Sequence[int]) -> None:
-    """Warns of a step that advances an optimizer and changes no parameter."""
+    """Warns if a step advances an optimizer, but changes no parameter."""
     nnx = sys.modules.get("flax.nnx")
     leaves = [as_array(leaf) for leaf in state.read()]
     flags = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
@@ -493,7 +518,7 @@ def check_training(name: str, state: State, changed: Sequence[int]) -> None:
     if not advanced or any(is_float(i) and not is_of_optimizer(i) for i in moved):
         return
 
-    # A moment of an optimizer has the shape of the parameter that it is for.
+    # A moment of an optimizer has the shape of its parameter.
     shapes = {leaves[i].shape for i in advanced if is_float(i)}
 
     def has_moment(index: int) -> bool:

@@ -187,7 +187,7 @@ def test_no_good_checkpoint_is_an_error_that_lists_all_of_them(directory):
     manager = make_manager(run, directory, init_fn=lambda: pytest.fail("from scratch"))
 
     with pytest.raises(
-        CheckpointError, match=r"`directory` is .*none of its 3 checkpoints"
+        CheckpointError, match=r"`directory` is .*all of its 3 checkpoints"
     ) as info:
         manager.restore_or_initialize()
 

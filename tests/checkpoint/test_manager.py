@@ -225,6 +225,6 @@ def test_the_newest_is_stepped_over_if_the_launcher_says_so(
     assert manager.restore_or_initialize() == newest
     monkeypatch.setenv("ARMILLARY_SKIPPED_CHECKPOINT", newest)
     assert manager.restore_or_initialize() == only
-    assert f"`{newest}` is stepped over, and stays" in caplog.text
+    assert f"`{newest}` is skipped, but not removed" in caplog.text
     assert manager.checkpoints == [only, newest]
     assert manager.restore(newest) == newest

@@ -103,7 +103,7 @@ def test_a_changed_part_begins_anew_once_and_then_goes_on(make, caplog):
     assert record.levelname == "WARNING"
     assert f"of the program, left as they were:\n  {PART}/" in record.getMessage()
     text = record.getMessage().replace("  - ", "  + ")
-    assert f"\nThese may differ, and do:\n  + {PART}/" in text
+    assert f"\nDifferences that `may_differ` allows:\n  + {PART}/" in text
     # What was left is not on the disk yet.
     assert not second.checkpoint_manager.has_saved_step()
 
@@ -135,7 +135,7 @@ def test_data_that_have_grown_begin_anew(make, caplog):
     (record,) = caplog.records
     assert (
         "  ~ train_dataset: `state` was saved from other data, or from another order "
-        f"of them, in which its position is another place:\n  {line}"
+        f"of the data, so its position would be wrong here:\n  {line}"
     ) in record.getMessage()
     assert position_of(second)["source"] is None
     manager = second.checkpoint_manager

@@ -168,12 +168,12 @@ def restore(
             "(?s)nothing of it would be restored.*`only`.*~ model/head/bias": restore(
                 "model/head", may_differ="model/head"
             ),
-            "nothing of it would be restored. Name what": restore(skip="model"),
-            r"(?s)'model/bakbone' is neither in it nor in the program. There is:\n"
+            "nothing of it would be restored. Add a": restore(skip="model"),
+            r"(?s)'model/bakbone' is neither in it nor in the program. Existing .*:\n"
             r"  data\n  model/backbone\n  model/head\n": restore("model/bakbone"),
             r"\+ model/extra: float32 \(1,\)": restore("model/extra", has_extra=True),
             "(?s)'model/haed' is neither": restore(skip="model/haed"),
-            r"it as it was saved: `Checkpoint\(model=...\)`, not `models`": restore(
+            r"use the saved name: `Checkpoint\(model=...\)`, not `models`": restore(
                 name="models"
             ),
         },

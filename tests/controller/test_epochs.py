@@ -142,7 +142,7 @@ def train_own():
             "`epochs` is 2, but `train_dataset` has 2 datasets, which": lambda: (
                 make_sum({"a": BATCHES, "b": BATCHES}).train(epochs=2)
             ),
-            "`epochs` is 2, but Own does not say how many passes": train_own,
+            "`epochs` is 2, but Own does not count the passes": train_own,
         }
     }
 )

@@ -188,7 +188,7 @@ def test_a_pass_over_a_data_set_is_no_data_set(num_replicas):
     )
     with pytest.raises(TypeError, match="`train_dataset` is an iterator over a distr"):
         armillary.StandardTrainer.__init__(object.__new__(Trainer), iter(dataset))
-    with pytest.raises(TypeError, match=r"Write `dataset` in place of `iter\(dataset"):
+    with pytest.raises(TypeError, match=r"Write `dataset` instead of `iter\(dataset"):
         next(armillary.predict(lambda batch: batch["x"], iter(dataset)))
 
 

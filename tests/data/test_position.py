@@ -34,7 +34,7 @@ def test_states_of_many_types_survive_json():
 
 @pytest.mark.parametrize("state", [object(), {1: 2}, {"a": {3}}])
 def test_states_that_json_cannot_hold_are_errors(state):
-    with pytest.raises(DatasetStateError, match="made of what JSON can hold"):
+    with pytest.raises(DatasetStateError, match="which a position cannot hold"):
         encode_position(Position(source=state), "arrays")
 
 

@@ -106,7 +106,7 @@ def test_arrays_and_replicas_that_differ_are_named():
         ReplicaDivergenceError,
         match=r"3 of 4 arrays of the state must be equal on all 4 replicas, but after "
         r"step 7 they are not:\n  a: replica 2\n  c: no majority of replicas agrees\n"
-        r"  d: no majority of replicas agrees\n.*Restore a checkpoint from before",
+        r"  d: no majority of replicas agrees\n.*Restore an earlier checkpoint",
     ) as caught:
         compare(strategy, arrays)
 

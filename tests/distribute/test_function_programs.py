@@ -241,7 +241,7 @@ def test_a_lambda_that_captures_what_changes_is_named_once(caplog, make_mirrored
     for rate in range(20):
         strategy.run(lambda x: x * rate, args=(jnp.ones(()),))  # noqa: B023
     assert caplog.text.count("`<lambda>` was compiled 16 times") == 1
-    assert "what it captures (rate)" in caplog.text
+    assert "its captured variables (rate)" in caplog.text
 
 
 def test_objects_made_anew_are_the_same_function(traces):

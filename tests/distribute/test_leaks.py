@@ -55,7 +55,7 @@ def test_what_a_backward_pass_has_summed_is_not_summed_again(make_mirrored):
         return context.all_reduce(ReduceOp.SUM, g * res[1]), g * res[0]
 
     losses = each(with_own_backward(backward))
-    with pytest.raises(DoubleReductionError, match=r"was reduced at .*test_leaks"):
+    with pytest.raises(DoubleReductionError, match=r"already reduced at .*test_leaks"):
         gradient(make_mirrored(2), losses)
 
 

@@ -126,7 +126,7 @@ def test_a_loss_that_is_scaled_by_a_number_from_elsewhere_is_an_error(strategy):
         )
 
     message = (
-        r"`step_fn` runs on 2 of 4 replicas, since more cannot share its batch "
+        r"`step_fn` runs on 2 of 4 replicas, because more cannot share its batch "
         r"equally.*`armillary\.compute_average_loss\(losses\)`"
     )
     with pytest.raises(BatchSizeError, match=message):

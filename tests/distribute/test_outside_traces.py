@@ -45,7 +45,8 @@ def test_an_array_left_in_a_global_is_an_error(kind, name):
     with pytest.raises(
         CapturedStateError,
         match=rf"`train_step` put an array into `{name}`, which the trainer does not "
-        r"carry from step to step: .* Hold it in an array or a metric of the trainer.*"
+        r"carry from step to step, .* Hold the value in an array or a metric of the "
+        r"trainer.*"
         r"`jax.debug.print`\.",
     ):
         kind().train(2)

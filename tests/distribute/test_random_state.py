@@ -116,7 +116,7 @@ def test_a_legacy_key_that_gives_all_replicas_the_same_is_an_error(strategy, dra
     with pytest.raises(ValueError) as caught:
         strategy.run(lambda: draw(holder.key))
     message = str(caught.value)
-    assert message.startswith("`holder/key` holds a key of `jax.random.PRNGKey`, of w")
+    assert message.startswith("`holder/key` holds a key of `jax.random.PRNGKey`, from ")
     assert re.search(r"test_random_state\.py:\d+ ", message)
 
 

@@ -47,8 +47,8 @@ def test_mirrored_slots_that_differ_are_all_named(strategy, batch):
         '(`armillary.all_reduce("mean", value)`), or make the variable with '
         "`aggregation=armillary.distribute.VariableAggregation.MEAN`, `SUM` or "
         "`ONLY_FIRST_REPLICA`. If its rows belong to single examples, as in a queue "
-        "or a carried hidden state, these would mix them: collect the rows of all "
-        "replicas instead "
+        "or a carried hidden state, a reduction would mix them: collect the rows of "
+        "all replicas instead "
         "(`armillary.get_replica_context().all_gather(value, axis=0)`)."
     )
     assert model.bias[...] is before
@@ -99,7 +99,7 @@ def test_a_branch_that_replicas_take_differently_cannot_reduce(strategy, batch):
     assert re.match(r"`cond` at .*test_replicas\.py:\d+", message)
     assert (
         "is decided by a value that differs between replicas (computed from one "
-        "replica's share of the batch), and reduces over replicas inside, so that some "
-        "would wait there for ever. Reduce the value that decides first "
+        "replica's share of the batch), and reduces over replicas inside, so some "
+        "replicas would wait there forever. Reduce the value that decides first "
         "(`armillary.all_reduce`), reduce outside, or choose with `jnp.where`."
     ) in message

@@ -100,7 +100,7 @@ def test_a_constant_is_called_by_its_name():
         return fn
 
     for outcome in compare(make):
-        with pytest.raises(PeerError, match="`step` computes with other") as e:
+        with pytest.raises(PeerError, match="`step` computes with diff") as e:
             raise outcome
         values = r"process 0 has int32 \(2, 3\) #\w+, process 1 has int32 \(2, 3\) #\w+"
         assert re.search(rf"^  `table` .*: {values}$", str(e.value), re.MULTILINE)

@@ -36,7 +36,7 @@ def compare(make) -> list:
         ),
         (
             lambda index: from_arrays({"x": ROWS}, batch_size=8, shuffle_seed=index),
-            r"shuffle_seed: process 0 has 0, process 1 has 1\nGive all of them the",
+            r"shuffle_seed: process 0 has 0, process 1 has 1\nGive all processes",
         ),
         (
             lambda index: from_arrays({"xy"[index]: ROWS}, batch_size=8),

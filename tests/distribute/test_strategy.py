@@ -16,7 +16,7 @@ from tests.mistakes import mistakes
 
 PLAIN = (
     "`value` is 2.5, which is not a per-replica value, so ReduceOp.SUM over 2 "
-    "replicas has no meaning. Pass what `strategy.run` returned, or use ReduceOp.MEAN."
+    "replicas has no meaning. Pass the result of `strategy.run`, or use ReduceOp.MEAN."
 )
 UNKNOWN = "`reduce_op` is 'median', but it must be"
 
@@ -37,7 +37,7 @@ def all_reduce(op, value):
             ),
         },
         DoubleReductionError: {
-            r"depends on no values of a batch. Use it": lambda s, _: s.reduce(
+            r"does not depend on the batch. Use the": lambda s, _: s.reduce(
                 "sum", s.run(lambda x: jnp.sum(x), args=(jnp.ones(4),))
             ),
         },

@@ -165,8 +165,8 @@ def test_values_of_more_or_fewer_replicas_are_an_error(kind):
         with pytest.raises(ValueError) as caught:
             strategy.run(jnp.negative, args=(value,))
         message = str(caught.value)
-        assert f"hold {value!r}, a value for each replica of another" in message
-        assert f"{strategy!r}. Combine" in message and "`gather`" in message
+        assert f"hold {value!r}, which comes from a different strategy" in message
+        assert f"{strategy!r}: the numbers" in message and "`gather`" in message
 
 
 def test_one_device_takes_what_several_made():

@@ -70,9 +70,9 @@ def test_aggregation(strategy, ids, aggregation, expected, of_a_constant):
 @pytest.mark.parametrize(
     ("value", "aggregation", "message"),
     [
-        (jnp.zeros((), bool), VariableAggregation.SUM, "bool, of which there is no su"),
-        (jnp.zeros((), bool), VariableAggregation.MEAN, "bool, of which there is no m"),
-        (jax.random.key(0), VariableAggregation.SUM, "of which there is no sum"),
+        (jnp.zeros((), bool), VariableAggregation.SUM, "bool, which has no sum"),
+        (jnp.zeros((), bool), VariableAggregation.MEAN, "bool, which has no mean"),
+        (jax.random.key(0), VariableAggregation.SUM, "which has no sum"),
         (
             jnp.zeros(()),
             "SUM",
@@ -208,11 +208,11 @@ def test_the_synchronization_of_a_variable_is_a_part_of_its_program(strategy, id
 @pytest.mark.parametrize(
     ("synchronization", "aggregation", "message"),
     [
-        (VariableSynchronization.NONE, None, "is NONE, but what replicas write"),
+        (VariableSynchronization.NONE, None, "is NONE, but the values that"),
         (
             VariableSynchronization.NONE,
             VariableAggregation.SUM,
-            "is NONE, but what replicas write",
+            "is NONE, but the values that",
         ),
         (VariableSynchronization.ON_READ, None, "is ON_READ .* `aggregation` is"),
         (

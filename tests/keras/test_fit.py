@@ -148,7 +148,7 @@ def make_data(problem, strategy, *arrays, place_on_device=False, **options):
     return strategy.distribute_dataset(source, inputs)
 
 
-BESIDE = r"`model\.%s` was given `%s` beside a data set, .* batches `\(x, y\)` or"
+BESIDE = r"`model\.%s` was given `%s` together with a .* batches `\(x, y\)` or"
 
 
 def test_what_batches_must_hold_is_refused_beside_a_data_set(problem):

@@ -251,7 +251,7 @@ def check_mismatches(results: list[Any]) -> None:
         assert "`train_step` is traced to different programs" in result["program"]
         assert f", process {count - 1} has " in result["program"]
         values = rf"process 0 has float32 \(2,\) #.*, process {count - 1} has float32"
-        assert "`<lambda>` computes with other values in each" in result["run"]
+        assert "`<lambda>` computes with different values in" in result["run"]
         assert re.search(rf"  `own`.*: {values}", result["run"]), result["run"]
         assert re.search(r"`args\[0\]`.*: process 0 has float32", result["argument"])
         assert "  value['own']: process 0 has float32 (2,) #" in result["gathered"]

@@ -23,7 +23,7 @@ def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path
     assert first["good"] == str(run_dir / "good" / "checkpoint_1")
     assert "is damaged and was skipped" in outcome.errors[0]
     assert "is damaged" not in outcome.errors[1]
-    assert "none of its 1 checkpoints is as it was saved" in first["bad"]
+    assert "all of its 1 checkpoints are damaged" in first["bad"]
     assert "a damaged checkpoint: " in first["by name"]
     changed = "in process 1 of 2, the content of `manifest/manifest.json` has changed"
     assert f"a damaged checkpoint: {changed}" in first["moved, by name"]

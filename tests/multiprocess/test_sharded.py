@@ -81,7 +81,7 @@ def check_that_one_process_goes_on(run_dir: Path, expected: dict[str, str]) -> N
 
 
 def check_mistakes(first: dict[str, str], second: dict[str, str]) -> None:
-    index = "`devices` has none of process {} of 2, but all run each step"
+    index = "`devices` has no device of process {} of 2, but all processes run"
     assert index.format(1) in first.pop("devices")
     assert index.format(0) in second.pop("devices")
     assert first == second

@@ -202,7 +202,7 @@ def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
     trainer = make_trainer()
     fails(ValueError, "describes no devices", trainer, 8)
     own = make_trainer(kind=HasItsOwnLoop)
-    fails(ValueError, "has a `train` of its own", own, 8, abstract=True)
+    fails(ValueError, "overrides `train`, so it", own, 8, abstract=True)
     prints = make_trainer(kind=PrintsFromTheDevice)
     fails(
         PlanError,

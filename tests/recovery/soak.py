@@ -240,7 +240,7 @@ class Job:
                 yield f"`{path}` was left"
         for _, line in self._lines:
             # One that fails twice is stepped over, "unless" the next "is damaged".
-            if "damaged" in line and "is stepped over" not in line:
+            if "damaged" in line and "is skipped, but not removed" not in line:
                 yield f"a checkpoint was torn: {line}"
         off = audit(directory)
         if off > MOST_UNKNOWN:

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_always_fails_is_stepped_over_once(launcher):
     path = launcher.folder / "run" / "checkpoints" / "checkpoint_12"
     why = f"the first steps after `{path}` failed twice: without it."
     assert f"[launcher] restart 3 of 5 in 0 s: {why}\n" in stderr
-    assert f"`{path}` is stepped over, and stays: the first steps after" in stderr
+    assert f"`{path}` is skipped, but not removed, because the first steps" in stderr
     assert "ends with exit code 0 (OK) after 3 restarts." in stderr
 
 

@@ -90,7 +90,7 @@ def test_a_variable_that_no_name_leads_to_is_described():
         return root.registry.model.kernel[...] * 2
 
     with pytest.raises(
-        CapturedStateError, match=r"what no name leads to \(nnx.Param \(2, 3\)\)"
+        CapturedStateError, match=r"a variable without a name \(nnx.Param \(2, 3\)\)"
     ):
         trace(step, root)
 

@@ -197,9 +197,9 @@ def test_a_flag_that_makes_the_next_step_another_one_is_refused(run_lifted):
 
     with pytest.raises(
         StateStructureError,
-        match=r"`step` changed plain values, so that the next step would be another one"
+        match=r"`step` changed plain values, so the next step would be a different"
         r"(.|\n)*  started: bool False became True, once, while the step was traced\n"
-        r"Hold what a step counts or decides by in an array",
+        r"Hold counters and conditions in arrays",
     ):
         run_lifted(step, root)
     assert float(root.total) == 100

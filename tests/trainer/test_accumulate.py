@@ -290,7 +290,7 @@ def train_with(kind, count=4, batch_size=32):
             "is not given, and `compute_average_loss` did not": (
                 train_with(MixedTrainer)
             ),
-            r"returned an array of shape \(\) beside the loss, for a part of 8": (
+            r"returned an array of shape \(\) next to the loss, for a part of 8": (
                 train_with(SummaryTrainer)
             ),
         },

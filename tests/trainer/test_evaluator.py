@@ -163,7 +163,7 @@ def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
         def eval_end(self, *state):
             return {"count": self.sums.count[...]}
 
-    with pytest.raises(BatchSizeError, match=r"one of dataset \d has .* in pieces"):
+    with pytest.raises(BatchSizeError, match=r"a batch of dataset \d .* in pieces"):
         Count().evaluate(-1)
 
 
@@ -268,8 +268,8 @@ def test_an_evaluation_that_changes_batch_statistics_is_an_error(num_replicas):
 
     with pytest.raises(
         StateStructureError,
-        match=r"`eval_step` changes 2 arrays of a model, which an evaluation leaves as "
-        r"it is:\n  model/norm/mean\n  model/norm/var\nEvaluate a view of it.*"
+        match=r"`eval_step` changes 2 arrays of a model, but an evaluation must not "
+        r"change a model:\n  model/norm/mean\n  model/norm/var\nEvaluate a view of it.*"
         r"`self.model = nnx.view\(model, use_running_average=True\)`",
     ):
         Model(model, num_replicas).evaluate(-1)
@@ -344,9 +344,9 @@ def test_dropout_in_an_evaluation_is_a_warning(num_replicas, caplog):
 
     (record,) = caplog.records
     assert record.getMessage() == (
-        "`eval_step` draws random numbers for dropout, so its results are the "
-        "results of a model in training mode:\n  model/dropout/rngs/count\nEvaluate a "
-        "view of it, which shares its variables: `self.model = nnx.view(model, "
+        "`eval_step` draws random numbers for dropout, so it evaluates the model in "
+        "training mode:\n  model/dropout/rngs/count\nEvaluate a view of the model, "
+        "which shares its variables: `self.model = nnx.view(model, "
         "deterministic=True)`."
     )
 

@@ -266,14 +266,14 @@ def make_controller():
             r"`train_dataset` is None.*`armillary.StepTrainer\(step, state, dat": (
                 lambda: armillary.StepTrainer(lambda state, batch: 0, WEIGHTS)
             ),
-            r"`step` is `step\(state\)`, which takes the state alone, but "
+            r"`step` is `step\(state\)`, which takes only the state, but "
             r"`train_dataset` has.*`armillary.StepTrainer\(step, state\)`": (
                 lambda: armillary.StepTrainer(step, make_state(), ROWS)
             ),
             r"takes a batch, but `eval_dataset` is None.*StepEvaluator\(step, tra": (
                 lambda: armillary.StepEvaluator(lambda s, b: {}, make_trainer())
             ),
-            r"takes the state alone, but `eval_dataset` has": (
+            r"takes only the state, but `eval_dataset` has": (
                 lambda: armillary.StepEvaluator(evaluate, make_trainer(), ROWS)
             ),
             r"`train_dataset` is \(\), which holds no data set": (

@@ -226,7 +226,7 @@ def test_a_bad_step_ends_training_as_if_it_had_not_run(bad, num_replicas, way):
         NonFiniteError,
         match=rf"`train_step` left values that are not finite in .* arrays, at step "
         rf"{bad + 1} of the 9 of this loop:\n(.*\n)*  model/layer/bias: 3 values\n"
-        rf'(.*\n)*The state is as it was before .* `on_non_finite="skip"`',
+        rf'(.*\n)*The state is the same as before .* `on_non_finite="skip"`',
     ) as caught:
         trainer.train(9)
 

@@ -117,8 +117,8 @@ def test_an_index_that_lies_outside_is_named_with_the_line_of_the_user():
     message = train(use)
 
     assert re.search(
-        r"is `gather`, at \S+test_origin.py:\d+ \(use\)\. An "
-        "index of it lies outside, such as a label that is not a class.",
+        r"is `gather`, at \S+test_origin.py:\d+ \(use\)\. One of its "
+        "indices is out of range: for example, a label that is not a class.",
         message,
     ), message
 
@@ -147,7 +147,8 @@ def test_the_search_leaves_state_and_data_as_they_were():
 
 
 HOW_TO_FIND = (
-    "The state is as it was before that step. To find the operation, begin the program "
+    "The state is the same as before that step. To find the operation, begin the "
+    "program "
     'with `jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for '
     "infinities) and run the step with `StandardTrainerOptions(compile_step=False)` on "
     "one device. Lower the learning "

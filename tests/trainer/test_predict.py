@@ -161,12 +161,12 @@ def own_batches(input_context):
 @mistakes(
     {
         ValueError: {
-            "`without_return` returned is None": lambda: run(without_return),
-            r"What `add` returned has shape \(\), but it must be an array whose": (
+            "output of `without_return` is None": lambda: run(without_return),
+            r"The output of `add` has shape \(\), but it must be an array whose": (
                 lambda: run(add)
             ),
-            "repeats its data forever, but `predict` goes through all of it": lambda: (
-                run(data=from_arrays(ROWS, batch_size=8, repeat=True))
+            "repeats its data forever, but `predict` uses each example": lambda: run(
+                data=from_arrays(ROWS, batch_size=8, repeat=True)
             ),
             "so there is no one order of its examples": lambda: armillary.predict(
                 predict_fn,

@@ -280,7 +280,7 @@ class Params:
         (
             {"net": Params(jnp.zeros(2))},
             lambda state: {"net": state["net"].replace(name="b")},
-            "`state['net']`, a `Params`, became one with other static fields",
+            "`state['net']`, a `Params`, has different static fields now",
         ),
         (
             [jnp.zeros(2), None],

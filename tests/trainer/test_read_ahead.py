@@ -253,7 +253,7 @@ def test_a_game_in_python_resumes_bit_for_bit(tmp_path, caplog):
     np.testing.assert_array_equal(state, expected)
     np.testing.assert_array_equal(replay.rows, whole.rows)
     assert replay.num_rows == whole.num_rows == 22
-    assert "Name the objects that make them in the checkpoint" in caplog.text
+    assert "Name the objects that make the data in the checkpoint" in caplog.text
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 

@@ -286,7 +286,7 @@ def test_a_dataset_of_another_strategy_is_an_error(other):
     with pytest.raises(
         ValueError,
         match=r"over \d replicas by another strategy than MirroredStrategy\(4 x cpu\)"
-        r".*`with strategy.scope\(\):`.*as it was before `distribute_dataset`",
+        r".*`with strategy.scope\(\):`.*from before `distribute_dataset`",
     ):
         trainer.train(1)
 
@@ -423,7 +423,7 @@ def test_a_method_beside_its_hook_is_the_users_own():
 
 def test_a_loop_inside_a_transformation_is_refused_and_leaves_the_trainer_whole():
     trainer = Trainer(make_batches(2))
-    with pytest.raises(ReplicaContextError, match="`Trainer` was asked for steps insi"):
+    with pytest.raises(ReplicaContextError, match="`Trainer` was called inside `jax"):
         jax.jit(lambda: trainer.train(1))()
     trainer.train(1)
 

@@ -1,1 +1,1 @@
-"""How batches reach a loop: split over replicas, read ahead, stacked into chunks."""
+"""Splits batches over replicas, reads them ahead, and stacks them into chunks."""

@@ -20,28 +20,29 @@ from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
 Step = list[list[Piece]]
-"""For each reader, the batches that one step takes of it."""
+"""For each reader, the batches that one step takes from it."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Chunk:
-    """The batches of `num_steps` steps, on the device; lists have a part per reader.
+    """The batches of `num_steps` steps on the device.
 
-    Leaves of `arrays` have shape `(capacity * batches_per_step, ...)`, then the
-    layout's shape. Batch b of step s is at index `s * batches_per_step + b`, for
-    `Gather.on_device`. Steps from `num_steps` on are no data and must not run.
+    Lists have an item for each reader. Leaves of `arrays` have shape
+    `(capacity * batches_per_step, ...)`, followed by the layout's shape. Batch b of
+    step s is at index `s * batches_per_step + b`, for `Gather.on_device`. Steps from
+    `num_steps` on have no data, and must not run.
     """
 
     arrays: list[PyTree]
-    resident: list[PyTree]  # the arrays of its data that stay on the device
-    types: list[PyTree]  # of one batch as a step receives it
+    resident: list[PyTree]  # the arrays of the data that stay on the device
+    types: list[PyTree]  # the types of one batch as a step receives it
     num_steps: int = 0
-    capacity: int  # steps for which there is room, as in all of its signature
+    capacity: int  # room for steps, equal for all chunks of one signature
     signature: Hashable  # equal for chunks that one program can run
-    num_active: tuple[Active, ...]  # which replicas have data
-    num_replicas: tuple[int, ...]  # that share a batch
+    num_active: tuple[Active, ...]  # the replicas that have data
+    num_replicas: tuple[int, ...]  # the number of replicas that share a batch
     positions: list[tuple[Position, ...]] = field(default_factory=list)  # after steps
-    ends: list[bool] = field(default_factory=list)  # of each step: no piece follows
+    ends: list[bool] = field(default_factory=list)  # whether a step ends its batch
 
     @property
     def inputs(self) -> list[tuple[PyTree, PyTree]]:
@@ -49,7 +50,7 @@ class Chunk:
         return list(zip(self.arrays, self.resident, strict=True))
 
     def __str__(self) -> str:
-        """Describes the chunk; equal for those that processes may run together."""
+        """Describes the chunk; the text is equal if processes may run it together."""
         shapes = "; ".join(describe_shapes(types) for types in self.types)
         active = ", ".join(map(str, self.num_active))
         return f"{self.num_steps} steps of {shapes}; replicas with data: {active}"
@@ -68,10 +69,11 @@ class ChunkBuilder:
         reads_ahead: bool = False,
     ) -> None:
         self._batches_per_step = tuple(batches_per_step)
-        self._steps_per_chunk, self._max_chunk_bytes = steps_per_chunk, max_chunk_bytes
+        self._steps_per_chunk = steps_per_chunk
+        self._max_chunk_bytes = max_chunk_bytes
         self._gives_errors_at_once = gives_errors_at_once
         self._reading = reading_ahead if reads_ahead else contextlib.nullcontext
-        # By signature. The first chunk of each decides.
+        # By signature. The first chunk of each signature sets its capacity.
         self._capacities: dict[Hashable, int] = {}
 
     def build(self, readers: Sequence[BatchReader]) -> Iterator[Chunk]:
@@ -82,7 +84,7 @@ class ChunkBuilder:
             step, error = self._fill(readers, chunk, step)
             self._place(readers, chunk)
             yield chunk
-            del chunk  # The next one must not find its host memory still held.
+            del chunk  # Its host memory must be free before the next chunk is built.
             if error is not None:
                 raise error
             if step is None:
@@ -101,8 +103,9 @@ class ChunkBuilder:
         return step
 
     def _begin(self, readers: Sequence[BatchReader], step: Step) -> Chunk:
-        """Returns a chunk with room for `step`, and for those that fit behind it."""
-        signature, gathers = _sign(step), [reader.gather for reader in readers]
+        """Returns a chunk with room for `step`, and for more steps if they fit."""
+        signature = _sign(step)
+        gathers = [reader.gather for reader in readers]
         for index, (gather, batches) in enumerate(zip(gathers, step, strict=True)):
             if len(set(signature[index])) > 1:
                 shown = list_lines(
@@ -120,7 +123,7 @@ class ChunkBuilder:
         capacity = self._capacities.get(signature) or self.count_steps(
             [gather.types(first, as_sent=True) for gather, first in pairs]
         )
-        # Each chunk has memory of its own: devices may share it for long.
+        # Each chunk has memory of its own, because devices may share it for long.
         arrays = [
             jax.tree.map(
                 lambda leaf, size=capacity * count: empty_aligned(
@@ -141,7 +144,11 @@ class ChunkBuilder:
         )
 
     def count_steps(self, sent_types: Sequence[PyTree]) -> int:
-        """Returns how many steps fit into a chunk, by what travels for each batch."""
+        """Returns the number of steps that fit into a chunk.
+
+        Args:
+            sent_types: The types of the arrays that are sent for one batch.
+        """
         num_bytes = sum(
             count * leaf.size * leaf.dtype.itemsize
             for count, types in zip(self._batches_per_step, sent_types, strict=True)
@@ -153,7 +160,7 @@ class ChunkBuilder:
     def _fill(
         self, readers: Sequence[BatchReader], chunk: Chunk, step: Step
     ) -> tuple[Step | None, Exception | None]:
-        """Copies steps in; returns the first that does not fit, or an error."""
+        """Copies steps into a chunk; returns the first that does not fit, or errors."""
         while True:
             for buffers, batches in zip(chunk.arrays, step, strict=True):
                 leaves = jax.tree.leaves(buffers)
@@ -178,7 +185,7 @@ class ChunkBuilder:
 
     def _place(self, readers: Sequence[BatchReader], chunk: Chunk) -> None:
         """Makes device arrays of the buffers, zero where there is no data."""
-        # No later chunk has more steps of this shape if the data ended inside it.
+        # If the data ended inside the first chunk, no later chunk has more steps.
         chunk.capacity = self._capacities.setdefault(chunk.signature, chunk.num_steps)
         for index, count in enumerate(self._batches_per_step):
 
@@ -193,18 +200,17 @@ class ChunkBuilder:
 
 
 def check_pieces(step: Step) -> None:
-    """Raises if batches that a step takes together are cut into pieces unlike."""
+    """Raises if only some of the batches that a step takes are cut into pieces."""
     ends = [batch.is_last for batches in step for batch in batches]
     is_several = len(ends) > len(step)
     if len(ends) == 1 or all(ends) or not (any(ends) or is_several):
         return
     cut = next(i for i, each in enumerate(step) if not all(b.is_last for b in each))
     raise BatchSizeError(
-        f"A step takes {len(ends)} batches together, but one of dataset {cut} has a "
-        "number of examples that the replicas cannot share equally. It would run in "
-        "pieces, and examples would be paired differently than on one replica. Use "
-        "batch sizes that are multiples of the number of replicas, or "
-        '`InputOptions(remainder="pad")` or `"drop"`.'
+        f"A step takes {len(ends)} batches together, but the replicas cannot share a "
+        f"batch of dataset {cut} equally. It would run in pieces, and examples would "
+        "be paired differently than on one replica. Use batch sizes that are multiples "
+        'of the number of replicas, or `InputOptions(remainder="pad")` or `"drop"`.'
     )
 
 

@@ -1,7 +1,7 @@
-"""Feeds a loop: reads datasets ahead, and knows which part of them was used.
+"""Feeds a loop: reads datasets ahead, and keeps the positions that were used.
 
-Only `commit` moves the positions that datasets report: what is lost on the way (by
-Ctrl-C, or when a position is set) is read again from there.
+Only `commit` moves the positions that datasets report. If batches are lost before that
+(by Ctrl-C, or when a position is set), they are read again from there.
 """
 
 import contextlib
@@ -25,13 +25,14 @@ _CLOSE_TIMEOUT_SECONDS = 5.0
 
 
 T = TypeVar("T", bound="Chunk | Piece")
-"""The batches of some steps; `str` of it names what they look like."""
+"""The batches of some steps; `str` describes their shapes."""
 
 
 class Feed(Generic[T]):
-    """Reads the batches of a loop; with a `name` of the step, processes compare chunks.
+    """Reads the batches of a loop.
 
-    A chunk stays the current one until all of its steps are committed: nothing is lost.
+    A chunk stays the current chunk until all of its steps are committed, so no batch is
+    lost. If the feed has the `name` of a step, processes compare their chunks.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Feed(Generic[T]):
         owner: Any = None,
         reads_ahead: bool = True,
     ) -> None:
-        self._datasets, self._name = tuple(datasets), name
+        self._datasets = tuple(datasets)
+        self._name = name
         # Steps without data are the same in all processes.
         is_compared = name is not None and bool(datasets)
         self._peers = datasets[0].layout.peers if is_compared else None
@@ -52,7 +54,7 @@ class Feed(Generic[T]):
         if self._peers is not None:
             self._announcing = self._peers.announcing_errors
         self._is_alike = False
-        # Not for use while a thread reads.
+        # They must not be used while a thread reads.
         self.readers = [
             dataset.open_reader(
                 in_pieces=in_pieces,
@@ -67,21 +69,25 @@ class Feed(Generic[T]):
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
-        self.queue: Prefetcher[T] | None = None  # Where chunks come from, once asked.
+        self.queue: Prefetcher[T] | None = None  # The chunks, after the first read.
         self._is_cut_off = False
-        self.offset = 0  # How many steps of the current chunk were used.
-        self.is_started = self.is_closed = False
-        self.rests: set[int] = set()  # Of which a step took batches, and lacked others.
+        self.offset = 0  # The number of steps of the current chunk that were used.
+        self.is_started = False
+        self.is_closed = False
+        # Data sets with unused batches, because another data set of the step had ended.
+        self.rests: set[int] = set()
 
     def start(
         self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
     ) -> None:
-        """Says what to make of the batches; nothing is read yet."""
-        self._build, self._prefetch, self.is_started = build, prefetch, True
+        """Sets the function that builds chunks from batches; nothing is read yet."""
+        self._build = build
+        self._prefetch = prefetch
+        self.is_started = True
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """The position of each dataset after what was committed."""
+        """The position of each dataset after the committed steps."""
         return tuple(reader.used for reader in self.readers)
 
     @property
@@ -90,11 +96,14 @@ class Feed(Generic[T]):
 
     @property
     def chunk(self) -> T | None:
-        """The current chunk; None if `next_chunk` has to read one."""
+        """The current chunk; None if `next_chunk` must read one."""
         return None if self.queue is None else self.queue.current
 
     def peek(self) -> list[Piece | None]:
-        """Returns the next batch of each dataset, None at the end; before `start`."""
+        """Returns the next batch of each dataset, or None at its end.
+
+        It may be called only before `start`.
+        """
         if self.is_closed:
             return [None] * len(self._datasets)
         with self._announcing(), self.reading():
@@ -118,10 +127,11 @@ class Feed(Generic[T]):
                 raise PeerError(
                     f"The processes have different data for `{self._name}`:\n"
                     f"{list_lines(shown)}\nA data set that is distributed over all "
-                    "processes must be the same on each, in the same order. Where each "
-                    "reads data of its own, use a function with an `input_context`."
+                    "processes must be the same in each process, in the same order. If "
+                    "each process reads data of its own, use a function with an "
+                    "`input_context`."
                 )
-            # Batches that are agreed on make equal chunks, if the first ones are equal.
+            # If processes agree on each batch, equal first chunks mean equal chunks.
             self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
         return chunk
 
@@ -133,7 +143,7 @@ class Feed(Generic[T]):
         for dataset, position in zip(self._datasets, chunk.positions[0], strict=True):
             if not dataset.is_agreed:
                 places.append(f"epoch {position.epoch}")
-            # What a library has made may hold what differs between processes.
+            # Not for other libraries, whose positions may differ between processes.
             if not dataset.is_agreed and isinstance(dataset.source, IndexedDataset):
                 places.append(str(position.source))
         return "; ".join([str(chunk), *places])
@@ -151,7 +161,7 @@ class Feed(Generic[T]):
         if self.queue is None:
             assert self._build is not None
             self.queue = Prefetcher(self._build(self.readers), self._prefetch, self)
-        # A thread of its own is out of reach of Ctrl-C, and loses nothing.
+        # Ctrl-C does not interrupt a background thread, so it loses no batches.
         with contextlib.nullcontext() if self._prefetch else self.reading():
             try:
                 return self.queue.head()
@@ -164,8 +174,10 @@ class Feed(Generic[T]):
             self.queue.read_on()
 
     def commit(self, num_steps: int) -> None:
-        queue, chunk, stop = self.queue, self.chunk, self.offset + num_steps
+        queue = self.queue
+        chunk = self.chunk
         assert queue is not None and chunk is not None
+        stop = self.offset + num_steps
         used = chunk.positions[stop - 1]
         for reader, position in zip(self.readers, used, strict=True):
             reader.used = position
@@ -174,20 +186,26 @@ class Feed(Generic[T]):
             queue.pop()
 
     def commit_taken(self) -> None:
-        """Marks all that was taken from `readers` as used."""
+        """Marks all batches that were taken from `readers` as used."""
         for reader in self.readers:
             reader.used = reader.position
 
     def seek(self, positions: Sequence[Position]) -> None:
-        """Drops what was read, and goes to other positions, or to none of them."""
-        # Data that cannot go back stays as broken as it is.
+        """Drops batches that were read, and goes to other positions.
+
+        After an error, no position is changed.
+        """
+        # Data that was interrupted and cannot go back remains broken.
         is_broken = self._is_cut_off and not self.is_repositionable
         self._is_cut_off = True
         if self.queue is not None:
             self.queue.close()
-        self.queue, self.offset = None, 0
+        self.queue = None
+        self.offset = 0
         if self._peers is not None:
-            self._peers.boundary.take(self._say)  # What was said was of another chunk.
+            # The answers that were exchanged describe the chunk we dropped, so discard
+            # them.
+            self._peers.boundary.take(self._say)
         try:
             self._reopen(positions)
         except Exception:
@@ -205,7 +223,7 @@ class Feed(Generic[T]):
                 reader.open(position, reader.dataset.read(position))
 
     def close(self) -> None:
-        """Lets go of the data; the positions reached stay."""
+        """Releases the data; the positions are kept."""
         self.is_closed = True
         if self.queue is not None:
             self.queue.close(_CLOSE_TIMEOUT_SECONDS)
@@ -214,18 +232,18 @@ class Feed(Generic[T]):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Returns a context in which this thread reads: Ctrl-C cuts the feed off."""
+        """Returns a context in which this thread reads, and Ctrl-C may lose batches."""
         self._recover()
         self._is_cut_off = True
         try:
             yield
         except Exception:
-            self._is_cut_off = False  # It is raised again by each later read.
+            self._is_cut_off = False  # Each later read raises the error again.
             raise
         self._is_cut_off = False
 
     def _recover(self) -> None:
-        """Reads batches again that Ctrl-C lost, since an interrupted generator ends."""
+        """Reads lost batches again after Ctrl-C, which ends a generator."""
         if not self._is_cut_off:
             return
         for dataset in self._datasets:
@@ -239,7 +257,10 @@ class Feed(Generic[T]):
         self.seek(self.positions)
 
     def note_ends(self, *, with_rest: bool = False) -> None:
-        """Marks passes as finished of which all was used, or all but a step's rest."""
+        """Marks passes as finished if all their batches were used.
+
+        With `with_rest`, the last batches of an incomplete step count as used.
+        """
         for index, reader in enumerate(self.readers):
             is_used = reader.used is reader.position
             if not is_used:

@@ -1,7 +1,8 @@
-"""Row numbers in place of rows, on the way from arrays in memory to a step.
+"""Batches of row numbers instead of rows, from arrays in memory to a step.
 
-Rows are wanted at the very end of the way of a batch. Until then (positions, shares of
-replicas, chunks) their numbers do, and they are taken once, where they are going::
+A batch needs its rows only at the end of its way. Until then (positions, shares of
+replicas, chunks), row numbers are enough. The rows are taken once, at their
+destination::
 
     on the host    {"rows": [7, 2]} -> {"image": images[[7, 2]]} -> the device
     on the device  {"rows": [7, 2]} -> the device -> {"image": images[[7, 2]]}
@@ -26,17 +27,17 @@ from armillary.typing import Batch, PyTree
 
 _ROWS = "rows"
 _MOST_ROWS = np.iinfo(np.int32).max
-"""How many the 32-bit numbers of a device can tell apart."""
+"""The largest number of rows for the 32-bit integers of a device."""
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Turns the batches of a source into what a step receives."""
+    """Turns the batches of a source into the batches that a step receives."""
 
     layout: BatchLayout
-    arrays: PyTree | None = None  # that batches have row numbers of; None: whole rows
-    placed: "_PlacedArrays | None" = None  # these on the devices, if rows go there
+    arrays: PyTree | None = None  # the arrays of the row numbers; None for whole rows
+    placed: "_PlacedArrays | None" = None  # these arrays on the devices, if they stay
 
     @property
     def resident(self) -> PyTree:
@@ -75,7 +76,7 @@ class Gather:
         return _compiled_gather(self.layout, self.resident, placed)
 
     def describe(self, types: Batch) -> tuple[Batch, PyTree]:
-        """Returns the types of what a program takes for one batch; places nothing."""
+        """Returns the types of a program's inputs for one batch; places nothing."""
         if self.placed is None:
             return types, None
         num_rows = jax.tree.leaves(types)[0].shape[:1]
@@ -85,8 +86,9 @@ class Gather:
         return sent, _on_device(self.arrays, lambda array: array.shape)
 
     def types(self, batch: Piece, *, as_sent: bool = False) -> Batch:
-        """Returns the types of a piece for a step, or of what travels (`as_sent`)."""
-        layout, count = self.layout, batch.num_replicas
+        """Returns the types of a piece in a step, or as it is sent (`as_sent`)."""
+        layout = self.layout
+        count = batch.num_replicas
         has_some = layout.peers is not None and layout.stacked
         types = _on_device(
             batch.arrays,
@@ -111,10 +113,11 @@ def _on_device(arrays: PyTree, get_shape: Any) -> PyTree:
 
 
 class _PlacedArrays:
-    """Arrays on the devices of a layout, from when they are first asked for."""
+    """Arrays that are placed on the devices of a layout when they are first used."""
 
     def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
-        self._arrays, self._layout = arrays, layout
+        self._arrays = arrays
+        self._layout = layout
         self._placed: PyTree = None
 
     def get(self) -> PyTree:
@@ -134,14 +137,14 @@ _lock = threading.Lock()
 def make_gather(
     source: Source, layout: BatchLayout, options: InputOptions
 ) -> tuple[Source, Gather]:
-    """Returns what to read in place of `source`, and how its batches become rows."""
+    """Returns the source to read, perhaps of row numbers, and its `Gather`."""
     num_rows = source.num_examples if isinstance(source, ArrayDataset) else 0
     if not 0 < num_rows <= _MOST_ROWS:
         if options.place_on_device:
             raise TypeError(
                 f"`place_on_device` is True, but the source ({source.name}) has no "
                 f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
-                "Leave it out, so that batches are sent from the host."
+                "Leave `place_on_device` out, and batches are sent from the host."
             )
         return source, Gather(layout)
     assert isinstance(source, ArrayDataset)
@@ -160,7 +163,7 @@ def make_gather(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows of an array, of which a process takes those that its devices get."""
+    """Rows of an array, from which a process takes only the rows for its devices."""
 
     path: str
     array: np.ndarray
@@ -171,7 +174,7 @@ class _Rows:
         return (*self.numbers.shape, *self.array.shape[1:])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        # Of each row all, since nothing else is split.
+        # Complete rows, because only the first axes are split.
         numbers = self.numbers[index[: self.numbers.ndim]]
         return _take({self.path: self.array}, numbers)[self.path]
 
@@ -179,14 +182,18 @@ class _Rows:
 def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
     def take(array: np.ndarray) -> np.ndarray:
         rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
-        # Numbers are those of the data set; to check them, NumPy would copy the rows.
+        # The numbers come from the data set itself. With `mode="raise"`, NumPy would
+        # copy the rows once more.
         return np.take(array, numbers, axis=0, out=rows, mode="clip")
 
     return as_device_values(jax.tree.map(take, arrays), lambda: "`arrays`", numbers)
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an array that XLA's CPU client takes over: do not write to it then."""
+    """Returns an array whose memory XLA's CPU client can share.
+
+    Do not write to it after it was given to JAX.
+    """
     dtype = np.dtype(dtype)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
@@ -198,7 +205,8 @@ def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:
     return _with_mask(layout.gather(arrays, batch[_ROWS]), batch)
 
 
-# Of a layout, not of a `Gather`: JAX keeps what a program was compiled for.
+# The static argument is a layout, and not a `Gather`, because JAX keeps static
+# arguments forever.
 _compiled_gather = jax.jit(_gather, static_argnums=0)
 
 

@@ -1,16 +1,17 @@
-"""Reads one dataset on from a position, in step with other processes.
+"""Reads one dataset from a position, in step with other processes.
 
-All must have the same to run at the same time. Where a function made one data set for
-each process, they may differ in length. So they tell each other what they are going to
-have next, and come to the same sequence::
+All processes must run the same steps at the same time. If a function made one data set
+for each process, the data sets may differ in length. So the processes exchange the
+sizes of their next batches, and derive the same sequence::
 
-                process 0    process 1    what runs
+                process 0    process 1    steps
     training    8 8 8        8 8          8 on both, twice; then training ends
     evaluation  8 8 8        8 3          8 on both; 8 and 8 on process 0 alone; then
                                           3 on process 1 alone
 
 A process without data takes part with copies, which have no effect. Only the main
-thread may agree: what a thread has read ahead, between two loops or before its use.
+thread may exchange messages, between two loops or before a batch is used. Other threads
+only read ahead.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from armillary.data.feed._feed import Feed
 
 _MOST_OFFERS = 10
-"""How many pieces of a process are agreed on at once, and read ahead."""
+"""The number of pieces of a process that are read ahead and agreed on together."""
 
 
 class BatchReader:
@@ -59,21 +60,23 @@ class BatchReader:
                 "all processes (`strategy.distribute_dataset`), or use "
                 '`remainder="pad"`.'
             )
-        self.dataset, self.gather, self._in_pieces = dataset, dataset.gather, in_pieces
+        self.dataset = dataset
+        self.gather = dataset.gather
+        self._in_pieces = in_pieces
         self._most_offers = _MOST_OFFERS if reads_ahead else 1
         self._reads_ahead = reads_ahead
-        self.feed: Callable[[], Feed[Any] | None] = lambda: None  # that it belongs to
-        self.used = position  # after the last batch that the program has used
+        self.feed: Callable[[], Feed[Any] | None] = lambda: None  # its owner
+        self.used = position  # the position after the last batch that was used
         self.open(position, batches)
 
     def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
         dataset = self.dataset
         self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
-        self.position = position  # after the last batch that was taken
+        self.position = position  # the position after the last batch that was taken
         pieces = Splitter(dataset, in_pieces=self._in_pieces).split(batches, position)
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
-            # A thread reads ahead what the processes are to agree on.
+            # A thread reads ahead the pieces that the processes must agree on.
             has_thread = self._reads_ahead and dataset.options.prefetch > 0
             num_ahead = self._most_offers if has_thread else 0
             ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
@@ -103,7 +106,7 @@ class BatchReader:
         return self._pieces.has_ended
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Ends the thread that reads ahead: a source serves one reader at a time."""
+        """Ends the reading thread, because a source serves one reader at a time."""
         if self._ahead is not None:
             self._ahead.close(timeout_seconds)
         self._pieces.close()
@@ -117,15 +120,15 @@ def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:
 
 
 class _Offer(NamedTuple):
-    num_rows: int  # Examples for each replica.
-    active: list[int]  # Its replicas that have data.
-    is_last: bool  # As in `Piece`.
-    kind: str  # Equal for batches that differ in `num_rows` at most.
-    shapes: str  # For messages.
+    num_rows: int  # examples for each replica
+    active: list[int]  # the replicas of the process that have data
+    is_last: bool  # as in `Piece`
+    kind: str  # equal for batches that differ at most in `num_rows`
+    shapes: str  # for messages
 
 
 class _Lockstep:
-    """Makes one sequence of batches out of what each process reads for itself."""
+    """Makes one sequence of batches from the data sets of several processes."""
 
     def __init__(
         self,
@@ -136,10 +139,13 @@ class _Lockstep:
     ) -> None:
         assert layout.peers is not None
         self._most_offers = most_offers
-        self._pieces, self._layout, self._in_pieces = pieces, layout, in_pieces
+        self._pieces = pieces
+        self._layout = layout
+        self._in_pieces = in_pieces
         self._peers = layout.peers
-        # Offered to all and not used yet; and how many steps are agreed on, but ahead.
+        # Pieces that were offered to all processes and not used yet.
         self._waiting: deque[Piece] = deque()
+        # The number of agreed steps that are not used yet.
         self._num_turns = 0
 
     def align(self, position: Position) -> Iterator[Piece]:
@@ -148,11 +154,11 @@ class _Lockstep:
         offers = self._ask()
         without = [index for index, own in enumerate(offers) if not own]
         if self._in_pieces and without and len(without) < len(offers):
-            # It does not know what an example looks like.
+            # It cannot make copies, because it has never seen an example.
             raise BatchSizeError(
-                f"Process {without[0]} of {len(offers)} has no example at all, so that "
-                "it cannot take part in a step. Give every process at least one batch, "
-                "or distribute one data set over all of them."
+                f"Process {without[0]} of {len(offers)} has no example at all, so it "
+                "cannot take part in a step. Give every process at least one batch, or "
+                "distribute one data set over all processes."
             )
         while turns := list(_find_turns(offers, self._in_pieces)):
             self._num_turns = len(turns)
@@ -160,7 +166,8 @@ class _Lockstep:
                 self._num_turns -= 1
                 if self._peers.index in processes:
                     last = self._waiting.popleft()
-                    position, arrays = last.position, last.arrays
+                    position = last.position
+                    arrays = last.arrays
                 else:
                     known = last or self._waiting[0]
                     arrays = _copy_rows(known.arrays, num_rows)
@@ -169,19 +176,19 @@ class _Lockstep:
             offers = self._ask()
 
     def _ask(self) -> list[list[_Offer]]:
-        """Returns what all processes offer: what they said last, or say now."""
-        said = self._peers.boundary.take(self._say)
-        if said is None:
+        """Returns the offers of all processes, exchanged before or now."""
+        answers = self._peers.boundary.take(self._say)
+        if answers is None:
             with self._peers.announcing_errors():
                 missing = self._most_offers - len(self._waiting)
                 self._waiting.extend(itertools.islice(self._pieces, missing))
             text = json.dumps([self._offer(piece) for piece in self._waiting])
             texts = self._peers.gather("the next batches", text)
-            said = [json.loads(text) for text in texts]
-        return [[_Offer(*offer) for offer in own] for own in said]
+            answers = [json.loads(text) for text in texts]
+        return [[_Offer(*offer) for offer in own] for own in answers]
 
     def _say(self) -> list[_Offer] | None:
-        """Describes the pieces for the other processes, if all of them were read."""
+        """Returns the offers for the other processes, if all of them were read."""
         most = self._most_offers
         while len(self._waiting) < most and self._pieces.ahead is not None:
             self._waiting.append(next(self._pieces))
@@ -203,7 +210,11 @@ class _Lockstep:
 def _find_turns(
     offers: list[list[_Offer]], in_pieces: bool
 ) -> Iterator[tuple[int, list[int], Active, bool]]:
-    """Yields the steps that follow from the offers: size, processes, replicas, end."""
+    """Yields the steps that follow from the offers.
+
+    A step is a number of rows, the processes and the replicas with data, and whether it
+    ends its batch.
+    """
     has_more = [len(own) == _MOST_OFFERS for own in offers]
     queues = [deque(own) for own in offers]
     while any(queues):
@@ -219,8 +230,8 @@ def _find_turns(
             raise BatchSizeError(
                 "The batches of the processes differ, but in one step all must have "
                 f"one structure and shape (replicas, examples, ...):\n{shown}\n"
-                "Batch the data of all processes alike, with `drop_remainder=True` for "
-                "training."
+                "Batch the data of all processes in the same way, with "
+                "`drop_remainder=True` for training."
             )
         most = max(head.num_rows for head in heads.values())
         processes = [index for index, head in heads.items() if head.num_rows == most]
@@ -232,7 +243,7 @@ def _find_turns(
 
 
 def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:
-    """Returns arrays of so many examples, made of rows that were there before."""
+    """Returns arrays with `num_rows` examples, copied from known rows."""
 
     def copy(leaf: Any) -> np.ndarray:
         rows = np.minimum(np.arange(num_rows), leaf.shape[1] - 1)

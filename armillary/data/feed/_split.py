@@ -2,7 +2,7 @@
 
 A *group* becomes one distributed batch: one global batch, or one batch for each
 replica. A group that fits becomes one piece. `InputOptions.remainder` decides about any
-other group. With `"exact"` it becomes one piece for fewer replicas, each on several
+other group. With `"exact"`, it becomes one piece for fewer replicas, each on several
 devices. In an evaluation, where steps add up, it becomes several smaller pieces::
 
     global batch of 10 rows on 4 replicas      5 rows for each of 2 replicas
@@ -39,33 +39,36 @@ _FIXES = (
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A distributed batch, or a part of one that is a step: rows of this process."""
+    """The rows of this process for one step: a distributed batch, or a part of it."""
 
     arrays: PyTree
     num_active: Active  # replicas that have data
-    num_replicas: int  # that share it: those of the layout, or a divisor of them
-    position: Position  # after it
+    num_replicas: int  # replicas that share it: all of them, or a divisor
+    position: Position  # the position after it
     is_last: bool  # whether it is the last piece of its group
 
     @property
     def positions(self) -> list[tuple[Position, ...]]:
-        """The position after it, as a `Feed` wants it."""
+        """The position after it, in the form of `Chunk.positions`."""
         return [(self.position,)]
 
     @property
     def signature(self) -> Hashable:
-        """Equal for batches which one program can take."""
+        """A key that is equal for pieces that one program can take."""
         return get_signature(self.arrays), self.num_active, self.num_replicas
 
 
 class Splitter:
-    """Splits batches between this process's replicas; an evaluation's `in_pieces`."""
+    """Splits batches between this process's replicas, for an evaluation `in_pieces`."""
 
     def __init__(self, dataset: "DistributedDataset", *, in_pieces: bool) -> None:
-        layout, self._remainder = dataset.layout, dataset.options.remainder
-        self._stacked, self._in_pieces = layout.stacked, in_pieces
+        layout = dataset.layout
+        self._remainder = dataset.options.remainder
+        self._stacked = layout.stacked
+        self._in_pieces = in_pieces
         self._of_replicas = dataset.per_replica_batches
-        self._num_all = self._num_replicas = layout.num_replicas
+        self._num_all = layout.num_replicas
+        self._num_replicas = layout.num_replicas
         self._local: range | None = None
         if layout.peers is not None and layout.stacked:
             if self._of_replicas:
@@ -90,7 +93,7 @@ class Splitter:
                 if self._local is not None:
                     own = hosted_replicas(self._local, self._num_replicas, count)
                     arrays = _take_rows(arrays, own.start, own.stop)
-                # A program that stops within a group runs it again.
+                # A program that stops within a group runs the whole group again.
                 position = after if is_last else before
                 yield Piece(arrays, num_active, count, position, is_last)
             before = after
@@ -117,7 +120,8 @@ class Splitter:
         position = Position()
         for batch, position in batches:
             if self._remainder == "drop":
-                num_rows, full_size = count_rows(batch), position.full_size or 0
+                num_rows = count_rows(batch)
+                full_size = position.full_size or 0
                 if num_rows < full_size:
                     continue
                 batch = _take_rows(batch, 0, self._round_down(num_rows, full_size))
@@ -129,14 +133,14 @@ class Splitter:
             yield group, position
 
     def _round_down(self, num_rows: int, full_size: int) -> int:
-        """Returns how many rows of a batch `"drop"` keeps."""
+        """Returns the number of rows of a batch that `"drop"` keeps."""
         if self._of_replicas:
             return full_size
         if num_rows < self._num_shares:
             raise BatchSizeError(
                 f"A batch has {num_rows} examples, fewer than the {self._num_shares} "
-                'replicas, so that `InputOptions(remainder="drop")` would drop it '
-                f"whole. Use a batch size of at least {self._num_shares}."
+                'replicas, so `InputOptions(remainder="drop")` would drop the whole '
+                f"batch. Use a batch size of at least {self._num_shares}."
             )
         return num_rows - num_rows % self._num_shares
 
@@ -167,7 +171,8 @@ class Splitter:
         return self._split_global_batch(group[0])
 
     def _split_global_batch(self, arrays: PyTree) -> list[tuple[PyTree, int]]:
-        count, num_rows = self._num_replicas, count_rows(arrays)
+        count = self._num_replicas
+        num_rows = count_rows(arrays)
         num_left = num_rows % count
         if num_left and not self._in_pieces:
             raise BatchSizeError(
@@ -193,8 +198,8 @@ class Splitter:
         if not self._in_pieces and (len(by_size) > 1 or len(group) < count):
             sizes = ", ".join(str(count_rows(batch)) for batch in group)
             raise BatchSizeError(
-                f"{count} replicas take one batch each, of one size, but the batches "
-                f"have {sizes} examples"
+                f"{count} replicas take one batch each, all of one size, but the "
+                f"batches have {sizes} examples"
                 f"{' and the data ends there' if len(group) < count else ''}. "
                 "Batch the data with `drop_remainder=True` and a number of batches "
                 f"that is a multiple of {count}, or use {_FIXES}."

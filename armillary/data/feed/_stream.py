@@ -1,4 +1,4 @@
-"""The batches of a source: where each of them is, and how they are read ahead."""
+"""The batches of a source: their positions, and threads that read them ahead."""
 
 import atexit
 import base64
@@ -31,14 +31,14 @@ _EXIT_TIMEOUT_SECONDS = 5.0
 class Position:
     """A place between two batches."""
 
-    epoch: int = 0  # which pass over the source
+    epoch: int = 0  # the number of the pass over the source
     source: Any = None  # the source's own state; None at the start of a pass
-    full_size: int | None = None  # of the pass's first batch, for the remainder options
+    full_size: int | None = None  # the size of the first batch, for `remainder`
     is_exhausted: bool = False  # whether the pass is over
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether it is the same place in any order of any data."""
+        """True if the position does not depend on the order of the data."""
         return self.source is None or self.is_exhausted
 
 
@@ -66,7 +66,7 @@ def decode_position(state: Mapping[str, Any], kind: str) -> Position:
 
 def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raises if a position belongs to another order of examples than the program's."""
-    # What only one of them knows is not compared: an older release saved less.
+    # Only values that both have are compared, because older releases saved fewer.
     lines = [
         f"{name}: {saved[name]} in the state, {own[name]} in the program"
         for name in own
@@ -74,11 +74,12 @@ def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     ]
     if lines:
         raise DatasetStateError(
-            "`state` was saved from other data, or from another order of them, in "
-            f"which its position is another place:\n{list_lines(lines)}\n"
-            "Pass the data and the seed that the state was saved with. To go on in a "
-            "checkpoint with other ones, from their beginning, name what holds the "
-            'state in its manager: `CheckpointManager(..., may_differ="trainer")`.'
+            "`state` was saved from other data, or from another order of the data, so "
+            f"its position would be wrong here:\n{list_lines(lines)}\n"
+            "Pass the data and the seed that the state was saved with. To continue "
+            "from a checkpoint with other data, from its beginning, name the object "
+            "that holds the state in the manager: "
+            '`CheckpointManager(..., may_differ="trainer")`.'
         )
 
 
@@ -100,8 +101,8 @@ def _encode(value: Any, kind: str) -> Any:
             return {key: _encode(item, kind) for key, item in value.items()}
     raise DatasetStateError(
         f"`get_state` of the source ({kind}) returned {value!r:.80} of type "
-        f"{type(value).__name__}, but a position must be made of what JSON can hold. "
-        "Return numbers, strings, bytes, arrays, and lists and dictionaries of them."
+        f"{type(value).__name__}, which a position cannot hold. Return numbers, "
+        "strings, bytes, arrays, and lists and dictionaries of them."
     )
 
 
@@ -130,7 +131,7 @@ class SourceBatch(NamedTuple):
 def read_batches(
     source: Source, position: Position, note: Callable[[SourceBatch], None]
 ) -> "Prefetcher[SourceBatch]":
-    """Returns the batches of one pass, on from a position; `note` is told of each."""
+    """Returns the batches of one pass from a position on, and calls `note` for each."""
     if position.is_exhausted:
         if position.source is not None and isinstance(source, IterableSource):
             source.finish(position.source)
@@ -138,7 +139,7 @@ def read_batches(
     iterator = source.make_iterator(position.epoch)
     if position.source is not None:
         try:
-            # Iterators may keep the state and change it as they move on.
+            # A copy, because iterators may keep the state and change it.
             iterator.set_state(copy.deepcopy(position.source))
         except DatasetStateError:
             raise
@@ -147,8 +148,8 @@ def read_batches(
                 f"`state` does not fit the source ({source.name}).\n"
                 f"  in the state:    {position.source!r:.300}\n"
                 f"  the source says: {type(error).__name__}: {error}\n"
-                "Build the data set as it was when the state was saved, or leave the "
-                "dataset out of the checkpoint."
+                "Build the data set in the same way as when the state was saved, or "
+                "leave the dataset out of the checkpoint."
             ) from error
     has_positions = source.is_repositionable
 
@@ -177,9 +178,10 @@ def read_batches(
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over `items`, reading up to `size` of them ahead in a thread, or none.
+    """Iterates over `items`, and reads up to `size` of them ahead in a thread.
 
-    The thread ends when nobody holds `owner`, which the items may not hold.
+    With `size=0`, there is no thread. The thread ends when `owner` is deleted, so the
+    items must not refer to `owner`.
     """
 
     def __init__(
@@ -187,13 +189,15 @@ class Prefetcher(Generic[T]):
     ) -> None:
         self._items: Iterator[T] | None = items
         self._size = size
-        self._ready: deque[T] = deque()  # `current` is the first of them.
+        self._ready: deque[T] = deque()  # If there is a `current`, it is the first.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._has_read_all = self._is_closed = False
+        self._has_read_all = False
+        self._is_closed = False
         self._error: BaseException | None = None
-        self.current: T | None = None  # What `head` returned, until `pop`.
-        # Collection may happen anywhere: it asks the thread to end, and goes on.
+        self.current: T | None = None  # the result of `head`, until `pop`
+        # The owner may be collected in any thread, so this does not wait for the end of
+        # the reading thread.
         self._finalizer: weakref.finalize[..., Any] | None = (
             None if owner is None else weakref.finalize(owner, self._request_stop)
         )
@@ -209,8 +213,11 @@ class Prefetcher(Generic[T]):
         return item
 
     def head(self) -> T:
-        """Returns the next item, the same one until `pop`; leaves the thread asleep."""
-        # A thread that wakes up takes the interpreter from who has just got its item.
+        """Returns the next item, which is the same until `pop`.
+
+        It does not wake the thread, which would take the interpreter's lock while the
+        caller needs it for the new item.
+        """
         if not self._ready and not self._size:
             self._read()
         elif not self._ready:
@@ -228,21 +235,21 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def pop(self) -> None:
-        """Lets go of what `head` returned."""
-        # ORDER: an interrupt in between gives the item out again, and loses none.
+        """Removes the item that `head` returned."""
+        # ORDER: after an interrupt in between, the same item is returned again.
         self.current = None
         if self._ready:
             self._ready.popleft()
 
     def read_on(self) -> None:
-        """Wakes the thread up, to read until `size` items are there."""
+        """Wakes the thread, to read until `size` items are ready."""
         with self._changed:
             if not self._is_full():
                 self._changed.notify_all()
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next item, or the end, is there without waiting."""
+        """True if the next item, or the end, needs no waiting."""
         return bool(self._ready) or self._has_read_all
 
     @property
@@ -252,11 +259,11 @@ class Prefetcher(Generic[T]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether all items were given out."""
+        """True if all items were returned."""
         return self._has_read_all and self._error is None and not self._ready
 
     def is_coming(self, seconds: float) -> bool:
-        """Waits that long for an item; returns whether the thread still reads it."""
+        """Waits up to `seconds` for an item; returns whether it is still being read."""
         with self._changed:
             if self._thread is None or self._is_closed or self.is_ready:
                 return False
@@ -265,10 +272,10 @@ class Prefetcher(Generic[T]):
             return not self.is_ready
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Ends the thread and waits for it; what was read ahead is lost."""
+        """Ends the thread and waits for it; items that were read ahead are lost."""
         self._request_stop()
         if self._finalizer is not None:
-            self._finalizer.detach()  # It holds this object.
+            self._finalizer.detach()  # because it refers to this object
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout_seconds)
 
@@ -277,21 +284,22 @@ class Prefetcher(Generic[T]):
 
     def _request_stop(self) -> None:
         with self._changed:
-            self._is_closed, self.current = True, None
+            self._is_closed = True
+            self.current = None
             self._ready.clear()
             if self._thread is None:
-                self._items = None  # A thread does that when it ends.
+                self._items = None  # If there is a thread, it does this at its end.
             self._changed.notify_all()
 
     def _start(self) -> None:
         if self._thread is None:
             config: Any = jax.config
-            settings = config.jax_enable_x64, config.jax_default_device
+            settings = (config.jax_enable_x64, config.jax_default_device)
             self._thread = threading.Thread(
                 target=self._run, args=settings, name=READER_THREADS, daemon=True
             )
             _running.add(self)
-        if self._thread.ident is None:  # An interrupt may have come before.
+        if self._thread.ident is None:  # The first time, or after an interrupt.
             self._thread.start()
 
     def _run(self, enable_x64: bool, default_device: Any) -> None:
@@ -301,7 +309,7 @@ class Prefetcher(Generic[T]):
                     while self._is_full() and not self._is_closed:
                         self._changed.wait()
                     if self._is_closed or self._has_read_all:
-                        # The iterator holds the data source, which is freed here.
+                        # This frees the data source, which the iterator refers to.
                         self._items = None
                         return
                 self._read()
@@ -311,7 +319,7 @@ class Prefetcher(Generic[T]):
             return
         try:
             item = next(self._items)
-        # Whatever it is, the consumer must not wait forever.
+        # All errors, because the consumer must not wait forever.
         except BaseException as error:
             with self._changed:
                 self._has_read_all = True

@@ -1,1 +1,1 @@
-"""Where batches come from: arrays, files, other libraries, iterables."""
+"""Sources of batches: arrays, files, other libraries, iterables."""

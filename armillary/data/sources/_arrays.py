@@ -1,7 +1,7 @@
 """Examples that can be read by number, such as rows of arrays, with seeded shuffling.
 
-The order of an epoch depends on the seed and the epoch alone, so a position is two
-numbers: the epoch, and how many of its examples were used.
+The order of an epoch depends only on the seed and the epoch. So a position is two
+numbers: the epoch, and the number of its examples that were used.
 """
 
 import abc
@@ -31,7 +31,7 @@ class IndexedDataset(abc.ABC):
     name: str
     is_repositionable = True
     rows_at_once = 0
-    """How many rows are worth one read, of several batches if they are small."""
+    """The number of rows to read together; small batches share a read."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class IndexedDataset(abc.ABC):
         if not num_examples:
             raise ValueError(
                 f"`{argument}` has 0 examples, but a data set needs at least one. Pass "
-                "some."
+                "at least one example."
             )
         self.num_examples = num_examples
         self.batch_size = check_positive_int("batch_size", batch_size)
@@ -78,11 +78,11 @@ class IndexedDataset(abc.ABC):
 
     @abc.abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """Returns what is the same in each run, and other for other examples."""
+        """Returns texts that are equal in each run, and differ for other examples."""
 
     @functools.cached_property
     def order_of_examples(self) -> dict[str, Any]:
-        """The values that decide the place of an example, as JSON can hold them."""
+        """The values that decide the order of the examples, in types of JSON."""
         return {
             "examples": self.num_examples,
             "shuffle_seed": self.shuffle_seed,
@@ -90,7 +90,7 @@ class IndexedDataset(abc.ABC):
         }
 
     def spaced_rows(self, count: int) -> np.ndarray:
-        """Returns so many numbers of examples, evenly spaced; all if there are less."""
+        """Returns `count` evenly spaced numbers of examples; all if there are fewer."""
         count = min(count, self.num_examples)
         return np.linspace(0, self.num_examples - 1, count).astype(np.int64)
 
@@ -104,7 +104,7 @@ class IndexedDataset(abc.ABC):
 
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:
-    """Returns a short text for bytes, equal for equal ones."""
+    """Returns a short text that is equal for equal bytes."""
     crc = 0
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -114,7 +114,7 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class IndexedIterator:
-    """Draws the rows of one batch after another, from an epoch on."""
+    """Yields the batches of an epoch, and of the following epochs if data repeats."""
 
     def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
         self._dataset = dataset
@@ -122,12 +122,14 @@ class IndexedIterator:
 
     def _go_to(self, epoch: int, index: int) -> None:
         self._begin(epoch, index)
-        self._place = epoch, index  # after the last batch that was given out
+        self._place = (epoch, index)  # after the last batch that was returned
         self._ahead: Iterator[tuple[Batch, tuple[int, int]]] = iter(())
 
     def _begin(self, epoch: int, index: int = 0) -> None:
-        self._epoch, self._index = epoch, index
-        count, seed = self._dataset.num_examples, self._dataset.shuffle_seed
+        self._epoch = epoch
+        self._index = index
+        count = self._dataset.num_examples
+        seed = self._dataset.shuffle_seed
         self._order = np.arange(count)
         if seed is not None:
             bits = np.random.PCG64([seed, epoch])
@@ -144,19 +146,22 @@ class IndexedIterator:
         raise StopIteration
 
     def _read(self) -> Iterator[tuple[Batch, tuple[int, int]]]:
-        """Yields batches that are worth one read, each with the place after it."""
-        dataset, read, stop = self._dataset, None, 0
+        """Yields the batches of one read, each with the place after it."""
+        dataset = self._dataset
+        read = None
+        stop = 0
         drawn: list[tuple[np.ndarray, tuple[int, int]]] = []
         while len(drawn) * dataset.batch_size < max(1, dataset.rows_at_once):
             if not len(rows := self._draw()):
                 break
             drawn.append((rows, (self._epoch, self._index)))
         if len(drawn) > 1:
-            # An error comes with its own batch.
+            # After an error, each batch is read alone, and only the bad batch raises.
             with contextlib.suppress(ArmillaryError):
                 read = dataset.read_rows(np.concatenate([rows for rows, _ in drawn]))
         for rows, place in drawn:
-            start, stop = stop, stop + len(rows)
+            start = stop
+            stop = start + len(rows)
             if read is None:
                 batch = dataset.read_rows(rows)
             else:
@@ -164,8 +169,9 @@ class IndexedIterator:
             yield batch, place
 
     def _draw(self) -> np.ndarray:
-        """Returns the numbers of the next batch; none at the end."""
-        dataset, size = self._dataset, self._dataset.batch_size
+        """Returns the row numbers of the next batch; an empty array at the end."""
+        dataset = self._dataset
+        size = dataset.batch_size
         rows = self._order[self._index : self._index + size]
         self._index += len(rows)
         while dataset.repeat and len(rows) < size:
@@ -180,19 +186,22 @@ class IndexedIterator:
         return {"epoch": self._place[0], "index": self._place[1], "num_examples": count}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        count, epoch, index = self._dataset.num_examples, state["epoch"], state["index"]
-        if state["num_examples"] != count or epoch < 0 or not 0 <= index <= count:
+        count = self._dataset.num_examples
+        epoch = state["epoch"]
+        index = state["index"]
+        is_inside = epoch >= 0 and 0 <= index <= count
+        if state["num_examples"] != count or not is_inside:
             raise DatasetStateError(
                 f"`state` is {state!r}, which is not a place in {count} examples. Pass "
-                "the data that it was saved with. To go on in a checkpoint with other "
-                "data, from their beginning, name what holds the state in its manager: "
-                '`CheckpointManager(..., may_differ="trainer")`.'
+                "the data that it was saved with. To continue from a checkpoint with "
+                "other data, from its beginning, name the object that holds the state "
+                'in the manager: `CheckpointManager(..., may_differ="trainer")`.'
             )
         self._go_to(epoch, index)
 
 
 _MOST_BYTES = 2**28
-"""Arrays up to this size are seen whole by a fingerprint, in a tenth of a second."""
+"""A fingerprint reads arrays up to this size completely, in a tenth of a second."""
 _MOST_ROWS = 1024
 
 
@@ -209,19 +218,18 @@ def from_arrays(
     Args:
         arrays: Pytree of NumPy or JAX arrays whose first axis counts examples. They are
             not copied: do not write to them while the data set is in use.
-        batch_size: Examples in one batch: of all replicas together where the data set
-            is distributed as it is, of one replica where a function with an
-            `InputContext` returns it.
-        shuffle_seed: Seed of the order. Every epoch has its own, which depends on the
-            seed and the epoch alone. None keeps the order of the arrays.
+        batch_size: Examples in one batch of all replicas together. If a function with
+            an `InputContext` returns the data set, it is the examples of one replica.
+        shuffle_seed: Seed of the order. Every epoch has its own order, which depends
+            only on the seed and the epoch. None keeps the order of the arrays.
         repeat: Whether the data set never ends. Batches then run across the ends of
-            epochs, so that all are full and each epoch uses every example once.
+            epochs, so all batches are full, and each epoch uses every example once.
         drop_remainder: Whether to leave out the last batch of an epoch if it is not
             full.
 
     Returns:
-        A data set. Each pass over it is the next epoch. Positions count examples, so
-        that one can be restored with another batch size.
+        A data set. Each pass over it is the next epoch. Positions count examples, so a
+        position can be restored with a different batch size.
 
     Raises:
         TypeError: If `arrays` has no leaf or a leaf is not an array of numbers.
@@ -245,7 +253,7 @@ class ArrayDataset(IndexedDataset):
         return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns dtype, shape and checksum of each array (of large ones, of rows)."""
+        """Returns dtype, shape and a checksum of each array; samples large arrays."""
         found: dict[str, str] = {}
         for path, array in jax.tree_util.tree_leaves_with_path(self.arrays):
             name = f"array {jax.tree_util.keystr(path, simple=True, separator='/')}"

@@ -1,1 +1,1 @@
-"""How a step becomes a device program, with its state in the places it belongs."""
+"""Traces and compiles a step, and carries its state through the device program."""

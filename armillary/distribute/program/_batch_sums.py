@@ -5,8 +5,8 @@ the losses of a batch is not a mean, so a short batch, or a replica's share of a
 would count wrongly. The traced program shows the difference: the number is made by a
 sum along the axis of the examples, and nothing divides it afterwards.
 
-Only what is surely such a sum counts. So a step that is right gets no warning, and a
-step that is wrong in an unusual way may get none either.
+Only values that are surely such sums count. So a correct step gets no warning, and a
+step that is wrong in an unusual way may get no warning either.
 """
 
 import math
@@ -21,14 +21,14 @@ from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
 from armillary.distribute.replica._proof import METRIC
 
-# Operations that leave a sum what it is.
+# Operations whose result is still the sum.
 _COPIES = (
     *("convert_element_type", "copy", "neg", "reshape", "squeeze", "broadcast_in_dim"),
     *("transpose", "slice", "select_n", "reduce_sum", "stop_gradient", "pvary"),
     *("psum", "psum_invariant", "optimization_barrier", "sharding_constraint"),
 )
 _ADDITIONS = ("add", "add_any", "sub")
-# Parts of the names of numbers that a sum is divided by.
+# Parts of the names of metrics that divide a sum.
 _DENOMINATORS = (
     *("denom", "weight", "normal", "count", "num", "total", "size"),
     *("tokens", "examples", "mask"),
@@ -49,7 +49,7 @@ class _Sum(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """A value for each example that was divided for a sum, or that is not followed."""
+    """A value for each example that is already scaled, or cannot be followed."""
 
 
 _SCALED = frozenset({_Scaled()})
@@ -57,7 +57,7 @@ _Facts: TypeAlias = frozenset[Any]
 
 
 def mark_metric(value: jax.Array, name: str) -> jax.Array:
-    """Marks a plain metric of a step that is traced, for `warn_of_sums`."""
+    """Marks a plain metric in the trace of a step, for `warn_of_sums`."""
     return mark(value, METRIC + name) if isinstance(value, Tracer) else value
 
 
@@ -119,7 +119,7 @@ class _Search(Dataflow[_Facts]):
     """Follows the examples of a batch to the metrics of a step.
 
     Attributes:
-        metrics: For each plain metric, the line of the sum that it is; empty if none.
+        metrics: For each plain metric, the line of its sum; empty if it is not a sum.
     """
 
     nothing: _Facts = frozenset()
@@ -196,7 +196,7 @@ class _Search(Dataflow[_Facts]):
         return frozenset({_Rows(place, num_examples)})
 
     def _make_of_sums(self, equation: Any, name: str, operands: list[_Facts]) -> _Facts:
-        """Returns whether a sum is still a sum."""
+        """Returns the facts of an operation on sums, if its result is still a sum."""
         facts = self.join(operands)
         is_multiple = name == "mul" and any(map(read_number, equation.invars))
         is_added = name in _ADDITIONS and all(operands)
@@ -235,7 +235,7 @@ class _Search(Dataflow[_Facts]):
 
 
 def _shift(facts: _Facts, by: int) -> _Facts:
-    """Returns facts about a value with one axis more, or less, at the front."""
+    """Returns the facts after `by` axes were added at the front, or removed."""
     moved = {
         fact._replace(axis=fact.axis + by) if isinstance(fact, _Rows) else fact
         for fact in facts
@@ -261,7 +261,7 @@ def _divides_by_count(equation: Any, name: str, operands: list[_Facts]) -> bool:
 def _find_axis(
     equation: Any, name: str, axis: int, old: tuple[int, ...], new: tuple[int, ...]
 ) -> int | None:
-    """Returns where an operation has moved an axis to; `None` if that is not known."""
+    """Returns the new place of an axis after an operation; `None` if unknown."""
     params = equation.params
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][axis]
@@ -282,10 +282,11 @@ def _find_axis(
 
 
 def _find_reshaped(axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> int | None:
-    """Returns the axis that begins where an axis began, if it has parts of it."""
+    """Returns the new axis that begins where the old axis began, if they overlap."""
     for place in range(len(new)):
         begins = math.prod(new[:place]) == math.prod(old[:axis])
-        larger, smaller = max(new[place], old[axis]), min(new[place], old[axis])
+        larger = max(new[place], old[axis])
+        smaller = min(new[place], old[axis])
         if begins and smaller > 1 and larger % smaller == 0:
             return place
     return None

@@ -1,7 +1,8 @@
-"""Compares what must be equal: between processes, and between the copies of replicas.
+"""Compares values that must be equal in all processes, or on all replicas.
 
-Different programs, constants or rows give different results without any error, or wait
-forever. A bit that flips in one copy of the state shows only in sums of the copies.
+If processes have different programs, constants or rows, results are wrong without any
+error, or the processes wait forever. If a bit flips in one copy of the state, only
+checksums of the copies show it.
 """
 
 import hashlib
@@ -39,16 +40,16 @@ _TOPICS = {
         "Begin with the same values: use the same random seed on all processes "
         "(`nnx.Rngs(0)`), and nothing that depends on the process.",
     ),
-    "what `reduce` or `gather` is given": (
+    "the values for `reduce` or `gather`": (
         "`strategy.reduce` or `strategy.gather` was given values that all replicas "
         "share, but they differ between processes",
-        "Compute them from the same values in all processes. A value of each replica's "
-        "own is what `strategy.run` returns for batches.",
+        "Compute them from the same values in all processes. For a different value on "
+        "each replica, use the results of `strategy.run` for batches.",
     ),
     "a data set for all": (
         "A data set that is distributed over all processes is not the same in each",
-        "Give all of them the same data, `batch_size` and `shuffle_seed`. Where each "
-        "reads data of its own, use a function with an `input_context` "
+        "Give all processes the same data, `batch_size` and `shuffle_seed`. If each "
+        "process reads data of its own, use a function with an `input_context` "
         "(`make_distributed_dataset`).",
     ),
 }
@@ -67,7 +68,7 @@ def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
-    """Raises if a data set of which each process takes a part differs between them."""
+    """Raises if a data set that all processes share differs between them."""
     options = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     order = {name: str(value) for name, value in dataset.order_of_examples.items()}
     check_same(peers, "a data set for all", options | order)
@@ -87,7 +88,7 @@ def find_differences(peers: Peers, topic: str, own: dict[str, str]) -> dict[str,
 
 
 def describe_value(array: Any) -> str:
-    """Returns type, shape and, if this process has all of it, a fingerprint."""
+    """Returns dtype, shape and, if this process has the full array, a fingerprint."""
     if is_key(array):
         array = jax.random.key_data(array)
     if is_divided(array):
@@ -109,8 +110,8 @@ def check_same_program(
     fn: Callable[..., Any],
     arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises if processes have other programs of `fn`, constants or arguments."""
-    # Addresses of Python objects differ where nothing else does.
+    """Raises if programs, constants or arguments of `fn` differ between processes."""
+    # Addresses of Python objects always differ.
     lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
     known = {id(value): f"`{key}`" for key, value in captured(fn)}
     values = {
@@ -122,7 +123,7 @@ def check_same_program(
     digest = hashlib.sha256(json.dumps([lines, *values.values()]).encode()).hexdigest()
     if len(set(peers.gather(f"the program of {name}", digest))) == 1:
         return
-    # By their sums first: a program may have a hundred thousand lines.
+    # Checksums first, because a program may have a hundred thousand lines.
     sums = {str(i): f"{zlib.crc32(line.encode()):x}" for i, line in enumerate(lines)}
     if differing := find_differences(peers, f"the lines of {name}", sums):
         first = int(next(iter(differing)))
@@ -136,8 +137,8 @@ def check_same_program(
         )
     differing = find_differences(peers, f"the constants of {name}", values)
     raise PeerError(
-        f"`{name}` computes with other values in each process, where all must have the "
-        f"same:\n{_list(differing)}\n"
+        f"`{name}` computes with different values in different processes, but all must "
+        f"have the same:\n{_list(differing)}\n"
         "Values that a step captures, and arguments that all replicas share, must come "
         "from one seed and the same data in all processes. Put values that differ "
         "between replicas into the batches."
@@ -147,7 +148,7 @@ def check_same_program(
 def largest_on_replicas(
     mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
 ) -> Any:
-    """Returns the largest `fn(arrays)` of all replicas, which then decide alike."""
+    """Returns the largest `fn(arrays)` of all replicas, on all replicas."""
     axis = find_replica_axis(mesh)
     if mesh is None or axis is None or mesh.size == 1:
         return fn(arrays)
@@ -165,7 +166,8 @@ class ReplicaComparison:
     """Compares the copies that the replicas of a mesh hold of some arrays."""
 
     def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
-        self._dispatch, self._compiled = dispatch, None
+        self._dispatch = dispatch
+        self._compiled = None
         axis = find_replica_axis(mesh)
         if mesh is not None and axis is not None and mesh.size > 1:
             rows = jax.shard_map(
@@ -173,13 +175,13 @@ class ReplicaComparison:
                 mesh=mesh,
                 in_specs=PartitionSpec(),
                 out_specs=PartitionSpec(axis),
-                # That copies are equal is what is to be found out.
+                # JAX must not assume that the copies are equal.
                 check_vma=False,
             )
             self._compiled = jax.jit(rows, out_shardings=everywhere(mesh))
 
     def start(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Starts to sum up each replica's copies of `arrays`; does not wait."""
+        """Starts to compute checksums of each replica's copies, without waiting."""
         if self._compiled is None or not arrays:
             return None
         self._dispatch.wait()
@@ -189,7 +191,7 @@ class ReplicaComparison:
 
 
 def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
-    """Raises if replicas hold different values, by what `ReplicaComparison` summed."""
+    """Raises if the checksums of a `ReplicaComparison` differ between replicas."""
     count = len(sums)
     differing = {
         path: _minority(column.tolist())
@@ -207,10 +209,10 @@ def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
     raise ReplicaDivergenceError(
         f"{len(differing)} of {len(paths)} arrays of the state must be equal on all "
         f"{count} replicas, but {when} they are not:\n{_list(shown)}\n"
-        "A device changed its copy on its own: its memory or arithmetic is at fault, "
-        "or code outside the step assigned an array whose copies differ. Restore a "
-        "checkpoint from before (`controller.restore_checkpoint(path)`), and leave a "
-        "device out that does it again.",
+        "Either the memory or the arithmetic of a device is faulty, or code outside "
+        "the step assigned an array whose copies differ. Restore an earlier checkpoint "
+        "(`controller.restore_checkpoint(path)`). If it happens again on the same "
+        "device, do not use that device.",
         leaves=differing,
     )
 
@@ -224,7 +226,7 @@ def _minority(column: list[int]) -> tuple[int, ...]:
 
 
 def _checksum(array: Any) -> Any:
-    """Returns a sum of values mixed with their places: one other value changes it."""
+    """Returns a checksum of values and their places; any changed value changes it."""
     bits = _as_words(array)
     place = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (bits ^ (place * np.uint32(0x85EBCA6B))) * np.uint32(0x9E3779B1)

@@ -1,10 +1,10 @@
-"""Holds a state as one flat list of arrays, where a strategy wants them.
+"""Holds a state as one flat list of arrays, on the devices that a strategy uses.
 
-A program may take over (donate) only arrays that come from our own programs. Any other
-is copied first, so nothing a user holds is deleted. Scalars are never donated.
+A program may donate only arrays that come from our own programs. All other arrays are
+copied first, so no array that a user holds is deleted. Scalars are never donated.
 
-All this runs at every loop, over every array. So the usual case, in which nobody
-touched a slot, is told by identity, in passes that Python makes in C.
+This code runs for every array at every loop. In the usual case, no slot was touched.
+Arrays are compared by identity to detect this case, in passes that Python makes in C.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _Parts: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
 class _Use:
-    """How one kind of program uses the arrays: which it changes, and takes over."""
+    """The arrays that one kind of program changes, and the arrays that it donates."""
 
     def __init__(self, changed: tuple[int, ...], types: Sequence[Any]) -> None:
         self.changed = changed
@@ -39,7 +39,7 @@ class _Use:
         self.others = [*read, *[i for i in changed if not types[i].ndim]]
         self.pick_donated = _make_picker(self.donated)
         self.pick_others = _make_picker(self.others)
-        # All, of those in `changed`, followed by all of before.
+        # Picks all arrays from the new values of `changed`, followed by all old values.
         given = [self.new.get(i, len(changed) + i) for i in range(len(types))]
         self.pick_given = _make_picker(given)
 
@@ -55,8 +55,10 @@ class FlatState:
     """The arrays of a state, `lent` to programs, which `give` new ones back."""
 
     def __init__(self, state: State, strategy: Strategy) -> None:
-        self._peers, self._dispatch = strategy.peers, strategy.dispatch
-        self.strategy, self.split = strategy, strategy.split
+        self._peers = strategy.peers
+        self._dispatch = strategy.dispatch
+        self.strategy = strategy
+        self.split = strategy.split
         self.platform: str = strategy.platform
         self.signature = state.signature()
         self.types = [
@@ -69,21 +71,23 @@ class FlatState:
         self._moves = self._homes != self._shardings
         self.arrays: list[Any] = [None] * len(state.paths)
         self._use = _Use((), self.types)
-        self._is_ahead = self._has_looked = False
+        # Whether `arrays` are newer than the slots.
+        self._is_ahead = False
+        self._has_looked = False
         self._bind(state)
-        # What each place holds, and which places hold something else than `arrays`.
+        # The values in the places, and the places whose values are not in `arrays`.
         self._held = self._read()
         self._stale = set(range(len(self._places)))
 
     def rebind(self, state: State) -> None:
         """Continues with the values that a new search for the same places has found."""
-        # Now, and not when it is next asked: NumPy arrays can be written into.
+        # Watch now, and not at the next check, because NumPy arrays are mutable.
         state.watch()
         self._bind(state)
 
     def _bind(self, state: State) -> None:
         self.state = state
-        # NNX variables of one array come first: all of them are read in one go.
+        # NNX variables of one array come first, because they are read in one pass.
         self._places = sorted(state.ranges, key=lambda place: not _is_leaf(place[0]))
         self._leaves = [i for slot, i, _ in self._places if _is_leaf(slot)]
         self._variables = [p[0].variable for p in self._places[: len(self._leaves)]]
@@ -91,8 +95,12 @@ class FlatState:
         self._find_written()
 
     def _find_written(self) -> None:
-        """Finds what a program changes; the user may assign the rest while it runs."""
-        new, first = self._use.new, len(self._leaves)
+        """Finds the places that a program changes.
+
+        The user may assign to all other places while the program runs.
+        """
+        new = self._use.new
+        first = len(self._leaves)
         written = [n for n, i in enumerate(self._leaves) if i in new]
         self._written = [(n, self._leaves[n]) for n in written]
         self._written_variables = [self._variables[n] for n in written]
@@ -102,7 +110,7 @@ class FlatState:
                 self._containers.append((number, offsets))
 
     def fits(self) -> bool:
-        """Returns whether the slots hold arrays and structures as were found."""
+        """Returns whether the slots hold arrays and structures of the same kinds."""
         self._look()
         self._has_looked = True  # for `settle`, which comes next
         try:
@@ -118,17 +126,18 @@ class FlatState:
 
     @contextlib.contextmanager
     def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
-        """Lends the arrays to a program, in a moment that no signal cuts short."""
+        """Lends the arrays to a program, in a block that no signal interrupts."""
         taken = self.take(changed)
         self._dispatch.wait()
         with uninterrupted():
             yield taken
 
     def take(self, changed: tuple[int, ...]) -> _Parts:
-        """Takes what the slots hold, and puts it on its devices."""
+        """Takes the arrays from the slots, and puts them on the program's devices."""
         self.settle(changed)
         use = self._use
-        donated, others = use.pick_donated(self.arrays), use.pick_others(self.arrays)
+        donated = use.pick_donated(self.arrays)
+        others = use.pick_others(self.arrays)
         if not self._moves:
             return donated, others
         return (
@@ -137,20 +146,21 @@ class FlatState:
         )
 
     def settle(self, changed: tuple[int, ...]) -> None:
-        """Puts what the slots hold where it lives, ready for a program."""
+        """Puts the arrays of the slots on their devices, ready for a program."""
         if self._use.changed != changed:
             self.write_back()
-            before, self._use = self._use, _Use(changed, self.types)
+            before = self._use
+            self._use = _Use(changed, self.types)
             self._find_written()
             for i in {*self._use.donated}.difference(before.donated):
-                # A step that is traced again may change what the last one only read.
+                # A new trace may change an array that the last program only read.
                 if self.arrays[i] is not None:
                     self.arrays[i] = self.arrays[i].copy()
         moved = set() if self._is_ahead else self._refresh()
         moved |= self._separate()
         if moved:
-            # Code between loops must find them where the programs have them. And that
-            # somebody writes into a NumPy array, identity would not tell.
+            # Code between loops must find the arrays that the programs use. A NumPy
+            # array must not stay in a slot, because identity cannot show a write to it.
             self.state.write(self.arrays, moved)
             self._held = self._read()
 
@@ -164,11 +174,11 @@ class FlatState:
         return [arrays[i] for i in range(len(order))]
 
     def shardings(self, indices: Sequence[int]) -> list[Any]:
-        """Returns where programs have the arrays of `indices`; `None` for anywhere."""
+        """Returns the shardings of arrays in programs; `None` for any device."""
         return [self._shardings[i] for i in indices]
 
     def describe(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        """Returns what `take` would, as shapes and shardings; nothing is placed."""
+        """Returns the result of `take` as shapes and shardings; nothing is placed."""
         types = [
             jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
             for kind, sharding in zip(self.types, self._shardings, strict=True)
@@ -177,13 +187,13 @@ class FlatState:
         return list(use.pick_donated(types)), list(use.pick_others(types))
 
     def owns(self, leaf: Any) -> bool:
-        """Returns whether the next program may take this array over."""
+        """Returns whether the next program may donate this array."""
         if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
             return False
         return any(leaf is array for array in self.arrays)
 
     def give(self, values: Sequence[jax.Array], token: Any) -> None:
-        """Takes over the outputs of the program that the arrays were lent to."""
+        """Takes the outputs of the program that the arrays were lent to."""
         if self._moves:
             values = _put(values, [self._homes[i] for i in self._use.changed])
         self.arrays = list(self._use.pick_given([*values, *self.arrays]))
@@ -208,7 +218,7 @@ class FlatState:
 
     @contextlib.contextmanager
     def writing_back(self) -> Iterator[None]:
-        """Leaves the slots with their arrays, whatever happens inside."""
+        """Writes the arrays back into the slots at the end, even after an error."""
         try:
             yield
         finally:
@@ -221,8 +231,9 @@ class FlatState:
         return [*_nnx.read_raw(self._variables), *[slot.raw() for slot, _, _ in others]]
 
     def _look(self) -> None:
-        """Finds the places that hold something else than when last looked at."""
-        before, now = self._held, self._read()
+        """Finds the places whose values have changed since the last call."""
+        before = self._held
+        now = self._read()
         is_other = map(operator.is_not, now, before)
         others = itertools.compress(range(len(now)), is_other)
         self._stale.update(i for i in others if not is_same_raw(now[i], before[i]))
@@ -233,17 +244,23 @@ class FlatState:
             yield from zip(range(start, stop), slot.read(), strict=True)
 
     def _refresh(self) -> set[int]:
-        """Places what was put into the slots; returns what they are to hold instead."""
-        peers, self._peers = self._peers, None
+        """Places new values of slots on the devices.
+
+        Returns:
+            The indices of arrays that must be written back into their slots.
+        """
+        peers = self._peers
+        self._peers = None
         if peers is not None:
-            # At the first program, all processes must begin with one state.
+            # At the first program, all processes must begin with the same state.
             pairs = zip(self.state.paths, map(as_array, self.state.read()), strict=True)
             whole = {path: each for path, each in pairs if each.is_fully_addressable}
             check_same(peers, "state", whole)
         if not self._has_looked:
             self._look()
         self._has_looked = False
-        new, types = self._use.new, self.types
+        new = self._use.new
+        types = self.types
         stale = {i: x for i, x in self._stale_leaves() if x is not self.arrays[i]}
         homes = [self._homes[i] for i in stale]
         copies = [i in new and types[i].ndim > 0 for i in stale]
@@ -253,8 +270,9 @@ class FlatState:
         return {i for i, x in stale.items() if self.arrays[i] is not x and i not in new}
 
     def _separate(self) -> set[int]:
-        """Copies arrays that sit in two slots, of which one will be donated."""
-        arrays, use = self.arrays, self._use
+        """Copies arrays that are in two slots, if one of these will be donated."""
+        arrays = self.arrays
+        use = self._use
         own = set(map(id, use.pick_donated(arrays)))
         if len(own) < len(use.donated):
             own.clear()
@@ -277,25 +295,26 @@ def _is_leaf(slot: Slot) -> bool:
 def _put(
     leaves: Sequence[jax.Array], shardings: Sequence[Any], copies: Sequence[bool] = ()
 ) -> list[jax.Array]:
-    """Puts arrays where they live, some as copies; `None` is where they are."""
+    """Puts arrays on devices, some as copies; with `None`, they stay in place."""
     if not leaves:
-        return []  # As between most loops: to put nothing takes time, too.
+        return []  # The usual case, and even an empty transfer takes time.
     copies = copies or [False] * len(leaves)
     copied = iter(_copy([*itertools.compress(leaves, copies)]))
     pairs = zip(leaves, copies, strict=True)
-    placed, targets = [next(copied) if is_copy else x for x, is_copy in pairs], {}
+    placed = [next(copied) if is_copy else x for x, is_copy in pairs]
+    targets: dict[int, Any] = {}
     for n, (target, is_copy) in enumerate(zip(shardings, copies, strict=True)):
-        # Outputs of a program are committed to their devices. If it began with arrays
-        # that are not, it would be compiled again for them.
+        # Outputs of a program are committed to their devices. If its first inputs were
+        # not, the program would be compiled again.
         if target is None or (placed[n].sharding == target and placed[n].committed):
             continue
         if target.is_fully_addressable:
             targets[n] = target
             continue
-        # A copy, since JAX may keep the memory of the host as that of a device.
+        # A copy, because the device may share memory with the host.
         whole = as_global(placed[n], target)
         placed[n] = whole.copy() if is_copy else whole
-    # In one call, since each costs as much as a small array.
+    # In one call, because each call costs as much as a small array.
     moved = jax.device_put([placed[n] for n in targets], list(targets.values()))
     for n, array in zip(targets, moved, strict=True):
         placed[n] = array
@@ -303,11 +322,11 @@ def _put(
 
 
 def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies arrays where they are, with no program to be compiled for each shape."""
-    # With `may_alias=False`, an array that goes to other devices still shares memory
-    # with one of them, and keys go to the first device.
+    """Copies arrays on their devices, without compiling a program for each shape."""
+    # `device_put` with `may_alias=False` copies only to the same devices: a move may
+    # share memory. It also moves keys to the first device, so they are copied alone.
     plain = [each for each in arrays if not is_key(each)]
-    # An array that spans processes needs its sharding named.
+    # For an array that spans processes, the sharding must be passed.
     homes = [None if each.is_fully_addressable else each.sharding for each in plain]
     copied = iter(jax.device_put(plain, homes, may_alias=False))
     return [each.copy() if is_key(each) else next(copied) for each in arrays]

@@ -1,4 +1,4 @@
-"""Compiles a step of the user's own loop, with the state it reaches."""
+"""Compiles a step of a user's own loop, with the state that it reaches."""
 
 import array
 import collections
@@ -76,25 +76,26 @@ def function(
         for batch in dataset:
             losses = train_step(batch)
 
-    It is traced once for each structure, shape and dtype of its array arguments and
-    each value of its other ones. Variables that it reaches through its arguments, its
-    closure, its globals or `self` keep their identity; the memory of their old values
-    is reused: copy an array that you take out of one between calls
-    (`variable[...].copy()`). A plain global or local name that is rebound to a new
-    array is not a variable: hold it as an attribute.
+    It is traced once for each structure, shape and dtype of its array arguments, and
+    for each value of its other arguments. It may use variables that it reaches through
+    its arguments, its closure, its globals or `self`. They remain the same objects. The
+    memory of their old values is reused, so copy an array that you take out of a
+    variable between calls (`variable[...].copy()`). A plain global or local name that
+    is rebound to a new array is not a variable: hold the array as an attribute.
 
     Args:
-        fn: The function. Called inside a step that is already compiled, or with a
-            module inside `nnx.grad`, it is part of that.
-        strategy: Where state lives; by default the strategy in effect when called,
-            else the one that the function reaches.
+        fn: The function. Inside a compiled step, or with a module inside `nnx.grad`, it
+            becomes part of the outer program.
+        strategy: The strategy of its state. By default, it is the first strategy that
+            the function reaches, or else the strategy in effect.
         compiler_options: As in `StandardTrainerOptions`.
 
     Returns:
         A function with the same signature; a decorator if `fn` is left out.
 
     Raises:
-        TypeError: If `fn` is a generator or a coroutine, or an argument is wrong.
+        TypeError: If `fn` is a generator or a coroutine, or an argument is of the wrong
+            type.
     """
     fix = "Write `@armillary.function` above a function."
     check_instance("fn", fn, Callable | None, fix)
@@ -105,8 +106,8 @@ def function(
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         raise TypeError(
             f"`{getattr(fn, '__name__', 'fn')}` is a generator or a coroutine, which "
-            "runs only when its program has ended. Return what it gives, such as a "
-            "tuple of arrays."
+            "would run only after its trace has ended. Return its values instead, such "
+            "as a tuple of arrays."
         )
     if fn is None:
         return functools.partial(
@@ -119,13 +120,16 @@ def function(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
 
-    # For `ClusterCoordinator.schedule`, which compiles it elsewhere.
+    # `ClusterCoordinator.schedule` uses it to compile the function on workers.
     vars(call)["armillary_function"] = fn
     return call
 
 
 class Function:
-    """A function, with a program for each kind of arguments; `check` looks at each."""
+    """A function with a program for each kind of arguments.
+
+    `check` takes the state and the changed indices of each new program.
+    """
 
     def __init__(
         self,
@@ -135,9 +139,12 @@ class Function:
         compiler_options: Mapping[str, Any] | None = None,
         check: Callable[[State, Sequence[int]], None] | None = None,
     ) -> None:
-        self.fn, self.body, self.compiler_options = fn, body or fn, compiler_options
+        self.fn = fn
+        self.body = body or fn
+        self.compiler_options = compiler_options
         self.name = getattr(fn, "__name__", "the function")
-        self._strategy, self._check = strategy, check
+        self._strategy = strategy
+        self._check = check
         self._programs: dict[Any, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,9 +166,9 @@ class Function:
             state = State(roots, functions=(self.fn,))
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and self.body is self.fn:
-                # A transformation of NNX has lifted what the arguments hold already.
+                # A transformation of NNX has already lifted the arguments' variables.
                 return self.body(*args, **kwargs)
-            if program is None or not program.goes_on_with(state):
+            if program is None or not program.rebind(state):
                 last = program
                 program = _Program(self, state, strategy, leaves, treedef)
                 warnings = MetricWarnings(self.name, strategy.num_replicas_in_sync)
@@ -184,14 +191,14 @@ def warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:
         found = ", ".join(dict.fromkeys(held)) or "nothing"
         logger.warning(
             f"`{name}` was compiled {_MANY_PROGRAMS} times. Each new shape or dtype of "
-            "an array compiles it again, and each new value or object among its other "
-            f"arguments and what it captures ({found}): pass what changes as arrays of "
-            "a few shapes."
+            "an array compiles it again. So does each new value or object among its "
+            f"other arguments and its captured variables ({found}). Pass values that "
+            "change as arrays of a few shapes."
         )
 
 
 class Functions:
-    """Functions that `run` compiled outside any step, by code and what they hold."""
+    """Functions that `run` compiled outside any step, by code and captured values."""
 
     def __init__(self) -> None:
         self._functions: dict[Any, tuple[Any, Function]] = {}
@@ -206,14 +213,14 @@ class Functions:
             def body(*args: Any, **kwargs: Any) -> PyTree:
                 return strategy.run(fn, args, kwargs)
 
-            # The values are kept, so that their identities stay theirs.
+            # The values are kept alive, so that Python does not reuse their identities.
             found = values, Function(fn, strategy, body)
         _keep(self._functions, key, found)
         return found[1]
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keeps a value as the newest, and drops the one that was used least lately."""
+    """Keeps a value, and drops the least recently used value if there are too many."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _MAX_PROGRAMS:
@@ -232,7 +239,8 @@ class _Program:
         treedef: Any,
     ) -> None:
         _check_arguments(function.name, leaves)
-        self._fn, self._strategy = function.fn, strategy
+        self._fn = function.fn
+        self._strategy = strategy
         self._flat = flat = FlatState(state, strategy)
         static = [None if is_array(leaf) else leaf for leaf in leaves]
         positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
@@ -255,7 +263,7 @@ class _Program:
         )
         state.watch()
         if not state.is_current():
-            # The function set something to what it is after each of its calls.
+            # The function sets a plain value to the same value in every call.
             flat.rebind(state.search_again())
         if strategy.peers is not None:
             arguments = _arguments_for_all(treedef.unflatten(leaves))
@@ -284,18 +292,18 @@ class _Program:
     def is_current(self) -> bool:
         return self._flat.state.is_current() and self._flat.fits()
 
-    def goes_on_with(self, state: State) -> bool:
-        """Takes what a new search has found, if the program is the same for it."""
+    def rebind(self, state: State) -> bool:
+        """Switches to a newly found state, and returns whether the program fits it."""
         flat = self._flat
         if flat.signature != state.signature() or state.changes_since(flat.state):
             return False
         if any(map(flat.state.holds, self.step.static_results)):
-            return False  # Other objects are to be returned.
+            return False  # The new objects must be returned, and not the old objects.
         flat.rebind(state)
         return True
 
     def reuse(self, last: "_Program") -> None:
-        """Takes over what `last` has compiled, if that is the same program."""
+        """Reuses the compiled program of `last`, if it is the same program."""
         is_same = self._flat.signature == last._flat.signature
         if is_same and self.step.is_same(last.step):
             self._compiled = last._compiled
@@ -308,7 +316,8 @@ class _Program:
             try:
                 values, results, token = self._compiled(donated, others, arrays)
             except ValueError:
-                # To look where each argument lies would take longer than a call.
+                # Only after an error, because a look at the device of each argument
+                # would take longer than a call.
                 moved = _bring(arguments, self._strategy)
                 if moved is None:
                     raise
@@ -319,10 +328,11 @@ class _Program:
 
 
 def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
-    """Returns the arrays of arguments, moved to a strategy; `None` if none had to."""
+    """Returns the arrays of arguments, moved to a strategy; `None` if none moved."""
     if strategy.peers is not None:
         return None
-    layout, is_moved = strategy.layout, False
+    layout = strategy.layout
+    is_moved = False
     devices = set(layout.devices)
 
     def move(leaf: Any) -> Any:
@@ -355,7 +365,7 @@ def _check_arguments(name: str, leaves: list[Any]) -> None:
 
 
 def code_of(fn: Callable[..., Any]) -> Any:
-    """Returns what is equal for functions that differ only in what they captured."""
+    """Returns a key that is equal for functions with the same code."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__code__", None) or id(fn)
@@ -367,7 +377,7 @@ def _strategy_of(fn: Callable[..., Any]) -> Strategy:
 
 
 def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
-    """Returns the arrays among `(args, kwargs)` that are no replica's own, by path."""
+    """Returns the arrays in `(args, kwargs)` that all replicas share, by path."""
     flat = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_per_replica)
     return {
         f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])}": leaf
@@ -381,14 +391,15 @@ def objects_of(leaves: list[Any]) -> list[Any]:
 
 
 def kind_of(leaf: Any) -> Any:
-    """Returns equal keys for arguments that one program takes."""
+    """Returns a key that is equal for arguments with the same program."""
     return jax.typeof(leaf) if is_array(leaf) else identity_of(leaf)
 
 
 def identity_of(value: Any) -> Any:
-    """Returns equal keys exactly for values that a compiled program may share."""
+    """Returns a key that is equal only for values that may share a program."""
     if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
-        return type(value), repr(value)  # 0.0 equals -0.0, and NaN not itself.
+        # By `repr`, because 0.0 equals -0.0, and NaN does not equal itself.
+        return type(value), repr(value)
     if isinstance(value, set):
         return set, frozenset(map(identity_of, value))
     if isinstance(value, bytearray | array.array):

@@ -1,4 +1,4 @@
-"""Says of a user's step what JAX and Flax cannot know: notes on errors, warnings."""
+"""Notes on errors in a user's step, and warnings, that JAX and Flax cannot give."""
 
 import dis
 import math
@@ -37,7 +37,7 @@ _READING = {
     "the function": "return it, and read it after the call",
 }
 _MOST_ARRAYS = 20
-# What a message has in it, and what to write instead.
+# Parts of error messages, and the note to add.
 _MISTAKES = {
     "'StepIterator' object": "The step gets an iterator, and takes each batch from it: "
     "`batch = next(iterator)`.",
@@ -49,7 +49,7 @@ _MISTAKES = {
     "`nnx.jit(fn)(self.model, batch)`.",
 }
 
-# Functions of libraries that refuse what they get, and what to give them.
+# Functions of libraries that raise for wrong arguments, and the note to add.
 _ARGUMENTS = {
     "softmax_cross_entropy_with_integer_labels": "The labels of `optax."
     "softmax_cross_entropy_with_integer_labels` are the numbers of classes, in an "
@@ -58,7 +58,7 @@ _ARGUMENTS = {
     "`optax.softmax_cross_entropy(logits, labels)`.",
 }
 _CALLED_STEP = (
-    "`step` of an optimizer of Flax is its number of steps, and no method. Write "
+    "`step` of an optimizer of Flax is its number of steps, not a method. Write "
     "`optimizer.update(model, gradients)`, after "
     '`gradients = armillary.all_reduce("mean", gradients)`.'
 )
@@ -73,12 +73,12 @@ def add_notes(
         error.add_note(
             f"`{step_name}` uses the value of an array in Python, but in a compiled "
             "step, and on several replicas, an array has no value for Python. To "
-            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, "
-            f"`jax.debug.print`; to read it, {_READING[owner]}. On one device, a "
+            "choose by it, use `jnp.where` or `jax.lax.cond`. To print it, use "
+            f"`jax.debug.print`. To read it, {_READING[owner]}. On one device, a "
             "trainer with `compile_step=False` in its options runs line by line."
         )
     elif note := explain_unbound_axis(error, get_strategy()):
-        # `strategy.run` may have noted it, with the strategy that it is a method of.
+        # `strategy.run` may already have added this note, for its own strategy.
         if not getattr(error, "__notes__", ()):
             error.add_note(note)
     elif notes := [note for key, note in _MISTAKES.items() if key in str(error)]:
@@ -116,14 +116,14 @@ def _entries_of(error: Exception) -> list[types.TracebackType]:
 
 
 def _explain_call(error: Exception) -> str | None:
-    """Says what to write where the user's code calls a library with something else."""
-    # Older releases of Optax assert by Chex.
+    """Returns a note on a wrong call of a library in the user's code, or `None`."""
+    # Older releases of Optax use assertions of Chex.
     if not isinstance(error, AssertionError | TypeError | ValueError):
         return None
     for entry in _entries_of(error):
         code = entry.tb_frame.f_code
         if owner_of_file(code.co_filename) is Owner.USER:
-            # The user's own line comes after all that it calls.
+            # Entries before the user's own line are functions that it calls.
             is_called = "is not callable" in str(error) and _last_name(entry) == "step"
             return _CALLED_STEP if is_called else None
         if code.co_name in _ARGUMENTS:
@@ -132,7 +132,7 @@ def _explain_call(error: Exception) -> str | None:
 
 
 def _last_name(entry: types.TracebackType) -> str | None:
-    """Returns the attribute that a line looked up last before its error."""
+    """Returns the last attribute that a line read before its error."""
     name = None
     for instruction in dis.get_instructions(entry.tb_frame.f_code):
         if instruction.offset > entry.tb_lasti:
@@ -168,20 +168,23 @@ def _describe_layer(error: Exception) -> str | None:
 
 
 def warn_of_draws(name: str, step: "TracedStep") -> None:
-    """Warns of random numbers that no state and no batch decides."""
+    """Warns of random numbers that depend on neither state nor batch."""
     draws = _Draws()
     draws.run(step.program, [True] * len(step.program.in_avals))
     if draws.lines:
         logger.warning(
             f"`{name}` draws random numbers from a key that is a constant, so they are "
             f"the same in each step ({draws.lines[0]}). Draw from an `nnx.Rngs` that "
-            "the trainer holds (`jax.random.normal(rngs(), shape)`), or make a "
-            "constant that is meant before the step."
+            "the trainer holds (`jax.random.normal(rngs(), shape)`). If you need a "
+            "constant, make it before the step."
         )
 
 
 class _Draws(Dataflow[bool]):
-    """Finds draws from keys that are constants; the fact is that a value is none."""
+    """Finds draws from keys that are constants.
+
+    The fact of a value is True if it is not a constant.
+    """
 
     nothing = False
 
@@ -199,19 +202,20 @@ class _Draws(Dataflow[bool]):
 
 
 class MetricWarnings:
-    """Warns once of metrics of a step whose values replicas cannot add up."""
+    """Warns once if a metric of a step has values that must not be added up."""
 
     def __init__(
         self, name: str, num_replicas: int, *, is_evaluation: bool = False
     ) -> None:
-        self._name, self._num_replicas = name, num_replicas
+        self._name = name
+        self._num_replicas = num_replicas
         self._is_evaluation = is_evaluation
         self._means: list[tuple[str, str]] = []
         self._batches: set[Any] = set()
         self._is_done = num_replicas == 1 and not is_evaluation
 
     def look(self, state: State, step: "TracedStep", active: Any = None) -> None:
-        """Looks at a program of the step, for batches on so many active replicas."""
+        """Checks a program of the step, for batches on the `active` replicas."""
         if self._is_done:
             return
         types = step.program.in_avals
@@ -246,9 +250,9 @@ class MetricWarnings:
             metric, line = self._means[0]
             logger.warning(
                 f"`{self._name}` adds the mean of a batch to the metric {metric} "
-                f"({line}), and some batches have fewer examples on a replica: each of "
-                "those counts for more than others. Update the metric with one value "
-                "for each example."
+                f"({line}), but some batches have fewer examples on a replica, so each "
+                "of these examples counts more than others. Update the metric with one "
+                "value for each example."
             )
         self._is_done = bool(extremes or (self._means and is_uneven))
 
@@ -257,10 +261,11 @@ _HELD = ("held", "by a metric")
 
 
 class _Additions(Dataflow[frozenset[tuple[str, str]]]):
-    """Follows what is added to metrics; the mean of all examples is one number.
+    """Follows the values that are added to metrics.
 
-    A value is `held` by a metric, the `sum` of some number of values, the `mean` of
-    examples, or an `extreme` of a metric and another value; the latter with their line.
+    A fact is `held`, for the value of a metric, or `sum`, with the number of values in
+    a sum. It is `mean` for a mean of examples, or `extreme` for the maximum or minimum
+    of a metric and another value, each with its line.
     """
 
     nothing = frozenset()
@@ -279,14 +284,15 @@ class _Additions(Dataflow[frozenset[tuple[str, str]]]):
     def mix(
         self, equation: Any, operands: list[frozenset[tuple[str, str]]]
     ) -> frozenset[tuple[str, str]]:
-        facts, name = self.join(operands), equation.primitive.name
+        facts = self.join(operands)
+        name = equation.primitive.name
         shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
         if name in ("max", "min") and _HELD in facts:
             return facts | {("extreme", self.line(equation))}
         if max(map(math.prod, shapes), default=0) > 1:
             return frozenset(f for f in facts if f[0] in ("held", "extreme"))
         shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
-        if shape and shape[0] > 1:  # A share of one example is its own mean.
+        if shape and shape[0] > 1:  # With one example, the sum equals the mean.
             return facts | {("sum", str(float(math.prod(shape))))}
         divisor = read_number(equation.invars[1]) if name == "div" else ""
         if ("sum", divisor) in facts:

@@ -1,7 +1,7 @@
 """Traces a user's step, once, into a pure program that the library can compile.
 
-Whatever JAX can only prove while tracing is checked here: state that was captured as a
-constant, slots that changed shape, arrays that are left where they outlive the trace.
+The checks that need a trace are here: state that was captured as a constant, slots that
+changed their shape, and arrays of the trace that remain in places that nothing carries.
 """
 
 import contextlib
@@ -46,17 +46,21 @@ from armillary.typing import PyTree
 
 
 class MoreBatches(BaseException):
-    """A step called `next` too often; no `Exception`, so that handlers let it pass."""
+    """A step called `next` too often.
+
+    It is not an `Exception`, so the user's handlers do not catch it.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class StepIterator:
-    """Hands out the batches of one step, and counts how many it takes."""
+    """Gives batches to one step, and counts them."""
 
     def __init__(self, index: int, batches: Iterable[PyTree]) -> None:
-        self.index, self.num_taken = index, 0
+        self.index = index
+        self.num_taken = 0
         self._batches = iter(batches)
 
     def __iter__(self) -> Self:
@@ -82,7 +86,7 @@ def check_taken(step_name: str, taken: Sequence[int]) -> None:
 
 
 ARRAY = object()
-"""Stands for an array among results that are not."""
+"""Replaces each array in a list of results that also has other values."""
 
 
 class TracedStep(NamedTuple):
@@ -91,7 +95,7 @@ class TracedStep(NamedTuple):
     program: core.ClosedJaxpr
     changed: tuple[int, ...]
     result_tree: Any
-    static_results: tuple[Any, ...]  # with `ARRAY` for those that are
+    static_results: tuple[Any, ...]  # with `ARRAY` in place of each array
     fingerprint: Fingerprint
 
     def call(
@@ -128,11 +132,12 @@ def trace_step(
     before: Walk | None = None,
     is_live: bool = False,
 ) -> TracedStep:
-    """Traces `fn(*arguments)` with the state lifted, a step that had effects twice.
+    """Traces `fn(*arguments)` with the state lifted.
 
-    `before` is what a look at the state would find, if nothing has run since. Where
-    objects with state are among the results, these are copies as they were when it
-    ended, or the objects themselves if they are to be live.
+    A step that changed plain values is traced twice, to see whether it changes them
+    again. `before` is a recent `State.look`, if no code has run since then. If the
+    results hold objects with state, they are copies from the end of the step, or the
+    objects themselves with `is_live`.
     """
     tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken, is_live)
     step, changes, drawn = tracing.trace(before)
@@ -140,7 +145,8 @@ def trace_step(
         raise StateStructureError(refusal(tracing.name, changes))
     if not (changes or drawn):
         return step
-    # If it changes no more then, and is the same program, it did no harm.
+    # A second trace without changes, and with the same program, shows that the changes
+    # of the first trace do no harm.
     again, more_changes, _ = tracing.trace()
     is_same = again.is_same(step)
     if drawn and not is_same:
@@ -157,12 +163,11 @@ def trace_step(
             for path, change in sorted(changes.items())
         ]
         raise StateStructureError(
-            f"`{tracing.name}` changed plain values, so that the next step would be "
-            "another one, and a compiled loop runs Python only once:\n"
+            f"`{tracing.name}` changed plain values, so the next step would be a "
+            "different program, but a compiled loop runs Python only once:\n"
             f"{list_lines(lines, most=10)}\n"
-            "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
-            "`jnp.where`), and set what is set once in `__init__` or "
-            "`train_loop_begin`."
+            "Hold counters and conditions in arrays (`jnp.zeros(...)`, `jnp.where`). "
+            "Set values that are set only once in `__init__` or `train_loop_begin`."
         )
     return step
 
@@ -183,7 +188,12 @@ class _Tracing(NamedTuple):
     def trace(
         self, before: Walk | None = None
     ) -> tuple[TracedStep, dict[str, str], list[str]]:
-        """Traces the step; returns what plain values it changed, and drew from."""
+        """Traces the step.
+
+        Returns:
+            The step, the plain values that it changed, and the random generators that
+            it drew from.
+        """
         state = self.flat.state
         before = before or state.look()
         functions = Walk(self._functions)
@@ -203,7 +213,7 @@ class _Tracing(NamedTuple):
 
     @property
     def _functions(self) -> list[tuple[Any, str]]:
-        """The step and what it may call, without the object that is traced."""
+        """The step and the methods that it may call, without their object."""
         function = getattr(self.user_fn, "__func__", self.user_fn)
         return [(function, ""), *((method, "") for method in methods_of(self.user_fn))]
 
@@ -247,7 +257,10 @@ class _Tracing(NamedTuple):
         return step, changes
 
     def _check_nothing_left(self) -> None:
-        """Raises if a step left an array where it stays, to fail far from its line."""
+        """Raises if a step left an array of the trace in a place that nobody carries.
+
+        Otherwise, an error would come later, far from the line that is wrong.
+        """
         left = take_tracers(self._functions)
         if not left:
             return
@@ -255,13 +268,13 @@ class _Tracing(NamedTuple):
         shown = ", ".join(f"`{path}`" for path in paths)
         raise CapturedStateError(
             f"`{self.name}` put an array into {shown}, which {self.owner} does not "
-            "carry from step to step: it would hold a value of the trace, once. Hold "
-            f"it in an array or a metric of {self.owner}, and read that between loops; "
-            "to print values, use `jax.debug.print`."
+            "carry from step to step, so it would hold one value of the trace. Hold "
+            f"the value in an array or a metric of {self.owner}, and read that between "
+            "loops. To print values, use `jax.debug.print`."
         )
 
     def _without_unused(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        """Returns a program that takes no batches that the step did not take."""
+        """Returns a program that takes only the batches that the step took."""
         if self.taken is None:
             return program
         is_used = [True] * len(self.flat.types)
@@ -274,9 +287,9 @@ class _Tracing(NamedTuple):
 def _without_unchanged(
     program: core.ClosedJaxpr, changed: list[int]
 ) -> tuple[core.ClosedJaxpr, list[int]]:
-    """Leaves out the slots that the program returns as it got them.
+    """Leaves out the slots that the program returns unchanged.
 
-    `nnx.remat` writes all variables of its function, whether these changed or not.
+    For example, `nnx.remat` writes all variables of its function, changed or not.
     """
     is_written = [not each for each in find_unchanged(program, changed)]
     if all(is_written):
@@ -298,15 +311,15 @@ def explained(
     owner: str,
     arguments: tuple[PyTree, ...] = (),
 ) -> Iterator[None]:
-    """Explains Flax's error for writing to an unlifted variable; notes on others."""
+    """Explains Flax's error for a write to an unlifted variable; notes all errors."""
     try:
         yield
     except Exception as error:
         add_notes(error, getattr(user_fn, "__name__", "the step"), owner, arguments)
-        # Not above: to import Flax takes a fifth of the time of this library's import.
+        # Not above, because importing Flax would make this library's import slower.
         from flax.errors import TraceContextError
 
-        # What `nnx.grad` says of a module that belongs to another trace.
+        # The second error is from `nnx.grad`, for a module of another trace.
         is_flax = isinstance(error, TraceContextError) or (
             isinstance(error, ValueError) and "from different trace level" in str(error)
         )
@@ -324,14 +337,17 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
         f"`{getattr(fn, '__name__', 'the function')}` reads or writes variables "
         f"({', '.join(state.paths[:3])}), and was called inside `jax.jit`, `nnx.jit` "
         "or another transformation of JAX, which would leave its own values in them. "
-        "Decorate the function that calls `strategy.run` with `@armillary.function` in "
-        "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` "
-        "and the others work."
+        "Decorate the function that calls `strategy.run` with `@armillary.function` "
+        "instead of `jax.jit`. Inside the function that `strategy.run` gets, you can "
+        "use `nnx.jit` and all other transformations."
     )
 
 
 def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
-    """Returns what gives the states of random generators that a step may draw from."""
+    """Returns functions that read the random generators a step may draw from.
+
+    Each function returns the state of one generator. The keys are their paths.
+    """
     found: dict[str, Callable[[], Any]] = {
         "np.random": lambda: pickle.dumps(np.random.get_state()),
         "random": random.getstate,

@@ -1,1 +1,1 @@
-"""What holds inside `strategy.run`: values, reductions, policies and proofs."""
+"""The code inside `strategy.run`: values, reductions, policies and proofs."""

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 DEFAULT_AXIS_NAME = "replica"
-"""The name of the axis of replicas, if a strategy is given no other."""
+"""The default name of the axis of replicas."""
 
 _FIX = 'Use the name that the model has, such as `axis_name="batch"`, or leave it out.'
 _UNBOUND = re.compile(r"unbound axis name: (\S+?)[.,]?(?:\s|$)")
 
 
 def check_axis_name(axis_name: Any, taken: Collection[str] = ()) -> str:
-    """Returns a checked name for the axis of replicas, none of those that are taken."""
+    """Returns a checked name for the axis of replicas, which must not be in `taken`."""
     if not isinstance(axis_name, str):
         raise TypeError(
             f"`axis_name` is {axis_name!r:.60} of type {type(axis_name).__name__}, but "
@@ -39,7 +39,7 @@ def check_axis_name(axis_name: Any, taken: Collection[str] = ()) -> str:
 
 
 def explain_unbound_axis(error: Exception, strategy: "Strategy") -> str | None:
-    """Returns what to do about an axis that JAX does not know; `None` for other errors.
+    """Returns a note on an axis that JAX does not know; `None` for other errors.
 
     Args:
         error: The error of a step.
@@ -48,11 +48,12 @@ def explain_unbound_axis(error: Exception, strategy: "Strategy") -> str | None:
     found = _UNBOUND.search(str(error))
     if found is None:
         return None
-    name, axis = found[1], strategy.axis_name
+    name = found[1]
+    axis = strategy.axis_name
     if name == axis:
         return (
-            f"The axis of replicas is called {axis!r}, and exists inside "
-            "`strategy.run`, under every strategy: put the code into a function, and "
+            f"The axis of replicas is called {axis!r}, and exists only inside "
+            "`strategy.run`, under every strategy. Put the code into a function, and "
             "call it with `strategy.run(replica_fn, args=(batch,))`."
         )
     kind = type(strategy).__name__

@@ -1,4 +1,4 @@
-"""Which strategy is in effect, on which side of `run` the code is, and which replica.
+"""The strategy in effect, and the replica in which the code runs, if there is one.
 
 *Replica context* is the code inside `Strategy.run`, *cross-replica context* the code
 around it that knows a strategy. Without any strategy, code runs in the replica context
@@ -45,9 +45,10 @@ class ReplicaContext:
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
-        axis_name: What `jax.lax` calls the axis of replicas; `None` if there is one.
-        active: Which replicas hold data in this step: the first so many, or those of
-            these numbers.
+        axis_name: The name of the axis of replicas in `jax.lax`; `None` if there is
+            only one replica.
+        active: The replicas that hold data in this step: an integer `n` for the first
+            `n` replicas, or the numbers of the replicas.
         was_asked: Whether the step has used the number of replicas in any way.
         share_size: Examples of each replica's share of the batch; `None` if `run` got
             no batch, or arrays of different lengths.
@@ -72,8 +73,8 @@ class ReplicaContext:
     def num_replicas_in_sync(self) -> int:
         """Replicas that run this step together.
 
-        Fewer than those of the strategy only for an uneven batch of a dataset with
-        `InputOptions(remainder="exact")`.
+        It is less than the strategy's number only for an uneven batch of a dataset
+        with `InputOptions(remainder="exact")`.
         """
         self.was_asked = True
         return self._num_replicas
@@ -86,7 +87,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """The number of this replica, from 0; traced where there are several."""
+        """The number of this replica, from 0; traced if there are several replicas."""
         return 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name)
 
     def all_reduce(
@@ -97,7 +98,7 @@ class ReplicaContext:
         See `armillary.all_reduce`, which is the same.
 
         Raises:
-            ReplicaContextError: If `value` is what `run` returned.
+            ReplicaContextError: If `value` is a `PerReplica`, as `run` returns it.
             ValueError: If `dtype` is not a dtype of floats.
         """
         op = ReduceOp.of(reduce_op)
@@ -112,7 +113,7 @@ class ReplicaContext:
             return jax.tree.map(functools.partial(_alone, op), value)
         self._check_is_not_hidden("all_reduce", self.axis_name)
         leaves, treedef = jax.tree.flatten(value)
-        # Of what is not differentiable there is no gradient.
+        # Leaves of dtype `float0` are gradients of integers, and hold no numbers.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
         given = [jnp.asarray(leaves[i]) for i in places]
         wide = [self._counted(op, _widened(op, array)) for array in given]
@@ -146,20 +147,21 @@ class ReplicaContext:
         )
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
-        """Returns a value that changes no result, where a replica holds no data."""
+        """Returns a value, replaced by a neutral value where a replica has no data."""
         if count_active(self.active) == self._num_replicas:
             return value
         other = 0
         if op in _REDUCE:
-            is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-            least, most = -jnp.inf, jnp.inf
-            if not is_float:
-                least, most = jnp.iinfo(value.dtype).min, jnp.iinfo(value.dtype).max
+            least = -jnp.inf
+            most = jnp.inf
+            if not jnp.issubdtype(value.dtype, jnp.inexact):
+                least = jnp.iinfo(value.dtype).min
+                most = jnp.iinfo(value.dtype).max
             other = least if op is ReduceOp.MAX else most
         return jnp.where(self.is_active(), value, jnp.full_like(value, other))
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
-        """Joins the values of all replicas along an axis; every replica gets it.
+        """Joins the values of all replicas along an axis, on every replica.
 
         Args:
             value: A pytree of arrays of equal shape on all replicas.
@@ -200,7 +202,7 @@ class ReplicaContext:
 
         In `merge_fn`, arrays of the arguments are `PerReplica` values, for
         `strategy.reduce`, `gather`, `local_results` and `run`. Modules, variables and
-        everything else are what they are. Under one replica, arrays stay arrays.
+        everything else are passed unchanged. With one replica, arrays stay arrays.
 
         Args:
             merge_fn: The function. It gets the strategy first.
@@ -242,8 +244,8 @@ class ReplicaContext:
         lifted = set() if state is None else {slot.key for slot in state.slots}
 
         def is_object(part: Any) -> bool:
-            # A copy of it would lose what is written. Variables that are not lifted
-            # are values, such as gradients in a `State` of NNX.
+            # Objects are not copied, because writes to a copy would be lost. Variables
+            # that are not lifted are values, such as gradients in an `nnx.State`.
             return is_claimed(part) and (id(part) in lifted or not is_variable(part))
 
         def share(leaf: Any) -> Any:
@@ -271,7 +273,7 @@ class ReplicaContext:
         return jax.tree.map(take, tree, is_leaf=is_argument)
 
     def is_active(self) -> jax.Array:
-        """Returns whether this replica holds data; traced where there are several."""
+        """Returns whether this replica holds data; traced if there are several."""
         replica = self.replica_id_in_sync_group
         if isinstance(self.active, int):
             return replica < self.active
@@ -293,7 +295,7 @@ _ALONG_AXIS = {
 
 
 def check_wire_dtype(dtype: Any) -> Any:
-    """Returns the dtype that floats travel in; `None` for their own."""
+    """Returns the dtype in which floats travel; `None` for their own dtype."""
     if dtype is None:
         return None
     with contextlib.suppress(TypeError):
@@ -311,7 +313,7 @@ def _to_wire(value: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
-    """Returns a value as a number whose sum does not overflow as soon."""
+    """Returns a value in a wider dtype, if its sum could soon overflow."""
     is_small = value.dtype == bool or (
         op is ReduceOp.MEAN
         and jnp.issubdtype(value.dtype, jnp.integer)
@@ -323,7 +325,7 @@ def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
 
 
 def _alone(op: ReduceOp, value: Any) -> Any:
-    """Returns what one replica has of itself, in the type that several have."""
+    """Returns the reduction of a single value, in the dtype that several would have."""
     value = jnp.asarray(value) if isinstance(value, bool) else value
     dtype = getattr(value, "dtype", float0)
     if op in _REDUCE or dtype == float0 or jnp.issubdtype(dtype, jnp.inexact):
@@ -348,7 +350,7 @@ class _Ambient(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.chosen: Strategy | None = None
-        # Where arrays of the chosen strategy are made.
+        # The context in which arrays of the chosen strategy are made.
         self.place: AbstractContextManager[Any] | None = None
         self.steps: list[_Step] = []
 
@@ -385,7 +387,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def get_running_context(strategy: "Strategy") -> ReplicaContext | None:
-    """Returns the context of the `run` of a strategy that the code is called from."""
+    """Returns the replica context if the caller is inside `run` of this strategy."""
     for frame in reversed(_ambient.frames):
         if frame.strategy is not strategy:
             return None
@@ -415,7 +417,7 @@ def set_strategy(strategy: "Strategy | None") -> None:
 
     Raises:
         ReplicaContextError: If called inside a `scope` or inside `run`.
-        TypeError: If it is no strategy.
+        TypeError: If `strategy` is not a strategy.
     """
     if strategy is not None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
@@ -438,13 +440,12 @@ def set_strategy(strategy: "Strategy | None") -> None:
 
 
 class Scope:
-    """A strategy, and a replica of it or none, in effect; it may be entered again.
+    """Puts a strategy, and perhaps one of its replicas, in effect. It is reentrant.
 
     Args:
         strategy: The strategy.
         replica_context: The replica whose code runs.
-        device: Where arrays are made that no other device is asked for; `None` changes
-            nothing.
+        device: The default device for new arrays; `None` keeps the default of JAX.
     """
 
     def __init__(
@@ -473,18 +474,21 @@ class Scope:
 
 @contextlib.contextmanager
 def without_strategy() -> Iterator[None]:
-    """Puts the default strategy in effect for a while, as if no other ever was."""
-    before = _ambient.frames, _ambient.chosen
-    _ambient.frames, _ambient.chosen = [], None
+    """Puts the default strategy in effect for a while, outside of any scope."""
+    frames = _ambient.frames
+    chosen = _ambient.chosen
+    _ambient.frames = []
+    _ambient.chosen = None
     try:
         yield
     finally:
-        _ambient.frames, _ambient.chosen = before
+        _ambient.frames = frames
+        _ambient.chosen = chosen
 
 
 @contextlib.contextmanager
 def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
-    """Marks `state`, of a step under `strategy`, as what `Strategy.run` lifts."""
+    """Marks `state`, of a step under `strategy`, as the state that `run` lifts."""
     _ambient.steps.append(_Step(state, get_trace_state(), strategy))
     try:
         yield
@@ -503,13 +507,13 @@ def is_in_default_step() -> bool:
 
 
 def is_in_inner_trace() -> bool:
-    """Returns whether a transformation within the running step is traced."""
+    """Returns whether the code is inside a JAX transformation in the running step."""
     steps = _ambient.steps
     return bool(steps) and steps[-1].trace_state != get_trace_state()
 
 
 def require_replica_context(function: str, instead: str) -> ReplicaContext:
-    """Returns the replica context for `function`, or raises what to do instead."""
+    """Returns the replica context for `function`; raises an error if there is none."""
     context = get_replica_context()
     if context is None:
         raise ReplicaContextError(

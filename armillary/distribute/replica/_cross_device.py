@@ -1,12 +1,13 @@
 """Ways to reduce over replicas: XLA's own, in groups, on one device, or the user's.
 
-A strategy has one (`cross_device_ops`), and every `all_reduce` in its steps calls it::
+A strategy has one of them (`cross_device_ops`), and every `all_reduce` in its steps
+calls it::
 
     strategy = armillary.MirroredStrategy(
         cross_device_ops=armillary.distribute.HierarchicalCopyAllReduce()
     )
 
-They run in every replica while a step is compiled. `_sameness` proves that their
+Its `reduce` runs in every replica while a step is compiled. `_sameness` proves that the
 results are equal on all replicas.
 """
 
@@ -38,8 +39,8 @@ class CrossDeviceOps:
 
     To reduce in a way of your own, override `reduce` and use the collectives of
     `jax.lax` over the axis of replicas: `"replica"`, or the `axis_name` of the strategy
-    (`armillary.get_replica_context().axis_name`). For example, values that travel as
-    they are and are added in the order of the replicas::
+    (`armillary.get_replica_context().axis_name`). For example, this class gathers the
+    values, and adds them in the order of the replicas::
 
         class Gathered(armillary.distribute.CrossDeviceOps):
             def reduce(self, op, values):
@@ -54,10 +55,10 @@ class CrossDeviceOps:
         """Returns arrays combined over all replicas, on every replica.
 
         It runs in replica context, once for each `armillary.all_reduce`, while a step
-        is compiled. Armillary proves that the results are equal on all replicas:
-        `psum`, `all_gather` and their like over all replicas make a value equal, also
-        as the last of several rounds with `axis_index_groups`. The derivative of a sum
-        is XLA's own sum.
+        is compiled. Armillary proves that the results are equal on all replicas.
+        Reductions such as `psum` and `all_gather` over all replicas make a value equal.
+        Several rounds with `axis_index_groups` may do so together. The derivative of a
+        sum is XLA's own sum.
 
         Args:
             op: `ReduceOp.SUM`, `MAX` or `MIN`. A mean is a sum, which `all_reduce`
@@ -77,14 +78,14 @@ class CrossDeviceOps:
         )
 
     def _check_replicas(self, num_replicas: int) -> None:
-        """Raises if so many replicas cannot be reduced over."""
+        """Raises if it cannot reduce over this number of replicas."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 def _axis_name() -> str:
-    """Returns the axis of replicas of the strategy in whose step the code runs."""
+    """Returns the axis of replicas of the current strategy."""
     context = get_replica_context()
     assert context is not None
     return context.strategy.axis_name
@@ -99,7 +100,7 @@ class NcclAllReduce(CrossDeviceOps):
 
     Raises:
         TypeError: If `num_packs` is not an integer.
-        ValueError: If `num_packs` is another number.
+        ValueError: If `num_packs` is not 1.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -118,25 +119,25 @@ class NcclAllReduce(CrossDeviceOps):
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """Sums inside each host first, then across hosts.
 
-    For hosts whose own devices reach each other faster than other hosts. Each device
-    sums its part of the values inside its host (a reduce-scatter). The parts are summed
-    across hosts (an all-reduce). Then the devices of a host exchange the parts (an
-    all-gather). So only a part of the values travels between hosts: with 4 devices in
-    each host, a quarter.
+    Use it if the devices of a host have faster links to each other than to other hosts.
+    First, each device sums its part of the values inside its host (a reduce-scatter).
+    Then the parts are summed across hosts (an all-reduce). At the end, the devices of a
+    host exchange the parts (an all-gather). So only a part of the values travels
+    between hosts: with 4 devices in each host, a quarter.
 
-    By default a group is the devices of one process. In a single process there is no
-    slower link, so values are reduced by XLA's own all-reduce, as they are for `"max"`
-    and `"min"`, and for an uneven batch that runs on replicas which form no groups.
+    By default, a group is the devices of one process. XLA's own all-reduce is used in a
+    single process, because there is no slower link. It is also used for `"max"` and
+    `"min"`, and for an uneven batch on replicas that do not form groups.
 
     Args:
-        num_packs: Into how many rounds the arrays of one `all_reduce` are packed; 0 for
-            one round for each array.
-        devices_per_group: Devices that reach each other quickly, which follow each
-            other in `strategy.mesh`. By default, the devices of one process.
+        num_packs: The number of rounds for the arrays of one `all_reduce`; 0 for one
+            round for each array.
+        devices_per_group: The number of neighbors in `strategy.mesh` with fast links to
+            each other. By default, the devices of one process.
 
     Raises:
         ValueError: If `num_packs` is not an integer from 0, or `devices_per_group` is
-            not positive. The strategy raises it too, if the groups would be uneven.
+            not positive. The strategy also raises it if the groups would be uneven.
     """
 
     def __init__(
@@ -152,12 +153,12 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         if size is not None and num_replicas % size:
             raise ValueError(
                 f"`devices_per_group` is {size}, but the strategy has {num_replicas} "
-                f"devices, which are not groups of {size}. Use a divisor of "
+                f"devices, which do not divide into groups of {size}. Use a divisor of "
                 f"{num_replicas}, or leave it out for the devices of each process."
             )
 
     def reduce(self, op: ReduceOp, values: Sequence[jax.Array]) -> Sequence[Any]:
-        """Returns the arrays summed in groups, across groups, and put together."""
+        """Returns the arrays summed in groups, and then across groups."""
         groups = self._find_groups()
         if op is not ReduceOp.SUM or groups is None:
             return NcclAllReduce().reduce(op, values)
@@ -179,7 +180,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         if self._devices_per_group is not None:
             hosts = [i * step // self._devices_per_group for i in range(num_replicas)]
         elif isinstance(mesh, jax.sharding.AbstractMesh):
-            return None  # Devices that are not there have no processes.
+            return None  # Abstract devices have no processes.
         else:
             hosts = [device.process_index for device in mesh.devices.flat[::step]]
         return find_groups(hosts)
@@ -188,8 +189,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 def find_groups(hosts: Sequence[int]) -> list[list[int]] | None:
     """Returns the replicas of each host, given the host of each replica.
 
-    `None` if reducing in groups would save nothing: for a single host, hosts with one
-    replica, or hosts with different numbers of replicas.
+    Returns `None` if groups would not help: for a single host, hosts with one replica,
+    or hosts with different numbers of replicas.
     """
     groups: dict[int, list[int]] = {}
     for replica, host in enumerate(hosts):
@@ -203,9 +204,9 @@ def find_groups(hosts: Sequence[int]) -> list[list[int]] | None:
 class ReductionToOneDevice(CrossDeviceOps):
     """Adds all values on the first replica, which sends the sum to the others.
 
-    The values are added one after the other, in the order of the replicas, so a sum of
-    floats is exactly the sum that one device makes in this order. All of them travel
-    over the links of one device: use it for few devices, or to compare.
+    The values are added one after the other, in the order of the replicas. So a sum of
+    floats is exactly the sum that one device computes in this order. All values travel
+    over the links of one device, so use it for few devices, or to compare results.
     """
 
     def __init__(self) -> None:
@@ -220,14 +221,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         for other in range(1, num_replicas):
             received = jax.lax.ppermute(list(values), axis, [(other, 0)])
             totals = list(map(_COMBINE[op], totals, received))
-        # XLA has no broadcast on all platforms. Zeros of the others change no bit but
-        # the sign of a zero.
+        # A sum instead of a broadcast, which XLA lacks on some platforms. The zeros of
+        # the other replicas change nothing except the sign of a zero.
         sent = [jnp.where(is_first, total, jnp.zeros_like(total)) for total in totals]
         return jax.lax.psum(sent, axis)
 
 
 def _split(values: Sequence[Any], num_packs: int) -> list[list[Any]]:
-    """Returns the values in so many packs of about as many bytes, in their order."""
+    """Divides values into packs of about the same number of bytes, in order."""
     if num_packs == 0:
         return [[value] for value in values]
     total = sum(value.nbytes for value in values)

@@ -1,13 +1,13 @@
-"""Finds random numbers that all replicas draw alike, and use for different examples.
+"""Finds random numbers that are equal on all replicas, but used for different examples.
 
 A key in the state is folded with the number of the replica (`_policy`). Any other key,
-such as one that the step captured, is the same on all replicas, and so are its numbers.
-That is right for numbers that all examples share, such as the noise of a parameter: one
-device draws them once, too. It is a mistake for numbers of single examples, such as a
-mask of dropout, because examples on different replicas then share one mask.
+such as a key that the step captured, is equal on all replicas, and so are its numbers.
+This is correct for numbers that all examples share, such as the noise of a parameter.
+It is a mistake for numbers of single examples, such as a mask of dropout, because
+examples on different replicas would share one mask.
 
-The difference shows in the axes. A value of a replica's own has an axis along which its
-examples lie. The numbers are a mistake where they differ along this same axis.
+The axes show the difference. A value that differs between replicas has an axis of
+examples. If the random numbers differ along the same axis, they are a mistake.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,16 +29,17 @@ from armillary.distribute.replica._sameness import kind_of
 class Origin(NamedTuple):
     """The origin of a value: examples of one replica, and draws of random numbers.
 
-    Axes are counted from the last one, -1, so that they stay the same where a loop
-    takes a value apart along its first axis.
+    Axes are counted from the last axis, -1. So they stay the same if a loop takes a
+    value apart along its first axis.
 
     Attributes:
         is_own: Whether the value may differ between replicas.
-        examples: The axes along which the examples of a replica lie.
-        lines: The lines that drew numbers, equal on all replicas, of which it is made.
-        numbers: Such a line, and an axis along which its numbers differ.
-        is_meant: Whether it is made of a key that is to be equal on all replicas.
-        is_gradient: Whether it is made in a backward pass.
+        examples: The axes of the examples of a replica.
+        lines: The lines that drew its random numbers, if these are equal on all
+            replicas.
+        numbers: Pairs of such a line, and an axis along which its numbers differ.
+        is_meant: Whether its key is equal on all replicas on purpose.
+        is_gradient: Whether it was computed in a backward pass.
     """
 
     is_own: bool = False
@@ -54,12 +55,12 @@ MEANT = Origin(is_meant=True)
 
 
 def of_batch(num_axes: int) -> Origin:
-    """Returns the origin of an array of a replica's own, whose examples come first."""
+    """Returns the origin of a share of a batch, with the examples on the first axis."""
     return Origin(is_own=True, examples=frozenset({-num_axes} if num_axes else ()))
 
 
 class SharedDraw(NamedTuple):
-    """A line that draws, and a line that takes its numbers for a replica's own."""
+    """A line that draws equal numbers, and a line that uses them for own examples."""
 
     drawn_at: str
     used_at: str
@@ -111,8 +112,8 @@ class _Draws(Dataflow[Origin]):
         name = equation.primitive.name
         num_results = len(equation.outvars)
         if kind_of(equation) is not None:
-            # A call of a `CrossDeviceOps`, which reduces over all replicas. Arrays that
-            # it has captured come before the arrays to reduce.
+            # A call of a `CrossDeviceOps`, which reduces over all replicas. Its
+            # captured arrays come before the arrays to reduce.
             return [self._reduce(equation, each) for each in operands[-num_results:]]
         if name in DRAWS:
             return [self._draw(equation, operands[0])] * num_results
@@ -136,7 +137,7 @@ class _Draws(Dataflow[Origin]):
         return Origin(lines=frozenset({line}), numbers=numbers)
 
     def _reduce(self, equation: Any, operand: Origin) -> Origin:
-        """Notes a reduction that makes nothing equal, because replicas drew alike."""
+        """Notes a reduction of random numbers that are equal on all replicas."""
         is_gathered = equation.primitive.name.startswith("all_gather")
         is_for_replicas = is_gathered or operand.is_gradient
         if is_for_replicas and not operand.is_own and not self.is_backward(equation):
@@ -157,7 +158,7 @@ class _Draws(Dataflow[Origin]):
             equation, operands, lambda each: [("", axis) for axis in each.examples]
         )
         examples = frozenset(axis for _, axis in places)
-        # An order of the examples, which a sort makes, may be the same on all replicas.
+        # A shuffle sorts random numbers, and may use the same order on all replicas.
         if equation.primitive.name != "sort":
             self._note({line for line, axis in numbers if axis in examples}, equation)
         return Origin(

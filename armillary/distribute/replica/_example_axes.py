@@ -72,7 +72,7 @@ def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
 
 
 def _fit(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Returns whether an operation may be one of single elements."""
+    """Returns whether the shapes fit an elementwise operation."""
     pairs = zip(shape, result, strict=True)
     return all(size in (1, other) for size, other in pairs)
 
@@ -80,7 +80,7 @@ def _fit(shape: Sequence[int], result: Sequence[int]) -> bool:
 def _axes_of_reshaped(
     shape: Sequence[int], result: Sequence[int], place: int
 ) -> Iterator[int]:
-    """Yields the axes that share elements' strides with an axis of the old shape."""
+    """Yields the new axes that overlap an axis of the old shape."""
     first = math.prod(shape[place + 1 :])
     last = first * shape[place]
     for target in range(len(result)):

@@ -1,6 +1,6 @@
-"""`strategy.extended`: the calls with which libraries for TensorFlow update variables.
+"""`strategy.extended`, the methods that TensorFlow libraries use to update variables.
 
-A step of one's own needs none of them. They are here for code that is written for
+A new step does not need them. They exist for code that was written for
 `tf.distribute.StrategyExtended`, such as the function of a `merge_call`.
 """
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class StrategyExtended:
-    """More of a strategy (`tf.distribute.StrategyExtended`); see `Strategy.extended`.
+    """More methods of a strategy (`tf.distribute.StrategyExtended`).
 
-    For example, in a step that leaves its replica for the update::
+    `Strategy.extended` returns it. For example, a step may leave its replica for the
+    update::
 
         def apply(strategy, gradient):
             gradient = strategy.extended.reduce_to("mean", gradient, weight)
@@ -45,8 +46,8 @@ class StrategyExtended:
 
         Args:
             var: A variable.
-            fn: The function that assigns to it. In a `merge_call` it is called on each
-                replica, with the replica's part of a `PerReplica`.
+            fn: The function that assigns to `var`. In a `merge_call`, it is called on
+                each replica, with the replica's part of each `PerReplica`.
             args: Positional arguments after `var`.
             kwargs: Keyword arguments.
 
@@ -74,8 +75,8 @@ class StrategyExtended:
         Args:
             reduce_op: A `ReduceOp`, or its name.
             value: A pytree of `PerReplica` values.
-            destinations: The variable that gets the result. The result is on all
-                replicas, so any variable has it.
+            destinations: The variable that gets the result. It is not used, because the
+                result is on all replicas.
         """
         del destinations
         return self._strategy.reduce(reduce_op, value)

@@ -1,4 +1,4 @@
-"""Gradients with respect to variables, of a batch or of one part after the other."""
+"""Gradients with respect to variables, with or without gradient accumulation."""
 
 import contextlib
 import threading
@@ -23,14 +23,15 @@ from armillary.state._nnx import is_variable as is_nnx_variable
 from armillary.typing import PyTree
 
 AVERAGE = "armillary average"
-"""Marks what `compute_average_loss` returns."""
+"""Marks the results of `compute_average_loss` in a program."""
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # For each step: in how many parts to take a batch, and how often that was done.
+        # For each step, the number of parts of a batch, and the number of calls of
+        # `value_and_grad` that took a batch in parts.
         self.steps: list[list[int]] = []
-        # In how many parts the batch is taken whose loss is being computed.
+        # The number of parts of the batch whose loss is being computed.
         self.num_parts = 1
 
 
@@ -39,7 +40,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def accumulating(count: int, step_name: str) -> Iterator[None]:
-    """Lets a step accumulate gradients over so many parts of its batch."""
+    """Makes a step accumulate gradients over `count` parts of its batch."""
     _local.steps.append([count, 0])
     try:
         yield
@@ -49,13 +50,14 @@ def accumulating(count: int, step_name: str) -> Iterator[None]:
     if count > 1 and not num_uses:
         raise ValueError(
             f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
-            "can be accumulated, as those of `nnx.grad` cannot. Let the loss take its "
-            "batch, and write `armillary.value_and_grad(loss_fn, model, batch=batch)`."
+            "can be accumulated. Only `armillary.value_and_grad` accumulates, and not, "
+            "for example, `nnx.grad`. Let the loss take its batch, and write "
+            "`armillary.value_and_grad(loss_fn, model, batch=batch)`."
         )
 
 
 def num_parts() -> int:
-    """Returns in how many parts the batch is taken whose loss is being computed."""
+    """Returns the number of parts of the batch whose loss is being computed."""
     return _local.num_parts
 
 
@@ -71,7 +73,7 @@ def value_and_grad(
 ) -> tuple[Any, Any]:
     """Returns a loss, and its gradients with respect to variables.
 
-    In place of `tf.GradientTape`, for variables of Keras and of Flax NNX::
+    It replaces `tf.GradientTape`, for variables of Keras and of Flax NNX::
 
         def loss_fn():
             predictions = model(images, training=True)
@@ -81,47 +83,52 @@ def value_and_grad(
         gradients = armillary.all_reduce("mean", gradients)
         optimizer.apply(gradients, model.trainable_variables)
 
-    Inside `strategy.run` they are this replica's, as those of `jax.grad` are. What
-    `loss_fn` writes to variables (batch statistics, metrics, random state) stays
-    written.
+    Inside `strategy.run`, the gradients belong to this replica, as with `jax.grad`. If
+    `loss_fn` writes to variables (batch statistics, metrics, random state), they keep
+    the new values.
 
-    With `batch`, gradients can be accumulated: one part of the batch after the other is
-    differentiated, which needs the memory of one part. The result is that of this
-    replica's whole share; `docs/trainer.md` has an example.
+    With `batch`, gradients can be accumulated: the parts of the batch are
+    differentiated one after the other, which needs the memory of one part. The result
+    is the loss and the gradients of this replica's whole share. `docs/trainer.md` has
+    an example. If `loss_fn` writes to variables, it writes once for each part, in
+    order.
 
-    That holds for a mean or a sum over examples, with any penalties for a mean, and not
-    for a loss that is not linear in its examples: the root of a mean of squares, a
-    contrastive loss, a ratio of sums such as Dice. (`weighted_mean` is refused.) What
-    `loss_fn` writes to variables is written once for each part, in order.
+    Accumulation is correct if the loss is a mean over examples, with or without
+    penalties, or a sum over examples. It is wrong for any loss that is not linear in
+    its examples: for example, the root of a mean of squares, a contrastive loss, or a
+    ratio of sums such as Dice. (`weighted_mean` is refused.)
 
     Args:
-        loss_fn: Computes the loss, a scalar, from what the variables hold; it is called
-            with (a part of) `batch`, if there is one.
+        loss_fn: Computes the loss, a scalar, from the variables. If `batch` is given,
+            `loss_fn` is called with the batch, or with a part of it.
         variables: The variables to differentiate by: a list of them, or an NNX module
             for its parameters (`nnx.Param`).
         batch: The share of a replica, as the function given to `strategy.run` gets it:
-            arrays whose first axis is that of examples.
-        accumulate_steps: Parts to take `batch` in; a divisor of the examples of a
-            replica. By default that of the trainer's `StandardTrainerOptions`, or 1.
-        op: How the loss is made of those of the parts: `"mean"` or `"sum"`. It may be
+            arrays whose first axis counts the examples.
+        accumulate_steps: The number of parts of `batch`; a divisor of the examples of a
+            replica. By default the value in the trainer's `StandardTrainerOptions`, or
+            1.
+        op: The way to combine the losses of the parts: `"mean"` or `"sum"`. It may be
             left out if `compute_average_loss` makes the loss, or for one part.
         has_aux: Whether `loss_fn` returns a pair of the loss and something else, as in
-            `jax.value_and_grad`. Of several parts, values of each example are joined.
+            `jax.value_and_grad`. With several parts, that something must have a value
+            for each example, and the values of all parts are joined.
 
     Returns:
-        What `loss_fn` returned, and one gradient for each variable, in their order; for
-        a module what `nnx.value_and_grad` returns for it.
+        The result of `loss_fn`, and one gradient for each variable, in the order of
+        `variables`. For a module, the gradients have the form in which
+        `nnx.value_and_grad` returns them.
 
     Raises:
         TypeError: If `loss_fn` cannot be called, or one of `variables` is not a
             variable.
-        ValueError: If `batch` is missing or has no such parts, `op` is none of the two
-            or does not fit, or something that `loss_fn` does cannot be accumulated.
-        CapturedStateError: If the trainer does not reach one of them.
+        ValueError: If `batch` is missing or has no such parts, `op` is neither `"mean"`
+            nor `"sum"` or does not fit, or `loss_fn` cannot be accumulated.
+        CapturedStateError: If the trainer does not reach one of the variables.
     """
     check_callable("loss_fn", loss_fn)
     check_one_of("has_aux", has_aux, (True, False))
-    fix = "Say which of examples the loss is, or leave it out."
+    fix = "Use `op` for a mean or a sum over examples, or leave it out."
     check_one_of("op", op, (None, "mean", "sum"), fix)
     count = _count_parts(batch, accumulate_steps)
     wanted, treedef = _variables_of(variables)
@@ -142,8 +149,9 @@ def value_and_grad(
             after = state.read()
         loss, aux = split_aux(result, has_aux)
         new = {i: leaf for i, leaf in enumerate(after) if leaf is not start[i]}
-        # What an earlier part has changed stays, if this one does not.
-        return loss, (aux, {i: strong(leaf) for i, leaf in {**slots, **new}.items()})
+        # Changes of earlier parts are kept, unless this part changes the slot again.
+        changed = {i: strong(leaf) for i, leaf in {**slots, **new}.items()}
+        return loss, (aux, changed)
 
     def differentiate(slots: dict[int, Any], part: PyTree) -> _Found:
         compute_both = jax.value_and_grad(compute, has_aux=True)
@@ -154,6 +162,7 @@ def value_and_grad(
         found = differentiate({}, batch)
     else:
         found = _accumulate(differentiate, before, batch, count, op)
+
     new = found.slots
     state.write([new.get(i, leaf) for i, leaf in enumerate(before)], set(new))
     gradients = found.gradients
@@ -162,7 +171,8 @@ def value_and_grad(
         gradients = treedef.unflatten(
             variable.replace(gradient) for variable, gradient in pairs
         )
-    return ((found.loss, found.outputs) if has_aux else found.loss), gradients
+    value = (found.loss, found.outputs) if has_aux else found.loss
+    return value, gradients
 
 
 def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
@@ -187,7 +197,7 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
 
         state = nnx.state(variables, nnx.Param)
         return jax.tree.flatten(state, is_leaf=is_nnx_variable)
-    # What cannot be gone through is one that is none.
+    # A value that is not iterable is reported below, as something in a list.
     wanted = list(variables) if np.iterable(variables) else [variables]
     for variable in wanted:
         if not (is_keras_variable(variable) or is_nnx_variable(variable)):
@@ -207,25 +217,25 @@ def _find(state: State, variable: Any) -> tuple[int, int]:
     name = getattr(variable, "path", type(variable).__name__)
     raise CapturedStateError(
         f"`variables` of `value_and_grad` holds a variable (`{name}`) that the step "
-        "does not reach, so there is nothing to differentiate by. Assign what holds it "
-        "to the trainer (`self.model = model` in `__init__`)."
+        "does not reach, so there is nothing to differentiate by. Assign the object "
+        "that holds it to the trainer (`self.model = model` in `__init__`)."
     )
 
 
 def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Returns the loss of a `loss_fn`, and what it returned besides."""
+    """Returns the loss and the other outputs in the result of a `loss_fn`."""
     if not has_aux:
         return result, None
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise TypeError(
-            f"`has_aux` is True, but `loss_fn` returned {result!r:.80}, which is no "
+            f"`has_aux` is True, but `loss_fn` returned {result!r:.80}, which is not a "
             "pair. Return `loss, aux`, or leave `has_aux` out."
         )
     return result[0], result[1]
 
 
 class _Found(NamedTuple):
-    """What a loss function gives, and writes to the state by the index of the array."""
+    """The results of a loss function; `slots` has its writes by index in the state."""
 
     loss: Any
     outputs: PyTree
@@ -240,28 +250,30 @@ def _accumulate(
     count: int,
     op: str | None,
 ) -> _Found:
-    """Returns the loss and gradients of a batch from those of its parts."""
+    """Returns the loss and gradients of a batch, added up over its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
     sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
         raise BatchSizeError(
             f"`batch` of `value_and_grad` has arrays of shapes {shapes}, but the first "
-            "axis of all must count the same examples. Leave what is no example to "
-            "the loss function itself."
+            "axis of all must count the same examples. Let the loss function use all "
+            "other arrays by itself, for example from a closure."
         )
     ((size,),) = sizes
     if size % count:
         raise BatchSizeError(
             f"`accumulate_steps` is {count}, but `batch` has {size} examples on each "
-            f"replica, which are no {count} equal parts. Use a divisor of {size}, or "
-            "a global batch size that both the replicas and the parts divide."
+            f"replica, which do not divide into {count} equal parts. Use a divisor of "
+            f"{size}, or a global batch size that both the replicas and the parts "
+            "divide."
         )
     size //= count
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
 
     def run(slots: dict[int, Any], part: PyTree) -> _Found:
-        outer, _local.num_parts = _local.num_parts, count
+        outer = _local.num_parts
+        _local.num_parts = count
         try:
             return differentiate(slots, part)
         finally:
@@ -273,9 +285,10 @@ def _accumulate(
     for leaf in jax.tree.leaves(kinds.outputs):
         if leaf.shape[:1] != (size,):
             raise ValueError(
-                f"The loss returned an array of shape {leaf.shape} beside the loss, "
-                f"for a part of {size} examples, but only values of each example can "
-                "be joined. Update a metric of the trainer in the loss instead."
+                f"`loss_fn` returned an array of shape {leaf.shape} next to the loss, "
+                f"for a part of {size} examples, but only arrays with a value for each "
+                "example can be joined. Update a metric of the trainer in `loss_fn` "
+                "instead."
             )
     sums = kinds.loss, kinds.gradients
 
@@ -286,7 +299,7 @@ def _accumulate(
         total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new)
         return (found.slots, total), found.outputs
 
-    # A sum of many small numbers in half precision would lose them.
+    # In half precision, a sum loses small numbers, so it is at least float32.
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), sums
     )
@@ -301,7 +314,7 @@ def _accumulate(
 
 
 class _FindAverage(Dataflow[bool]):
-    """Finds what is made of the result of `compute_average_loss`."""
+    """Finds values that are computed from a result of `compute_average_loss`."""
 
     nothing = False
 
@@ -314,19 +327,19 @@ class _FindAverage(Dataflow[bool]):
 
 def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
     inputs = [False] * len(program.jaxpr.invars)
-    # Of what it gives, the loss is the first.
+    # The first result of the program is the loss.
     if op is None and not _FindAverage().run(program, inputs)[0]:
         raise ValueError(
             f"The loss of `value_and_grad` is accumulated over {count} parts of "
             "`batch`, but `op` is not given, and `compute_average_loss` did not make "
-            'it. Pass `op="mean"` for a mean over the examples that it gets, '
-            '`op="sum"` for a sum of them, whatever that is divided by.'
+            'it. Pass `op="mean"` if the loss is a mean over the examples that it '
+            'gets, or `op="sum"` if it is a sum over them, divided by any number.'
         )
     names = (equation.params.get("name") for equation in walk_equations(program))
     if op == "sum" and DIVISOR in names:
         raise ValueError(
-            '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
-            "loss, and divides by the number of examples that it gets, or "
-            "`scale_regularization_loss`, which each part would add. Leave `op` out, "
-            "with `compute_average_loss`."
+            '`op` of `value_and_grad` is "sum", but the loss uses '
+            "`compute_average_loss`, which divides by the number of examples that it "
+            "gets, or `scale_regularization_loss`, which each part would add again. "
+            "Use `compute_average_loss` for the loss, and leave `op` out."
         )

@@ -1,8 +1,8 @@
 """Finds reductions of JAX that count replicas without examples.
 
-A short last batch may leave some replicas without examples. They run the step, too, so
-`jax.lax.pmean` in it averages their results as well. `armillary.all_reduce` and the
-state of the library leave these replicas out.
+A short last batch may leave some replicas without examples. These replicas run the
+step, too, so `jax.lax.pmean` averages their results as well. `armillary.all_reduce` and
+the state leave these replicas out.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ class IdleReplicas(NamedTuple):
 def find_idle_replicas(
     program: core.ClosedJaxpr, axis_name: str
 ) -> Iterator[IdleReplicas]:
-    """Yields the reductions over all replicas that a step asks JAX for.
+    """Yields the reductions over all replicas that the user's code calls in JAX.
 
     Args:
-        program: The program of a step on one replica, some of which have no examples.
+        program: The program of a step on one replica.
         axis_name: The axis of replicas.
     """
     for equation in walk_equations(program):

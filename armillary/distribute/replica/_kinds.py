@@ -1,4 +1,4 @@
-"""The argument `kinds` of a pure step: its words, and the text that messages offer."""
+"""The argument `kinds` of a pure step: its names, and its text in messages."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from armillary.distribute.replica._policy import VariableAggregation
 _MOST_PATTERNS = 4
 
 KINDS = {each.name.lower(): each for each in VariableAggregation}
-"""The words for a kind, such as `"mean"`."""
+"""The kinds by name, such as `"mean"`."""
 
 
 def as_kinds(paths: Iterable[str], kind: str = "none") -> str:

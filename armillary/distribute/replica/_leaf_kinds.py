@@ -1,9 +1,9 @@
-"""The kinds of a pure step's leaves, which say how the values of replicas become one.
+"""The kinds of a pure step's leaves, which decide how replicas' values are combined.
 
-A leaf has the kind that `kinds` gives it, or else the one that its library shows: the
-type of a variable in an `nnx.State`, the place in a pytree of Linen or Equinox, and for
-Keras the variable that the leaf was taken from. A kind is the `aggregation` that a
-variable of Flax NNX would have.
+A leaf has the kind that `kinds` gives it. Otherwise, its library decides: by the type
+of a variable in an `nnx.State`, by the place in a pytree of Linen or Equinox, or by the
+Keras variable from which the leaf was taken. A kind is the `aggregation` of a variable
+of Flax NNX.
 """
 
 import difflib
@@ -27,14 +27,14 @@ _FIX = 'Write `kinds={"batch_stats": "mean"}`.'
 
 
 class _Rule(NamedTuple):
-    """One entry of `kinds`, and the kind that it gives to the leaves that it finds."""
+    """One entry of `kinds`: a test of leaves, and the kind for leaves that pass it."""
 
     key: str | type
     aggregation: VariableAggregation
     finds: Callable[[Leaf], bool]
 
     def fits(self, leaf: Leaf) -> bool:
-        """Returns whether there is a value of this kind for the dtype of a leaf."""
+        """Returns whether values of a leaf's dtype can be combined in this way."""
         dtype = _value_of(leaf).dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return self.aggregation is VariableAggregation.NONE
@@ -52,14 +52,14 @@ class StateKinds:
     """The kinds of the leaves of one state.
 
     Args:
-        kinds: From regular expressions, searched for in the paths of leaves, or types
-            of nodes, to the names of kinds.
+        kinds: A mapping to the names of kinds. A key is a regular expression, searched
+            for in the paths of leaves, or the type of a node.
         state: The state as the user gave it.
         step: The step, which leads to the Keras model whose variables it uses.
 
     Raises:
         TypeError: If `kinds` is not a mapping, or a key is of another type.
-        ValueError: If a kind does not exist or fits no leaf, or if a key finds nothing.
+        ValueError: If a kind does not exist or fits no leaf, or if a key finds no leaf.
     """
 
     def __init__(self, kinds: Any, state: Any, step: Any) -> None:
@@ -79,7 +79,7 @@ class StateKinds:
         return kind._replace(aggregation=rule.aggregation)
 
     def place_of(self, leaf: Leaf) -> str:
-        """Returns a leaf as messages name it, with the name that Keras has for it."""
+        """Returns the name of a leaf in messages, with its name in Keras."""
         known = self._of_keras.get(leaf.path(PURE_STATE))
         place = leaf.place(PURE_STATE)
         return place if known is None else f"{place} ({known.name!r} of Keras)"
@@ -135,7 +135,7 @@ def _make_finder(key: Any) -> Callable[[Leaf], bool]:
 
 
 def _check_found(rule: _Rule, leaves: list[Leaf]) -> None:
-    """Raises if a rule finds no leaf, or none that there is a value of its kind for."""
+    """Raises if a rule finds no leaf, or only leaves that its kind does not fit."""
     found = [leaf for leaf in leaves if rule.finds(leaf)]
     if not found:
         raise ValueError(
@@ -151,24 +151,25 @@ def _check_found(rule: _Rule, leaves: list[Leaf]) -> None:
     kind = rule.aggregation.name.lower()
     raise ValueError(
         f"`kinds` has {_shown(rule.key)}: {kind!r}, but {leaf.place(PURE_STATE)} holds "
-        f"{_value_of(leaf).dtype}, and there is no {kind} of it. Hold an array of "
-        "integers or floats, or leave it out."
+        f"{_value_of(leaf).dtype}, which has no {kind}. Hold an array of integers or "
+        f"floats, or leave {_shown(rule.key)} out."
     )
 
 
 def _names_near(key: Any, leaves: Iterable[Leaf]) -> list[str]:
-    """Returns what a key may have meant, the nearest names first."""
+    """Returns the names that a key may have meant, the most similar names first."""
     if isinstance(key, type):
-        nodes = {type(node).__qualname__ for leaf in leaves for node in leaf.above}
-        wanted, names = key.__qualname__, sorted(nodes)
+        wanted = key.__qualname__
+        found = {type(node).__qualname__ for leaf in leaves for node in leaf.above}
     else:
-        wanted, names = key, sorted({leaf.path(PURE_STATE) for leaf in leaves})
+        wanted = key
+        found = {leaf.path(PURE_STATE) for leaf in leaves}
 
     def nearness(name: str) -> float:
         parts = [name, *name.split("/")]
         return max(difflib.SequenceMatcher(None, wanted, p).ratio() for p in parts)
 
-    return sorted(names, key=nearness, reverse=True)
+    return sorted(sorted(found), key=nearness, reverse=True)
 
 
 def _shown(key: Any) -> str:
@@ -188,10 +189,10 @@ def _value_of(leaf: Leaf) -> Any:
 
 
 def _find_keras_leaves(leaves: Iterable[Leaf], step: Any) -> dict[str, _KerasLeaf]:
-    """Returns the leaves that are variables of Keras, or the values of such."""
+    """Returns the leaves that are variables of Keras, or values of such variables."""
     if _keras.keras_module() is None:
         return {}
-    # By identity: `stateless_call` takes lists of arrays, which have no names.
+    # By identity, because `stateless_call` takes lists of arrays without names.
     known: dict[int, _KerasLeaf] = {}
     for slot in Walk([(step, "")]).slots.values():
         if _keras.is_variable(slot.variable):

@@ -1,7 +1,7 @@
-"""What happens to each slot when a step runs on several replicas.
+"""Policies: how a slot enters and leaves a step that runs on several replicas.
 
-Every slot has a policy, from what it is for or from what the user set on the variable
-with the enums of `tf.distribute`::
+Every slot has a policy. It follows from the role of the slot, or from the enums of
+`tf.distribute` that the user set on the variable::
 
     nnx.Variable(jnp.zeros(()), aggregation=VariableAggregation.SUM)
 
@@ -10,8 +10,8 @@ with the enums of `tf.distribute`::
     sum             first replica: value, others: 0     summed over replicas
     mean            the same value on all replicas      averaged over replicas
     first replica   the same value on all replicas      the first replica's value
-    random          the stored key, with its number     the stored key, or what the
-                    folded in except on the first       first replica left
+    random          first replica: the stored key,      the first replica's key
+                    others: their number folded in
 
 With `VariableSynchronization.ON_WRITE`, the values are combined at each write instead
 (`_writes`), and the slot is mirrored.
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class VariableSynchronization(enum.Enum):
-    """When replicas' copies of a variable become one (`tf.VariableSynchronization`).
+    """The time when copies of a variable become one (`tf.VariableSynchronization`).
 
     `ON_READ` lets copies differ until `run` ends, and combines them then. It needs an
-    aggregation. `ON_WRITE` combines what the replicas write at each write, so copies
-    are equal at every read; without an aggregation, the step must write equal values.
+    aggregation. `ON_WRITE` combines the replicas' values at each write, so copies are
+    equal at every read; without an aggregation, the step must write equal values.
     `AUTO`, the default, is `ON_READ` with an aggregation and `ON_WRITE` without one.
     `NONE` is refused, because a variable under a strategy needs one value.
     """
@@ -52,7 +52,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How replicas' values of a variable become one (`tf.VariableAggregation`)."""
+    """The way to combine copies of a variable (`tf.VariableAggregation`)."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -61,7 +61,7 @@ class VariableAggregation(enum.Enum):
 
 
 class Policy(enum.Enum):
-    """The row of the table above that holds for a slot."""
+    """The row of the table above that applies to a slot."""
 
     MIRRORED = NONE = "mirrored"
     SUM = "sum"
@@ -75,9 +75,9 @@ _BY_ROLE = {
     Role.BATCH_STATISTIC: VariableAggregation.MEAN,
     Role.FIRST_REPLICA: VariableAggregation.ONLY_FIRST_REPLICA,
 }
-# Folded into the key of every replica but the first, before the replica's number. A
-# step that folds small numbers into its key, as NNX does, or splits it, must not arrive
-# at the key of another replica.
+# Folded into the key of every replica except the first, before the replica's number.
+# A step may fold small numbers into its key, as NNX does, or split it. The result must
+# not be the key of another replica.
 _OTHER_REPLICAS = np.uint32(0xA5B111A2)
 
 
@@ -85,7 +85,7 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
     """Returns a counter of training steps, for a loop that has no other.
 
     It is an integer variable with `VariableAggregation.ONLY_FIRST_REPLICA`: adding 1 to
-    it inside `strategy.run` adds 1, whatever the number of replicas. After
+    it inside `strategy.run` adds 1, for any number of replicas. It replaces
     `orbit.utils.create_global_step`.
 
     Args:
@@ -142,9 +142,10 @@ def _check_synchronization(slot: Slot) -> None:
     when = slot.annotations.get("synchronization")
     if when is VariableSynchronization.NONE:
         raise ValueError(
-            f"`synchronization` of {slot.path} is NONE, but what replicas write to a "
-            "variable must become one value. Use `VariableSynchronization.ON_READ` "
-            "with an `aggregation`, use `ON_WRITE`, or leave it out."
+            f"`synchronization` of {slot.path} is NONE, but the values that replicas "
+            "write to a variable must become one value. Use "
+            "`VariableSynchronization.ON_READ` with an `aggregation`, use `ON_WRITE`, "
+            "or leave it out."
         )
     kind = LeafKind(slot.role, slot.annotations.get("aggregation"))
     has_none = _aggregation_of(kind) is VariableAggregation.NONE
@@ -163,7 +164,7 @@ def _aggregation_of(kind: LeafKind) -> VariableAggregation:
 
 
 def written_policy_of(slot: Slot) -> Policy | None:
-    """Returns how the values that replicas write are combined at each write."""
+    """Returns the policy that combines the replicas' values at each write, if any."""
     if slot.annotations.get("synchronization") is not VariableSynchronization.ON_WRITE:
         return None
     kind = LeafKind(slot.role, slot.annotations.get("aggregation"))
@@ -179,23 +180,25 @@ def _policy_of(
     is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     is_key = is_typed or (kind.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
     is_flag = leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN)
-    if given is not None and (is_flag or (is_key and policy is not Policy.MIRRORED)):
+    cannot_combine = is_flag or (is_key and policy is not Policy.MIRRORED)
+    if given is not None and cannot_combine:
         raise ValueError(
             f"`aggregation` of {slot.path} is {given.name}, but it holds {leaf.dtype}, "
-            f"of which there is no {policy.value}. Use `VariableAggregation.NONE`, or "
-            "hold an array of integers or floats."
+            f"which has no {policy.value}. Use `VariableAggregation.NONE`, or hold an "
+            "array of integers or floats."
         )
     if is_flag:
         return Policy.MIRRORED  # a flag of a metric
     if written_policy_of(slot) is not None:
-        return Policy.MIRRORED  # at every write
-    # What an optimizer draws, it adds to parameters that are mirrored.
+        return Policy.MIRRORED  # because each write makes the copies equal
+    # An optimizer adds its random numbers to parameters that are mirrored, so its key
+    # must be equal on all replicas.
     is_own = is_key and given is None and not is_of_optimizer
     return Policy.RANDOM if is_own else policy
 
 
 def enter(policy: Policy, value: jax.Array, context: ReplicaContext) -> jax.Array:
-    """Returns what a replica sees of a slot when its step begins."""
+    """Returns the value of a slot on a replica when the step begins."""
     if policy is Policy.SUM:
         return jnp.where(_replica_id(context) == 0, value, jnp.zeros_like(value))
     if policy is Policy.RANDOM:
@@ -210,12 +213,15 @@ def leave(
     is_equal: bool,
     context: ReplicaContext,
 ) -> jax.Array:
-    """Returns what a slot holds when the step ends; it may have left equal values."""
+    """Returns the value of a slot when the step ends.
+
+    `is_equal` says that the step left the same value on all replicas.
+    """
     if policy is Policy.MIRRORED or (is_equal and policy is not Policy.SUM):
         return after
     if policy is Policy.RANDOM:
         return _key_of_first(after, context)
-    # A replica without data adds nothing to what it began with.
+    # A replica without data adds only the value that it entered with.
     idle = entered if policy is Policy.SUM else None
     return combine(policy, after, context, idle)
 
@@ -226,13 +232,13 @@ def combine(
     context: ReplicaContext,
     idle: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns what the values of all replicas become together.
+    """Returns the combined value of all replicas.
 
     Args:
         policy: `SUM`, `MEAN` or `ONLY_FIRST_REPLICA`.
         value: This replica's value.
         context: The replica.
-        idle: The value that a replica without data adds to a sum; by default nothing.
+        idle: The value that a replica without data adds to a sum; by default 0.
     """
     if policy is Policy.ONLY_FIRST_REPLICA:
         return _sum(_masked(context.is_first(), value), context)
@@ -266,7 +272,7 @@ def _mean(value: jax.Array, context: ReplicaContext) -> jax.Array:
 
 
 def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
-    """Returns the keys of this replica; those of the first one are the stored ones."""
+    """Returns the keys of this replica. The first replica uses the stored keys."""
     keys = as_keys(value)
     replica = _replica_id(context)
 
@@ -281,19 +287,19 @@ def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
 
 
 def _key_of_first(value: jax.Array, context: ReplicaContext) -> jax.Array:
-    """Returns what the first replica left, which is what one alone leaves."""
+    """Returns the keys that the first replica left, as with a single replica."""
     is_first = _replica_id(context) == 0
     first = on_data(lambda data: _sum(_masked(is_first, data), context), as_keys(value))
     return as_before(first, value)
 
 
 def as_keys(value: jax.Array) -> jax.Array:
-    """Returns keys of `jax.random.PRNGKey` as those of `jax.random.key`."""
+    """Returns typed keys (`jax.random.key`), also for keys of `jax.random.PRNGKey`."""
     return jax.random.wrap_key_data(value) if value.dtype == jnp.uint32 else value
 
 
 def as_before(keys: jax.Array, value: jax.Array) -> jax.Array:
-    """Returns what `as_keys` was given, with other keys."""
+    """Returns keys in the form of `value`, which `as_keys` was given."""
     return jax.random.key_data(keys) if value.dtype == jnp.uint32 else keys
 
 

@@ -1,8 +1,8 @@
-"""Leaves the mesh of a program (`jax.set_mesh`) where a strategy has its own.
+"""Unsets the mesh of a program (`jax.set_mesh`) where a strategy uses its own mesh.
 
 JAX refuses a computation whose devices or axes are not in the mesh of the context.
-Inside `run`, trainers and evaluators a strategy decides both, so the
-program's mesh must not reach in there.
+Inside `run`, trainers and evaluators, a strategy decides both, so the program's mesh
+must not be in effect there.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 
 def without_program_mesh(own: Any = None) -> AbstractContextManager[Any]:
     """Returns a context without the mesh of the program, unless it is `own`."""
-    # In a trace, the context of what is traced is decided already.
+    # Inside a trace, the mesh can no longer be changed.
     if is_in_trace():
         return nullcontext()
     mesh = jax.sharding.get_mesh()

@@ -1,27 +1,28 @@
-"""Proves that a replica's program leaves replicas equal, and reduces rightly.
+"""Proves that a replica's program keeps mirrored state equal, and reduces correctly.
 
 A replica's program is traced before it becomes a part of the step. One pass follows
-every value from the batch, the number of the replica, keys and callbacks. What it
-cannot follow it takes for different. A value is equal again only after a reduction over
-all replicas; a branch or loop that a differing value decides makes all differ that it
-returns, and may not reduce.
+every value from the batch, the number of the replica, keys and callbacks. A value that
+it cannot follow counts as different on each replica. Only a reduction over all replicas
+makes a value equal again. If a differing value decides a branch or a loop, all its
+results differ, and it may not reduce.
 
-On the way, values carry labels, which tell whether a sum or a mean is the right one::
+On the way, values carry labels. They show whether a sum or a mean would be wrong::
 
-    label        is put on                          goes on through
-    DIVISOR,     what a loss is divided by          copies
+    label        is put on                          is kept by
+    DIVISOR,     the number that divides a loss     copies
       WEIGHT
-    DIVIDED,     what is divided by such a number   linear operations; a product of two
+    DIVIDED,     a value divided by such a number   linear operations; a product of two
       WEIGHED                                       losses, or with the count, loses it
     REDUCED      the result of a reduction          linear operations of equal values
-    OF_REDUCED   a gradient of a reduced loss       linear operations; a sum has it if
-                                                    all that differs in it has it
+    OF_REDUCED   a gradient of a reduced loss       linear operations; a sum keeps it if
+                                                    all its differing operands have it
     AVERAGED     the gradient of a mean of Keras    the backward pass, copies and sums
-    GRADIENT     what differs in a backward pass    all that differs
+    GRADIENT     a differing value in a backward    differing values
+                 pass
     RAW_KEY      a key of `jax.random.PRNGKey`      parts of arrays
-    KEY          a key made of one                  equal keys
-    DRAWN        random numbers                     all that is equal, or made of draws
-    NOISED       a gradient and such numbers        linear operations
+    KEY          a typed key made from a raw key    equal keys
+    DRAWN        random numbers                     equal values, and functions of draws
+    NOISED       a gradient plus random numbers     linear operations
 """
 
 import enum
@@ -57,33 +58,35 @@ SOURCES = {
     **dict.fromkeys(("pure_callback", "io_callback"), _PYTHON),
     **dict.fromkeys(("infeed", "rng_uniform", "ffi_call"), frozenset({"the device"})),
 }
-# How operations begin whose result is the same on all replicas that take part.
+# Beginnings of operations whose result is the same on all replicas that take part.
 REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
-# Exchanges in which each replica gets something else.
+# Exchanges in which each replica gets a different result.
 EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
 # Operations that draw random numbers from a key.
 DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 _COPIES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 _PARTS = (*_COPIES, "slice", "dynamic_slice", "gather")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
-# A factor of the operand is none of the result.
+# Operations that do not carry a factor of the operand over to the result.
 _NOT_LINEAR = frozenset(
     {"integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"}
     | {"log1p", "pow", "tanh", "logistic", "erf", "erf_inv", "sin", "cos", "sign"}
 )
 
-# The function in which losses of Keras become one number, and the functions that then
-# divide it by the number of replicas.
+# The function of Keras that reduces losses to one number, and its functions that then
+# divide this number by the number of replicas.
 _KERAS_MEAN = "reduce_values"
 _KERAS_SCALES = ("scale_loss_for_distribution", "_scale")
 
-# The function of Optax that adds noise to a sum over examples, and divides both.
+# The function of Optax that adds noise to a sum over examples, and divides the result.
 _PRIVATE = "differentially_private_aggregate.<locals>.update_fn"
 
-# Names of the number that a loss is divided by, so that its sum or mean is the batch's.
+# Marks of the number that divides a loss: with `DIVISOR`, the sum over replicas is the
+# loss of the batch, and with `WEIGHT` the mean.
 DIVISOR = "armillary divisor"
 WEIGHT = "armillary weight"
-# Names of the numbers that a metric adds up over replicas, and of the two parts of one.
+# Marks of the numbers that a metric adds up over replicas, and of the two sums of a
+# metric that divides one sum by another.
 SUMMED = "armillary summed"
 NUMERATOR = "armillary numerator"
 DENOMINATOR = "armillary denominator"
@@ -92,7 +95,7 @@ METRIC = "armillary metric "
 
 
 class Kind(enum.Enum):
-    """What a label says of a value: see the table above."""
+    """The name of a label: a row of the table above."""
 
     DIVISOR = enum.auto()
     WEIGHT = enum.auto()
@@ -114,60 +117,62 @@ _SCALES = tuple(_DIVISIONS.values())
 _MEAN = '`armillary.all_reduce("mean", gradients)`'
 _SUMMED_TWICE = (
     "The metric at {where} adds up the values of all replicas, but its value was "
-    "reduced over replicas already (at {origin}), so that it would be {count} times "
-    "too large. Give it the numbers of this replica, without the reduction."
+    "reduced over replicas already (at {origin}), so it would be {count} times too "
+    "large. Give it the numbers of this replica, without the reduction."
 )
 _HALF_REDUCED = (
     "The metric at {where} divides one sum by another, and only one of them was "
-    "reduced over replicas (at {origin}), so that the quotient would be off by a "
-    "factor of {count}. Give it both sums over the examples of this replica."
+    "reduced over replicas (at {origin}), so the quotient would be off by a factor of "
+    "{count}. Give it both sums over the examples of this replica."
 )
 _WRONG = {
     Kind.REDUCED: (
-        "The sum over replicas at {where} is of a value that was reduced at {origin}, "
-        "so that it would be {count} times too large. Use the value as it is."
+        "The sum over replicas at {where} adds up a value that was already reduced at "
+        "{origin}, so it would be {count} times too large. Use the value as it is."
     ),
     Kind.OF_REDUCED: (
-        "The sum over replicas at {where} is of gradients of a loss that was reduced "
+        "The sum over replicas at {where} adds up gradients of a loss that was reduced "
         "before it was differentiated (at {origin}), so each replica's part counts "
         f"{{count}} times. Take the mean of the gradients ({_MEAN})."
     ),
     Kind.WEIGHED: (
-        "The sum over replicas at {where} is of what `weighted_mean` made (at "
-        f"{{origin}}): it would be {{count}} times too large. Take the mean ({_MEAN})."
+        "The sum over replicas at {where} adds up values of `weighted_mean` (at "
+        "{origin}), so it would be {count} times too large. Take the mean "
+        f"({_MEAN})."
     ),
     Kind.AVERAGED: (
-        "The sum over replicas at {where} is of gradients of a loss that Keras has "
-        "averaged over the examples of one replica (at {origin}), so that it would be "
+        "The sum over replicas at {where} adds up gradients of a loss that Keras has "
+        "averaged over the examples of one replica (at {origin}), so it would be "
         f"{{count}} times too large. Take the mean ({_MEAN}), or make the loss object "
         "with `reduction=None` and write "
         "`armillary.compute_average_loss(loss_object(labels, predictions))`."
     ),
     Kind.DIVIDED: (
-        "The mean over replicas at {where} is of what was divided by the size of the "
-        "global batch, or by the number of replicas, already (at {origin}): it would "
-        'be {count} times too small. Take the sum (`armillary.all_reduce("sum", '
-        "gradients)`), or let the loss be the plain mean over this replica's examples."
+        "The mean over replicas at {where} averages values that were already divided "
+        "by the size of the global batch, or by the number of replicas (at {origin}), "
+        "so it would be {count} times too small. Take the sum "
+        '(`armillary.all_reduce("sum", gradients)`), or let the loss be the plain mean '
+        "over this replica's examples."
     ),
     Kind.NOISED: (
-        "The sum over replicas at {where} is of gradients to which each replica has "
-        "added the same random numbers (at {origin}), so that these would count "
+        "The sum over replicas at {where} adds up gradients to which each replica has "
+        "added the same random numbers (at {origin}), so these numbers would count "
         "{count} times. Reduce the gradients first, and add random numbers to the "
         f"result, or take the mean ({_MEAN})."
     ),
     Kind.KEY: (
-        "`{origin}` holds a key of `jax.random.PRNGKey`, of which all replicas would "
-        "draw the same numbers (at {where}). Hold a key of `jax.random.key`, or, if "
-        "that is meant, {as_meant}."
+        "`{origin}` holds a key of `jax.random.PRNGKey`, from which all replicas would "
+        "draw the same numbers (at {where}). Hold a key of `jax.random.key`. If equal "
+        "numbers are intended, {as_meant}."
     ),
 }
 _SAME_KEY = "`nnx.Variable(key, aggregation=VariableAggregation.NONE)`"
 
 
 class Label(NamedTuple):
-    """A kind of label, and the line or place that it is from.
+    """A kind of label, and the line or the place where a value got it.
 
-    A label of a leaf of a pure step's state has the path of the leaf, too.
+    If the place is a leaf of a pure step's state, `pure_path` is the path of the leaf.
     """
 
     kind: Kind
@@ -176,7 +181,10 @@ class Label(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Why a value may differ between replicas, if it may, and its labels."""
+    """The reasons why a value may differ between replicas, and its labels.
+
+    A value without reasons is equal on all replicas.
+    """
 
     reasons: frozenset[str] = frozenset()
     labels: frozenset[Label] = frozenset()
@@ -201,12 +209,16 @@ BATCH = Facts(frozenset({"one replica's share of the batch"}))
 
 
 class Proof(Dataflow[Facts]):
-    """A program that leaves no replica waiting, on `counts[0]`, and reduces rightly.
+    """The facts about the results of a replica's program.
+
+    It raises an error if some replicas would wait forever in a reduction, or if the
+    program reduces wrongly on `counts[0]` replicas.
 
     Args:
         program: The program of one replica.
         inputs: The facts of its inputs.
-        counts: How many replicas run it, and how many of them hold data.
+        counts: The number of replicas that run the program, and the number of replicas
+            that hold data.
         axis_name: The axis of replicas.
     """
 
@@ -222,7 +234,8 @@ class Proof(Dataflow[Facts]):
         super().__init__()
         self._counts = counts
         self._axis_name = axis_name
-        # By where the operation stands: a loop is looked at until nothing changes.
+        # The last error at each operation, by its place: the analysis repeats a loop
+        # until its facts are stable, and an error may go away.
         self._errors: dict[Any, Exception | None] = {}
         self._reduced_at: set[str] = set()
         self._users = Users()
@@ -240,7 +253,7 @@ class Proof(Dataflow[Facts]):
             raise error
 
     def require_equal(self, mirrored: Mapping[int, int], state: State) -> None:
-        """Raises if results differ that are the new values of mirrored arrays.
+        """Raises if the new values of mirrored arrays may differ.
 
         Args:
             mirrored: The indices of arrays of the state, by the number of the result.
@@ -278,15 +291,15 @@ class Proof(Dataflow[Facts]):
         return super().line(equation) or "a line that JAX does not know"
 
     def decide(self, equation: Any, decides: Facts) -> Facts:
-        """Returns that results differ where replicas take different ways."""
+        """Returns the facts of the results of a branch or loop that a value decides."""
         error = None
         if decides.reasons and any(map(_has_collective, programs_in(equation))):
             error = ReplicaMismatchError(
                 f"`{equation.primitive.name}` at {self.line(equation)} is decided by a "
                 f"value that differs between replicas ({decides.explain()}), and "
-                "reduces over replicas inside, so that some would wait there for ever. "
-                "Reduce the value that decides first (`armillary.all_reduce`), reduce "
-                "outside, or choose with `jnp.where`."
+                "reduces over replicas inside, so some replicas would wait there "
+                "forever. Reduce the value that decides first "
+                "(`armillary.all_reduce`), reduce outside, or choose with `jnp.where`."
             )
         self._errors[self._place(equation)] = error
         return Facts(decides.reasons)
@@ -294,15 +307,16 @@ class Proof(Dataflow[Facts]):
     def transfer(self, equation: Any, operands: list[Facts]) -> list[Facts] | None:
         name = equation.primitive.name
         if name == "name":
-            kind, (operand,) = _MARKED.get(equation.params["name"]), operands
+            kind = _MARKED.get(equation.params["name"])
+            [operand] = operands
             labels = operand.labels if kind is None else self._labels(kind, equation)
             if kind is Kind.DIVISOR and operand.reasons:
                 self._note_divisor(equation, operand)
             self._look_at_metric(equation, operand)
             return [Facts(operand.reasons, labels)]
         if (by_ops := kind_of(equation)) is not None:
-            # A call of a `CrossDeviceOps`, which is proved to leave replicas equal.
-            # Arrays that it has captured come before the arrays to reduce.
+            # A call of a `CrossDeviceOps`, whose results `_sameness` proves to be
+            # equal. Its captured arrays come before the arrays to reduce.
             given = operands[-len(equation.outvars) :]
             pairs = zip(given, equation.outvars, strict=True)
             return [self._reduce(equation, *pair, by_ops) for pair in pairs]
@@ -329,16 +343,19 @@ class Proof(Dataflow[Facts]):
     def _reduce(
         self, equation: Any, operand: Facts, made: Any, by_ops: str | None = None
     ) -> Facts:
-        """Returns the facts of a reduction's result; `by_ops` is what ops made it."""
+        """Returns the facts of the result `made` of a reduction.
+
+        `by_ops` is the name of the operation if a `CrossDeviceOps` reduces.
+        """
         where = self.line(equation)
         if self.is_backward(equation):
-            # The transpose of a reduction within a loss. What it adds up is equal if
-            # the loss was reduced last: a replica's part counts for every replica.
+            # The transpose of a reduction within a loss. Its operands are equal if the
+            # loss was reduced last: then each replica's part counts for every replica.
             labels = frozenset(operand.only(*_SCALES, Kind.OF_REDUCED))
             if not operand.reasons and not labels:
                 labels = self._labels(Kind.OF_REDUCED, equation)
             elif where not in self._reduced_at:
-                # No transpose, but a backward pass of the user's that reduces.
+                # Not a transpose: a backward pass that the user wrote reduces.
                 labels |= self._labels(Kind.REDUCED, equation)
             return Facts(labels=labels)
         self._reduced_at.add(where)
@@ -353,8 +370,8 @@ class Proof(Dataflow[Facts]):
                 if not is_mean:
                     wrong += [Kind.WEIGHED, Kind.AVERAGED, Kind.NOISED]
                 else:
-                    # Of a reduced loss a mean gives the sum of the parts, and of what
-                    # was reduced it is what it was.
+                    # A mean of gradients of a reduced loss is the sum of their parts,
+                    # and a mean of reduced values changes nothing. Both are correct.
                     wrong = [] if any(map(operand.find, wrong)) else [Kind.DIVIDED]
                 self._note(equation, operand, wrong, made)
         return Facts(labels=self._labels(Kind.REDUCED, equation))
@@ -362,7 +379,7 @@ class Proof(Dataflow[Facts]):
     def _note(
         self, equation: Any, operand: Facts, wrong: list[Kind], made: Any = None
     ) -> None:
-        """Notes the first label that an operand must not have here."""
+        """Notes an error for the first of the `wrong` labels that an operand has."""
         found = [label for kind in wrong if (label := operand.find_label(kind))]
         error = None
         for kind, origin, pure_path in found[:1]:
@@ -392,18 +409,21 @@ class Proof(Dataflow[Facts]):
         name = equation.params["name"]
         if name == NUMERATOR:
             self._numerator = operand
-        origin = message = None
+        origin = None
+        message = _SUMMED_TWICE
         if name == SUMMED and not operand.reasons:
-            origin, message = operand.find(Kind.REDUCED), _SUMMED_TWICE
+            origin = operand.find(Kind.REDUCED)
         elif name == DENOMINATOR:
             pair = (self._numerator, operand)
             reduced = [facts.find(Kind.REDUCED) for facts in pair if not facts.reasons]
             is_half = len(reduced) == 1
-            origin, message = (reduced[0] if is_half else None), _HALF_REDUCED
-        if origin is None or message is None:
+            origin = reduced[0] if is_half else None
+            message = _HALF_REDUCED
+        if origin is None:
             return
-        where, count = self.line(equation), self._counts[0]
-        text = message.format(where=where, origin=origin, count=count)
+        text = message.format(
+            where=self.line(equation), origin=origin, count=self._counts[0]
+        )
         self._errors[self._place(equation)] = DoubleReductionError(text)
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
@@ -416,9 +436,10 @@ class Proof(Dataflow[Facts]):
             labels |= self._labels(Kind.DRAWN, equation)
         if not labels or not equation.outvars:
             return Facts(reasons)
-        name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+        name = equation.primitive.name
+        dtype = equation.outvars[0].aval.dtype
         labels |= self._noised(equation, operands)
-        if equation.params.get("y") == 1:  # as Optax has `g**order`
+        if equation.params.get("y") == 1:  # a power of 1, as Optax has `g**order`
             name = "copy"
         if name == "div":
             for by, kind in _DIVISIONS.items():
@@ -437,11 +458,11 @@ class Proof(Dataflow[Facts]):
         return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
 
     def _noised(self, equation: Any, operands: list[Facts]) -> frozenset[Label]:
-        """Returns the label of a gradient that equal random numbers are added to.
+        """Returns the label `NOISED` if equal random numbers are added to a gradient.
 
-        A mean over replicas keeps these numbers as they are, and a sum does not. The
-        aggregate of differential privacy divides them by the number of examples of a
-        replica, so a mean does not, either.
+        A mean over replicas keeps such numbers as they are, but a sum multiplies them.
+        With the aggregate of differential privacy, a mean is wrong, too: it divides the
+        numbers by the examples of one replica.
         """
         is_sum = equation.primitive.name in ("add", "add_any", "sub")
         drawn = [each for each in operands if each.find(Kind.DRAWN)]
@@ -462,23 +483,26 @@ class Proof(Dataflow[Facts]):
         return frozenset()
 
     def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
-        """Returns the labels that a sum or a product of such operands has not."""
-        both, own = self.join(operands), [each for each in operands if each.reasons]
+        """Returns the labels that do not survive this addition or multiplication."""
+        both = self.join(operands)
+        own = [each for each in operands if each.reasons]
         lost: set[Label] = set()
         if own and not self.is_backward(equation):
-            # An equal gradient that weighs what differs, as a line search, makes none.
+            # A product of an equal gradient and a differing value is not a gradient:
+            # for example, the slope in a line search.
             lost |= both.only(Kind.OF_REDUCED) - self.join(own).labels
         if not all(each.find(Kind.DRAWN) for each in own):
             lost |= both.only(Kind.DRAWN)
         if name in ("add", "add_any", "sub"):
-            # What is equal, such as the zeros that a sum begins with, changes nothing.
+            # Equal operands do not count, such as the zeros that a sum begins with.
             is_all = all(each.only(Kind.OF_REDUCED, Kind.DIVIDED) for each in own)
             return lost if is_all else both.only(Kind.OF_REDUCED)
         divided = [each for each in operands if each.find(Kind.DIVIDED)]
         is_by_divisor = name == "div" and operands[1].find(Kind.DIVISOR)
         if is_by_divisor or not all(each.find(Kind.REDUCED) for each in divided):
             lost |= both.only(Kind.REDUCED)  # divided after it was reduced
-        # A loss for a report, not an array of gradients that happens to be weighed so.
+        # A scalar times the number of replicas is a loss for a report. An array of
+        # gradients may have such a factor by chance.
         is_report = (
             name == "mul"
             and not equation.outvars[0].aval.ndim
@@ -498,11 +522,11 @@ class Proof(Dataflow[Facts]):
         return (*map(id, self.within), id(equation))
 
     def _begins_keras_mean(self, equation: Any) -> bool:
-        """Returns whether the derivative of a loss goes into a mean of Keras here.
+        """Returns whether the backward pass of an unscaled mean of Keras begins here.
 
-        That is so if the loss which is differentiated is the mean as it is, or a sum of
-        it and something else: a backward pass begins with the number 1. A loss that was
-        divided by the number of replicas goes into it as another number.
+        A backward pass begins with the number 1. This 1 reaches the mean if the loss is
+        the mean itself, or a sum of the mean and other terms. If the loss was divided
+        by the number of replicas, a different number reaches the mean.
         """
         return (
             "keras" in sys.modules
@@ -513,7 +537,7 @@ class Proof(Dataflow[Facts]):
         )
 
     def _keeps_scale(self, equation: Any, name: str) -> bool:
-        """Returns whether an operation surely leaves the scale of a gradient."""
+        """Returns whether an operation is sure to keep the scale of a gradient."""
         return name in (*_COPIES, "add", "add_any") or self.is_backward(equation)
 
     def _divides_by_count(self, equation: Any) -> bool:
@@ -531,7 +555,7 @@ class Proof(Dataflow[Facts]):
 
 
 def _number_of(atom: Any) -> float | None:
-    """Returns the real number that stands in a program as it is; `None` if none."""
+    """Returns the real number that a program holds as a literal, or `None`."""
     is_number = isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
     return float(atom.val) if is_number and np.isrealobj(atom.val) else None
 
@@ -566,7 +590,7 @@ def _has_collective(program: Any) -> bool:
 
 _GATHER = (
     "If its rows belong to single examples, as in a queue or a carried hidden state, "
-    "these would mix them: collect the rows of all replicas instead "
+    "a reduction would mix them: collect the rows of all replicas instead "
     "(`armillary.get_replica_context().all_gather(value, axis=0)`)."
 )
 
@@ -591,6 +615,7 @@ def _way_out(facts: Facts, pure_paths: Sequence[str] = ()) -> str:
     return (
         f", through the gradient of a loss of one replica (at {where}). Write this "
         f'before the update:\n  gradients = armillary.all_reduce("{op}", gradients)\n'
-        '"mean" fits a loss that is a mean over the examples of its replica, "sum" one '
-        "that `compute_average_loss` (or you) divided by the global batch size."
+        '"mean" fits a loss that is a mean over the examples of its replica. "sum" '
+        "fits a loss that `compute_average_loss` (or you) divided by the global batch "
+        "size."
     )

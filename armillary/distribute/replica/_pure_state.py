@@ -1,8 +1,7 @@
-"""The state of a pure step: how it begins, what a step gets, and what it may return.
+"""Makes, lends and checks the state of a pure step.
 
 The trainer holds the state, and each step gets a copy of its nodes. So a step may use
-them up, as it does with an `eqx.nn.State`, or write into the variables of an
-`nnx.State`.
+up the nodes, as with an `eqx.nn.State`, or write into the variables of an `nnx.State`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,7 +88,8 @@ def _own(leaf: Leaf) -> Any:
         return jnp.array(value)
     except (OverflowError, TypeError) as error:
         raise TypeError(
-            f"`state` has the leaf {value!r:.80}, of which JAX makes no array: {error}"
+            f"`state` has the leaf {value!r:.80}, which JAX cannot make an array: "
+            f"{error}"
         ) from error
 
 
@@ -105,7 +105,7 @@ def take_back(held: PyTree, returned: PyTree) -> PyTree:
     """Returns the state that a step left, checked against the state that it took.
 
     Raises:
-        StateStructureError: If it has other places, shapes or dtypes.
+        StateStructureError: If the two have different leaves, shapes or dtypes.
     """
     new = _map_states(_equinox.is_replica_state, _equinox.as_state, returned)
     check_state(held, new)
@@ -128,7 +128,10 @@ def _map_states(
 
 
 def _take_object(old: Any, new: Any) -> Any:
-    """Returns what to hold; a module stays, because a program may refer to it."""
+    """Returns the value to hold; a module stays the same object, with new values.
+
+    A compiled program may refer to the module.
+    """
     if old is new or not _nnx.is_node(old):
         return new
     _nnx.assign(old, new)
@@ -136,7 +139,7 @@ def _take_object(old: Any, new: Any) -> Any:
 
 
 def check_state(before: PyTree, after: PyTree) -> None:
-    """Raises, with the places, if a step returns another kind of state than it took."""
+    """Raises, with all places, if a step returns a different kind of state."""
     problems = list(_find_changes(before, after, ()))
     if not problems:
         return
@@ -167,13 +170,13 @@ def _find_changes(before: Any, after: Any, keys: tuple[Any, ...]) -> Iterator[st
             yield from _find_changes(was, now, (*keys, *own))
         if _own_structure(before) != _own_structure(after):
             kind = type(before).__name__
-            yield f"`{place}`, {_a(kind)}, became one with other static fields"
+            yield f"`{place}`, {_a(kind)}, has different static fields now"
 
 
 def _compare_children(
     old: Mapping[Any, Any], new: Mapping[Any, Any], keys: tuple[Any, ...]
 ) -> Iterator[str]:
-    """Yields what differs below a node that got or lost children."""
+    """Yields the differences below a node with new or lost children."""
     for own in dict.fromkeys([*old, *new]):
         if own not in new:
             yield f"`{place_of(PURE_STATE, (*keys, *own))}` is gone"
@@ -198,7 +201,7 @@ def _compare_leaves(place: str, old: Any, new: Any) -> Iterator[str]:
 
 
 def _find_cast(old: Any, new: Any) -> str:
-    """Returns how to keep the dtype of an array, if only the dtype changed."""
+    """Returns a text on keeping the dtype of an array, if only the dtype changed."""
     is_number = is_array(new) and not jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
     if not is_number or new.shape != old.shape:
         return ""

@@ -1,4 +1,4 @@
-"""Reductions over replicas that a step says, and losses as each replica's part."""
+"""Reductions over replicas that a step calls, and the loss of one replica."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -34,18 +34,18 @@ _INSTEAD = "combine what `run` returned with `strategy.reduce`"
 def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree:
     """Combines values over replicas; every replica gets the result.
 
-    A step that runs on several replicas says in this way how their gradients become
-    one, and with one replica it changes nothing, under every strategy::
+    A step calls this to combine the gradients of several replicas. With one replica, it
+    changes nothing, so the same step runs under every strategy::
 
         loss, gradients = nnx.value_and_grad(loss_fn)(model)  # this replica's
         gradients = armillary.all_reduce("mean", gradients)  # of all replicas
         optimizer.update(model, gradients)
 
     `"mean"` fits a loss that is a mean over the examples of its replica, with any
-    penalties; it is exact, since all replicas have equally many. `"sum"` fits a loss
-    that was divided already, by `armillary.compute_average_loss` or by you.
-    `jax.lax.pmean(gradients, "replica")` and `psum` do the same where all replicas hold
-    data.
+    penalties. The result is exact, because all replicas have the same number of
+    examples. `"sum"` fits a loss that is already divided by the global batch size, by
+    `armillary.compute_average_loss` or by you. If all replicas hold data,
+    `jax.lax.pmean(gradients, "replica")` and `psum` do the same.
 
     Args:
         op: `"mean"`, `"sum"`, `"max"` or `"min"`, or a member of
@@ -53,7 +53,7 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
         tree: A pytree of arrays, of the same shapes on all replicas; it travels in one
             round. Replicas without data take no part.
         dtype: The dtype in which floats travel, such as `jnp.bfloat16` for half the
-            bytes of float32. The result has the dtype of each value again. By default
+            bytes of float32. The result has the dtype of each value again. By default,
             values travel in their own dtype.
 
     Returns:
@@ -61,11 +61,12 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
 
     Raises:
         ReplicaContextError: In cross-replica context.
-        DoubleReductionError: When `run` has traced the step: if the sum is of what was
-            reduced before, or the mean of what was divided before.
+        DoubleReductionError: When `run` has traced the step: if a sum adds up values
+            that were already reduced, or a mean averages values that were already
+            divided.
         ReplicaMismatchError: If the strategy has a `CrossDeviceOps` of your own, and
             its results may differ between replicas.
-        ValueError: If `op` is none, or `dtype` is not a dtype of floats.
+        ValueError: If `op` is not such a name, or `dtype` is not a dtype of floats.
     """
     reduce_op = ReduceOp.of(op, "op")
     context = require_replica_context("armillary.all_reduce", _INSTEAD)
@@ -77,7 +78,7 @@ def all_reduce_gradients(
 ) -> "optax.GradientTransformationExtraArgs":
     """Returns `all_reduce` as the first transformation of an Optax optimizer.
 
-    So a step of one device runs on many without a changed line, as with Horovod's
+    With it, a step for one device runs on many devices unchanged, as with Horovod's
     distributed optimizer::
 
         tx = optax.chain(armillary.all_reduce_gradients("mean"), optax.adam(1e-3))
@@ -90,7 +91,7 @@ def all_reduce_gradients(
         dtype: As for `all_reduce`.
 
     Raises:
-        ValueError: If `op` is none, or `dtype` is not a dtype of floats.
+        ValueError: If `op` is not such a name, or `dtype` is not a dtype of floats.
     """
     import optax  # It takes longer to import than all of this library.
 
@@ -113,12 +114,12 @@ def all_reduce_gradients(
 def over_replicas(
     loss_fn: Callable[..., Any], op: ReduceOp | str = "mean", *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Returns the loss of the whole batch, made of the losses of all replicas.
+    """Returns the loss of the whole batch, combined from the losses of all replicas.
 
-    For what differentiates a loss itself: L-BFGS and its line searches, SAM, Sophia,
-    Polyak steps, Hessians. The value is equal on all replicas, and so are its
-    derivatives of every order, forwards and backwards, with respect to the first
-    argument: nothing is left to reduce::
+    Use it for algorithms that differentiate the loss themselves: L-BFGS and its line
+    searches, SAM, Sophia, Polyak steps, Hessians. The value is equal on all replicas.
+    So are its derivatives of every order, in forward and reverse mode, with respect to
+    the first argument. Do not reduce them again::
 
         loss = armillary.over_replicas(loss_fn)
         value, gradients = jax.value_and_grad(loss)(params)
@@ -127,18 +128,19 @@ def over_replicas(
         )
 
     Args:
-        loss_fn: Computes the loss of this replica, a scalar, from what is equal on all
-            replicas, a pytree of arrays or an NNX module, and anything else.
+        loss_fn: Computes the loss of this replica, a scalar. Its first argument is
+            equal on all replicas: a pytree of arrays, or an NNX module. It may take any
+            other arguments.
         op: `"mean"` or `"sum"`, as for `all_reduce`.
-        has_aux: Whether `loss_fn` returns a pair of the loss and something else, which
-            stays this replica's.
+        has_aux: Whether `loss_fn` returns a pair of the loss and something else. The
+            second value is not reduced.
 
     Returns:
         A function of the same arguments.
 
     Raises:
         TypeError: If `loss_fn` cannot be called.
-        ValueError: If `op` is none of the two.
+        ValueError: If `op` is neither `"mean"` nor `"sum"`.
     """
     check_callable("loss_fn", loss_fn)
     check_one_of("has_aux", has_aux, (True, False))
@@ -146,7 +148,7 @@ def over_replicas(
     if reduce_op not in (ReduceOp.MEAN, ReduceOp.SUM):
         raise ValueError(
             f'`op` is {op!r:.60}, but the loss of a batch is the "mean" or the "sum" '
-            "of those of its parts. Use one of the two."
+            'of the losses of its parts. Use `op="mean"` or `op="sum"`.'
         )
 
     @functools.wraps(loss_fn)
@@ -165,7 +167,7 @@ def over_replicas(
 
 @contextmanager
 def _sharing(tree: Any, axis_name: str) -> Iterator[Any]:
-    """Gives a pytree whose derivatives are those of all replicas."""
+    """Gives a pytree whose derivatives are summed over all replicas."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
     state = State([(leaf, "") for leaf in leaves if is_node(leaf)])
     before = state.read()
@@ -189,8 +191,9 @@ def _shared(axis_name: str, value: Any) -> Any:
 
 @_shared.defjvp
 def _shared_jvp(axis_name: str, values: Any, tangents: Any) -> Any:
-    # A mean of equal tangents changes nothing. Its transpose is the mean of what the
-    # transpose of the loss' sum has made larger by the number of replicas.
+    # A mean of equal tangents changes nothing. In the backward pass, the transpose of
+    # the loss' sum multiplies gradients by the number of replicas, and the transpose of
+    # this mean divides them again.
     return _shared(axis_name, *values), jax.lax.pmean(tangents[0], axis_name)
 
 
@@ -212,10 +215,10 @@ def compute_average_loss(
             after the first are summed, not averaged, as in TensorFlow.
         sample_weight: Weights of shape `(batch,)`, or of any shape whose axes are the
             first ones of `per_example_loss`. Weights do not change the divisor.
-        global_batch_size: Number of examples on all replicas, in the whole batch where
-            gradients are accumulated: an integer, or an integer array of shape `()`
-            that is equal on all replicas. By default the number of examples here times
-            the number of replicas that hold data.
+        global_batch_size: Number of examples on all replicas: an integer, or an integer
+            array of shape `()` that is equal on all replicas. If gradients are
+            accumulated, it counts the examples of the whole batch. By default, it is
+            the number of examples here times the number of replicas that hold data.
 
     Returns:
         An array of shape `()`. Its sum over replicas is the average over the batch.
@@ -248,7 +251,7 @@ def compute_average_loss(
             _check_share(size, losses.shape[0], context)
         divisor = size if num_parts() == 1 else size / num_parts()
     if context is not None:
-        context.was_asked = True  # Any divisor here is one for all replicas.
+        context.was_asked = True  # Any divisor depends on the number of replicas.
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
     return mark(_divide(total, divisor).astype(losses.dtype), AVERAGE)
@@ -270,8 +273,8 @@ def _check_global_batch_size(value: Any) -> Any:
         raise ValueError(
             "`global_batch_size` is an array, and gradients are accumulated over "
             f"{num_parts()} parts of the batch (`accumulate_steps`). Each part would "
-            "need the number of the whole batch: pass an integer, or weigh examples "
-            "with `sample_weight`."
+            "need the number of examples of the whole batch. Pass an integer, or weigh "
+            "examples with `sample_weight`."
         )
     return value
 
@@ -279,8 +282,8 @@ def _check_global_batch_size(value: Any) -> Any:
 def _check_share(size: int, num_losses: int, context: ReplicaContext) -> None:
     """Raises if `run` got more examples than the loss is to be divided by."""
     share = context.share_size
-    # Losses of something else, such as of tokens, may have any divisor. A larger number
-    # is one for several steps that are accumulated, or for a short last batch.
+    # Losses that do not count examples, such as losses of tokens, may have any divisor.
+    # A larger number is for a short last batch, or for several accumulated steps.
     if share is None or num_losses * num_parts() != share:
         return
     num_replicas = count_active(context.active)
@@ -311,7 +314,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     context = require_replica_context(
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
-    # Not `num_active`: this says nothing about the scale of any other loss.
+    # `num_active` would mark the context as asked, but this divisor says nothing about
+    # the scale of any other loss.
     penalty = jnp.sum(_as_array("regularization_loss", regularization_loss))
     return _divide(penalty, count_active(context.active))
 
@@ -319,18 +323,19 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
 def weighted_mean(values: Any, weights: Any) -> jax.Array:
     """Returns this replica's part of the weighted mean over *all* replicas.
 
-    For losses that a mask, the number of tokens or sample weights weigh::
+    Use it for losses with a mask, token counts or sample weights::
 
         loss = armillary.weighted_mean(token_losses, mask)
         gradients = armillary.all_reduce("mean", gradients)
 
     The mean of the parts over replicas is the sum of `values * weights` divided by the
-    sum of `weights`, both over all replicas, and so is the mean of their gradients. The
-    mean of plain `jnp.average(values, weights=weights)` is not.
+    sum of `weights`, both over all replicas. The mean of the gradients is the gradient
+    of this quotient. With plain `jnp.average(values, weights=weights)`, it would not
+    be.
 
     Args:
         values: Losses of this replica's examples, shape `(batch, ...)`.
-        weights: Their weights: of the shape of `values`, or of its first axes.
+        weights: Their weights, of the shape of `values` or of its first axes.
 
     Returns:
         An array of shape `()`; 0 if all weights are 0, as with
@@ -346,7 +351,7 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
     if num_parts() > 1:
         raise ValueError(
             "`weighted_mean` was called where gradients are accumulated "
-            "(`accumulate_steps`), but the parts of a batch weigh different amounts. "
+            "(`accumulate_steps`), but the parts of a batch have different weights. "
             "Use `compute_average_loss(losses, sample_weight=...)`."
         )
     losses = _as_floats("values", values)
@@ -369,7 +374,7 @@ def _as_array(name: str, value: Any, dtype: Any = None) -> jax.Array:
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"`{name}` is {value!r:.80} of type {type(value).__name__}, but it must be "
-            "an array of numbers. Pass what is computed from the batch."
+            "an array of numbers. Pass an array that is computed from the batch."
         ) from error
 
 

@@ -1,8 +1,9 @@
-"""Runs a function once per replica: `jax.shard_map` with the state's policies around.
+"""Runs a function once per replica, by `jax.shard_map` and the policies of the state.
 
-The only replica has the axis of replicas too, of length 1, so that a step which names
-it is the same text under every strategy. The function's program is traced, looked at,
-and then bound as one call: state that would differ is refused where it is written.
+With a single replica, the axis of replicas exists, too, with length 1. So a step that
+names the axis is the same code under every strategy. The function's program is traced
+and checked first, and then evaluated. An error for state that would differ names the
+line that writes it.
 """
 
 import itertools
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A call of a function that changes state, and what it changed and returned."""
+    """A call of a function that changes state, with its changes and its results."""
 
     def __init__(self, fn: Callable[..., PyTree], state: State) -> None:
         self._fn, self._state = fn, state
@@ -85,7 +86,12 @@ class Call:
     def run(
         self, context: ReplicaContext, slots: list[Any], args: Any, kwargs: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Calls it; returns what changed, before and after, and arrays returned."""
+        """Calls the function.
+
+        Returns:
+            The changed arrays before the call and after it, and the arrays that the
+            function returned.
+        """
         state = self._state
         pairs = zip(self.policies, slots, strict=True)
         start = [enter(policy, slot, context) for policy, slot in pairs]
@@ -95,7 +101,7 @@ class Call:
             combined_writes(state, context),
         ):
             result = self._fn(*args, **kwargs)
-            # Not a copy of an object that holds state.
+            # Objects that hold state are leaves, because they must not be copied.
             self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
             after = state.collect(start, self.name)
         pairs = enumerate(zip(start, after, strict=True))
@@ -104,7 +110,7 @@ class Call:
         return old, new, list(map(jnp.asarray, filter(is_array, self._values)))
 
     def split(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-        """Returns outputs of a program of `run` as it returned them."""
+        """Divides the outputs of a traced `run` into its three results."""
         count = len(self.changed)
         return outputs[:count], outputs[count : 2 * count], outputs[2 * count :]
 
@@ -117,8 +123,9 @@ class Call:
             raise ReplicaContextError(
                 f"`strategy.run` of `{self.name}` was called inside `jax.jit`, "
                 "`nnx.jit` or another transformation of JAX, and changes state of the "
-                f"step ({shown}). Call it as it is: the step is compiled already. Or "
-                "decorate what calls it with `@armillary.function`."
+                f"step ({shown}). Call it without the transformation, because the step "
+                "is compiled already. Or decorate its caller with "
+                "`@armillary.function`."
             )
         after = self._state.read()
         for i, value in zip(self.changed, values, strict=True):
@@ -126,7 +133,7 @@ class Call:
         self._state.write(after, set(self.changed))
 
     def returned(self, arrays: Iterable[Any]) -> PyTree:
-        """Returns what the function returned, with these arrays for its own."""
+        """Returns the result of the function, with `arrays` in place of its arrays."""
         rest = iter(arrays)
         return self._treedef.unflatten(
             next(rest) if is_array(value) else value for value in self._values
@@ -142,12 +149,13 @@ def run_in_replicas(
     state: State,
 ) -> PyTree:
     call = _MappedCall(strategy, fn, args, kwargs, state)
-    mesh, is_traced = narrow_mesh(mesh, call.num_replicas), is_in_trace()
+    mesh = narrow_mesh(mesh, call.num_replicas)
+    is_traced = is_in_trace()
 
     def evaluate(program: core.ClosedJaxpr, inputs: list[Any]) -> list[Any]:
         if is_traced:
             return call_program(program, inputs, call.name)
-        # An eager step goes on operation by operation.
+        # An eager step runs operation by operation.
         return core.jaxpr_as_fun(program)(*inputs)
 
     def replica(slots: list[Any], arrays: list[Any]) -> Any:
@@ -155,13 +163,14 @@ def run_in_replicas(
         own = [array[0] if is_split else array for array, is_split in pairs]
         return take_first_copy(mesh, call.trace_and_prove(evaluate, slots, own))
 
-    whole, split = PartitionSpec(), PartitionSpec(strategy.axis_name)
+    whole = PartitionSpec()
+    split = PartitionSpec(strategy.axis_name)
     mapped = jax.shard_map(
         replica,
         mesh=mesh,
         in_specs=(whole, [split if own else whole for own in call.is_split]),
         out_specs=(whole, split, whole),
-        # What varies is proved. JAX's types would also sum gradients.
+        # `_proof` finds the values that vary. JAX's own check would also sum gradients.
         check_vma=False,
     )
     final, own, equal = mapped(call.before, call.arrays)
@@ -170,7 +179,7 @@ def run_in_replicas(
 
 
 class _MappedCall(Call):
-    """A call in several replicas, between which some of its arguments are split."""
+    """A call in several replicas, which share some of the arguments."""
 
     def __init__(
         self,
@@ -184,11 +193,12 @@ class _MappedCall(Call):
         self.policies = policies_of(state, self.before)
         self._strategy = strategy
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_argument)
-        self._leaves, self._structure = leaves, structure
+        self._leaves = leaves
+        self._structure = structure
         self._places = [i for i, x in enumerate(leaves) if is_array(array_of(x))]
         given = [leaves[i] for i in self._places]
         self.arrays = list(map(array_of, given))
-        # What is equal on all replicas stays so when it comes back in.
+        # A value that is equal on all replicas is not split when it is passed again.
         self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
         batches = list(itertools.compress(given, self.is_split))
         active, self.num_replicas = _find_active(batches, strategy)
@@ -199,15 +209,15 @@ class _MappedCall(Call):
             self.num_replicas,
             _find_share_size(batches),
         )
-        # Which of the arrays that the function returned are equal, and which are parts
-        # that were divided for a sum over replicas.
+        # For each returned array, whether it is equal on all replicas, and whether it
+        # is a part that was divided for a sum over replicas.
         self._is_equal: Sequence[bool] = ()
         self._is_part: Sequence[bool] = ()
 
     def trace_and_prove(
         self, evaluate: Callable[..., list[Any]], slots: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Evaluates the function's program when that is proved to be right."""
+        """Traces the function, proves that it is correct, and evaluates it."""
 
         def run(slots: list[Any], arrays: list[Any]) -> Any:
             leaves = list(self._leaves)
@@ -215,8 +225,8 @@ class _MappedCall(Call):
                 leaves[place] = array
             return self.run(self._context, slots, *self._structure.unflatten(leaves))
 
-        # JAX uses a trace of a user's `jit` again where axes are the same: which
-        # replicas hold data must tell them apart.
+        # JAX reuses a trace of a user's `jit` if the axes have the same names. This
+        # extra axis gives each set of active replicas a trace of its own.
         active = f"data on {self._context.active} of {self.num_replicas}"
         program = jax.make_jaxpr(run, axis_env=[(active, 1)])(slots, arrays)
         proof = self._prove(program)
@@ -245,8 +255,8 @@ class _MappedCall(Call):
         if is_narrow and proof.sums_gradients and not self._context.was_asked:
             raise BatchSizeError(
                 f"`{self.name}` runs on {self.num_replicas} of {num_all} replicas, "
-                "since more cannot share its batch equally, and it sums gradients of a "
-                "loss that may be divided by another number of replicas. Take the "
+                "because more cannot share its batch equally. But it sums gradients of "
+                "a loss that may be divided by another number of replicas. Take the "
                 '"mean" of the gradients, or scale the loss with '
                 "`armillary.compute_average_loss(losses)`."
             )
@@ -275,8 +285,9 @@ class _MappedCall(Call):
         return [*of_state, *of_arguments]
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
-        """Yields what users get for the arrays that the function returned."""
-        rows, wholes = iter(own), iter(equal)
+        """Yields the returned arrays in the form that users get."""
+        rows = iter(own)
+        wholes = iter(equal)
         is_alone = self._strategy.num_replicas_in_sync == 1
         for is_equal, is_part in zip(self._is_equal, self._is_part, strict=True):
             array = next(wholes if is_equal else rows)
@@ -288,7 +299,7 @@ class _MappedCall(Call):
                 yield PerReplica(array, self._context.active, shared_by, is_shared_part)
 
     def _facts_of_slots(self) -> list[Facts]:
-        """Returns that arrays which may be keys of `jax.random.PRNGKey` are such."""
+        """Returns facts with a label for arrays that may be raw random keys."""
         facts = [EQUAL] * len(self.before)
         state = self._state
         for slot, first, _ in state.ranges:
@@ -303,7 +314,10 @@ class _MappedCall(Call):
 
 
 def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
-    """Returns what the first device of this replica has computed; others may round."""
+    """Returns the results of the first device of this replica, on all its devices.
+
+    Several devices compute the same replica, and may round differently.
+    """
     copies = mesh.axis_names[1:]
 
     def take(value: Any) -> Any:
@@ -327,15 +341,15 @@ def _find_active(
     if len(counts) > 1:
         shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(
-            f"`args` of `strategy.run` hold data for {shown} replicas, but all must "
-            "have data on the same ones. Give the data sets the same number of "
-            'examples, or set `InputOptions(remainder="drop")` on each.'
+            f"`args` of `strategy.run` hold data for {shown} replicas, but all batches "
+            "must have data on the same replicas. Give the data sets the same number "
+            'of examples, or set `InputOptions(remainder="drop")` on each.'
         )
     return counts.pop() if counts else (num_replicas, num_replicas)
 
 
 def _find_share_size(batches: Sequence[PerReplica]) -> int | None:
-    """Returns how many examples each replica gets, if all arrays agree."""
+    """Returns the number of examples of each replica, if all arrays agree."""
     sizes = {batch.array.shape[1] for batch in batches if batch.array.ndim > 1}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -347,7 +361,11 @@ def run_alone(
     kwargs: dict[str, Any],
     state: State | None = None,
 ) -> PyTree:
-    """Calls `fn`: as one call of the program of the step that has `state`, or here."""
+    """Calls `fn` on a single replica.
+
+    In a trace with `state`, its program becomes one operation. Otherwise, it runs in
+    place.
+    """
     context = ReplicaContext(strategy, None, active=1)
     if state is None or not is_in_trace():
         return _run_in_place(context, fn, args, kwargs)
@@ -374,7 +392,7 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
     """Returns whether a program needs the axis of replicas.
 
     Raises:
-        ReplicaContextError: If the axis cannot be there, or means something else too.
+        ReplicaContextError: If the axis cannot exist, or its name has a second meaning.
     """
     named: list[Any] = []
     hiding: list[Any] = []
@@ -384,7 +402,7 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
         for equation in getattr(current, "jaxpr", current).eqns:
             is_map = equation.primitive.name == "shard_map"
             if is_map and axis in get_mapped_axes(equation):
-                # Inside, the name belongs to an axis of the user's mesh.
+                # Inside, the name is an axis of the user's mesh.
                 hiding.append(equation)
                 continue
             if axis in named_axes(equation):
@@ -400,7 +418,7 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
         )
     for equation in named:
         name = equation.primitive.name
-        if name.endswith("all_to_all"):  # Its result has another shape here.
+        if name.endswith("all_to_all"):  # Its result would have a different shape.
             raise ReplicaContextError(
                 f"`{name}` at {source_line(equation)} exchanges parts of one "
                 "replica, which JAX cannot do. Leave it out where "
@@ -410,7 +428,7 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
 
 
 def _bring_to(device: Any, state: State) -> None:
-    """Moves the arrays that lie on other devices, such as on a mesh of the program."""
+    """Moves arrays that are on other devices, such as on a mesh of the program."""
     leaves = state.read()
     elsewhere: set[int] = set()
     for i, leaf in enumerate(leaves):
@@ -428,7 +446,7 @@ def _run_in_place(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> PyTree:
-    """Calls `fn` where it stands: its values stay what they are, concrete or not."""
+    """Calls `fn` without a trace of its own, so values stay concrete or traced."""
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_argument)
     roots = [(root, "") for root in (fn, *filter(is_claimed, leaves))]
     state = State(roots)
@@ -441,7 +459,7 @@ def _run_in_place(
         move()
         with Scope(context.strategy, context):
             result[:] = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_claimed)
-        # Only what asks for the number of the replica has the axis, of length 1.
+        # Only values that depend on the number of the replica have the mapped axis.
         held = itertools.chain(result[0], *map(_read_slot, state.slots))
         return list(filter(_has_axis, held))
 
@@ -457,13 +475,13 @@ def _run_in_place(
         held = _read_slot(slot)
         if any(map(_has_axis, held)):
             slot.write(list(map(without_axis, held)))
-    if any(map(is_claimed, values)):  # that may have been made here
+    if any(map(is_claimed, values)):  # objects that may be new
         State([*roots, (values, "")]).move_new(state)
     return result[1].unflatten(values)
 
 
 def _read_slot(slot: Any) -> list[Any]:
-    # Where no step goes on with it, it may have become something else.
+    # Outside a step, a slot may have a new structure, and then has no arrays to read.
     try:
         return slot.read()
     except StateStructureError:

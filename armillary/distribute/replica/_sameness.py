@@ -1,13 +1,14 @@
 """Proves which replicas hold the same value, for collectives over groups of replicas.
 
-A fact about a value is one class for each replica: replicas of one class hold the same
-value. With 4 replicas, `(0, 0, 0, 0)` is a value that is equal on all of them, and
-`(0, 1, 0, 1)` a value that replicas 0 and 2 share, and replicas 1 and 3. A class has
-the number of its first replica.
+A fact about a value has one class for each replica. Replicas with the same class hold
+the same value. For example, with 4 replicas, `(0, 0, 0, 0)` is a value that is equal on
+all replicas. With `(0, 1, 0, 1)`, replicas 0 and 2 share a value, and so do replicas 1
+and 3. A class has the number of its first replica.
 
-`_proof` follows a whole step and knows only "equal" and "different". That is enough for
-a reduction over all replicas. This analysis is for the inside of a `CrossDeviceOps`,
-where a reduction in groups of neighbors comes before one across the groups.
+`_proof` follows a whole step, and its facts are only "equal" and "different". That is
+enough for a reduction over all replicas. Inside a `CrossDeviceOps`, a reduction in
+groups of neighbors may come before a reduction across the groups, and this analysis is
+for that.
 """
 
 import itertools
@@ -31,7 +32,7 @@ MADE_BY_OPS = {
     "armillary max by cross-device operations": "max",
     "armillary min by cross-device operations": "min",
 }
-"""Marks the results of a `CrossDeviceOps`, and tells what the results are for."""
+"""Marks of the results of a `CrossDeviceOps`, and the operation of each."""
 
 _NAMES = {kind: name for name, kind in MADE_BY_OPS.items()}
 
@@ -40,7 +41,7 @@ _REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
 # Collectives that give each replica of a group its own part of the same result.
 _SCATTERS = ("reduce_scatter", "all_to_all")
 _COLLECTIVES = (*_REDUCTIONS, *_SCATTERS, "ppermute", "ragged_all_to_all", "pbroadcast")
-# Operations whose results may differ between replicas, whatever their operands are.
+# Operations whose results may differ between replicas for any operands.
 _SOURCES = frozenset(
     {"pure_callback", "io_callback", "infeed", "rng_uniform", "ffi_call", "axis_index"}
 )
@@ -51,15 +52,15 @@ _CASTS = ("pvary", "pcast")
 def reduce_by(
     ops: Any, op: ReduceOp, values: list[Any], axis_name: str, num_replicas: int
 ) -> Any:
-    """Returns what a `CrossDeviceOps` makes of some arrays, proved equal everywhere.
+    """Reduces arrays by a `CrossDeviceOps`, and proves that the results are equal.
 
-    The operations of `ops` become one equation of the step's program, whose results
-    carry a mark: `_proof` trusts the mark and looks at the whole as one reduction.
+    The operations of `ops` become one equation of the step's program. Its results carry
+    a mark, which `_proof` trusts, so that it treats the equation as one reduction.
 
     Args:
         ops: The `CrossDeviceOps`.
-        op: The reduction that `all_reduce` was asked for. A mean is a sum here, which
-            the caller divides.
+        op: The operation of `all_reduce`. A mean is a sum here, which the caller
+            divides.
         values: This replica's arrays.
         axis_name: The axis of replicas.
         num_replicas: At least 2.
@@ -83,13 +84,14 @@ def reduce_by(
 
     @reduce.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
-        (parts,), (changes,) = primals, tangents
+        [parts] = primals
+        [changes] = tangents
         if asked is not ReduceOp.SUM:
             by_order = jax.lax.pmax if asked is ReduceOp.MAX else jax.lax.pmin
-            # JAX says that this has no derivative.
+            # JAX raises an error here, because these have no derivative.
             return jax.jvp(lambda parts: by_order(parts, axis_name), primals, tangents)
-        # A sum is linear. Its derivative is XLA's own, which JAX can transpose, because
-        # the user's operations may have no transpose.
+        # A sum is linear. Its derivative uses XLA's own sum, which JAX can transpose.
+        # The user's operations may have no transpose.
         is_float = [change.dtype != float0 for change in changes]
         sums = iter(
             jax.lax.psum(list(itertools.compress(changes, is_float)), axis_name)
@@ -134,15 +136,16 @@ def _check_same(
     for line in analysis.waits[:1]:
         raise ReplicaMismatchError(
             f"`reduce` of {ops!r} has a branch or loop with a collective inside (at "
-            f"{line}), and replicas may take it differently: some would wait there "
+            f"{line}), but only some replicas may take it, and these would wait there "
             "forever. Reduce the value that decides first, or choose with `jnp.where`."
         )
     differing = [i for i, classes in enumerate(results) if set(classes) != {0}]
     if differing:
         raise ReplicaMismatchError(
             f"`reduce` of {ops!r} may leave different values on the replicas "
-            f"({len(differing)} of {len(results)} results), but `all_reduce` must "
-            "give every replica the same. End with a collective that does, such as\n"
+            f"({len(differing)} of {len(results)} results), but `all_reduce` must give "
+            "every replica the same values. End with a collective over all replicas, "
+            "such as\n"
             f'  parts = jax.lax.all_gather(value, "{axis_name}")\n'
             "  total = jnp.sum(parts, axis=0)\n"
             f'or `jax.lax.psum(value, "{axis_name}")`.'
@@ -168,7 +171,7 @@ class Sameness(Dataflow[Classes]):
         self, program: core.ClosedJaxpr, inputs: Sequence[Classes]
     ) -> list[Classes]:
         """Returns the facts of a program's results."""
-        # An array that the function has captured from the step may be a replica's own.
+        # An array that was captured from the step may differ between replicas.
         variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
         constants = [
             self.different if isinstance(constant, Tracer) else self.nothing
@@ -178,7 +181,7 @@ class Sameness(Dataflow[Classes]):
         return self.run(core.ClosedJaxpr(jaxpr, ()), [*constants, *inputs])
 
     def join(self, facts: Iterable[Classes]) -> Classes:
-        """Returns that two replicas hold the same if they do so in every fact."""
+        """Returns the joint fact: two replicas are equal if they are in every fact."""
         several = set(facts)
         if not several:
             return self.nothing
@@ -203,7 +206,7 @@ class Sameness(Dataflow[Classes]):
         return [make(self.join(operands))] * len(equation.outvars)
 
     def _rule(self, equation: Any) -> Callable[[Classes], Classes]:
-        """Returns what becomes of a value in a collective over the axis of replicas."""
+        """Returns a function from the fact of an operand to the fact of the result."""
         name = equation.primitive.name
         if name == "ppermute":
             sender = {to: by for by, to in equation.params["perm"]}
@@ -233,7 +236,7 @@ class Sameness(Dataflow[Classes]):
 
 
 def _number(values: Iterable[Hashable]) -> Classes:
-    """Returns for each replica the number of the first one with an equal value."""
+    """Returns the number of the first replica with an equal value, for each replica."""
     first: dict[Hashable, int] = {}
     return tuple(first.setdefault(value, i) for i, value in enumerate(values))
 

@@ -26,7 +26,7 @@ _OTHER_OPS = {"avg": "mean", "average": "mean", "add": "sum", "total": "sum"}
 
 
 class ReduceOp(enum.Enum):
-    """How values are combined over replicas (`tf.distribute.ReduceOp`)."""
+    """The way to combine values over replicas (`tf.distribute.ReduceOp`)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -58,19 +58,21 @@ class ReduceOp(enum.Enum):
 class PerReplica:
     """One value per replica.
 
-    It is no array: combine its parts, or give it to `strategy.run`.
+    It is not an array: combine its parts, or give it to `strategy.run`.
 
     Attributes:
         array: The values in one array of shape `(num_replicas, ...)`, or the value that
             all replicas share.
-        num_active: How many replicas hold a value. It is the number of replicas except
-            for the leftovers of a complete evaluation, where the other rows of
-            `stacked` mean nothing.
-        active_replicas: Which ones: so many from the first, or those of these numbers.
-        shared_by: How many replicas share one value; `None` if each has its own.
+        num_active: The number of replicas that hold a value. It is less than the number
+            of replicas only for the last batch of a complete evaluation. Then the other
+            rows of `stacked` mean nothing.
+        active_replicas: The replicas that hold a value: an integer `n` for the first
+            `n` replicas, or their numbers.
+        shared_by: The number of replicas that share one value; `None` if each replica
+            has its own value.
         own: This replica's value, within `ReplicaContext.merge_call`; otherwise `None`.
-        is_part: Whether a shared value is one replica's part of a whole, such as a loss
-            that was divided by the number of replicas, so that its sum has a meaning.
+        is_part: Whether a shared value is one replica's part of a sum, such as a loss
+            that was divided by the number of replicas. Only then may it be summed.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class PerReplica:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the values are known to be equal, as gradients are."""
+        """True if all replicas share one value, such as a reduced gradient."""
         return self.shared_by is not None
 
     @property
@@ -102,7 +104,8 @@ class PerReplica:
     @property
     def active(self) -> jax.Array:
         """The rows of `stacked` that mean something."""
-        stacked, held = self.stacked, self.active_replicas
+        stacked = self.stacked
+        held = self.active_replicas
         if self.num_active == stacked.shape[0]:
             return stacked
         return stacked[:held] if isinstance(held, int) else stacked[np.array(held)]
@@ -153,9 +156,9 @@ class PerReplica:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(self._refusal())
 
-    # NumPy would make an array of objects of it, and Python take it for true.
+    # Otherwise NumPy would make an array of objects, and Python would take it for true.
     __array__ = __jax_array__ = __bool__ = _refuse
-    # Python's own errors would not say what to write.
+    # Otherwise Python's own error would appear, which names no fix.
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
     __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refuse
@@ -232,8 +235,9 @@ def check_axis(axis: Any) -> None:
 
 
 def join(value: PerReplica, axis: int) -> jax.Array:
-    """Returns the values of all replicas in one array, side by side along an axis."""
-    rows, shape = value.active, value.active.shape[1:]
+    """Returns the values of all replicas, concatenated along an axis."""
+    rows = value.active
+    shape = rows.shape[1:]
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"`axis` is {axis}, but the value of each replica has shape {shape}. Use "
@@ -245,16 +249,17 @@ def join(value: PerReplica, axis: int) -> jax.Array:
 
 
 def other_count(value: PerReplica, strategy: object) -> ValueError:
-    """Returns the error for a value of more or fewer replicas than a strategy has."""
+    """Returns the error for a value with too many or too few parts for a strategy."""
     return ValueError(
-        f"`args` of `strategy.run` hold {value!r}, a value for each replica of another "
-        f"strategy than {strategy!r}. Combine its parts by `reduce` or `gather`."
+        f"`args` of `strategy.run` hold {value!r}, which comes from a different "
+        f"strategy than {strategy!r}: the numbers of replicas differ. Combine its "
+        "parts by `reduce` or `gather`."
     )
 
 
 def is_argument(value: Any) -> bool:
     """Returns whether `value` is passed to a replica whole, for use as `is_leaf`."""
-    # NNX objects are pytrees too, but a copy of one would lose what `fn` writes.
+    # NNX objects are pytrees too, but writes of `fn` to a copy would be lost.
     return is_per_replica(value) or is_claimed(value)
 
 

@@ -1,4 +1,4 @@
-"""Combines what replicas write to a variable, at each write.
+"""Combines the values that replicas write to a variable, at each write.
 
 A variable with `synchronization=ON_WRITE` and an aggregation is equal on all replicas
 at every read, as in `tf.distribute`. While a replica's function is traced, such a
@@ -19,12 +19,13 @@ from armillary.distribute.replica._policy import Policy, combine, written_policy
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot
 
-_READ, _WRITE = "on_get_value", "on_set_value"
+_READ = "on_get_value"
+_WRITE = "on_set_value"
 
 
 @contextlib.contextmanager
 def combined_writes(state: State, context: ReplicaContext) -> Iterator[None]:
-    """Combines writes to the variables of a state that ask for it.
+    """Combines writes to the variables with `synchronization=ON_WRITE`.
 
     Raises:
         ValueError: When a sum is written to a variable that the step has read.
@@ -56,11 +57,11 @@ def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[]
         if policy is Policy.SUM and was_read:
             raise ValueError(
                 f"`synchronization` of {slot.path} is ON_WRITE and its `aggregation` "
-                "is SUM, so a write sums what the replicas assign. This step has read "
-                "the variable before, and `variable[...] += x` would count the old "
-                "value once for each replica. Leave `synchronization` out, so that "
-                "what each replica adds is summed when `run` ends, or write before "
-                "you read."
+                "is SUM, so a write sums the values that the replicas assign. This "
+                "step has read the variable before, and `variable[...] += x` would "
+                "count the old value once for each replica. Leave `synchronization` "
+                "out, and the additions of all replicas are summed when `run` ends. Or "
+                "write before you read."
             )
         whole = functools.partial(combine, policy, context=context)
         return jax.tree.map(lambda leaf: whole(jnp.asarray(leaf)), value)
@@ -79,7 +80,7 @@ def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[]
 
 
 def _chain(hooks: tuple[Callable[[Any, Any], Any], ...]) -> Callable[[Any, Any], Any]:
-    """Returns one hook in place of several, because older releases of Flax take one."""
+    """Joins several hooks into one, because older releases of Flax take only one."""
 
     def call(variable: Any, value: Any) -> Any:
         for hook in hooks:

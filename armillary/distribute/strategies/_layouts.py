@@ -1,4 +1,4 @@
-"""Where batches go: a device, a mesh, or a row for each replica of a mesh."""
+"""Layouts of batches: on a device, over a mesh, or a row for each replica."""
 
 import contextlib
 import math
@@ -33,7 +33,7 @@ def as_device(name: str, device: Any) -> Device:
     """Returns a device given as a `jax.Device` or as a name such as `"gpu:1"`."""
     if isinstance(device, Device):
         return device
-    # TensorFlow's names are paths, whose end may begin with `device:`.
+    # TensorFlow's names are paths, and their last part may begin with `device:`.
     parts = re.fullmatch(r"(?:.*/)?(?:device:)?(\w+):(\d+)", str(device).lower())
     with contextlib.suppress(RuntimeError, IndexError):
         if parts is not None:
@@ -46,7 +46,7 @@ def as_device(name: str, device: Any) -> Device:
 
 
 def as_devices(name: str, devices: Any) -> list[Device]:
-    """Returns a checked list of devices; all local ones for `None`."""
+    """Returns a checked list of devices; all local devices for `None`."""
     if devices is None:
         return list(jax.local_devices())
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
@@ -79,7 +79,7 @@ class _OneReplica:
 
 @dataclass(frozen=True)
 class SingleLayout(_OneReplica):
-    """Batches as they are, on a device or, for `None`, JAX's default one."""
+    """Undivided batches on one device; `None` is JAX's default device."""
 
     sharding: Sharding | None
 
@@ -209,14 +209,14 @@ class MeshLayout(_OneReplica, _OnMesh):
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 
     def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
-        """Returns where an array lies whose examples are along `axis`, if any."""
+        """Returns the sharding of an array with its examples along `axis`, if any."""
         if axis is None or axis >= len(shape):
             return everywhere(self.mesh)
         spec = PartitionSpec(*[None] * axis, self._axes_for(shape[axis]))
         return NamedSharding(self.mesh, spec)
 
     def _axes_for(self, num_examples: int) -> tuple[str, ...]:
-        """Returns the axes over which so many examples are split: the most that fit."""
+        """Returns the axes with the most devices that divide `num_examples`."""
         counts = {
             axes: math.prod(self.mesh.shape[axis] for axis in axes)
             for axes in ((), *((axis,) for axis in self.axes), self.axes)
@@ -244,7 +244,7 @@ def _describe(
 def _take_locally(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, arrays: PyTree, rows: Any
 ) -> PyTree:
-    # Left to itself, the partitioner may choose to gather with collectives.
+    # Without `shard_map`, XLA's partitioner might gather rows with collectives.
     local_take = jax.shard_map(
         _take,
         mesh=mesh,
@@ -256,7 +256,7 @@ def _take_locally(
 
 
 def _take(arrays: PyTree, rows: Any) -> PyTree:
-    # Row numbers come from the data set itself, so checks on the device find nothing.
+    # Row numbers come from the data set itself, so they need no check on the device.
     return jax.tree.map(
         lambda array: array.at[rows].get(mode="promise_in_bounds"), arrays
     )

@@ -82,7 +82,7 @@ class JoinedStrategy(Strategy):
                 if not is_divided(array)
             }
             if shared:
-                check_same(self.peers, "what `reduce` or `gather` is given", shared)
+                check_same(self.peers, "the values for `reduce` or `gather`", shared)
 
         def collect(leaf: Any) -> Any:
             array = array_of(leaf)
@@ -97,13 +97,13 @@ class JoinedStrategy(Strategy):
 
 
 def _check_no_implementation(cluster_resolver: Any) -> None:
-    """Raises if the first argument is the one that old guides of TensorFlow have."""
+    """Raises if the first argument is a communication, as in old TensorFlow guides."""
     choices = list(CommunicationImplementation)
     if isinstance(cluster_resolver, str) and cluster_resolver.upper() in choices:
         name = str(cluster_resolver).upper()
         raise TypeError(
-            f"`cluster_resolver` is {cluster_resolver!r}, which says how values are "
-            "exchanged, and is an option. Write `communication_options="
+            f"`cluster_resolver` is {cluster_resolver!r}, which is a way to exchange "
+            "values, and so an option. Write `communication_options="
             f'armillary.cluster.CommunicationOptions(implementation="{name}")`.'
         )
 
@@ -123,15 +123,15 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 
         strategy = armillary.MultiWorkerMirroredStrategy()
 
-    Every process must run the same steps, loops and saves. Process 0, the chief, alone
+    Every process must run the same steps, loops and saves. Only process 0, the chief,
     writes log lines, summaries and files. In a job of a single process, and in an
     evaluator, it is a `MirroredStrategy` over the devices of this process.
 
     Args:
-        cluster_resolver: Tells which process this is, and where the others are. By
-            default `armillary.cluster.resolve_cluster()` finds out.
-        communication_options: How values are exchanged between devices, and how long
-            processes wait for each other.
+        cluster_resolver: Describes this process and the other processes. By default,
+            `armillary.cluster.resolve_cluster()` finds the resolver.
+        communication_options: The way to exchange values between devices, and the time
+            that processes wait for each other.
         cross_device_ops: As for `MirroredStrategy`. `HierarchicalCopyAllReduce()` takes
             the devices of each process as a group.
         axis_name: As for `MirroredStrategy`.
@@ -139,7 +139,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
     Raises:
         ClusterError: If a device was used before the processes joined, this process has
             joined another cluster, or it is a `ps`.
-        TypeError: If an argument is of another type.
+        TypeError: If an argument is of the wrong type.
         ValueError: If the platform cannot follow `communication_options`, or
             `axis_name` is empty.
     """
@@ -169,18 +169,19 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     """One replica per TPU core, with equal variables on all of them.
 
     As `tf.distribute.TPUStrategy`: a `MultiWorkerMirroredStrategy` of the machines of a
-    slice. Nothing need be connected or initialized before. On a single machine, the
-    program may look at `jax.devices()` first; on several, the strategy comes first.
+    slice. Nothing must be connected or initialized before. On a single machine, the
+    program may call `jax.devices()` first. On several machines, make the strategy
+    first.
 
     Args:
-        resolver: Tells which machine this is, and where the others are. By default
-            `armillary.cluster.resolve_cluster()` finds out.
+        resolver: Describes this machine and the other machines. By default,
+            `armillary.cluster.resolve_cluster()` finds the resolver.
         axis_name: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If JAX has no TPU here, a device was used before the machines of a
             job joined, this process has joined another cluster, or it is a `ps`.
-        TypeError: If `resolver` or `axis_name` is of another type.
+        TypeError: If `resolver` or `axis_name` is of the wrong type.
         ValueError: If `axis_name` is empty.
     """
 
@@ -195,7 +196,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         check_axis_name(axis_name)
         fix = "Use one of `armillary.cluster`, or leave it out."
         check_instance("resolver", resolver, ClusterResolver | None, fix)
-        # Joining would wait for other machines in vain.
+        # Check before joining, which would wait for other machines in vain.
         reason = _why_there_is_no_tpu() if self._kind == "tpu" else None
         if reason is not None:
             _refuse(reason)
@@ -210,10 +211,10 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
 
 def _why_there_is_no_tpu() -> str | None:
-    """Returns why JAX cannot have a TPU, or None if only its devices can tell."""
+    """Returns the reason why JAX cannot have a TPU; None if it may have one."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and "tpu" not in platforms.split(","):
-        return f"(`JAX_PLATFORMS` allows {platforms} alone)"
+        return f"(`JAX_PLATFORMS` allows only {platforms})"
 
     is_installed = importlib.util.find_spec("libtpu") is not None
     if not is_installed and "TPU_LIBRARY_PATH" not in os.environ:
@@ -224,6 +225,6 @@ def _why_there_is_no_tpu() -> str | None:
 def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
     raise ClusterError(
         f"`TPUStrategy` needs a TPU, but JAX found none {reason}. On a TPU machine, "
-        "install `armillary[tpu]` and leave `JAX_PLATFORMS` unset; elsewhere, use "
-        "`armillary.MultiWorkerMirroredStrategy()`."
+        "install `armillary[tpu]` and leave `JAX_PLATFORMS` unset. On any other "
+        "machine, use `armillary.MultiWorkerMirroredStrategy()`."
     ) from cause

@@ -1,8 +1,9 @@
 """Parameters and optimizer state split over devices, by the compiler.
 
-Arrays that are scalars, random keys or of metrics are whole on every device. One of an
-optimizer is split like the parameter of its shape that shares most of the end of its
-path: `optimizer/opt_state/0/mu/first/kernel` like `model/first/kernel`.
+Scalars, random keys and metrics are whole on every device. An array of an optimizer is
+split like a parameter of the same shape: the parameter whose path has the most names in
+common at its end. For example, `optimizer/opt_state/0/mu/first/kernel` is split like
+`model/first/kernel`.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from armillary.xla._lowerings import partitioned
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 SMALL = 1024
-"""Arrays of fewer values are held whole: to collect one costs more than it saves."""
+"""Arrays of fewer values are not split, because collecting them costs too much."""
 _KINDS = (AxisType.Auto,) * len(AXES)
 _AnyMesh = Mesh | AbstractMesh
 
@@ -53,10 +54,10 @@ _AnyMesh = Mesh | AbstractMesh
 class ShardedStrategy(JoinedStrategy):
     """One replica that spans all devices, each of which holds a part of its state.
 
-    For models that leave no room on a device, with the step of any other strategy. XLA
-    divides the program of a single device: batches are split over `data` and `fsdp`,
-    parameters and the state of their optimizer over `fsdp` (ZeRO-3), and over `tensor`
-    where a rule says so::
+    Use it for models that do not fit on one device. The step is the same as under other
+    strategies. XLA divides the program of a single device. Batches are split over
+    `data` and `fsdp`. Parameters and the state of their optimizer are split over `fsdp`
+    (ZeRO-3), and over `tensor` if a rule says so::
 
         strategy = armillary.ShardedStrategy(
             {"data": 2, "fsdp": 2, "tensor": 2},
@@ -66,33 +67,34 @@ class ShardedStrategy(JoinedStrategy):
     A step sees the global batch. So `num_replicas_in_sync` is 1, and numbers equal the
     numbers of one device. Batch statistics are over the whole batch.
 
-    In a job of several processes it joins them, as `MultiWorkerMirroredStrategy` does,
+    In a job of several processes, it joins them, as `MultiWorkerMirroredStrategy` does,
     and uses the devices of all processes. So make it before anything uses a device.
     Each process reads the same global batches, and sends its devices their part.
 
     Args:
-        mesh_shape: The number of devices along the axes `data`, `fsdp` and `tensor`;
-            one that is left out has 1. By default all devices are along `fsdp`.
-        rules: From regular expressions, searched for in the paths of parameters (such
-            as `model/first/kernel`), to how such an array is split. The first that is
-            found counts. Where none is, an array of 1024 values or more is split over
-            `fsdp` along its longest axis that divides, and others are whole on every
-            device. The state of an optimizer is split like the parameters.
+        mesh_shape: The number of devices along the axes `data`, `fsdp` and `tensor`. An
+            axis that is left out has size 1. By default, all devices are along `fsdp`.
+        rules: A dictionary from regular expressions to a `PartitionSpec`. An expression
+            is searched for in the paths of parameters (such as `model/first/kernel`),
+            and the first expression that is found counts. Without a rule, an array of
+            at least 1024 values is split over `fsdp`, along the longest axis that the
+            devices divide. All other arrays are whole on every device. The state of an
+            optimizer is split like the parameters.
         devices: The devices, or their names, with the devices of `tensor` next to each
             other. By default all devices, one process after the other.
-        cluster_resolver: Tells which process this is, and where the others are. By
-            default `armillary.cluster.resolve_cluster()` finds out.
-        communication_options: How values are exchanged between processes, and how long
-            they wait for each other.
+        cluster_resolver: Describes this process and the other processes. By default,
+            `armillary.cluster.resolve_cluster()` finds the resolver.
+        communication_options: The way to exchange values between processes, and the
+            time that processes wait for each other.
         axis_name: As for `MirroredStrategy`. The axis has length 1 here, because there
             is one replica. `data`, `fsdp` and `tensor` are axes of the mesh.
 
     Raises:
-        ClusterError: If this process is to join others, but a device was used before,
-            or it has joined another cluster, or it is a `ps`.
-        TypeError: If an argument is of another type.
-        ValueError: If the mesh does not have as many devices as there are, a process
-            has none in it, a rule does not fit it, or `axis_name` is empty or an axis
+        ClusterError: If this process must join others, but a device was used before,
+            this process has joined another cluster, or it is a `ps`.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If the mesh has more or fewer devices than there are, a process has
+            no device in it, a rule does not fit it, or `axis_name` is empty or an axis
             of the mesh.
     """
 
@@ -126,8 +128,9 @@ class ShardedStrategy(JoinedStrategy):
         idle = set(range(count)).difference(d.process_index for d in found)
         if self.peers is not None and idle:
             raise ValueError(
-                f"`devices` has none of process {min(idle)} of {count}, but all run "
-                "each step. Leave it out, or take some of each from `jax.devices()`."
+                f"`devices` has no device of process {min(idle)} of {count}, but all "
+                "processes run each step. Leave `devices` out, or take devices of each "
+                "process from `jax.devices()`."
             )
         mesh = Mesh(found.reshape(sizes), AXES, axis_types=_KINDS)
         self._rules = _Rules(mesh, rules)
@@ -141,7 +144,7 @@ class ShardedStrategy(JoinedStrategy):
         self.split = self._layout.split
 
     def _describe(self, num_devices: int) -> None:
-        # `fsdp` and `tensor` keep the sizes that they were given, and `data` grows.
+        # `fsdp` and `tensor` keep their sizes, and `data` grows.
         _, fsdp, tensor = self._sizes or (1, num_devices, 1)
         if num_devices % (fsdp * tensor):
             raise ValueError(
@@ -172,10 +175,11 @@ class ShardedStrategy(JoinedStrategy):
         if state is None:
             return self._functions.get(fn, self)(*args, **kwargs)
         check_annotations(state)
-        specs, held = self._rules.specs(state, self._mesh), state.read()
+        specs = self._rules.specs(state, self._mesh)
+        held = state.read()
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
-        # Left to itself, the partitioner may divide what is computed from a parameter
-        # as the parameter is divided, in place of the examples.
+        # Without these constraints, XLA's partitioner might divide the results of a
+        # parameter like the parameter itself, instead of by examples.
         collected = [
             leaf if is_not else self._divided(leaf, _without_batch_axes(spec))
             for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True)
@@ -184,7 +188,7 @@ class ShardedStrategy(JoinedStrategy):
         with partitioned(self._layout.split):
             result = run_alone(self, fn, args, kwargs, state)
         for slot, start, _ in state.ranges:
-            # Another structure is an error of the whole step, once it has ended.
+            # A different structure is reported when the whole step has ended.
             with contextlib.suppress(StateStructureError):
                 new = slot.read()
                 for i, leaf in enumerate(new, start=start):
@@ -241,13 +245,13 @@ class _Rules:
         for path, spec in (rules or {}).items():
             check_instance("rules", path, str, fix)
             check_instance(f'rules["{path}"]', spec, PartitionSpec, fix)
-            NamedSharding(mesh, spec)  # JAX refuses axes that the mesh has not.
+            NamedSharding(mesh, spec)  # JAX refuses axes that are not in the mesh.
         self._rules = {re.compile(path): spec for path, spec in (rules or {}).items()}
-        # The rules that no program had an array for yet.
+        # The rules that have not matched an array of any program yet.
         self._unused = set(self._rules)
 
     def specs(self, state: State, mesh: _AnyMesh) -> list[PartitionSpec]:
-        """Returns how each array of a state is split, in the order of its paths."""
+        """Returns the spec of each array of a state, in the order of its paths."""
         leaves = [as_array(leaf) for leaf in state.read()]
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         split = [
@@ -268,7 +272,8 @@ class _Rules:
                 "rule, and the state of an optimizer follows the parameters."
             )
         for i in set(split).difference(own):
-            path, shape = state.paths[i], leaves[i].shape
+            path = state.paths[i]
+            shape = leaves[i].shape
             alike = [j for j in own if leaves[j].shape == shape]
             shared = [(_num_shared(path, state.paths[j]), j) for j in alike]
             most, j = max(shared, key=lambda pair: pair[0], default=(0, 0))
@@ -286,8 +291,9 @@ class _Rules:
         if len(sizes) > leaf.ndim or any(size % count for size, count in pairs):
             raise ValueError(
                 f"`rules` has {found[0].pattern!r}: {spec}, which does not fit {path}, "
-                f"{describe(leaf)}: devices cannot share an axis of it equally. Put a "
-                "rule for it before; `PartitionSpec()` leaves it whole on every device."
+                f"{describe(leaf)}: devices cannot share an axis of it equally. Add an "
+                "earlier rule for this array. `PartitionSpec()` leaves it whole on "
+                "every device."
             )
         return spec
 
@@ -307,6 +313,6 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def _num_shared(path: str, other: str) -> int:
-    """Returns how many names at the end of two paths are equal."""
+    """Returns the number of equal names at the end of two paths."""
     pairs = zip(reversed(path.split("/")), reversed(other.split("/")), strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -1,4 +1,4 @@
-"""Strategies on the devices of one process, and data sets for the replicas of any."""
+"""Strategies on the devices of one process, and `make_distributed_dataset`."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ from armillary.typing import PyTree
 
 
 class SingleStrategy(Strategy):
-    """One replica, on a device or, for `None`, wherever JAX puts it."""
+    """One replica, on a device; `None` is JAX's default device."""
 
     def __init__(
         self, device: Device | None = None, axis_name: str = DEFAULT_AXIS_NAME
@@ -61,7 +61,7 @@ class SingleStrategy(Strategy):
 
 
 class DefaultStrategy(SingleStrategy):
-    """The strategy in effect where no other is: everything stays as it is.
+    """The strategy that is in effect if the program has chosen no other strategy.
 
     There is one instance. Under it, `run` calls the function as the only replica, and
     state and batches stay on JAX's default device.
@@ -83,7 +83,7 @@ class DefaultStrategy(SingleStrategy):
         return nullcontext()
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Changes nothing: this strategy is in effect where no other is.
+        """Changes nothing, because this strategy is in effect by default.
 
         Raises:
             ReplicaContextError: Inside `run`, or inside another strategy's scope.
@@ -95,8 +95,8 @@ class DefaultStrategy(SingleStrategy):
 class OneDeviceStrategy(SingleStrategy):
     """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
 
-    Variables and arrays that are made in its `scope` lie on that device from the
-    beginning, as do the batches of its data sets.
+    Variables and arrays that are made in its `scope` are on that device from the
+    beginning. So are the batches of its data sets.
 
     Args:
         device: A `jax.Device`, or a name such as `"cpu:0"` or `"gpu:1"`.
@@ -131,17 +131,17 @@ class MirroredStrategy(Strategy):
     Args:
         devices: One `jax.Device` or name (`"gpu:0"`) per replica. By default all
             devices of this process.
-        cross_device_ops: How `all_reduce` combines values over replicas, such as
-            `armillary.distribute.HierarchicalCopyAllReduce()` or a `CrossDeviceOps` of
-            your own. By default XLA chooses.
-        axis_name: The name of the axis of replicas inside `run`, for a model that has a
-            name of its own, such as `BatchNorm(axis_name="batch")`.
+        cross_device_ops: The method of `all_reduce` to combine values over replicas,
+            such as `armillary.distribute.HierarchicalCopyAllReduce()` or your own
+            `CrossDeviceOps`. By default, XLA chooses.
+        axis_name: The name of the axis of replicas inside `run`. Change it for a model
+            that uses a different name, such as `BatchNorm(axis_name="batch")`.
 
     Raises:
         ClusterError: If `TF_CONFIG` says that this process is a `ps`.
-        TypeError: If `cross_device_ops` or `axis_name` is of another type.
-        ValueError: If the devices cannot form replicas, or not the groups that
-            `cross_device_ops` asks for, or `axis_name` is empty.
+        TypeError: If `cross_device_ops` or `axis_name` is of the wrong type.
+        ValueError: If the devices cannot form replicas, or cannot form the groups of
+            `cross_device_ops`, or if `axis_name` is empty.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class MirroredStrategy(Strategy):
 
     @property
     def layout(self) -> BatchLayout:
-        """One row of a batch on each device, given by the process that has it."""
+        """One row of a batch on each device; each process places its own rows."""
         return ReplicaLayout(self._mesh, self.peers)
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
@@ -210,7 +210,7 @@ class CentralStorageStrategy(MirroredStrategy):
             all devices of this process.
         parameter_device: The device that stores the variables, or its name. By default
             the first CPU, that is, the memory of the host. A name reaches platforms
-            other than JAX's default platform. An attribute as well.
+            other than JAX's default platform. This is also an attribute.
         axis_name: As for `MirroredStrategy`.
 
     Raises:
@@ -246,16 +246,16 @@ def make_distributed_dataset(
     input_options: InputOptions | None = None,
     **kwargs: Any,
 ) -> DistributedDataset:
-    """Distributes a data set, or what a function returns, over a strategy's replicas.
+    """Distributes a data set, or a function's data set, over a strategy's replicas.
 
-    After `orbit.utils.make_distributed_dataset`. Three forms::
+    It replaces `orbit.utils.make_distributed_dataset`, and has three forms::
 
         make_distributed_dataset(strategy, dataset)                 # global batches
         make_distributed_dataset(strategy, make_data, batch_size=256)   # the same
         make_distributed_dataset(strategy, make_shard, batch_size=256)  # per replica
 
-    where the last function takes an `input_context`, by which it knows its share, and
-    returns batches of the *per-replica* size
+    The last function takes an `input_context`, which describes its share of the data.
+    It returns batches of the *per-replica* size
     (`input_context.get_per_replica_batch_size(batch_size)`). In Orbit, the batches of
     every function have the per-replica size. Here, a function without an
     `input_context` returns global batches.
@@ -297,6 +297,6 @@ def make_distributed_dataset(
         return strategy.distribute_datasets_from_function(make_shard, input_options)
     made = dataset_or_fn(*args, **kwargs)
     if inspect.isgenerator(made):
-        # A generator function can begin again; the generator it made cannot.
+        # Keep the function, because a generator cannot begin again.
         made = functools.partial(dataset_or_fn, *args, **kwargs)
     return strategy.distribute_dataset(made, input_options)
