@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml  # Orbax needs it, so it is always installed.
@@ -113,12 +114,33 @@ def test_the_citation_has_the_version_and_the_license():
     ]
 
 
-def test_the_addresses_of_the_project_stand_in_one_file():
-    for address in PROJECT["urls"].values():
-        assert address.startswith("https://")
-        host = re.escape(address.removeprefix("https://"))
-        files = {line.partition(":")[0] for line in find_lines(re.compile(host))}
-        assert files == {"pyproject.toml"}, address
+def belongs_to_someone(address: str) -> bool:
+    """Whether somebody can own an address, which reserved names exclude."""
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    is_reserved = host.rpartition(".")[2] in {"example", "invalid", "localhost", "test"}
+    return parts.scheme == "https" and "." in host and not is_reserved
+
+
+@pytest.mark.parametrize(
+    ("address", "belongs"),
+    [
+        ("https://github.com/owner/name", True),
+        ("https://armillary.example", False),
+        ("https://docs.armillary.example/tutorial", False),
+        ("http://github.com/owner/name", False),
+        ("https://localhost/armillary", False),
+    ],
+)
+def test_a_reserved_name_is_no_address_of_a_project(address, belongs):
+    assert belongs_to_someone(address) == belongs
+
+
+def test_the_addresses_of_the_project_are_real_and_stand_in_one_file():
+    for name, address in PROJECT.get("urls", {}).items():
+        assert belongs_to_someone(address), name
+        lines = find_lines(re.compile(re.escape(address)))
+        assert {line.partition(":")[0] for line in lines} == {"pyproject.toml"}, name
 
 
 def test_the_logo_is_a_picture_with_a_title():
