@@ -23,8 +23,8 @@ def make_theme_options(repository: str | None = _ADDRESS) -> dict[str, Any]:
     """Returns the options of the theme that show links to the repository.
 
     Args:
-        repository: The address of the repository. Without one, a page has no links to its
-            source.
+        repository: The address of the repository. Without it, pages have no links to
+            their sources.
     """
     if repository is None:
         return {"top_of_page_buttons": []}
@@ -51,7 +51,7 @@ def link_to_source(
     Args:
         page: The page, such as `docs/reference/armillary.Controller`.
         context: The values that the template of the page reads.
-        repository: The address of the repository. Without one, there is nothing to link.
+        repository: The address of the repository. Without it, there are no links.
     """
     folder, _, name = page.rpartition("/")
     if repository is None or folder != "docs/reference":
