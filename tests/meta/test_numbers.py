@@ -11,7 +11,8 @@ from tests.recovery.faults import FAULTS
 from tests.recovery.test_soak import SOME
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
-TABLE = (REPOSITORY / "docs" / "compatibility.md").read_text()
+[COMPATIBILITY] = (REPOSITORY / "docs").rglob("compatibility.md")
+TABLE = COMPATIBILITY.read_text()
 CHANGELOG = REPOSITORY / "CHANGELOG.md"
 PAGES = [*DOCUMENTS, CHANGELOG, REPOSITORY / "Makefile"]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
