@@ -1,4 +1,4 @@
-"""The addresses of the project, which stand in `pyproject.toml` alone."""
+"""Links from the site to the repository, if `pyproject.toml` has its address."""
 
 import importlib
 import inspect
@@ -10,7 +10,7 @@ from contents import REPOSITORY
 
 _BRANCH = "main"
 _PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-_ADDRESS = _PROJECT["urls"]["Repository"]
+_ADDRESS: str | None = _PROJECT.get("urls", {}).get("Repository")
 _ICON = (
     '<svg viewBox="0 0 16 16" width="1em" height="1em" fill="none" '
     'stroke="currentColor" stroke-width="1.5">'
@@ -19,36 +19,46 @@ _ICON = (
 )
 
 
-def make_theme_options() -> dict[str, Any]:
-    """Returns the options of the theme that show links to the repository."""
+def make_theme_options(repository: str | None = _ADDRESS) -> dict[str, Any]:
+    """Returns the options of the theme that show links to the repository.
+
+    Args:
+        repository: The address of the repository. Without it, pages have no links to
+            their sources.
+    """
+    if repository is None:
+        return {"top_of_page_buttons": []}
     return {
-        "source_edit_link": make_address("edit", "{filename}"),
-        "source_view_link": make_address("blob", "{filename}"),
+        "source_edit_link": make_address(repository, "edit", "{filename}"),
+        "source_view_link": make_address(repository, "blob", "{filename}"),
         "top_of_page_buttons": ["view", "edit"],
         "footer_icons": [
-            {"name": "Repository", "url": _ADDRESS, "html": _ICON, "class": ""}
+            {"name": "Repository", "url": repository, "html": _ICON, "class": ""}
         ],
     }
 
 
-def make_address(kind: str, name: str) -> str:
+def make_address(repository: str, kind: str, name: str) -> str:
     """Returns the address of a file: `"blob"` shows it, `"edit"` opens an editor."""
-    return f"{_ADDRESS}/{kind}/{_BRANCH}/{name}"
+    return f"{repository}/{kind}/{_BRANCH}/{name}"
 
 
-def link_to_source(page: str, context: dict[str, Any]) -> None:
+def link_to_source(
+    page: str, context: dict[str, Any], repository: str | None = _ADDRESS
+) -> None:
     """Lets a page of the reference link to the docstrings that it comes from.
 
     Args:
         page: The page, such as `docs/reference/armillary.Controller`.
         context: The values that the template of the page reads.
+        repository: The address of the repository. Without it, there are no links.
     """
     folder, _, name = page.rpartition("/")
-    if folder != "docs/reference":
+    if repository is None or folder != "docs/reference":
         return
     path = find_source(name).relative_to(REPOSITORY).as_posix()
-    context["theme_source_edit_link"] = make_address("edit", path)
-    context["theme_source_view_link"] = make_address("blob", path)
+    context["theme_source_edit_link"] = make_address(repository, "edit", path)
+    context["theme_source_view_link"] = make_address(repository, "blob", path)
 
 
 def find_source(name: str) -> Path:

@@ -3,7 +3,7 @@
 The pages are those that GitHub shows, at the same paths, so that their links hold in
 both places. `contents.py` says what the sidebar lists, `reference.py` writes the pages
 of the reference, `links.py` turns files and names into links, `address.py` links to the
-repository, and `assistants.py` writes the pages as text.
+repository once it has an address, and `assistants.py` writes the pages as text.
 """
 
 import os

@@ -68,7 +68,10 @@ def test_a_step_that_is_not_compiled_may_draw():
 
 
 def test_a_seeded_generator_made_in_the_step_gives_a_constant():
-    Trainer(lambda _, x: x + np.random.default_rng(0).normal()).train(2)
+    trainer = Trainer(lambda _, x: x + np.random.default_rng(0).normal())
+    trainer.train(2)
+    constant = np.random.default_rng(0).normal()
+    np.testing.assert_allclose(trainer.total, 2 * 4 * (1 + constant), rtol=1e-6)
 
 
 def test_others_may_draw_meanwhile():
@@ -78,7 +81,9 @@ def test_others_may_draw_meanwhile():
         thread.join()
         return x
 
-    Trainer(use).train(1)
+    trainer = Trainer(use)
+    trainer.train(1)
+    assert trainer.total == 4
 
 
 def test_a_function_is_watched_as_well():

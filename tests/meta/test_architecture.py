@@ -1,8 +1,20 @@
 """ARCHITECTURE.md names the layers and the files that there are."""
 
 import re
+import sys
+import threading
 import tomllib
+from collections.abc import Callable
+from types import FrameType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
 from tests.meta.test_docs import REPOSITORY
 
 TEXT = (REPOSITORY / "ARCHITECTURE.md").read_text()
@@ -38,3 +50,78 @@ def test_each_path_that_is_named_exists():
     assert len(paths) > 20
     for path in paths:
         assert any((REPOSITORY / root / path).exists() for root in roots), path
+
+
+class Trainer(armillary.StandardTrainer):
+    """A user's trainer, whose loss a loop reports."""
+
+    def __init__(self, strategy):
+        with strategy.scope():
+            self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+        data = armillary.data.from_arrays(
+            {"x": np.ones((16, 3), np.float32)}, batch_size=8, repeat=True
+        )
+        super().__init__(strategy.distribute_dataset(data))
+        self.strategy = strategy
+        self.loss = nnx.metrics.Average("loss")
+
+    def train_loop_begin(self):
+        self.loss.reset()
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            def loss_fn(model):
+                return jnp.mean(model(batch["x"]) ** 2)
+
+            loss, gradients = nnx.value_and_grad(loss_fn)(self.model)
+            gradients = armillary.all_reduce("mean", gradients)
+            self.optimizer.update(self.model, gradients)
+            self.loss.update(loss=loss)
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def train_loop_end(self):
+        return {"loss": self.loss.compute()}
+
+
+def watch_calls(function: Callable[[], object]) -> set[tuple[str, str]]:
+    """Returns file and name of each Python function that runs, in every new thread."""
+    calls: set[tuple[str, str]] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        calls.add((frame.f_code.co_filename, frame.f_code.co_name))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return calls
+
+
+@pytest.mark.slow
+def test_one_call_runs_the_files_and_functions_that_the_page_names(tmp_path):
+    trainer = Trainer(armillary.MirroredStrategy(jax.devices()[:2]))
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        steps_per_loop=100,
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), tmp_path
+        ),
+        summary_dir=tmp_path,
+    )
+    calls = watch_calls(lambda: controller.train(200))
+
+    section = TEXT.partition("\n## One call, file by file\n")[2].partition("\n## ")[0]
+    code = set(re.findall(r"`([^`]+)`", section))
+    files = {each for each in code if each.endswith(".py")}
+    functions = {each for each in code if re.fullmatch(r"_?[a-z]+(_[a-z]+)*", each)}
+    assert len(files) > 20
+    assert functions >= {"train", "train_until", "step_fn"}
+    for file in files:
+        assert any(path.endswith(f"/{file}") for path, _ in calls), file
+    assert functions <= {name for _, name in calls}

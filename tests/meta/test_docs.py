@@ -1,5 +1,6 @@
 """Documents keep their promises: code prints what they show, and commands exist."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -17,6 +18,9 @@ DOCUMENTS = [
     if path.name != "CHANGELOG.md"
 ]
 WITH_KERAS = ("keras.md", "migrating.md", "parameter_server.md")
+# A line of a log whose numbers are the same on each machine, except the speed.
+OF_A_LOOP = re.compile(r"\s?(?:train|eval) \| step:.*")
+SPEED = re.compile(r"\b(?:steps/sec|eval time): +\d")
 FENCE = re.compile(
     r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -35,36 +39,60 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
+def make_rule(line: str) -> re.Pattern[str]:
+    """Returns the pattern of a line that a page shows; `...` there is any text."""
+    return re.compile(re.escape(line).replace(r"\.\.\.", ".*"))
+
+
 def find_missing(printed: str, shown: str) -> list[str]:
-    """Returns printed lines that a page does not show; `...` there is any text."""
-    rules = [re.escape(line).replace(r"\.\.\.", ".*") for line in shown.splitlines()]
+    """Returns printed lines that a page does not show."""
+    rules = [make_rule(line) for line in shown.splitlines()]
     return [
         line
         for line in printed.splitlines()
-        if not any(re.fullmatch(rule, line) for rule in rules)
+        if not any(rule.fullmatch(line) for rule in rules)
+    ]
+
+
+def find_stale(shown: str, logged: str) -> list[str]:
+    """Returns lines of loops that a page shows, and that were not logged."""
+    lines = [line for line in shown.splitlines() if OF_A_LOOP.fullmatch(line)]
+    printed = logged.splitlines()
+    return [
+        line
+        for line in lines
+        if not any(make_rule(line).fullmatch(each.rstrip()) for each in printed)
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_python_blocks_run_and_print_what_the_page_shows(
-    path, tmp_path, monkeypatch, capsys
+    path, tmp_path, monkeypatch, capsys, caplog
 ):
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, logger="armillary")
     namespace: dict[str, object] = {"__name__": "document"}
     printed = ""
+    has_run = False
     for info, line, body in find_blocks(path):
         if info == "text":
+            if has_run:
+                logged = "\n".join(caplog.messages)
+                assert find_stale(body, logged) == [], f"{path.name}:{line}"
             assert find_missing(printed, body) == [], f"{path.name}:{line}"
             # Other pages show what is logged, too.
             is_whole = len(printed.splitlines()) == len(body.splitlines())
             assert is_whole or path.name != "errors.md", f"errors.md:{line}"
         printed = ""
         if info.split()[:1] != ["python"]:
+            has_run = False
             continue
         # Blank lines in front make a traceback point into the document.
         code = compile("\n" * line + body, str(path), "exec")
-        if info != "python no-run":
+        has_run = info != "python no-run"
+        if has_run:
+            caplog.clear()
             assert info == "python", f"{path.name}:{line}: unknown marks in {info!r}"
             capsys.readouterr()
             # The layers of Keras rely on the promotion of ranks.
@@ -73,6 +101,20 @@ def test_python_blocks_run_and_print_what_the_page_shows(
             with jax.numpy_rank_promotion(promotion):
                 exec(code, namespace)
             printed = capsys.readouterr().out
+
+
+def test_a_line_that_was_not_logged_is_stale():
+    logged = "devices: 8 x cpu\ntrain | step:    100 | steps/sec:  384.6 | output: {}"
+    assert (
+        find_stale("train | step:    100 | steps/sec: ... | output: {}", logged) == []
+    )
+    other = " eval | step:    100 | eval time: ... sec | output: {}"
+    assert find_stale(f"devices: 1 x cpu\n{other}", logged) == [other]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_no_page_shows_the_speed_of_one_machine(path):
+    assert SPEED.findall(path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

@@ -1,14 +1,17 @@
 """Pages that list what the code has: commands, options, variables and examples."""
 
+import argparse
 import ast
 import re
 
 import pytest
 
 from armillary import _cli
+from armillary.launch._command import add_launch
 from tests.meta.test_docs import REPOSITORY, find_blocks
 
 CLI = REPOSITORY / "docs" / "cli.md"
+LAUNCH = REPOSITORY / "docs" / "launch.md"
 VARIABLES = REPOSITORY / "docs" / "environment_variables.md"
 EXAMPLES = REPOSITORY / "examples"
 OPTION = re.compile(r"(?<![\w-])(-m|--[a-z][a-z-]+)\b")
@@ -71,6 +74,17 @@ def test_the_page_has_an_example_of_a_command_with_options_that_exist(name, caps
     known = read_help(capsys, name)
     used = examples[0].partition("train.py --")[0] if name == "launch" else examples[0]
     assert all(option in known for option in OPTION.findall(used))
+
+
+def test_the_page_of_the_launcher_has_the_defaults_of_its_options():
+    parser = argparse.ArgumentParser()
+    add_launch(parser)
+    rows = re.findall(r"^\| `(--[\w-]+) .+?` \| (\d+) \|", LAUNCH.read_text(), re.M)
+    assert len(rows) >= 5
+    for option, shown in rows:
+        default = parser.get_default(option.removeprefix("--").replace("-", "_"))
+        # The number of workers is a range: the fewest and the most.
+        assert default in (int(shown), (int(shown),) * 2), option
 
 
 def read_capitals():

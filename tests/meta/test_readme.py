@@ -37,14 +37,14 @@ def read_shown(first_words):
     return textwrap.dedent(indent + first_words + block.partition("```")[0]).rstrip()
 
 
-def run(program, folder):
+def run(program, folder, *command):
     """Runs a program as a reader does: saved as `train.py`, on four CPU devices."""
     (folder / "train.py").write_text(program)
     environment = {
         name: value for name, value in os.environ.items() if name not in OF_THE_TESTS
     }
     return subprocess.run(
-        [sys.executable, str(folder / "train.py")],
+        [sys.executable, *command, str(folder / "train.py")],
         cwd=folder,
         env={**environment, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
         capture_output=True,
@@ -76,6 +76,28 @@ def test_the_program_without_its_reduction_ends_with_the_error_that_the_readme_s
     assert (
         find_missing("\n".join(printed[start:][: len(shown)]), "\n".join(shown)) == []
     )
+
+
+@pytest.mark.slow
+def test_the_program_prints_the_same_losses_in_two_processes(tmp_path):
+    strategy = "armillary.MirroredStrategy()"
+    assert strategy in read_program()
+    program = read_program().replace(
+        strategy, "armillary.MultiWorkerMirroredStrategy()"
+    )
+    launch = [
+        "-m",
+        "armillary",
+        "launch",
+        "--workers",
+        "2",
+        "--devices-per-worker",
+        "2",
+    ]
+    ended = run(program, tmp_path, *launch)
+    assert ended.returncode == 0, ended.stderr
+    shown = re.findall(r"output: .+", read_shown("found no checkpoint"))
+    assert re.findall(r"output: .+", ended.stdout + ended.stderr) == shown
 
 
 def test_the_numbers_of_comparisons_are_the_numbers_of_the_compatibility_table():

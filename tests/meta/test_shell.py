@@ -1,11 +1,14 @@
 """The files around the code: workflows, forms, hooks, addresses, citation and logo."""
 
+import os
 import re
+import subprocess
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml  # Orbax needs it, so it is always installed.
@@ -104,8 +107,32 @@ def test_hooks_run_what_make_check_runs():
         assert program.replace(".venv/bin", "$(BIN)") in makefile, hook["id"]
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "CITATION.cff"])
+def test_the_first_sentence_is_the_same_everywhere(name):
+    sentence = PROJECT["description"].lower()
+    assert sentence in (REPOSITORY / name).read_text().lower()
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog(tmp_path):
+    steps = read(GITHUB / "workflows" / "release.yml")["jobs"]["release"]["steps"]
+    [command] = [step["run"] for step in steps if "notes.md" in step.get("run", "")][:1]
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    for tag in ("v0.3.0", "v0.1.0"):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        subprocess.run(
+            ["sh", "-ec", command], cwd=tmp_path, env=environment, check=True
+        )
+        part = changelog.partition(f"\n## [{tag[1:]}]")[2].partition("\n## ")[0]
+        notes = (tmp_path / "notes.md").read_text()
+        assert notes.strip() == part.partition("\n")[2].strip()
+
+
 def test_the_citation_has_the_version_and_the_license():
     citation = read(REPOSITORY / "CITATION.cff")
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    released = f"## [{citation['version']}] - {citation['date-released']}"
+    assert released in changelog
     assert str(citation["version"]) == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
     assert [each["name"] for each in citation["authors"]] == [
@@ -113,12 +140,33 @@ def test_the_citation_has_the_version_and_the_license():
     ]
 
 
-def test_the_addresses_of_the_project_stand_in_one_file():
-    for address in PROJECT["urls"].values():
-        assert address.startswith("https://")
-        host = re.escape(address.removeprefix("https://"))
-        files = {line.partition(":")[0] for line in find_lines(re.compile(host))}
-        assert files == {"pyproject.toml"}, address
+def belongs_to_someone(address: str) -> bool:
+    """Whether somebody can own an address, which reserved names exclude."""
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    is_reserved = host.rpartition(".")[2] in {"example", "invalid", "localhost", "test"}
+    return parts.scheme == "https" and "." in host and not is_reserved
+
+
+@pytest.mark.parametrize(
+    ("address", "belongs"),
+    [
+        ("https://github.com/owner/name", True),
+        ("https://armillary.example", False),
+        ("https://docs.armillary.example/tutorial", False),
+        ("http://github.com/owner/name", False),
+        ("https://localhost/armillary", False),
+    ],
+)
+def test_a_reserved_name_is_no_address_of_a_project(address, belongs):
+    assert belongs_to_someone(address) == belongs
+
+
+def test_the_addresses_of_the_project_are_real_and_stand_in_one_file():
+    for name, address in PROJECT.get("urls", {}).items():
+        assert belongs_to_someone(address), name
+        lines = find_lines(re.compile(re.escape(address)))
+        assert {line.partition(":")[0] for line in lines} == {"pyproject.toml"}, name
 
 
 def test_the_logo_is_a_picture_with_a_title():

@@ -107,6 +107,28 @@ def test_each_page_of_the_reference_links_to_its_source():
         assert path.is_relative_to(REPOSITORY / "armillary"), page
 
 
+HERE = "https://git.example/armillary"
+
+
+def test_pages_link_to_the_repository_if_it_has_an_address():
+    options = address.make_theme_options(HERE)
+    assert options["source_edit_link"] == f"{HERE}/edit/main/{{filename}}"
+    assert options["footer_icons"][0]["url"] == HERE
+
+    context = {}
+    address.link_to_source("docs/reference/armillary.Controller", context, HERE)
+    path = "armillary/controller/_controller.py"
+    assert context["theme_source_edit_link"] == f"{HERE}/edit/main/{path}"
+    assert context["theme_source_view_link"] == f"{HERE}/blob/main/{path}"
+
+
+def test_pages_have_no_links_to_a_repository_without_an_address():
+    assert address.make_theme_options(None) == {"top_of_page_buttons": []}
+    context = {}
+    address.link_to_source("docs/reference/armillary.Controller", context, None)
+    assert context == {}
+
+
 def test_the_texts_for_assistants_have_each_page():
     content, pages = assistants.make_content(), assistants.make_pages()
     assert content.startswith("# Armillary\n\n> Training loops for JAX")
@@ -164,9 +186,7 @@ def test_the_site_can_be_built(tmp_path):
     targets = find_targets(reference.make_pages().values())
     assert {name.encode() for name in targets} <= described
     assert {"llms.txt", "llms-full.txt"} <= {path.name for path in tmp_path.iterdir()}
-    repository = address.make_address("edit", "")
-    for page in ("docs/tutorial", "docs/reference/armillary.Controller"):
-        assert f'href="{repository}' in (tmp_path / f"{page}.html").read_text()
+    assert (tmp_path / "docs" / "reference" / "armillary.Controller.html").is_file()
     # Nothing is fetched when a page is opened.
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(
