@@ -1,7 +1,7 @@
 """Writes two files for assistants that read the documentation as text.
 
-`llms.txt` lists the pages with a sentence for each, as the tables of `docs/index.md` and
-of the pages that it lists have them. `llms-full.txt` holds all pages in one file.
+`llms.txt` lists the pages with a sentence for each, which comes from the tables of
+`docs/index.md` and of other lists. `llms-full.txt` holds all pages in one file.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The contents of the site, as the tables of some pages list them.
 
-These pages are read on GitHub too, so their tables are the contents. Each heading over a
-table of `docs/index.md` is a part of the sidebar, and each row whose first cell is a link
-is a page. The pages that another page lists are below it in the sidebar.
+These pages are read on GitHub too, so their tables are the contents. Each heading over
+a table of `docs/index.md` is a part of the sidebar, and each row whose first cell is a
+link is a page. The pages that another page lists are below it in the sidebar.
 """
 
 import re
@@ -50,7 +50,7 @@ def list_below(page: str) -> list[str]:
 
 
 def list_pages() -> list[str]:
-    """Returns the pages of the site, without the reference, in the order of the sidebar."""
+    """Returns the pages in the order of the sidebar, without the reference."""
     listed = [LISTS[0]]
     for page in list_below(LISTS[0]):
         listed += [page, *list_below(page)]

@@ -1,4 +1,4 @@
-"""Writes docs/internals/compatibility.md from the cases: `python -m tests.differential.page`."""
+"""Writes docs/internals/compatibility.md: `python -m tests.differential.page`."""
 
 from pathlib import Path
 
