@@ -20,7 +20,7 @@ class InputContext:
 
     A function given to `distribute_datasets_from_function` gets one, reads its share of
     the data, such as `images[input_pipeline_id::num_input_pipelines]`, and batches it
-    for one replica. `docs/data.md` has an example.
+    for one replica. `docs/batch_sizes.md` has an example.
 
     Args:
         num_input_pipelines: How many pipelines read the data together, one in each

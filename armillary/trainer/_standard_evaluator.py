@@ -211,7 +211,7 @@ def predict(
 
     Each example is used exactly once, whatever the batch size and the number of
     replicas and processes, also where the data set was distributed with another
-    `remainder`. Nothing but the batches under way is held. `docs/trainer.md` has an
+    `remainder`. Nothing but the batches under way is held. `docs/prediction.md` has an
     example.
 
     It reads the data from its beginning, and leaves the position of `dataset` alone. In

@@ -9,7 +9,18 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LISTS = ("docs/index.md", "docs/recipes.md", "docs/internals/index.md")
+LISTS = (
+    "docs/index.md",
+    "docs/checkpoints.md",
+    "docs/cluster.md",
+    "docs/controller.md",
+    "docs/data.md",
+    "docs/internals/index.md",
+    "docs/launch.md",
+    "docs/recipes.md",
+    "docs/strategies.md",
+    "docs/trainer.md",
+)
 
 _HEADING = re.compile(r"^## (.+)$")
 _FILE = re.compile(r"\]\(([^)#\s:]+\.(?!md\b)\w+)\)")

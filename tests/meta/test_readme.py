@@ -98,7 +98,10 @@ def read_ratios():
     return [float(row[3].split()[0]) for row in rows if "without" not in row[0]]
 
 
-@pytest.mark.parametrize("page", [README, DOCS / "comparison.md"])
+PAGES = [README, DOCS / "comparison.md", DOCS / "performance.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_range_of_speeds_is_the_range_of_the_table(page):
     ratios = read_ratios()
     assert len(ratios) > 10

@@ -87,7 +87,7 @@ def value_and_grad(
 
     With `batch`, gradients can be accumulated: one part of the batch after the other is
     differentiated, which needs the memory of one part. The result is that of this
-    replica's whole share; `docs/trainer.md` has an example.
+    replica's whole share; `docs/gradient_accumulation.md` has an example.
 
     That holds for a mean or a sum over examples, with any penalties for a mean, and not
     for a loss that is not linear in its examples: the root of a mean of squares, a
