@@ -16,7 +16,7 @@ DOCUMENTS = [
     ]
     if path.name != "CHANGELOG.md"
 ]
-WITH_KERAS = ("keras.md", "migrating.md", "parameter_server.md")
+WITH_KERAS = ("keras.md", "from_tensorflow.md", "parameter_server.md")
 FENCE = re.compile(
     r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
