@@ -1,13 +1,13 @@
 """Writes two files for assistants that read the documentation as text.
 
-`llms.txt` lists the pages with a sentence for each, as `docs/index.md` has them.
-`llms-full.txt` holds all pages in one Markdown file.
+`llms.txt` lists the pages with a sentence for each, which comes from the tables of
+`docs/index.md` and of other lists. `llms-full.txt` holds all pages in one file.
 """
 
 import re
 from pathlib import Path
 
-from contents import LISTS, REPOSITORY, read_contents
+from contents import LISTS, REPOSITORY, list_below, list_pages, read_contents
 
 _ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \| (.+) \|$", re.MULTILINE)
 _CONTENT = "llms.txt"
@@ -28,29 +28,23 @@ def make_content() -> str:
     all_pages = f"All pages in one file: [{_PAGES}]({_PAGES})"
     lines = [title, "", f"> {summary}", "", all_pages]
 
+    descriptions = {}
     for page in LISTS:
-        descriptions = _read_descriptions(page)
-        for caption, pages in read_contents(page).items():
-            lines += ["", f"## {caption}", ""]
-            for name in pages:
-                short, description = descriptions[name]
-                address = f"{name.removesuffix('.md')}.html"
-                lines.append(f"- [{short}]({address}): {description}")
+        descriptions |= _read_descriptions(page)
+    for caption, pages in read_contents(LISTS[0]).items():
+        lines += ["", f"## {caption}", ""]
+        for name in [each for page in pages for each in (page, *list_below(page))]:
+            short, description = descriptions[name]
+            address = f"{name.removesuffix('.md')}.html"
+            lines.append(f"- [{short}]({address}): {description}")
     return "\n".join([*lines, ""])
 
 
 def make_pages() -> str:
     """Returns all pages in the order of the site, each after a line with its path."""
-    listed = [
-        name
-        for page in LISTS
-        for pages in read_contents(page).values()
-        for name in pages
-    ]
-    names = dict.fromkeys([LISTS[0], *listed])
     parts = [
         f"<!-- {name} -->\n\n{(REPOSITORY / name).read_text().strip()}\n"
-        for name in names
+        for name in list_pages()
     ]
     return "\n".join(parts)
 

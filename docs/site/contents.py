@@ -1,14 +1,27 @@
-"""The contents of the site, as `docs/index.md` and `docs/recipes.md` list them.
+"""The contents of the site, as the tables of some pages list them.
 
-These pages are read on GitHub too, so their tables are the contents: each heading over
-a table is a part of the sidebar, and each row whose first cell is a link is a page.
+These pages are read on GitHub too, so their tables are the contents. Each heading over
+a table of `docs/index.md` is a part of the sidebar, and each row whose first cell is a
+link is a page. The pages that another page lists are below it in the sidebar.
 """
 
 import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LISTS = ("docs/index.md", "docs/recipes.md")
+LISTS = (
+    "docs/index.md",
+    "docs/checkpoints.md",
+    "docs/cluster.md",
+    "docs/controller.md",
+    "docs/data.md",
+    "docs/from_tensorflow.md",
+    "docs/internals/index.md",
+    "docs/launch.md",
+    "docs/recipes.md",
+    "docs/strategies.md",
+    "docs/trainer.md",
+)
 
 _HEADING = re.compile(r"^## (.+)$")
 _FILE = re.compile(r"\]\(([^)#\s:]+\.(?!md\b)\w+)\)")
@@ -41,15 +54,19 @@ def make_toctree(caption: str, pages: list[str]) -> str:
     return "\n".join(["", "", *lines, "```", ""])
 
 
+def list_below(page: str) -> list[str]:
+    """Returns the pages below `page` in the sidebar: none, unless it is a list."""
+    if page not in LISTS:
+        return []
+    return [name for pages in read_contents(page).values() for name in pages]
+
+
 def list_pages() -> list[str]:
-    """Returns all pages of the site but those of the reference."""
-    listed = [
-        page
-        for part in LISTS
-        for pages in read_contents(part).values()
-        for page in pages
-    ]
-    return sorted({*LISTS, *listed})
+    """Returns the pages in the order of the sidebar, without the reference."""
+    listed = [LISTS[0]]
+    for page in list_below(LISTS[0]):
+        listed += [page, *list_below(page)]
+    return listed
 
 
 def find_linked_files() -> list[Path]:

@@ -1,11 +1,12 @@
-"""Writes docs/compatibility.md from the cases: `python -m tests.differential.page`."""
+"""Writes docs/internals/compatibility.md: `python -m tests.differential.page`."""
 
 from pathlib import Path
 
 from tests.differential.harness import Case
 from tests.differential.suite import CASES, SECTIONS, count_configurations
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs" / "internals" / "compatibility.md"
 HEAD = """\
 # Compatibility table
 

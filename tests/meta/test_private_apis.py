@@ -1,4 +1,4 @@
-"""docs/private_apis.md lists every private name of other libraries that is used."""
+"""Every private name of other libraries has a row in docs/internals/private_apis.md."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs" / "private_apis.md"
+PAGE = REPOSITORY / "docs" / "internals" / "private_apis.md"
 PRIVATE_MODULES = ("jax._src", "jaxlib", "ctypes")
 # Public, although they begin with an underscore.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
@@ -60,7 +60,7 @@ def read_rows() -> dict[str, str]:
     """Returns for each file that the page names the text of its rows."""
     rows: dict[str, str] = defaultdict(str)
     for line in PAGE.read_text().splitlines():
-        for file in re.findall(r"\]\(\.\./(armillary/[^)]+)\)", line):
+        for file in re.findall(r"\]\(\.\./\.\./(armillary/[^)]+)\)", line):
             rows[file] += line.split(" | ")[0]
     return rows
 
@@ -96,6 +96,7 @@ def test_every_name_on_the_page_is_used():
 
 
 def test_every_row_has_a_test():
-    rows = [line for line in PAGE.read_text().splitlines() if "](../armillary/" in line]
+    lines = PAGE.read_text().splitlines()
+    rows = [line for line in lines if "](../../armillary/" in line]
     assert rows
-    assert [row for row in rows if "](../tests/" not in row.split(" | ")[-1]] == []
+    assert [row for row in rows if "](../../tests/" not in row.split(" | ")[-1]] == []

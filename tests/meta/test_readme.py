@@ -101,7 +101,7 @@ def test_the_program_prints_the_same_losses_in_two_processes(tmp_path):
 
 
 def test_the_numbers_of_comparisons_are_the_numbers_of_the_compatibility_table():
-    table = (DOCS / "compatibility.md").read_text()
+    table = (DOCS / "internals" / "compatibility.md").read_text()
     counts = dict(re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", table, re.M))
     text = " ".join(README.read_text().split())
     assert f"{int(counts['constructs']):,} constructs" in text
@@ -120,7 +120,10 @@ def read_ratios():
     return [float(row[3].split()[0]) for row in rows if "without" not in row[0]]
 
 
-@pytest.mark.parametrize("page", [README, DOCS / "comparison.md"])
+PAGES = [README, DOCS / "comparison.md", DOCS / "performance.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_range_of_speeds_is_the_range_of_the_table(page):
     ratios = read_ratios()
     assert len(ratios) > 10

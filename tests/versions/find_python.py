@@ -16,7 +16,7 @@ MINORS = (14, 13, 12, 11)
 """The releases of Python that the tests may run with, the newest first."""
 
 VERSION = "import sys; print(*sys.version_info[:3])"
-# Armillary needs a later 3.12: docs/private_apis.md says why.
+# Armillary needs a later 3.12: docs/internals/private_apis.md says why.
 UNSUPPORTED = [(3, 12, 0), (3, 12, 1), (3, 12, 2)]
 
 

@@ -52,7 +52,7 @@ def from_tfrecords(
     The files are one sequence of records, in the order of the paths, and are shuffled
     as one. Each file is gone through once to find its records. They are then read by
     their place, with checksums compared. A batch is a dictionary of NumPy arrays.
-    `docs/data.md` has an example.
+    `docs/tfrecord.md` has an example.
 
     Args:
         paths: One file or several, not compressed. A pattern such as

@@ -89,7 +89,7 @@ def value_and_grad(
 
     With `batch`, gradients can be accumulated: the parts of the batch are
     differentiated one after the other, which needs the memory of one part. The result
-    is the loss and the gradients of this replica's whole share. `docs/trainer.md` has
+    is the loss and the gradients of this replica's whole share. `docs/gradient_accumulation.md` has
     an example. If `loss_fn` writes to variables, it writes once for each part, in
     order.
 

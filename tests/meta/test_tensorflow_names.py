@@ -1,4 +1,4 @@
-"""The page for users of TensorFlow leaves no name out, and names only what exists."""
+"""The page of TensorFlow's names leaves none out, and each name on the right exists."""
 
 import importlib
 import inspect
@@ -6,9 +6,11 @@ import re
 
 import pytest
 
-from tests.meta.test_docs import REPOSITORY
+from armillary._answers import NAMES
+from tests.meta.test_site import load
 
-PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
+names = load("tensorflow_names")
+PAGE = names.PAGE.read_text()
 LIBRARIES = {"nnx": "flax.nnx"}
 ROOTS = r"armillary|jax|keras|nnx|optax"
 
@@ -51,9 +53,19 @@ PUBLIC = {
 }
 
 
+def test_the_page_is_up_to_date():
+    page = names.make_page()
+    assert page == PAGE, "Run `python docs/site/tensorflow_names.py`."
+
+
+def test_the_page_has_the_answer_of_each_error():
+    _, *rows = find_rows(PAGE.partition("\n## Names that errors answer\n")[2])
+    assert {name.strip("`"): answer for name, answer in rows} == NAMES
+
+
 def read_section(title: str) -> str:
     """Returns what is below the heading of a module, up to the next heading."""
-    return PAGE.partition(f"\n### `{title}`\n")[2].partition("\n#")[0]
+    return PAGE.partition(f"\n## `{title}`\n")[2].partition("\n#")[0]
 
 
 def find_rows(section: str) -> list[list[str]]:
@@ -83,7 +95,7 @@ def test_no_public_name_is_missing(title):
 
 @pytest.mark.slow
 def test_names_on_the_right_exist():
-    tables = PAGE.partition("\n## Name by name\n")[2]
-    names = re.findall(rf"`((?:{ROOTS})(?:\.\w+)*)[`(]", tables)
-    assert len(names) > 90
-    assert [name for name in names if not exists(name)] == []
+    cells = " ".join(cell for row in find_rows(PAGE) for cell in row[1:])
+    shown = re.findall(rf"`((?:{ROOTS})(?:\.\w+)*)[`(]", cells)
+    assert len(shown) > 90
+    assert [name for name in shown if not exists(name)] == []

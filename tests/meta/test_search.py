@@ -1,0 +1,123 @@
+"""The words that people search for are in the titles of the pages that answer them."""
+
+import re
+
+import pytest
+
+from tests.meta.test_docs import REPOSITORY
+from tests.meta.test_site import contents
+
+# A word, and the page that a search for it should find.
+PAGES = {
+    "64-bit": "docs/data.md",
+    "all_reduce": "docs/gradients.md",
+    "architecture": "ARCHITECTURE.md",
+    "armillary launch": "docs/launch.md",
+    "axis names": "docs/jax_in_a_step.md",
+    "batch sizes": "docs/batch_sizes.md",
+    "best checkpoint": "docs/best_checkpoint.md",
+    "buckets": "docs/buckets.md",
+    "checkpoints": "docs/checkpoints.md",
+    "comparing runs": "docs/report.md",
+    "compatibility table": "docs/internals/compatibility.md",
+    "compilation cache": "docs/startup.md",
+    "convolutions": "docs/internals/performance.md",
+    "ctrl-c": "docs/early_stopping.md",
+    "damaged checkpoints": "docs/safe_saves.md",
+    "debug": "docs/step_rules.md",
+    "dropout": "docs/random_numbers.md",
+    "early stopping": "docs/early_stopping.md",
+    "elastic": "docs/elastic.md",
+    "ema": "docs/ema.md",
+    "epochs": "docs/epochs.md",
+    "evaluation": "docs/evaluation.md",
+    "exit codes": "docs/exit_codes.md",
+    "exporting": "docs/export.md",
+    "fine-tuning": "docs/bert.md",
+    "fsdp": "docs/sharding.md",
+    "full disk": "docs/safe_saves.md",
+    "goodput": "docs/goodput.md",
+    "gradient accumulation": "docs/gradient_accumulation.md",
+    "grain": "docs/recipes/grain.md",
+    "hang detection": "docs/watching.md",
+    "hugging face": "docs/data_libraries.md",
+    "inference": "docs/recipes/inference.md",
+    "install": "docs/install.md",
+    "jax.pmap": "docs/from_pmap.md",
+    "jax.set_mesh": "docs/jax_in_a_step.md",
+    "jsonl": "docs/summaries.md",
+    "kubernetes": "docs/schedulers.md",
+    "learning rate": "docs/recipes/learning_rates.md",
+    "masked language model": "docs/recipes/masked_language_model.md",
+    "max_shapes": "docs/buckets.md",
+    "metrics": "docs/metrics.md",
+    "mismatch": "docs/changed_program.md",
+    "mixed precision": "docs/recipes/mixed_precision.md",
+    "mlflow": "docs/recipes/mlflow.md",
+    "multi-host training": "docs/cluster.md",
+    "nan": "docs/non_finite.md",
+    "nccl": "docs/cross_device_operations.md",
+    "open ports": "docs/communication.md",
+    "orbit": "docs/from_orbit.md",
+    "out of memory": "docs/faq.md",
+    "parameter servers": "docs/parameter_server.md",
+    "performance": "docs/performance.md",
+    "planning memory": "docs/plan.md",
+    "prediction": "docs/prediction.md",
+    "preemption": "docs/preemption.md",
+    "profiling": "docs/profiling.md",
+    "progress": "docs/progress.md",
+    "project template": "docs/template.md",
+    "pytorch": "docs/data_libraries.md",
+    "q-learning": "docs/data_from_parameters.md",
+    "random numbers": "docs/random_numbers.md",
+    "ray": "docs/ray.md",
+    "recompilation": "docs/recompilation.md",
+    "replay buffers": "docs/python_state.md",
+    "reports": "docs/report.md",
+    "restarts": "docs/restarts.md",
+    "resume": "docs/checkpoints.md",
+    "self-play": "docs/data_from_parameters.md",
+    "several optimizers": "docs/recipes/several_optimizers.md",
+    "silent data corruption": "docs/diverged_replicas.md",
+    "slurm": "docs/schedulers.md",
+    "spot": "docs/preemption.md",
+    "start-up time": "docs/startup.md",
+    "supported versions": "docs/which_jax.md",
+    "sweep": "docs/recipes/sweep.md",
+    "tensor parallelism": "docs/sharding.md",
+    "tensorboard": "docs/summaries.md",
+    "tensorflow": "docs/from_tensorflow.md",
+    "testing": "docs/testing.md",
+    "tf.data": "docs/data_libraries.md",
+    "tf_config": "docs/tf_config.md",
+    "tfrecord": "docs/tfrecord.md",
+    "torchrun": "docs/schedulers.md",
+    "tpu": "docs/tpus.md",
+    "training loops": "docs/trainer.md",
+    "transfer learning": "docs/partial_restore.md",
+    "weights & biases": "docs/summaries.md",
+}
+
+
+def list_headings(page: str) -> list[str]:
+    """Returns the title of a page and the headings below it, in lower case."""
+    text = (REPOSITORY / page).read_text()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [each.lower() for each in re.findall(r"^##? (.+)$", prose, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("word", PAGES)
+def test_a_search_word_is_in_a_heading_of_its_page(word):
+    headings = list_headings(PAGES[word])
+    whole_word = re.compile(rf"\b{re.escape(word)}")
+    assert any(whole_word.search(heading) for heading in headings), headings
+
+
+def test_each_page_of_a_search_word_is_in_the_sidebar():
+    assert set(PAGES.values()) <= set(contents.list_pages())
+
+
+def test_no_two_pages_have_the_same_title():
+    titles = [list_headings(page)[0] for page in contents.list_pages()]
+    assert sorted(titles) == sorted(set(titles))
