@@ -8,36 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import forget_devices
+from tests.examples.loading import EXAMPLES
+from tests.examples.running import read_accuracy, run_well
 from tests.patience import patience
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**forget_devices(), "PYTHONPATH": str(EXAMPLES.parent)}
-    if "keras" in name:  # Its layers rely on the promotion of ranks.
-        environment["JAX_NUMPY_RANK_PROMOTION"] = "allow"
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=patience(240),
-        env=environment,
-    )
-
-
-def run_well(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    result = run_example(name, *arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return result
-
-
-def read_accuracy(output: str) -> float:
-    match = re.search(r"Test accuracy (\d+\.\d+)%", output)
-    assert match is not None, output
-    return float(match[1])
 
 
 @pytest.mark.slow
