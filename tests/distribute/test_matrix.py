@@ -22,6 +22,7 @@ from armillary import estimator
 from armillary.distribute import CentralStorageStrategy, DefaultStrategy, Strategy
 from armillary.distribute.coordinator import ClusterCoordinator
 from tests.distribute.contract import TPUOnCPU
+from tests.ray_cluster import stop_ray
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 MESH = {"data": 2, "fsdp": 2}
@@ -53,7 +54,7 @@ def server_strategy() -> Iterator[Strategy]:
     yield strategy
     coordinator.shutdown()
     if not was_running:
-        ray.shutdown()
+        stop_ray()
     patch.undo()
 
 

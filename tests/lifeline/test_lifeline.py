@@ -212,8 +212,9 @@ def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
     for reason in (job.reasons[0] or "", job.reasons[4] or ""):
         assert re.search(
             r"process 3 of 12: .* has not answered for \d+ s \(stopped", reason
-        )
-    assert re.search(r"process 4 of 12: .*\(as process 3 has not", job.reasons[0] or "")
+        ), reason
+    reason = job.reasons[0] or ""
+    assert re.search(r"process 4 of 12: .*\(as process 3 has not", reason), reason
 
 
 def test_process_0_decides_while_it_answers(start):

@@ -87,6 +87,11 @@ class Outcome(NamedTuple):
     results: list[Any]
     errors: list[str]
 
+    @property
+    def log(self) -> str:
+        """All output, for the message of a failed test."""
+        return "\n".join(self.errors)
+
 
 def run_job(
     folder: Path, scenario: str, *, processes: int, devices: int, **options: Any

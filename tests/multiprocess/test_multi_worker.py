@@ -21,7 +21,7 @@ def run_several(
     outcome = run_job(
         folder, "several", processes=processes, devices=devices, parts=parts
     )
-    assert outcome.codes == [0] * processes, outcome.errors
+    assert outcome.codes == [0] * processes, outcome.log
     for result, said in zip(outcome.results, outcome.errors, strict=True):
         assert result["may open all files"]
         # Not at the first operation, where it gives up after half a minute.

@@ -29,7 +29,7 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
     first = run_job(
         tmp_path, "preempted", processes=2, devices=1, signal_at=3, **options
     )
-    assert first.codes == [ExitCode.PREEMPTED] * 2, first.errors
+    assert first.codes == [ExitCode.PREEMPTED] * 2, first.log
     chief, other = first.errors
     (step,) = re.findall(
         r"preempted: SIGTERM in process 1 of 2; saved .*/run/checkpoint_(\d+); ends "
@@ -46,7 +46,7 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
 
     second = run_job(tmp_path, "preempted", processes=2, devices=1, **options)
     # They send themselves SIGTERM in the end, when nobody listens any more.
-    assert second.codes == [-signal.SIGTERM] * 2, second.errors
+    assert second.codes == [-signal.SIGTERM] * 2, second.log
     alone = program.preempted(make_strategy(2), str(tmp_path / "alone"), STEPS)
     for result in second.results:
         assert result["start"] == int(step)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path):
     run_dir = tmp_path / "runs"
     outcome = run_job(tmp_path, "saves", processes=2, devices=1, run_dir=str(run_dir))
-    assert outcome.codes == [0, 0], outcome.errors
+    assert outcome.codes == [0, 0], outcome.log
     first, second = outcome.results
 
     # Each reads the files, and all take what nobody finds damaged.

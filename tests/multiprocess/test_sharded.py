@@ -24,7 +24,7 @@ def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path
     manager.sync()
 
     outcome = run_job(tmp_path, "sharded", processes=2, devices=2, run_dir=str(run_dir))
-    assert outcome.codes == [0, 0], outcome.errors
+    assert outcome.codes == [0, 0], outcome.log
     first, second = outcome.results
     check_mistakes(first.pop("mistakes"), second.pop("mistakes"))
     # Each has the half of a batch; of 8 rows as well.

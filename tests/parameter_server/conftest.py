@@ -13,6 +13,7 @@ import armillary
 from armillary.distribute.coordinator import ClusterCoordinator
 from armillary.distribute.partitioners import FixedShardsPartitioner
 from tests.patience import patience
+from tests.ray_cluster import stop_ray
 
 
 @pytest.fixture(scope="package")
@@ -33,9 +34,7 @@ def make_coordinator():
     for coordinator in made:
         if not coordinator._scheduler.is_stopped:
             coordinator.shutdown()
-    import ray
-
-    ray.shutdown()
+    stop_ray()
     patch.undo()
 
 
