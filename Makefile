@@ -26,7 +26,7 @@ NIGHTLY_PIP = .venv-nightly/bin/python -m pip --disable-pip-version-check -q ins
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow docs libraries plan-wheels plans dist differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow docs libraries plan-wheels plans dist differential soak busy check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-all  run every test; about 25 minutes on 2 cores"
 	@echo "make test-slow run the tests that make test leaves out"
 	@echo "make differential  compare 700 constructs with plain JAX; about an hour"
+	@echo "make busy      pass the tests three times, and all once, beside busy loops; hours"
 	@echo "make soak      let 1,000 faults happen to jobs (KILLS=60: ten minutes); hours"
 	@echo "make versions  make test with the oldest and the newest JAX; 20 minutes"
 	@echo "make nightly   make test with the JAX of today, for a scheduled job"
@@ -228,12 +229,16 @@ plans: .venv/dev-installed .venv-plans/installed
 	  tests/plan/test_compiled.py tests/plan/test_compiled_sharded.py \
 	  tests/plan/test_compiled_examples.py
 
-# Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written again.
+# Each construct on 0, 1, 2 and 4 replicas; then docs/internals/compatibility.md is written again.
 differential: .venv/dev-installed
 	$(BIN)/python $(TESTS) tests/differential/all_cases.py \
 	  tests/differential/test_*.py \
 	  --deselect tests/differential/test_complete.py::test_the_page_lists_the_cases
 	$(BIN)/python -m tests.differential.page
+
+# Three times `make test` and once `make test-all`, next to eight busy loops.
+busy: .venv/dev-installed
+	$(BIN)/python -m tests.busy
 
 # Any fault at any moment; a table of how long each took. Fewer: make soak KILLS=60.
 soak: .venv/dev-installed
