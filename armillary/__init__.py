@@ -191,6 +191,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the names that are imported, and those that will be."""
+    """Returns the names that are imported, and the names that can be imported."""
     packages = {module.name for module in pkgutil.iter_modules(__path__)}
     return sorted({*globals(), *__all__, *packages})

@@ -1,4 +1,4 @@
-"""Lets `python -m armillary` do what the command `armillary` does."""
+"""Makes `python -m armillary` the same as the command `armillary`."""
 
 from armillary._cli import main
 

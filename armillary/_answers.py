@@ -1,7 +1,7 @@
 """Names of TensorFlow, Orbit, Keras and Lightning, and the line to write instead.
 
-A package or an object that lacks one of these names still raises `AttributeError`, so
-`hasattr` and `getattr` with a default work as ever. The message ends with the answer.
+A package or an object without one of these names still raises `AttributeError`, so
+`hasattr` and `getattr` with a default work as usual. The message ends with the answer.
 """
 
 import dis
@@ -56,8 +56,8 @@ _FIT = (
 )
 _OPTION = "Write `armillary.InputOptions(prefetch=..., place_on_device=...)`."
 
-# Under the name alone, what every package answers; under `owner.name`, what objects of
-# that class answer, or the package with that last name.
+# A plain name is answered by every package. `owner.name` is answered by objects of that
+# class, or by the package with that last name.
 NAMES = {
     # tf.config, tf.tpu and the clusters
     "experimental_connect_to_cluster": _JOINS,
@@ -281,7 +281,7 @@ NAMES = {
         "`optimizer.apply_gradients(zip(gradients, variables))` of Keras."
     ),
     "Optimizer.zero_grad": "Leave it out: `armillary.value_and_grad` starts at zero.",
-    # A variable of Flax asks its array for names that it lacks.
+    # A variable of Flax looks up unknown names in its array.
     "Array.assign": _VARIABLE.format("="),
     "Array.assign_add": _VARIABLE.format("+="),
     "Array.assign_sub": _VARIABLE.format("-="),
@@ -324,7 +324,7 @@ HOMES = {name: home for home, names in _PLACES.items() for name in names.split()
 
 
 def find_module_answer(module: str, name: str) -> str | None:
-    """Returns what to write instead of a name that a package does not have."""
+    """Returns the advice for a name that a package does not have, or `None`."""
     owner = module.rpartition(".")[2]
     answer = NAMES.get(f"{owner}.{name}") or NAMES.get(name)
     if answer is None and name in HOMES and HOMES[name] != module:
@@ -333,7 +333,7 @@ def find_module_answer(module: str, name: str) -> str | None:
 
 
 def find_answer(kind: type, name: str) -> str | None:
-    """Returns what to write instead of a name that objects of a class do not have."""
+    """Returns the advice for a name that objects of a class do not have, or `None`."""
     for each in kind.__mro__:
         owner = each.__name__.rpartition(".")[2]  # "jaxlib._jax.Array" of JAX
         if answer := NAMES.get(f"{owner}.{name}"):
@@ -354,14 +354,14 @@ def refuse_name(module: str, name: str) -> NoReturn:
         raise AttributeError(problem, name=name, obj=sys.modules.get(module))
     if _is_in_import():
         raise ImportError(f"cannot import name {name!r} from {module!r}. {answer}")
-    # Without an object, for which Python would add a guess of its own.
+    # Without an object, because Python would then add a suggestion of its own.
     raise AttributeError(f"{problem}. {answer}", name=name, obj=None)
 
 
 def _is_in_import() -> bool:
-    """Returns whether the code that asks for a name is `from package import name`.
+    """Returns whether a name is looked up by `from package import name`.
 
-    Python replaces an `AttributeError` there by an `ImportError` of its own, without
+    There, Python replaces an `AttributeError` by an `ImportError` of its own, without
     our answer.
     """
     frame: Any = inspect.currentframe()
@@ -374,7 +374,10 @@ def _is_in_import() -> bool:
 
 
 def answer_names(namespace: dict[str, Any]) -> None:
-    """Has a package, unless it looks names up itself, and its classes give answers."""
+    """Makes a package and its classes give answers for unknown names.
+
+    A package with its own `__getattr__` is not changed.
+    """
     module = namespace["__name__"]
     namespace.setdefault("__getattr__", lambda name: refuse_name(module, name))
     owners = {name.partition(".")[0] for name in NAMES if "." in name}
@@ -390,7 +393,7 @@ def answer_names(namespace: dict[str, Any]) -> None:
 def _answer_attributes(kind: type) -> None:
     def find_attribute(self: Any, name: str) -> Any:
         try:
-            # Python's own error, or the error of a property that looks for something.
+            # Python's own error, or an error inside a property.
             return object.__getattribute__(self, name)
         except AttributeError as error:
             inherited = getattr(super(kind, self), "__getattr__", None)

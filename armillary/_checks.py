@@ -1,4 +1,4 @@
-"""Checks of arguments, each sentence written once; lists and numbers in messages."""
+"""Checks of arguments, with the same sentences everywhere; lists for messages."""
 
 import math
 import os
@@ -62,7 +62,7 @@ def check_num_steps(name: str, value: Any) -> int:
 
 
 def _as_int(name: str, value: Any) -> str:
-    """Returns how to go on with a number that came out of an array."""
+    """Returns the advice for a number that is in an array."""
     is_array = getattr(value, "shape", None) == () and not isinstance(value, Integral)
     return f"; `{name}=int(...)` takes the value out of an array" if is_array else ""
 
@@ -76,7 +76,7 @@ def check_not_negative(name: str, value: Any) -> float:
 
 
 def check_seconds(name: str, value: Any, fix: str) -> float:
-    """Returns `value`, or raises if it is not a time that can pass."""
+    """Returns `value`, or raises if it is not a positive, finite time."""
     if not _is_real(value) or value <= 0:
         _refuse(name, value, f"a positive number of seconds. {fix}")
     return float(value)
@@ -86,13 +86,13 @@ def check_one_of(
     name: str, value: Any, allowed: Collection[Any], fix: str = "Use one of these."
 ) -> None:
     """Raises if `value` is not one of the `allowed` values; `fix` says what to do."""
-    # Not `in`: 1 is no True, and an array is equal to nothing as a whole.
+    # Not `in`, because 1 equals True, and `==` of an array is not a bool.
     if not any(_is_kind(value, type(each)) and value == each for each in allowed):
         _refuse(name, value, f"one of {', '.join(map(repr, allowed))}. {fix}")
 
 
 def _is_kind(value: Any, kind: type) -> bool:
-    # By name, True and False of NumPy are as good.
+    # By name as well, to allow NumPy's own True and False.
     return isinstance(value, kind) or type(value).__name__ == kind.__name__
 
 
@@ -110,9 +110,9 @@ def check_instance(
 def check_path(name: str, value: Any, *, only_python_opens: bool = False) -> str:
     """Returns an absolute path as a string, with the home folder for a leading `~`.
 
-    A path of a user means what it meant when it was given, wherever the program goes
-    afterwards. Addresses with a scheme, such as `gs://`, stay as they are. Python opens
-    a file whatever the bytes of its name are, but other libraries need UTF-8.
+    So a path stays valid if the program changes its working directory. Addresses with a
+    scheme, such as `gs://`, are not changed. Python can open a file with any bytes in
+    its name, but other libraries need UTF-8.
     """
     if not isinstance(value, str | os.PathLike):
         _refuse_kind(name, value, "a path. Use a string or a `pathlib.Path`.")
@@ -145,9 +145,9 @@ def _is_utf8_on_disk(path: str) -> bool:
 def check_encodable(what: str, text: str, otherwise: str) -> None:
     """Raises if UTF-8 cannot encode a text; `what` begins the message.
 
-    Python has such text for bytes from outside, such as a variable of the environment,
-    that are not text in the encoding of the locale. `otherwise` says what to do if
-    these bytes are not UTF-8.
+    Python makes such text from bytes that are not text in the locale's encoding, for
+    example, in an environment variable. `otherwise` says what to do if these bytes are
+    not UTF-8.
     """
     try:
         text.encode()
@@ -202,11 +202,11 @@ def list_lines(lines: Iterable[str], most: int = 20) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text that no terminal acts on: what is not printed, as an escape."""
+    """Returns a text with control characters as escapes, so that terminals are safe."""
     shown = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
     return "".join(shown)
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number with what it counts, such as `1 step` and `2 steps`."""
+    """Returns a number with a noun, such as `1 step` and `2 steps`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,8 +1,8 @@
-"""The command `armillary`: one subcommand for each thing done around a run.
+"""The command `armillary`, with one subcommand for each task around a run.
 
 A subcommand is two functions of a module `_command`. `add_<name>` adds its arguments to
-a parser. `prepare_<name>` checks the values and returns what to run; its `ValueError`
-ends as one line on stderr and as `ExitCode.USAGE`.
+a parser. `prepare_<name>` checks the values and returns a function to run. If it raises
+a `ValueError`, the command prints one line on stderr and exits with `ExitCode.USAGE`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _COMMANDS = {
     "plan": "compile a training step for devices that are not there",
     "new": "write a small project to begin with",
 }
-# Those that are not in the package of their name.
+# The packages of commands that are not in a package of the same name.
 _PACKAGES = {"runs": "report", "goodput": "report", "new": "project"}
 
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=f"{summary[0].upper()}{summary[1:]}.",
             allow_abbrev=False,
         )
-        if name in words:  # The launcher does without the modules of the others.
+        if name in words:  # So the launcher does not import the other commands.
             package = _PACKAGES.get(name, name)
             module = importlib.import_module(f"armillary.{package}._command")
             getattr(module, f"add_{name}")(subparser)

@@ -1,4 +1,4 @@
-"""Objects that belong to one process: copies and pickles of them say what to do."""
+"""Base classes for objects of one process, which refuse to be copied or pickled."""
 
 import copy
 from typing import Any, ClassVar, Self
@@ -16,7 +16,7 @@ class OfOneProcess:
     _why_not_copied: ClassVar[str]
     """Completes "cannot be copied, because ..."."""
     _copy_instead: ClassVar[str]
-    """Says what to do, in sentences."""
+    """The advice, in sentences."""
 
     def __copy__(self) -> Self:
         made = type(self).__new__(type(self))

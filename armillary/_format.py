@@ -1,6 +1,6 @@
 """Text for people: sizes, durations and times in one form, and tables.
 
-Each subcommand of `armillary` prints tables, or JSON if it is asked to.
+Each subcommand of `armillary` prints tables, or JSON with `--json`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from armillary._process import ExitCode
 if TYPE_CHECKING:
     from rich.table import Table
 
-# In a file or a pipe, no path is cut.
+# The width in a file or a pipe, where no path must be cut.
 _FILE_WIDTH = 1000
 
 _PREFIXES = {
@@ -47,7 +47,7 @@ def format_bytes(number: float | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a duration: `12.5 s`, of an integer `12 s`, `1 min 5 s`, `2 h 5 min`."""
+    """Returns a duration, such as `12.5 s`, `12 s`, `1 min 5 s` or `2 h 5 min`."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     large, small, units = *divmod(int(seconds), 60), ("min", "s")
@@ -58,7 +58,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_time(seconds: float | None) -> str:
-    """Returns a time since the epoch, to the minute and of this place; `""` of none."""
+    """Returns a time since the epoch as local time, to the minute; `""` for `None`."""
     if seconds is None:
         return ""
     return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
@@ -72,7 +72,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> ExitCode:
-    """Prints a value, with what JSON does not know as strings."""
+    """Prints a value as JSON, with unknown types as strings."""
     from armillary._records import as_json
 
     sys.stdout.write(json.dumps(as_json(value), indent=2) + "\n")
@@ -85,7 +85,7 @@ def make_table(
     numbers: Collection[str] = (),
     title: str | None = None,
 ) -> "Table":
-    """Returns a table, with lines between sections, and some columns to the right."""
+    """Returns a table with lines between sections; columns in `numbers` align right."""
     from rich.table import Table
     from rich.text import Text
 

@@ -20,9 +20,10 @@ except ImportError:  # JAX 0.8 and 0.9
     from jax.core import get_opaque_trace_state as _get_opaque_trace_state
 
 XLA_LIMITS_PROGRAMS = jax.__version_info__ >= (0, 9, 2)
-"""Whether XLA knows `xla_gpu_execution_terminate_timeout`: unknown flags are fatal."""
+"""True if XLA has `xla_gpu_execution_terminate_timeout`; unknown flags are fatal."""
 
-# An option of one compilation has the name of a flag, but an unknown one is an error.
+# Options of one compilation have the names of flags, but an unknown option is only an
+# error, so this program can find unknown flags.
 _FIND_UNKNOWN = """
 import json, sys
 import jax
@@ -80,11 +81,11 @@ def _value_of(atom: Any) -> Any:
 
 
 def count_scan_operands(equation: Any) -> tuple[int, int]:
-    """Returns how many operands of a `scan` are constants, and how many are its carry.
+    """Returns the numbers of constants and of carry values among a `scan`'s operands.
 
     JAX 0.8 to 0.10 have parameters for both numbers, and JAX 0.11 has a tree instead.
-    The shapes tell them in every release: the body receives constants and the carry as
-    they are, but only one element of each sequence.
+    The shapes show both numbers in every release: the body receives constants and the
+    carry unchanged, but only one element of each sequence.
     """
     inputs = equation.params["jaxpr"].jaxpr.invars
     outputs = equation.params["jaxpr"].jaxpr.outvars
@@ -94,7 +95,7 @@ def count_scan_operands(equation: Any) -> tuple[int, int]:
 
 
 def _count_equal_shapes(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Returns how many atoms have the same shape outside of a program and in it."""
+    """Returns the number of atoms with the same shape outside and inside a program."""
     pairs = zip(outside, inside, strict=True)
     return sum(one.aval.shape == other.aval.shape for one, other in pairs)
 
@@ -126,7 +127,7 @@ def is_untested() -> bool:
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Says once that JAX is newer than what the tests run with."""
+    """Warns once if JAX is newer than every tested release."""
     if not is_untested() or not get_process().is_chief:
         return
     tested = ".".join(map(str, NEWEST_TESTED))

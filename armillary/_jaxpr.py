@@ -1,8 +1,8 @@
 """Walks a traced program and the programs nested in it, and follows facts through it.
 
-An analysis says what is known of the values that go in (the source), what an operation
-makes of what is known of its operands (`transfer`), and what is known where ways meet
-(`join`). How facts go through calls, branches, loops and references is `Dataflow`'s.
+An analysis starts with facts about the inputs. It defines the facts about the results
+of an operation (`transfer`), and the facts where several ways meet (`join`). `Dataflow`
+carries facts through calls, branches, loops and references.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from armillary._traceback import is_library_file, is_own_file
 Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()
 
-# Settings of JAX that a program may set for a part of itself, and that change a trace.
+# Settings of JAX that change a trace, and that a program may set for some of its code.
 _SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -36,15 +36,15 @@ def is_in_trace() -> bool:
 
 
 def read_settings() -> tuple[Any, ...]:
-    """Returns the settings of JAX that decide what a function is traced to.
+    """Returns the settings of JAX that change the trace of a function.
 
-    `jax.jit` traces a function again where one of them has changed.
+    If one of them has changed, `jax.jit` traces a function again, too.
     """
     return tuple(getattr(jax.config, name) for name in _SETTINGS)
 
 
 def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
-    """Yields the `Jaxpr` and constants of a program and of each one nested in it."""
+    """Yields the `Jaxpr` and constants of a program and of all nested programs."""
     pending: list[Any] = [program]
     while pending:
         current = pending.pop()
@@ -55,20 +55,20 @@ def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def walk_equations(program: core.ClosedJaxpr) -> Iterator[Any]:
-    """Yields the equations of a program and of each one nested in it."""
+    """Yields the equations of a program and of all nested programs."""
     for jaxpr, _ in walk_programs(program):
         yield from jaxpr.eqns
 
 
 def programs_in(equation: Any) -> Iterator[Any]:
-    """Yields the programs of one equation: bodies, branches, what it calls."""
+    """Yields the programs of one equation: bodies, branches and called programs."""
     for parameter in equation.params.values():
         several = isinstance(parameter, tuple | list)
         yield from filter(_is_program, parameter if several else (parameter,))
 
 
 def named_axes(equation: Any) -> tuple[Any, ...]:
-    """Returns the axes that a collective is over."""
+    """Returns the axes over which a collective runs."""
     axes = equation.params.get("axes", equation.params.get("axis_name", ()))
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
@@ -123,16 +123,16 @@ def call_program(
     program: core.ClosedJaxpr, arguments: list[Any], name: str = "step"
 ) -> list[Any]:
     """Runs a program, or makes it one operation of the program that is traced."""
-    # How JAX calls a compiled function here, of which there is nothing public.
+    # The parameters of a call of a compiled function, which JAX has no public API for.
     (call,) = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns
-    if call.primitive is not jit_p:  # as under `jax.disable_jit`
+    if call.primitive is not jit_p:  # for example, under `jax.disable_jit`
         return core.jaxpr_as_fun(program)(*arguments)
     if program.consts:
         inner = program.jaxpr
         arguments = [*program.consts, *arguments]
         invars = [*inner.constvars, *inner.invars]
         program = core.ClosedJaxpr(inner.replace(constvars=[], invars=invars), ())
-    # XLA takes long for loops and branches with arrays that nothing in them uses.
+    # XLA is slow for loops and branches with unused arrays.
     jaxpr = program.jaxpr
     reads = itertools.chain(jaxpr.outvars, *(each.invars for each in jaxpr.eqns))
     used = set(map(id, reads))
@@ -154,10 +154,10 @@ def take_inputs(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJa
 
 
 class Dataflow(Generic[Fact]):
-    """Follows facts about values through a program and all that is nested in it.
+    """Follows facts about values through a program and all nested programs.
 
-    Facts may only grow by `join`, so that loops come to an end. `nothing` is what is
-    known of a constant, and `within` the equations that the current one is in.
+    `join` may only add to facts, so that the analysis of a loop ends. `nothing` is the
+    fact about a constant. `within` has the equations around the current equation.
     """
 
     nothing: Fact
@@ -165,24 +165,28 @@ class Dataflow(Generic[Fact]):
     def __init__(self) -> None:
         self.jaxpr: Any = None
         self.within: list[Any] = []
-        # What references hold: any operation may write to any of them.
+        # One fact for the contents of all references, because any operation may write
+        # to any of them.
         self._written = self.nothing
 
     def join(self, facts: Iterable[Fact]) -> Fact:
-        """Returns what is known of a value that comes by several ways."""
+        """Returns the fact about a value that may come from several places."""
         raise NotImplementedError
 
     def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
-        """Returns the facts of an equation's results; `None` for what follows here."""
+        """Returns the facts of an equation's results; `None` for the default rules."""
         del equation, operands
 
     def mix(self, equation: Any, operands: list[Fact]) -> Fact:
-        """Returns what is known of the results of an equation without programs."""
+        """Returns the fact about the results of an equation without programs."""
         del equation
         return self.join(operands)
 
     def decide(self, equation: Any, decides: Fact) -> Fact:
-        """Returns what results of a branch or loop gain from what decides it."""
+        """Returns the fact to add to the results of a branch or loop.
+
+        `decides` is the fact about the value that decides it.
+        """
         del equation
         return decides
 
@@ -196,7 +200,8 @@ class Dataflow(Generic[Fact]):
 
     def _run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         jaxpr = getattr(program, "jaxpr", program)
-        outer, self.jaxpr = self.jaxpr, jaxpr
+        outer = self.jaxpr
+        self.jaxpr = jaxpr
         known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -232,7 +237,7 @@ class Dataflow(Generic[Fact]):
         is_map = name == "shard_map"
         if len(programs) == 1 and (is_map or _is_call(equation, programs[0])):
             return self._enter(equation, programs[0], operands)
-        # How it uses its programs is not known: all that goes in comes out.
+        # The equation may use its programs in any way, so all facts are joined.
         everything = self.join(operands)
         for program in programs:
             count = len(getattr(program, "jaxpr", program).invars)
@@ -241,12 +246,12 @@ class Dataflow(Generic[Fact]):
         return [everything] * len(equation.outvars)
 
     def line(self, equation: Any) -> str:
-        """Returns the user's line of an equation, or of the closest one around it."""
+        """Returns the user's line of an equation, or of the closest equation around."""
         lines = map(source_line, (equation, *reversed(self.within)))
         return next(filter(None, lines), "")
 
     def is_backward(self, equation: Any) -> bool:
-        """Returns whether it is part of a backward pass, as JAX's name stack says."""
+        """Returns whether an equation is in a backward pass, by JAX's name stack."""
         for each in (equation, *reversed(self.within)):
             stack = str(each.source_info.name_stack)
             # `jax.checkpoint` computes a forward pass again within a backward pass.
@@ -272,10 +277,12 @@ class Dataflow(Generic[Fact]):
 
     def _follow_while(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         params = equation.params
-        decide, body = params["cond_jaxpr"], params["body_jaxpr"]
+        decide = params["cond_jaxpr"]
+        body = params["body_jaxpr"]
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
-        constants, carry = operands[:first], operands[last:]
+        constants = operands[:first]
+        carry = operands[last:]
         while True:
             (decides,) = self._enter(equation, decide, [*constants, *carry])
             gained = self.decide(equation, decides)
@@ -328,7 +335,7 @@ class _Dependencies(Dataflow[frozenset[int]]):
 
 
 def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:
-    """Returns the inputs that each result of a program depends on, by their number."""
+    """Returns, for each result of a program, the numbers of inputs it depends on."""
     inputs = [frozenset({i}) for i in range(len(program.jaxpr.invars))]
     return _Dependencies().run(program, inputs)
 
@@ -348,9 +355,9 @@ _COMPUTED = -1
 
 
 class _Identities(Dataflow[frozenset[int]]):
-    """Follows which input a value is, bit for bit; `_COMPUTED` for all other values.
+    """Finds values that are an input, bit for bit; `_COMPUTED` is for all other values.
 
-    The empty set stands for "nothing known yet", so that a join adds nothing to it.
+    The empty set means that nothing is known yet, so it adds nothing in a join.
     """
 
     nothing = frozenset({_COMPUTED})
@@ -373,14 +380,17 @@ class _Identities(Dataflow[frozenset[int]]):
         return [self.nothing] * len(equation.outvars)
 
     def decide(self, equation: Any, decides: frozenset[int]) -> frozenset[int]:
-        # A branch that returns its operand returns that, whatever decided.
+        # If all branches return the same operand, the deciding value does not matter.
         del equation, decides
         return frozenset()
 
     def _follow_map(
         self, equation: Any, operands: list[frozenset[int]]
     ) -> list[frozenset[int]]:
-        """Follows what is whole on each device: parts may be put together otherwise."""
+        """Follows values that are whole on each device.
+
+        Parts may be joined in a different order.
+        """
         params = equation.params
         inputs = [
             self.nothing if any(spec) else fact
@@ -396,10 +406,11 @@ class _Identities(Dataflow[frozenset[int]]):
 def find_unchanged(program: core.ClosedJaxpr, numbers: Sequence[int]) -> list[bool]:
     """Returns whether each of the first results is the input with its number.
 
-    `jax.checkpoint` and loops hand values through, which Python cannot see: the result
-    is another tracer. The same bits in the same places count as the same value.
+    `jax.checkpoint` and loops pass values through, but the result is a new tracer, so
+    Python cannot see it. The same bits in the same places count as the same value.
     """
-    inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
+    inputs = program.jaxpr.invars
+    outputs = program.jaxpr.outvars
     facts = _Identities().run(program, [frozenset({i}) for i in range(len(inputs))])
     return [
         fact == {number} and output.aval.shape == inputs[number].aval.shape

@@ -8,17 +8,17 @@ import os
 VARIABLE = "ARMILLARY_LAUNCHER"
 """Holds the process, the descriptor and the inode of its end of the pipe."""
 SKIPPED = "ARMILLARY_SKIPPED_CHECKPOINT"
-"""Holds the path of a checkpoint to step over."""
+"""Holds the path of a checkpoint to skip."""
 
 
 @functools.cache
 def tell(word: str, *values: str | int) -> None:
-    """Tells the launcher something, once, if there is a launcher."""
+    """Sends a message to the launcher, once, if there is a launcher."""
     pid, *numbers = os.environ.get(VARIABLE, "").split() or [""]
-    # What a worker itself starts has its variables, and other files.
+    # A child process of a worker has the same variables, but different files.
     if pid != str(os.getpid()):
         return
     descriptor, inode = map(int, numbers)
-    with contextlib.suppress(OSError):  # The launcher is gone, or does not listen.
+    with contextlib.suppress(OSError):  # The launcher is gone, or no longer reads.
         if os.fstat(descriptor).st_ino == inode:
             os.write(descriptor, f"{json.dumps([word, *values])}\n".encode())

@@ -1,4 +1,4 @@
-"""The one logger of the library, and how a program that set up none still sees it.
+"""The logger of the library, which prints even if a program configures no logging.
 
 Programs configure the logger `armillary` like any other. A program that configured no
 logging at all would see nothing of a training run, so `ensure_visible` gives the logger
@@ -31,10 +31,10 @@ def ensure_visible() -> None:
 
 
 class _FallbackHandler(logging.Handler):
-    """Writes to stderr until the program configures logging, then hands over to it."""
+    """Writes to stderr until the program configures logging, then forwards to it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes `record`; a terminal that went away must not end the training."""
+        """Writes `record`; the loss of a terminal must not end the training."""
         if _is_root_configured():
             if logging.root.isEnabledFor(record.levelno):
                 logging.root.callHandlers(record)
@@ -53,11 +53,12 @@ class _FallbackHandler(logging.Handler):
 
 
 def _keep(record: logging.LogRecord) -> bool:
-    """Returns whether this process says `record`; names the process in warnings."""
+    """Returns whether this process logs `record`; names the process in warnings."""
     process = get_process()
     is_warning = record.levelno >= logging.WARNING
     if process.count > 1 and is_warning:
-        record.msg, record.args = f"{process}: {record.getMessage()}", ()
+        record.msg = f"{process}: {record.getMessage()}"
+        record.args = ()
     return process.is_chief or is_warning
 
 
@@ -79,7 +80,7 @@ def _is_root_configured() -> bool:
 
 @functools.cache
 def get_console() -> "Console":
-    """Returns the console of the library, which writes to what `sys.stderr` is then."""
+    """Returns the console of the library, which writes to the current `sys.stderr`."""
     from rich.console import Console
 
     return Console(stderr=True)
@@ -89,5 +90,5 @@ def is_terminal(stream: Any) -> bool:
     """Returns whether a stream, which may be any object, is a terminal."""
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # It is not a file, or closed.
+    except (AttributeError, ValueError):  # The object is not a file, or is closed.
         return False

@@ -18,7 +18,7 @@ def import_optional(module: str, title: str, extra: str) -> Any:
 
 def import_ray() -> Any:
     """Returns the package `ray`."""
-    # Nothing is reported to its makers, unless the user asked for it.
+    # Ray sends no usage statistics, unless the user asked for it.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     title = "Ray, on which parameter servers and `armillary launch --ray` run,"
     return import_optional("ray", title, "ray")

@@ -1,7 +1,8 @@
-"""Which process of the job this is: only one of them writes logs and files.
+"""The number of this process in its job, and exit codes.
 
-Asking JAX would start its devices. So the code that joins processes records it here.
-A program that joins no others is process 0 of 1.
+Asking JAX would start its devices, so the code that joins processes records the number
+here. A program that joins no other processes is process 0 of 1. Only process 0, the
+chief, writes log lines and files.
 """
 
 from dataclasses import dataclass
@@ -9,29 +10,29 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes, the same ones for a worker and for the launcher that runs it.
+    """Exit codes of a worker, and of the launcher that runs it.
 
-    A script may end with one of them (`raise SystemExit(ExitCode.RESTART_REQUESTED)`),
-    and a scheduler may act on them. 75 is what `sysexits.h` calls a temporary failure,
-    and 130 and 143 are what shells make of the two signals.
+    A script may exit with one of them (`raise SystemExit(ExitCode.RESTART_REQUESTED)`),
+    and a scheduler may react to them. 75 is a temporary failure in `sysexits.h`. Shells
+    use 130 and 143 for the two signals.
     """
 
     OK = 0
-    """Every process ended with 0."""
+    """Every process exited with 0."""
     FAILED = 1
     """A process failed, and was not restarted."""
     USAGE = 2
-    """The command line is wrong, of the launcher or of the script."""
+    """The command line of the launcher, or of the script, is wrong."""
     RESTART_REQUESTED = 75
-    """Run the same command again: a peer died or is stuck."""
+    """Run the same command again: another process died or hangs."""
     TOO_MANY_RESTARTS = 76
-    """A process failed once more after the last restart that was allowed."""
+    """A process failed again after the last restart that was allowed."""
     PREEMPTED = 77
     """Stopped by a signal after saving: the same command continues from there."""
     INTERRUPTED = 130
-    """Stopped by SIGINT (Ctrl-C), and not every worker says that it saved."""
+    """Stopped by SIGINT (Ctrl-C), and not every worker has reported a save."""
     TERMINATED = 143
-    """Stopped by SIGTERM or SIGHUP, and not every worker says that it saved."""
+    """Stopped by SIGTERM or SIGHUP, and not every worker has reported a save."""
 
 
 READER_THREADS = "armillary-prefetch"
@@ -40,14 +41,14 @@ READER_THREADS = "armillary-prefetch"
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a job: its number, from 0, and how many train together."""
+    """A process of a job: its number, from 0, and the number of processes."""
 
     index: int
     count: int
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the one that writes log lines, summaries and files."""
+        """True for the process that writes log lines, summaries and files."""
         return self.index == 0
 
     def __str__(self) -> str:
@@ -58,19 +59,19 @@ _current = Process(0, 1)
 
 
 def get_process() -> Process:
-    """Returns which process this is."""
+    """Returns this process."""
     return _current
 
 
 def set_process(process: Process) -> None:
-    """Records which process this is, once it has joined the others."""
+    """Records the number of this process, once it has joined the other processes."""
     global _current
     _current = process
 
 
 def is_first() -> bool:
-    """Returns whether this is the first process of those that JAX has joined."""
-    # The program may have joined them itself. Only then are devices started here.
+    """Returns whether this is the first process that JAX has joined."""
+    # The program may have joined processes itself. Only then, this starts the devices.
     import jax
 
     return not jax.distributed.is_initialized() or jax.process_index() == 0

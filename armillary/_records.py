@@ -26,13 +26,13 @@ from armillary._logging import logger
 from armillary._process import is_first
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# To look at abstract types takes most of the time of a record.
+# These types are checked first, because checks of abstract types are slow.
 _EXACT = frozenset({bool, int, str, type(None)})
-_LEAST_SECONDS = 1e-6  # A float tells times since the epoch apart that differ by this.
+_LEAST_SECONDS = 1e-6  # the smallest difference of two times since the epoch
 
 
 def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | float]:
-    """Returns the scalars of an output by path; whatever else it holds is left out."""
+    """Returns the scalars of an output by path; other values are left out."""
     found: dict[str, int | float] = {}
     for name, value in output.items():
         if isinstance(value, Mapping):
@@ -56,7 +56,7 @@ def _as_number(value: Any) -> int | float | None:
 
 
 def as_json(value: Any) -> Any:
-    """Returns what JSON can hold: unknown kinds as strings, dataclasses as objects."""
+    """Returns a value in types of JSON: unknown types as strings."""
     kind = type(value)
     if kind in _EXACT or (kind is float and math.isfinite(value)):
         return value
@@ -78,15 +78,15 @@ def as_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns a number that JSON held."""
+    """Returns a number from a value in JSON."""
     return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Returns values as services show them: by path, and a list as a string.
+    """Returns values by path, with lists as strings, as services show them.
 
     Raises:
-        ValueError: If two of them get one path, or UTF-8 cannot encode one of them.
+        ValueError: If two values have one path, or UTF-8 cannot encode a text.
     """
     found: dict[str, bool | int | float | str] = {}
     for path, value in _flatten(as_json(values), ""):
@@ -112,10 +112,10 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class RisingClock:
-    """Seconds since the epoch that never fall, also when a machine's clock is set back.
+    """Seconds since the epoch that always rise, even if a machine's clock is set back.
 
-    Then the time continues from the last value, as fast as it really passes. So values
-    of one clock can be compared. `start_after` continues a clock of an earlier process.
+    After that, the time continues from the last value, at the real speed. So values of
+    one clock can be compared. `start_after` continues the clock of an earlier process.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class RisingClock:
         self._read_at = 0.0
 
     def start_after(self, seconds: float) -> None:
-        """Lets all further values be above a value of an earlier clock."""
+        """Makes all further values larger than a value of an earlier clock."""
         if seconds > self._last:
             self._last = seconds
             self._read_at = time.monotonic()
@@ -138,21 +138,23 @@ class RisingClock:
 
 
 class LinesFile:
-    """A local file that the first process of a job appends lines to.
+    """A local file to which the first process of a job appends lines.
 
-    A failure is logged once and ends the recording, not the training: `what` are lost.
+    A failure is logged once, and ends the recording, but not the training. `what` names
+    the records in the log message.
     """
 
     def __init__(self, path: Path | None, what: str) -> None:
-        self._path, self._what = path, what
+        self._path = path
+        self._what = what
 
     @property
     def is_on(self) -> bool:
-        """Whether lines of this process are written."""
+        """True if lines of this process are written."""
         return self._path is not None and is_first()
 
     def read_end(self, num_bytes: int) -> list[bytes]:
-        """Returns the lines at the end of the file, the first one maybe cut."""
+        """Returns the lines at the end of the file; the first line may be cut."""
         if self._path is None or not is_first():
             return []
         try:
@@ -160,11 +162,11 @@ class LinesFile:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - num_bytes))
                 return file.read().split(b"\n")
-        except OSError:  # There is no file yet, or its reader says what is wrong.
+        except OSError:  # There is no file yet, or its reader reports the error.
             return []
 
     def append(self, lines: str) -> None:
-        """Appends whole lines; the first ones make the file and its directory."""
+        """Appends whole lines; the first call makes the file and its directory."""
         if self._path is None or not is_first():
             return
         try:
@@ -177,7 +179,8 @@ class LinesFile:
 
 
 def _append(path: Path, lines: bytes) -> None:
-    # Opened anew, as it is done rarely, and no file stays open in idle programs.
+    # Opened for each call, because calls are rare, and idle programs should not keep
+    # files open.
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -187,7 +190,7 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number and value of each line; of what a crash left of one, `...`."""
+    """Yields the number and value of each line; `...` for an incomplete line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -201,12 +204,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(line)
             except ValueError:
                 yield number, ...
-            except RecursionError:  # No record is nested as deep.
+            except RecursionError:  # No record is nested so deep.
                 yield number, None
 
 
 def write_whole(path: epath.Path, data: bytes | bytearray, temporary: str) -> None:
-    """Writes a file that has its name, and no temporary one, when it is on the disk."""
+    """Writes a file that gets its name only when it is on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / temporary
     try:

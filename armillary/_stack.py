@@ -1,10 +1,10 @@
-"""Room for the frames of deep calls.
+"""Memory for the frames of deep calls.
 
-CPython keeps the frames of functions in pieces of 16 KB. Where one ends, each call maps
-another from the system, and its return gives it back: 9 us on the machine where a call
-takes 0.05. A loop that makes its calls from there is slow by chance, and another depth
-of the caller's code moves it: JAX lowered a program of 10,000 equations in 0.45 s in
-place of 0.14 s.
+CPython keeps the frames of functions in blocks of 16 KB. At the end of a block, each
+call maps a new block, and its return unmaps it. That takes 9 us, on a machine where a
+call takes 0.05 us. A loop that calls functions from such a place is slow by chance, and
+a different depth of the caller's code moves the place. For example, JAX lowered a
+program of 10,000 equations in 0.45 s instead of 0.14 s.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SLOTS = 8192
-"""A frame that needs so many gets a piece of 128 KB, whose other half is free."""
+"""A frame with this many slots gets a block of 128 KB, and half of it is free."""
 
 
 def with_room(function: _Function) -> _Function:
-    """Has a function, and what it calls, keep their frames in one large piece."""
+    """Keeps the frames of a function, and of its calls, in one large block."""
     changed: Any = function
     changed.__code__ = changed.__code__.replace(co_stacksize=_SLOTS)
     return function

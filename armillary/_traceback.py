@@ -23,8 +23,8 @@ from armillary._answers import answer_names, find_answer
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# Libraries that this package imports, wherever they are: no package of the user's can
-# have such a name.
+# Libraries that this package imports from any folder. A user's package cannot have such
+# a name.
 _IMPORTED = ("armillary", "etils", "flax", "jax", "jaxlib", "numpy", "optax", "orbax")
 # Other libraries that this package works with. A user's package may have such a name.
 _OPTIONAL = frozenset(
@@ -35,13 +35,13 @@ _OPTIONAL = frozenset(
 )
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _IN_SITE = re.compile(r"(.*?[/\\](?:site|dist)-packages)[/\\]([^/\\]+)")
-# Modules that make classes when they are called. A class then names one of them.
+# Modules whose functions make classes. Such a class names one of these modules.
 _MAKERS = ("abc", "types")
 _HEAP_TYPE = 1 << 9  # Of `type.__flags__`: set for every class that Python code makes.
 _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
-_PROCESSES = "Leave it out: the processes are those that the strategy has joined."
+_PROCESSES = "Leave it out: the strategy has joined the processes."
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
 _OF_THE_TRAINER = "The trainer takes it: `trainer=Trainer({})`."
 _OF_METHODS = "Methods take it: `{}`."
@@ -66,8 +66,8 @@ _KEEPS_BEST = (
     "early, write `eval_actions=[armillary.actions.EarlyStopping(...)]`."
 )
 
-# Keywords of Orbit, `tf.distribute`, Keras and Lightning, and what to write here. Where
-# the name alone says too little, the class or function stands before it.
+# Keywords of Orbit, `tf.distribute`, Keras and Lightning, and the advice for each. If
+# the advice depends on the class or function, its name is in front.
 ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
@@ -251,10 +251,10 @@ _BY_NAME = {
 def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Marks a function that users call.
 
-    No exception brings own frames out of it, nor out of the iterator that a generator
-    function returns. A keyword that it does not have is answered with the new name of
-    an old one, or with the nearest one. So are arguments that are missing or have no
-    name.
+    Exceptions from it, or from the iterator of a generator function, have no frames of
+    this library. The error for an unknown keyword names the new name of an old keyword,
+    or the nearest keyword. The errors for missing arguments, and for arguments without
+    a name, have advice as well.
     """
 
     @functools.wraps(function)
@@ -278,9 +278,9 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def mark_public(namespace: dict[str, Any]) -> None:
-    """Marks what is in a package's `__all__`, by default all names that it has.
+    """Marks the names in a package's `__all__`, by default all of its names.
 
-    The package and its classes also answer names of other libraries.
+    The package and its classes also give advice for names of other libraries.
     """
     kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
     own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
@@ -309,13 +309,13 @@ def _leave(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Answers wrong arguments, and hides own frames of what leaves a function."""
+    """Adds advice on wrong arguments, and hides own frames in an exception."""
     if isinstance(error, TypeError) and _answer(error, function, args, kwargs):
-        error.__traceback__ = None  # The caller's line is yet to come.
+        error.__traceback__ = None  # Python adds the caller's line later.
         return
     if isinstance(error, AttributeError):
         _note_name(error)
-    # A generator may be ended when Python has ended, and JAX is gone.
+    # A generator may be closed while Python exits, when JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
         _hide(error)
@@ -327,10 +327,13 @@ def _answer(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> bool:
-    """Says more in Python's error of a call, if the arguments do not fit a function."""
+    """Replaces the text of Python's error if arguments do not fit a function.
+
+    Returns whether it did.
+    """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Of some builtins.
+    except (TypeError, ValueError):  # Some builtins have no signature.
         return False
     try:
         signature.bind(*args, **kwargs)
@@ -367,7 +370,7 @@ def _explain_call(
     if len(given) > len(in_order) and others and not takes_more:
         first = min(others, key=lambda p: p.default is not p.empty).name
         counted = f"{len(in_order)} argument{'' if len(in_order) == 1 else 's'}"
-        fix = _BY_NAME.get(owner) or f"Give the others by name, as in `{first}=...`."
+        fix = _BY_NAME.get(owner) or f"Pass the others by name, as in `{first}=...`."
         return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
 
     required = [
@@ -385,7 +388,7 @@ def _explain_call(
 
 
 def _as_variable(owner: str) -> str:
-    """Returns `manager.save` for `CheckpointManager.save`, and a class as it is."""
+    """Returns `manager.save` for `CheckpointManager.save`; a class is not changed."""
     kind, _, method = owner.rpartition(".")
     words = re.findall("[A-Z][a-z]+", kind)
     return f"{words[-1].lower()}.{method}" if words else owner
@@ -398,7 +401,7 @@ def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str
         answer = None  # The new name belongs to another function.
     word = name.strip("_")
     longer = [each for each in known if each == word or each.endswith(f"_{name}")]
-    # A word that is less alike misleads: `validation_steps` is not `eval_actions`.
+    # A less similar name would mislead: `validation_steps` is not `eval_actions`.
     found = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.69)
     if found:
         nearest = f"Did you mean `{found[0]}`?"
@@ -413,7 +416,7 @@ def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str
 
 
 def _note_name(error: AttributeError) -> None:
-    """Adds what to write instead of a name that Flax, Keras or JAX does not have."""
+    """Adds advice on a name that objects of Flax, Keras or JAX do not have."""
     kind = type(error.obj)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(error.obj, jax.Array):
@@ -429,9 +432,9 @@ def _hide(error: BaseException) -> None:
     """Removes own frames from an exception and from all exceptions that led to it."""
     entries = list(_entries(error.__traceback__))
     notes = [note for note in getattr(error, "__notes__", ()) if note != _NOTE]
-    # One note says so, unless JAX has added its own, or the error is one of ours.
-    is_said = any(_SWITCH in note for note in notes)
-    if any(map(_is_own, entries)) and not (is_said or _is_raised(entries[-1])):
+    # The note is added unless JAX has added its own, or Armillary raised the error.
+    has_note = any(_SWITCH in note for note in notes)
+    if any(map(_is_own, entries)) and not (has_note or _is_raised(entries[-1])):
         notes.append(_NOTE)
     if notes != getattr(error, "__notes__", []):
         error.__notes__ = notes
@@ -452,7 +455,7 @@ def _hide(error: BaseException) -> None:
 
 
 def _is_raised(entry: types.TracebackType) -> bool:
-    """Returns whether this package raised an exception itself, in its own words."""
+    """Returns whether a `raise` statement of this package raised an exception."""
     file = entry.tb_frame.f_code.co_filename
     line = linecache.getline(file, entry.tb_lineno).strip()
     return _is_own(entry) and line.startswith("raise")
@@ -466,7 +469,7 @@ def _entries(trace: types.TracebackType | None) -> Iterator[types.TracebackType]
 
 def _is_own(entry: types.TracebackType) -> bool:
     file = entry.tb_frame.f_code.co_filename
-    # Through `contextlib` run the context managers of this package.
+    # Context managers of this package run through `contextlib`.
     return is_own_file(file) or file == contextlib.__file__
 
 
@@ -476,7 +479,7 @@ def is_own_file(file: str) -> bool:
 
 
 class Owner(enum.IntEnum):
-    """Whose code a class, a function or a module is."""
+    """The owner of a class, a function or a module."""
 
     USER = 0
     PACKAGE = 1  # installed, but unknown to Armillary
@@ -484,13 +487,13 @@ class Owner(enum.IntEnum):
 
 
 def is_library_file(file: str) -> bool:
-    """Returns whether a file belongs to a library, or code has no file."""
+    """Returns whether a file belongs to a library; code without a file does."""
     return owner_of_file(file) is Owner.LIBRARY
 
 
 @functools.lru_cache(maxsize=4096)
 def owner_of_file(file: str) -> Owner:
-    """Returns whose code a file holds; code without a file is a library's."""
+    """Returns the owner of the code in a file; code without a file is a library's."""
     if file.startswith(("<", *_imported_folders())):
         return Owner.LIBRARY
 
@@ -513,9 +516,9 @@ def _imported_folders() -> Iterator[str]:
 
 @functools.lru_cache(maxsize=256)
 def _is_installed(site: str, name: str) -> bool:
-    """Returns whether the library of a name was installed there.
+    """Returns whether the library with this name was installed in a folder.
 
-    Otherwise the package of this name came with a distribution of the user's.
+    Otherwise, the package with this name is part of a distribution of the user.
     """
     try:
         entries = os.listdir(site)
@@ -528,7 +531,7 @@ def _is_installed(site: str, name: str) -> bool:
 
 
 def owner_of_module(module: Any) -> Owner:
-    """Returns whose code a module is: by its file, as anyone may take its name."""
+    """Returns the owner of a module, from its file, because names can be faked."""
     known = getattr(module, "__dict__", {})
     file = known.get("__file__")
     if isinstance(file, str):
@@ -542,11 +545,11 @@ def owner_of_module(module: Any) -> Owner:
 
 
 def owner_of_function(function: types.FunctionType) -> Owner:
-    """Returns whose code a Python function is.
+    """Returns the owner of a Python function.
 
-    A decorator of a library gives its own function the module of the one it wraps, and
-    text that is run by `exec` can have the name of any module. So a function is a
-    library's only if the module that it names and its globals are.
+    A decorator of a library gives its own function the module name of the wrapped
+    function, and code that is run by `exec` can have the name of any module. So a
+    function belongs to a library only if both its named module and its globals do.
     """
     names = function.__globals__
     home = str(names.get("__name__"))
@@ -561,9 +564,9 @@ def owner_of_function(function: types.FunctionType) -> Owner:
 
 @functools.lru_cache(maxsize=4096)
 def owner_of_class(kind: type) -> Owner:
-    """Returns whose code a class is.
+    """Returns the owner of a class.
 
-    A class need not be in the module that it names: `type("Sweep", (Trainer,), {})`
+    A class may name a module that does not contain it: `type("Sweep", (Trainer,), {})`
     names the module of the metaclass, and `exec` without a `__name__` names `builtins`.
     """
     name = kind.__module__ if isinstance(kind.__module__, str) else ""

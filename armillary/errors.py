@@ -28,7 +28,7 @@ class DoubleReductionError(ArmillaryError, ValueError):
 
 
 class ReplicaContextError(ArmillaryError, RuntimeError):
-    """A function was called in replica context that needs the other, or vice versa."""
+    """A function was called in the wrong context: inside `run`, or outside."""
 
 
 class ThreadError(ArmillaryError, RuntimeError):
@@ -48,7 +48,7 @@ class DatasetStateError(ArmillaryError, ValueError):
 
 
 class StaleStateError(ArmillaryError, RuntimeError):
-    """Training data read state that later steps have replaced, or are to replace."""
+    """Training data reads state that other steps have replaced, or will replace."""
 
 
 class TFRecordError(ArmillaryError, ValueError):
@@ -64,8 +64,8 @@ class NonFiniteError(ArmillaryError, FloatingPointError):
 
     Args:
         message: The text of the error.
-        step: The global step that the step would have reached; `None` if not known.
-        leaves: How many values were not finite, by the path of the array.
+        step: The global step that the step would have reached; `None` if unknown.
+        leaves: The number of values that were not finite, by the path of the array.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ReplicaDivergenceError(ArmillaryError, RuntimeError):
 
     Args:
         message: The text of the error.
-        leaves: The replicas that differ from most others, by the path of the array;
-            all replicas, where there is no majority.
+        leaves: The replicas that differ from the majority, by the path of the array;
+            all replicas if there is no majority.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ClusterError(ArmillaryError, ValueError):
 
 
 class PeerError(ArmillaryError, RuntimeError):
-    """The processes of a job do not agree, or one of them failed or is silent."""
+    """The processes of a job do not agree, or one of them failed or does not answer."""
 
 
 class EstimatorError(ArmillaryError, ValueError):
@@ -113,18 +113,18 @@ class OutOfRangeError(ArmillaryError, IndexError):
 
 
 class PSUnavailableError(ArmillaryError, RuntimeError):
-    """A parameter server is gone, and with it what its variables held.
+    """A parameter server is lost, and the values of its variables are lost with it.
 
-    As in `tf.distribute.coordinator`: restore the last checkpoint and go on.
+    As in `tf.distribute.coordinator`, restore the last checkpoint and continue.
     """
 
 
 class ClosureCancelledError(ArmillaryError, RuntimeError):
-    """A scheduled call did not run, because another one failed."""
+    """A scheduled call did not run, because another call failed."""
 
 
 class PlanError(ArmillaryError, RuntimeError):
-    """A step cannot be compiled for devices that are not there."""
+    """A step cannot be compiled for devices that this machine does not have."""
 
 
 class CheckpointError(ArmillaryError, RuntimeError):
@@ -136,7 +136,7 @@ class CheckpointDamageError(CheckpointError):
 
     Args:
         message: The text of the error.
-        damage: Which file, and what is wrong with it.
+        damage: A sentence on the file and its problem.
     """
 
     def __init__(self, message: str = "", *, damage: str = "") -> None:
@@ -145,4 +145,4 @@ class CheckpointDamageError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint holds other leaves than the program it is restored into."""
+    """A checkpoint and the program that restores it have different leaves."""

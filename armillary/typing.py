@@ -10,7 +10,7 @@ Batch: TypeAlias = PyTree
 """A pytree of arrays whose leading axis counts examples."""
 
 Output: TypeAlias = dict[str, Any] | None
-"""The output of a loop: scalars by name, nested as deep as the user likes.
+"""The output of a loop: scalars by name, in nested dictionaries if you like.
 
 A `Histogram`, an `Image` or a `Text` of `armillary.summary` may be among them. So may
 arrays with axes, which a `SummaryManager` writes as histograms.

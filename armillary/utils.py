@@ -1,6 +1,6 @@
 """The helpers of `orbit.utils`, under the name of Orbit's module.
 
-`armillary` and `armillary.summary` describe the names that they offer as well.
+`armillary` and `armillary.summary` have the same names, and describe them.
 """
 
 from armillary._traceback import mark_public as _mark_public

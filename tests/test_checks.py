@@ -200,7 +200,7 @@ def test_a_locale_with_another_encoding_is_an_error(monkeypatch):
         ),
         (
             lambda: armillary.CheckpointManager(1, "runs", 5),
-            "`CheckpointManager` takes 2 arguments without a name, but got 3. Give the "
+            "`CheckpointManager` takes 2 arguments without a name, but got 3. Pass the "
             "others by name, as in `max_to_keep=...`.",
         ),
         (

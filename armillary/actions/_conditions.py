@@ -1,8 +1,8 @@
-"""Actions and what they are made of: conditions, periods, and what all are told.
+"""Conditions and periods for actions, and the methods that a controller calls on them.
 
-A controller tells each action, and each one inside another, its step counter
-(`bind_step_counter`), and that a call that trains begins or has ended, in whatever way
-(`begin_training`, `end_training`), if the action has a method of this name.
+A controller calls these methods of each action, and of each action inside another, if
+they exist: `bind_step_counter` with its step counter, `begin_training` when a call
+begins to train, and `end_training` when it ends, even by an error.
 """
 
 import json
@@ -29,12 +29,12 @@ from armillary.state._summarize import as_step_counter
 from armillary.typing import Action, Output
 
 Metric: TypeAlias = str | Callable[[Output], Any]
-"""A key of an output, a path such as `"validation/loss"`, or a function of one."""
+"""A key of an output, a path such as `"validation/loss"`, or a function."""
 
 
 def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
-    """Calls a method of all parts of actions; raises the first error."""
-    errors = []
+    """Calls a method of all parts of actions; raises the first error at the end."""
+    errors: list[Exception] = []
     for part in find_parts(actions):
         try:
             if hasattr(part, method):
@@ -46,7 +46,7 @@ def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
 
 
 def find_parts(actions: Iterable[Any]) -> list[Any]:
-    """Returns actions and all that they consist of, each once."""
+    """Returns actions and all of their parts, each once."""
     found: dict[int, Any] = {}
     for action in actions:
         inner: tuple[Any, ...] = ()
@@ -61,13 +61,13 @@ def find_parts(actions: Iterable[Any]) -> list[Any]:
 
 
 class StepAction:
-    """An action that knows the global step, once it is told what counts it."""
+    """An action that uses the global step."""
 
     _read_step: Callable[[], int] | None = None
-    last_step = 0  # That of the last call.
+    last_step = 0  # the step of the last call
 
     def bind_step_counter(self, counter: Any) -> None:
-        """Takes `optimizer.step`, or another counter; a `Controller` calls this."""
+        """Sets a step counter, such as `optimizer.step`; a `Controller` calls this."""
         self._read_step = as_step_counter(counter)
         self.last_step = self._read_step()
 
@@ -79,11 +79,12 @@ class StepAction:
         """Returns the global step of this method's last call, and the current one."""
         if self._read_step is None:
             raise RuntimeError(
-                f"`{type(self).__name__}` was called, but does not know the global "
-                "step. In a loop without a `Controller`, call "
+                f"`{type(self).__name__}` was called, but it has no step counter. In a "
+                "loop without a `Controller`, call "
                 "`action.bind_step_counter(optimizer.step)` first."
             )
-        last, self.last_step = self.last_step, self._read_step()
+        last = self.last_step
+        self.last_step = self._read_step()
         return last, self.last_step
 
 
@@ -97,7 +98,7 @@ def as_actions(name: str, actions: Any) -> tuple[Action, ...]:
 
 
 class ConditionalAction:
-    """Runs an action, or several in turn, if a condition holds.
+    """Runs an action, or several in turn, if a condition is true.
 
     Args:
         condition: Function of the output, such as a `NewBestMetric`.
@@ -111,7 +112,8 @@ class ConditionalAction:
         self, condition: Callable[[Output], bool], action: Action | Iterable[Action]
     ) -> None:
         check_callable("condition", condition)
-        self.condition, self.actions = condition, as_actions("action", action)
+        self.condition = condition
+        self.actions = as_actions("action", action)
 
     def __call__(self, output: Output) -> None:
         """Runs the actions with `output` if the condition is true for it."""
@@ -123,17 +125,17 @@ class ConditionalAction:
 class PeriodicAction(StepAction):
     """Runs an action, or several in turn, each time that an interval has passed.
 
-    That is at the first output after each multiple of the interval, however often the
+    It runs them at the first output after each multiple of the interval, even if the
     run was interrupted.
 
     Args:
         action: The action to run, or a sequence of actions.
-        interval: Training steps, also if it is an action of evaluations.
+        interval: Training steps between runs, even for an evaluation action.
 
     Raises:
         TypeError: If an action is not callable.
         ValueError: If the interval is not positive.
-        RuntimeError: When it is called and does not know the global step.
+        RuntimeError: When it is called without a step counter.
     """
 
     def __init__(self, action: Action | Iterable[Action], interval: int) -> None:
@@ -149,7 +151,7 @@ class PeriodicAction(StepAction):
 
 
 class _BestValue:
-    """The best value of a metric so far, `None` before the first one."""
+    """The best value of a metric so far; `None` before the first value."""
 
     def __init__(self, metric: Metric, higher_is_better: bool) -> None:
         is_key = isinstance(metric, str) and bool(metric.strip())
@@ -159,7 +161,8 @@ class _BestValue:
                 'be a key of the output, such as `metric="loss"`, or a function of it.'
             )
         check_one_of("higher_is_better", higher_is_better, (True, False))
-        self.metric, self.higher_is_better = metric, higher_is_better
+        self.metric = metric
+        self.higher_is_better = higher_is_better
         self.best_value: float | None = None
         kind = type(metric).__name__
         self._name = str(metric if is_key else getattr(metric, "__name__", kind))
@@ -181,15 +184,15 @@ class _BestValue:
         except (TypeError, ValueError):
             raise TypeError(
                 f"`metric` `{self._name}` is {value!r} of type {type(value).__name__}, "
-                "but it must be one number. Use a function that returns one."
+                "but it must be one number. Use a function that returns a number."
             ) from None
 
     def get_state(self) -> dict[str, Any]:
-        """Returns what a `Checkpoint` saves."""
+        """Returns the state for a `Checkpoint`."""
         return {"best_value": self.best_value}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes over what a `Checkpoint` saved."""
+        """Restores the state from a `Checkpoint`."""
         self.best_value = state["best_value"]
 
     def _is_better(self, value: float, margin: float = 0.0) -> bool:
@@ -215,18 +218,19 @@ def _find(path: str, output: Mapping[str, Any]) -> Any:
 
 
 class NewBestMetric(_BestValue):
-    """Holds when the metric of an output is strictly better than all before.
+    """A condition that is true if a metric is strictly better than ever before.
 
-    `test` only asks, `commit` also remembers the new value, and calling the object is
-    the same as `commit`. Use `test` as a condition and `commit` as the last action, and
-    a new best whose actions were interrupted is found again after a restart.
+    `test` only compares, and `commit` also stores the new value. Calling the object is
+    the same as `commit`. Use `test` as a condition and `commit` as the last action: if
+    the actions for a new best are interrupted, they run again after a restart.
 
     The best value survives a restart if `directory` is given, or if the object is part
     of a `Checkpoint`.
 
     Args:
-        metric: Key in the output, a path such as `"validation/loss"` into a nested one,
-            or a function from the output to a number. NaN is never the best value.
+        metric: Key in the output, a path such as `"validation/loss"` into a nested
+            output, or a function from the output to a number. NaN is never the best
+            value.
         higher_is_better: Whether a larger value is better: true for an accuracy, false
             for a loss.
         directory: Directory for the best value, in a JSON file named for the metric. It
@@ -234,8 +238,8 @@ class NewBestMetric(_BestValue):
             chief writes. `None` keeps the value in memory only.
 
     Attributes:
-        best_value: The best value so far, or `None` before the first one.
-        file: Where it is kept, or `None`.
+        best_value: The best value so far, or `None` before the first value.
+        file: The file that stores the best value, or `None`.
 
     Raises:
         TypeError: If `metric` is neither a string nor callable.
@@ -257,7 +261,7 @@ class NewBestMetric(_BestValue):
         if callable(metric) and not self._name.isidentifier():
             raise ValueError(
                 f"`metric` is the function {self._name}, but the file in `directory` "
-                "is called by its name. Use one that is defined with `def`."
+                "is named for the function. Use a function that is defined with `def`."
             )
         folder = Path(check_path("directory", directory))
         self.file = folder / f"best_{quote(self._name, safe='')}.json"
@@ -265,22 +269,23 @@ class NewBestMetric(_BestValue):
             self.best_value = self._read(self.file)
 
     def __call__(self, output: Output) -> bool:
-        """Returns whether `output` has a new best value, and remembers it."""
+        """Returns whether `output` has a new best value, and stores it."""
         return self.commit(output)
 
     def test(self, output: Output) -> bool:
-        """Returns whether `output` has a new best value, without remembering it."""
+        """Returns whether `output` has a new best value, without storing it."""
         return self._is_better(self.metric_value(output))
 
     def commit(self, output: Output) -> bool:
-        """Returns whether `output` has a new best value, and remembers it."""
+        """Returns whether `output` has a new best value, and stores it."""
         if not self.test(output):
             return False
         self.best_value = self.metric_value(output)
         if self.file is not None and get_process().is_chief:
             content = {**self.get_state(), "higher_is_better": self.higher_is_better}
-            path, data = epath.Path(self.file), json.dumps(content).encode()
-            # A reader finds the old file or the new one.
+            path = epath.Path(self.file)
+            data = json.dumps(content).encode()
+            # A reader finds either the old file or the new file.
             write_whole(path, data, f".{path.name}.{os.getpid()}")
         return True
 
@@ -293,39 +298,40 @@ class NewBestMetric(_BestValue):
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{file} cannot be read as the best value of `{self._name}`: "
-                f"{error!r}. Delete the file to start afresh."
+                f"{error!r}. Delete the file to start again."
             ) from error
 
 
 class EarlyStopping(_BestValue):
     """Requests a stop after a number of outputs in a row without improvement.
 
-    Use it as an evaluation action, or as a training action to judge each loop. A
-    controller takes its actions when it is made, so hand over its method late::
+    Use it as an evaluation action, or as a training action to check each loop. A
+    controller takes its actions when it is made, so pass its method in a `lambda`::
 
         early_stopping = EarlyStopping(
             lambda reason: controller.request_stop(reason),
             "loss", patience=3, higher_is_better=False)
         controller = armillary.Controller(..., eval_actions=[early_stopping])
 
-    As part of a `Checkpoint`, the best value and the count survive a restart, and a run
-    that was stopped stays stopped: started again, it trains nothing, unless `patience`
-    is larger now. A later call in the same program gets its patience back.
+    As part of a `Checkpoint`, the best value and the count survive a restart. If a run
+    that was stopped is started again, it trains nothing, unless `patience` is larger
+    now. A later call in the same program starts to count again.
 
     Args:
         request_stop: A controller, or a function that takes the reason to stop.
         metric: As in `NewBestMetric`. NaN is not an improvement.
         patience: Outputs in a row without improvement after which to stop, at least 1.
-        min_delta: By how much a value must be better than the best to count.
+        min_delta: The smallest difference from the best value that counts as an
+            improvement.
         higher_is_better: Whether a larger value is better, as in `NewBestMetric`.
 
     Attributes:
-        best_value: The best value so far, or `None` before the first one.
+        best_value: The best value so far, or `None` before the first value.
         num_without_improvement: Outputs since the best value.
 
     Raises:
-        TypeError: If `request_stop` or `metric` is of another kind.
-        ValueError: If another argument is not what it must be.
+        TypeError: If `request_stop` or `metric` is of the wrong type.
+        ValueError: If another argument has a wrong value.
     """
 
     def __init__(
@@ -348,11 +354,12 @@ class EarlyStopping(_BestValue):
         self._was_stopped = False
 
     def __call__(self, output: Output) -> None:
-        """Judges one output, and requests a stop if patience has run out."""
-        self._start_afresh()
+        """Checks one output, and requests a stop if patience has run out."""
+        self._start_again()
         value = self.metric_value(output)
         if self._is_better(value, self.min_delta):
-            self.best_value, self.num_without_improvement = value, 0
+            self.best_value = value
+            self.num_without_improvement = 0
             return
         self.num_without_improvement += 1
         if self.num_without_improvement >= self.patience:
@@ -363,28 +370,28 @@ class EarlyStopping(_BestValue):
             )
 
     def begin_training(self) -> None:
-        """Requests a stop if a checkpoint says so; a `Controller` calls this."""
+        """Requests a stop if the saved run was stopped; a `Controller` calls this."""
         if not self._was_stopped:
-            self._start_afresh()
+            self._start_again()
             return
         self._was_stopped = False
         self._request_stop(
             f"`{self._name}` had not improved for {self.num_without_improvement} "
-            "outputs in a row when this was saved; a larger `patience` trains on"
+            "outputs in a row when this was saved; a larger `patience` continues"
         )
 
-    def _start_afresh(self) -> None:
-        # A call after one that was stopped gets its patience back.
+    def _start_again(self) -> None:
+        # After a stopped call, the next call starts to count again.
         if self.num_without_improvement >= self.patience:
             self.num_without_improvement = 0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns what a `Checkpoint` saves."""
+        """Returns the state for a `Checkpoint`."""
         count = self.num_without_improvement
         return {**super().get_state(), "num_without_improvement": count}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes over what a `Checkpoint` saved."""
+        """Restores the state from a `Checkpoint`."""
         super().set_state(state)
         self.num_without_improvement = state["num_without_improvement"]
         self._was_stopped = self.num_without_improvement >= self.patience

@@ -46,11 +46,11 @@ class ExportFileManager:
     Args:
         base_name: The beginning of the file names, such as `"runs/digits/export"`. The
             first export makes its directory.
-        max_to_keep: How many files stay. The files with the highest numbers stay, and
-            always the file that was written last. `None` keeps all.
+        max_to_keep: The number of files to keep: the files with the highest numbers,
+            and always the newest file. `None` keeps all.
         next_id_fn: The number of the next file: a variable such as `optimizer.step`, or
-            a function without arguments. If the number exists already, its file is
-            replaced. `None` counts on from the highest existing number, or from 0.
+            a function without arguments. If the number already exists, its file is
+            replaced. `None` continues from the highest existing number, or from 0.
 
     Raises:
         TypeError: If `next_id_fn` is neither a variable nor a function.
@@ -87,10 +87,10 @@ class ExportFileManager:
         return self._last_name
 
     def clean_up(self) -> None:
-        """Removes all but `max_to_keep` files."""
+        """Removes all except `max_to_keep` files."""
         if self._max_to_keep is None:
             return
-        # A run that went back to an earlier step writes lower numbers than are there.
+        # After a run went back to an earlier step, the newest file has a lower number.
         files = sorted(self.managed_files, key=lambda path: path == self._last_name)
         for path in files[: -self._max_to_keep]:
             epath.Path(path).unlink(missing_ok=True)
@@ -104,31 +104,31 @@ class ExportFileManager:
 
 
 class ExportModel:
-    """Exports a function of a model, its parameters inside, by `jax.export`.
+    """Exports a function of a model with its parameters, by `jax.export`.
 
-    Each call writes one file, which needs only JAX to be loaded and called, with
-    `jax.export.deserialize`. `docs/recipes/inference.md` has an example.
+    Each call writes one file. To load and call it, only JAX is needed
+    (`jax.export.deserialize`). `docs/recipes/inference.md` has an example.
 
-    A file has its name only when it is complete. Training is not disturbed: the
+    A file gets its name only when it is complete. Training is not disturbed: the
     function is traced with copies of the arrays, and values that it sets in Python
     (such as `model.eval()`) are set back. In a job of several processes, the chief
     writes.
 
     Args:
         model: The function to export, or a model that can be called. It must not change
-            arrays that it reaches: an export has nowhere to keep them.
+            arrays that it reaches, because an export cannot store them.
         file_manager: Names the files and removes old ones.
         args: The arguments to trace `model` with: arrays or `jax.ShapeDtypeStruct`, or
             pytrees of them. Shapes may be symbolic (`jax.export.symbolic_shape`).
-        polymorphic_batch_size: Whether the program takes any size of the first axis of
-            all arguments (of those that have axes), the same for all.
+        polymorphic_batch_size: Whether the first axis of all arguments may have any
+            size, the same for all. Arguments without axes do not count.
         platforms: The platforms of the exported program: `"cpu"`, `"cuda"`, `"rocm"`,
             `"tpu"`, or several of them. By default, the platform of this program.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If `polymorphic_batch_size` is neither true nor false, or a platform
-            is none of those.
+            is not one of these.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ExportModel:
         check_one_of("polymorphic_batch_size", polymorphic_batch_size, (True, False))
         platforms = [platforms] if isinstance(platforms, str) else platforms
         check_instance("platforms", platforms, list | tuple | None, _USE_PLATFORMS)
-        # JAX takes any name, and such a program runs nowhere.
+        # JAX accepts any name, but the program could not run anywhere.
         for platform in platforms or ():
             check_one_of("platforms", platform, _PLATFORMS, _USE_PLATFORMS)
         self.model = model
@@ -160,18 +160,18 @@ class ExportModel:
 
         Raises:
             ValueError: If the function changes arrays, or needs several devices.
-            OSError: If the file cannot be written. Earlier ones are as they were.
+            OSError: If the file cannot be written. Earlier files are not changed.
         """
         del output
         state = State([(self.model, "")])
-        # On all processes: computations on shared arrays must be made by all.
+        # On all processes, because all must take part in computations on shared arrays.
         leaves = [as_local(leaf) for leaf in state.read()]
         if not get_process().is_chief:
             return
         with announcing_errors():
             data = self._export(state, leaves).serialize()
             path = epath.Path(self.file_manager.next_name())
-            # The next export of the same name writes over what a killed one has left.
+            # If an export is killed, the next export overwrites its incomplete file.
             write_whole(path, data, f".{path.name.rpartition('-')[0]}.incomplete")
             self.file_manager.clean_up()
         logger.info("exported the model to %s.", path)
@@ -187,7 +187,7 @@ class ExportModel:
             pairs = enumerate(zip(leaves, now, strict=True))
             return {i: new for i, (old, new) in pairs if old is not new}, result
 
-        # Not `self.model`: a program is traced once for each function.
+        # Not `self.model`, because JAX traces each function only once.
         def program(*args: Any) -> Any:
             written, result = call(constants, *args)
             touched[:] = written
@@ -198,7 +198,8 @@ class ExportModel:
             make = export.export(jax.jit(program), platforms=self._platforms)
             exported = make(*self._specs)
             if touched:
-                # `nnx.remat` writes what it only reads: the program tells them apart.
+                # `nnx.remat` writes arrays that it only reads. The program shows which
+                # arrays really change.
                 traced = jax.make_jaxpr(lambda *given: list(call(*given)[0].values()))
                 written = traced(constants, *self._specs)
                 self._check_unchanged(state, touched, find_unchanged(written, touched))
@@ -220,7 +221,7 @@ class ExportModel:
         if changed:
             raise ValueError(
                 f"`model` changes {len(changed)} of the arrays that it reaches, "
-                "but an exported program has nowhere to keep them:\n"
+                "but an exported program cannot store them:\n"
                 f"{list_lines(changed)}\n"
                 "Export a function that calls `model.eval()` first."
             )
@@ -243,25 +244,25 @@ def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
 class Profile(StepAction):
     """Traces some loops of training, once, with `jax.profiler`.
 
-    The trace begins after the first loop that reaches step `at`, and ends after the
-    loop with which it holds `steps` steps, or when training ends, also by an exception.
-    So it consists of whole loops, and leaves out the first one, which compiles. A run
-    that resumes at `at` or later was traced before, and is not traced again.
+    The trace begins after the first loop that reaches step `at`. It ends after the loop
+    that completes `steps` steps, or when training ends, even by an exception. So it
+    consists of whole loops, without the first loop, which compiles. A run that resumes
+    at `at` or later is not traced again.
 
-    Use it in `train_actions`. In a job of several processes, the first one traces its
-    devices. With such an action, the controller waits for each loop before it starts
-    the next one, so the devices wait a moment between loops.
+    Use it in `train_actions`. In a job of several processes, the first process traces
+    its devices. With any such action, the controller waits for each loop before it
+    starts the next loop, so the devices wait a moment between loops.
 
     Args:
-        at: The global step from which to trace.
-        steps: How many steps to trace, at least.
-        directory: Where the trace goes, below `plugins/profile`: the directory that
-            TensorBoard shows.
+        at: The global step at which the trace begins.
+        steps: The smallest number of steps to trace.
+        directory: The directory that TensorBoard shows. The trace is in its folder
+            `plugins/profile`.
 
     Raises:
         ValueError: If `at` is negative, `steps` not positive, or `directory` not local.
-        RuntimeError: When it is called and does not know the global step, or another
-            trace is running: JAX runs one at a time.
+        RuntimeError: When it is called without a step counter, or while another trace
+            is running, because JAX can run only one.
     """
 
     def __init__(
@@ -275,11 +276,11 @@ class Profile(StepAction):
                 f"`directory` is {self.directory!r}, but traces are local files. Use a "
                 "local directory, and copy it when the run has ended."
             )
-        # The step at which the trace that is running began.
+        # The step at which the current trace began.
         self._begun_at: int | None = None
 
     def __call__(self, output: Output) -> None:
-        """Begins or ends the trace if it is time."""
+        """Begins or ends the trace, if the step is reached."""
         del output
         last, now = self._advance()
         if self._begun_at is not None:
@@ -288,7 +289,7 @@ class Profile(StepAction):
         elif last < self.at <= now and get_process().is_chief:
             Path(self.directory).mkdir(parents=True, exist_ok=True)
             options = jax.profiler.ProfileOptions()
-            # Calls of Python functions fill a trace, and slow the run down.
+            # Calls of Python functions would fill the trace, and slow down the run.
             options.python_tracer_level = 0
             jax.profiler.start_trace(self.directory, profiler_options=options)
             self._begun_at = now
@@ -296,7 +297,8 @@ class Profile(StepAction):
     def end_training(self) -> None:
         """Ends the trace if it is running; a `Controller` calls this."""
         if self._begun_at is not None:
-            begun_at, self._begun_at = self._begun_at, None
+            begun_at = self._begun_at
+            self._begun_at = None
             jax.profiler.stop_trace()
             reached = self._read_step() if self._read_step else self.last_step
             logger.info("traced steps %d to %d: %s", begun_at, reached, self.directory)

@@ -1,4 +1,4 @@
-"""Saves and ends the program when a machine of the job is going to be taken."""
+"""Handles preemption: saves and ends the program before a machine is taken away."""
 
 import sys
 
@@ -18,19 +18,20 @@ class SaveCheckpointIfPreempted:
     When the same program is started again, it continues from there. Use it in the
     `train_actions` of a controller; `docs/preemption.md` has an example.
 
-    SIGTERM in any process of the job, or its `watcher`, is a notice. It is received
-    from the moment that the object is made, and acted on after the loop of training
-    that is running; as one of `eval_actions`, after an evaluation as well, which a run
-    that resumes there repeats. Further SIGTERMs change nothing: the program is ending.
+    A notice is SIGTERM in any process of the job, or a result of the `watcher`. It is
+    received as soon as the object exists, and handled after the current training loop.
+    If the object is also one of `eval_actions`, a notice is handled after an evaluation
+    as well. A run that resumes there repeats the evaluation. Further SIGTERMs change
+    nothing, because the program is already ending.
 
-    Leaving the `with` block, or `close`, gives SIGTERM its former meaning again. A
-    handler that the program had before is not called in between; what it did belongs
-    into `exit_fn`.
+    The end of the `with` block, or `close`, restores the former handler of SIGTERM. In
+    between, a handler that the program had before is not called. Put its work into
+    `exit_fn`.
 
     Args:
-        checkpoint_manager: Saves. It should be the controller's.
-        termination_config: How a notice comes, and how the program ends. By default
-            SIGTERM, and exit code 77.
+        checkpoint_manager: The manager that saves; use the manager of the controller.
+        termination_config: The source of notices, and the way to end the program. By
+            default SIGTERM, and exit code 77.
 
     Raises:
         TypeError: If `checkpoint_manager` or `termination_config` is of the wrong type.
@@ -44,10 +45,12 @@ class SaveCheckpointIfPreempted:
     ) -> None:
         fix = "Use the manager of the controller."
         check_instance("checkpoint_manager", checkpoint_manager, CheckpointManager, fix)
-        kinds, fix = TerminationConfig | None, "Use `TerminationConfig(exit_fn=leave)`."
+        fix = "Use `TerminationConfig(exit_fn=leave)`."
+        kinds = TerminationConfig | None
         check_instance("termination_config", termination_config, kinds, fix)
         config = termination_config or TerminationConfig()
-        self._manager, self._exit_fn = checkpoint_manager, config.exit_fn
+        self._manager = checkpoint_manager
+        self._exit_fn = config.exit_fn
         self._notice = PreemptionNotice(config.watcher)
         self._has_acted = False
 
@@ -60,7 +63,7 @@ class SaveCheckpointIfPreempted:
     def __call__(self, output: Output = None) -> None:
         """Saves and ends the program, if a process of the job has got a notice.
 
-        All processes must call it. Without a notice, it costs them one exchange.
+        All processes must call it. Without a notice, it costs one exchange of messages.
 
         Raises:
             CheckpointError: If the state cannot be saved. The exit code is then not 77.
@@ -77,24 +80,24 @@ class SaveCheckpointIfPreempted:
         except CheckpointError:
             logger.error("preempted: %s, but this step is not saved.", found)
             raise
-        # Whatever comes from now on is another notice.
+        # Any notice from now on is a new notice.
         self._has_acted = False
         self._notice.source = None
         code = ExitCode.PREEMPTED
         ending = f"ends with exit code {code.value} ({code.name})"
         ending = "calls `exit_fn`" if self._exit_fn else ending
         logger.info("preempted: %s; saved %s; %s.", found, path, ending)
-        # A later signal must not change the exit code while the processes say goodbye.
+        # A later signal must not change the exit code while the processes disconnect.
         kept.add(self._notice)
         if self._exit_fn is None:
             sys.exit(code)
-        self._exit_fn()  # An error of it ends the program, too.
+        self._exit_fn()  # If it raises an error, that ends the program, too.
         kept.remove(self._notice)
 
     def close(self) -> None:
-        """Stops listening, and gives SIGTERM its former meaning.
+        """Stops watching for notices, and restores the former handler of SIGTERM.
 
-        A notice that came after the last loop is not acted on any more.
+        A notice that came after the last loop is not handled any more.
         """
         notice = self._notice
         is_over = self._has_acted or notice.is_closed or notice in kept
@@ -107,22 +110,22 @@ class SaveCheckpointIfPreempted:
         return self._notice.source
 
     def _find_notice(self) -> str | None:
-        """Returns which process got a notice; all processes return the same."""
+        """Returns the source of a notice, if any; all processes return the same."""
         peers = get_peers()
         if peers is None:
             return self._notice.source
-        topic = "whether a machine is going to be taken"
-        said = peers.boundary.exchange(topic, self._say)
+        topic = "whether a machine will be taken away"
+        sources = peers.boundary.exchange(topic, self._say)
         found = [
             f"{source} in process {index} of {peers.count}"
-            for index, source in enumerate(said)
+            for index, source in enumerate(sources)
             if source
         ]
         more = f", and in {len(found) - 1} more" if len(found) > 1 else ""
         return found[0] + more if found else None
 
     def _save(self) -> str | None:
-        """Saves, unless this step is saved; returns the path of what is."""
+        """Saves, unless this step is saved already; returns the path."""
         manager = self._manager
         manager.sync()
         if manager.has_saved_step():

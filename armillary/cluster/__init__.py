@@ -1,7 +1,8 @@
-"""Where a process is: which one, of how many, and where the others are.
+"""Finds the place of a process in its job: its number, and the address to meet at.
 
-A `ClusterResolver` reads what a scheduler tells each process in its environment, and
-makes a `ProcessPlan`, which is what `jax.distributed.initialize` needs::
+A `ClusterResolver` reads the environment variables that a scheduler sets for each
+process, and makes a `ProcessPlan`. The plan has all that `jax.distributed.initialize`
+needs::
 
     plan = armillary.cluster.resolve_cluster().process_plan()
     if plan.is_distributed:

@@ -1,8 +1,9 @@
-"""Joins this process to the others of its job, once, and says how they communicate.
+"""Joins this process to the others of its job, once, and sets up their connections.
 
-All meet at the address of process 0, since JAX would not say who is missing. Then its
-coordination service listens there. Two more connections are made: the lifeline, a tree
-that begins there, and Gloo's, through which processes on CPUs exchange values.
+All processes meet at the address of process 0 before JAX does the same, because JAX
+would not name the missing ones. Then JAX's coordination service listens at this
+address. Two more connections are made: the lifeline, a tree whose root is process 0,
+and Gloo's, through which processes on CPUs exchange values.
 """
 
 import contextlib
@@ -50,18 +51,18 @@ _REACH = (
     "Processes must reach each other on all ports: open them between these machines "
     "(firewall, network policy), look at its output, and start all processes again."
 )
-# JAX's error if it was told nothing and has detected no job around this process.
+# JAX's error if it got no arguments and has detected no job around this process.
 _NO_JOB = "coordinator_address should be defined"
 _TIMEOUT_SECONDS = 1800.0
-"""How long XLA waits on CPUs, where nothing else is said."""
+"""The time for which XLA waits on CPUs by default."""
 
 
 class CommunicationImplementation(enum.StrEnum):
-    """Which library carries the values, as in `tf.distribute`.
+    """The library that carries values between processes, as in `tf.distribute`.
 
-    `AUTO` leaves it to XLA: Gloo on CPUs, NCCL on GPUs, and their own network on TPUs.
-    `RING` asks for a ring, which is what Gloo does, so it holds on CPUs only. `NCCL`
-    holds on GPUs only.
+    `AUTO` leaves the choice to XLA: Gloo on CPUs, NCCL on GPUs, and their own network
+    on TPUs. `RING` asks for a ring, as Gloo makes one, and is for CPUs only. `NCCL` is
+    for GPUs only.
     """
 
     AUTO = "AUTO"
@@ -78,15 +79,15 @@ class CommunicationOptions:
     The strategy that receives the options sets XLA's flags when it joins the others.
 
     Args:
-        bytes_per_pack: XLA joins small collective operations into packs of up to so
-            many bytes. It does not cut larger ones. 0 leaves it to XLA. GPUs only.
-        timeout_seconds: How long an operation, or the start before the first
-            controller, may wait for the other processes, more than 0, rounded up to
-            whole seconds. None is 5 minutes for the start, and leaves the rest to XLA:
-            30 minutes on CPUs and no limit on GPUs. On GPUs XLA limits the meeting of
-            the processes and (from JAX 0.9.2) each run of a compiled program,
-            computation included, and ends the process: allow for the longest loop. Not
-            on TPUs.
+        bytes_per_pack: The size of the packs into which XLA joins small collective
+            operations. XLA does not cut larger ones. 0 leaves it to XLA. GPUs only.
+        timeout_seconds: The longest wait for the other processes, in an operation or
+            in the start before the first controller. It is more than 0, and is rounded
+            up to whole seconds. None is 5 minutes for the start, and leaves the rest to
+            XLA: 30 minutes on CPUs and no limit on GPUs. On GPUs, XLA limits the
+            meeting of the processes and (from JAX 0.9.2) each run of a compiled
+            program, computation included. Then it ends the process, so allow for the
+            longest loop. Not on TPUs.
         implementation: A `CommunicationImplementation`, or its name.
 
     Raises:
@@ -121,8 +122,8 @@ class CommunicationOptions:
         ):
             if value is not None and kind not in followed_on:
                 raise ValueError(
-                    f"`{name}` is {value!r}, which XLA follows on "
-                    f"{' and '.join(followed_on)} alone, but the platform is {kind!r}. "
+                    f"`{name}` is {value!r}, which XLA follows only on "
+                    f"{' and '.join(followed_on)}, but the platform is {kind!r}. "
                     f"Leave `{name}` out."
                 )
         flags: dict[str, str] = {}
@@ -159,7 +160,7 @@ def get_peers() -> Peers | None:
 
 
 def expire_boundary() -> None:
-    """Says that what processes told each other between two loops is out of date."""
+    """Marks the values that processes exchanged between two loops as out of date."""
     if _joined is not None:
         _joined.peers.boundary.expire()
 
@@ -167,8 +168,8 @@ def expire_boundary() -> None:
 def join_cluster(
     resolver: ClusterResolver, options: CommunicationOptions | None = None
 ) -> Peers | None:
-    """Joins the processes that a resolver tells of, and waits until all are there."""
-    # JAX has no public way to its key-value store, and to whether devices are used.
+    """Joins the processes of a resolver's cluster, and waits until all have joined."""
+    # JAX offers neither its key-value store nor the use of its devices in public.
     from jax._src import distributed, xla_bridge  # noqa: TID251
 
     global _joined
@@ -182,8 +183,9 @@ def join_cluster(
     if _joined is not None:
         if (arguments, options) != (_joined.arguments, _joined.options):
             raise ClusterError(
-                f"`cluster_resolver` says {arguments} with {options}, but this process "
-                f"has joined its job with {_joined.arguments} and {_joined.options}. "
+                f"`cluster_resolver` gives {arguments} with {options}, but this "
+                f"process has joined its job with {_joined.arguments} and "
+                f"{_joined.options}. "
                 "Use the same resolver and options for all strategies."
             )
         return _joined.peers
@@ -196,8 +198,8 @@ def join_cluster(
         if is_late:
             raise ClusterError(
                 "The strategy was made after JAX's devices had been used, but "
-                "processes must join before. Make the strategy first, ahead of every "
-                "array and every `jax.devices()`."
+                "processes must join first. Make the strategy before every array and "
+                "every `jax.devices()`."
             )
         tell("joining")
         seconds = options.timeout_seconds or _JOIN_SECONDS
@@ -211,10 +213,11 @@ def join_cluster(
     elif options != CommunicationOptions():
         raise ClusterError(
             f"`communication_options` is {options}, but this program called "
-            "`jax.distributed.initialize` before, and XLA must know them first. Leave "
-            "the call out: the strategy makes it."
+            "`jax.distributed.initialize` before, and XLA must know the options by "
+            "then. Remove the call: the strategy makes it."
         )
-    index, count = jax.process_index(), jax.process_count()
+    index = jax.process_index()
+    count = jax.process_count()
     if plan.num_processes not in (None, count) or plan.process_id not in (None, index):
         raise ClusterError(
             f"`cluster_resolver` says that this is process {plan.process_id} of "
@@ -244,9 +247,9 @@ def _apply(options: CommunicationOptions) -> None:
     platform = str(platforms or "").partition(",")[0]
     if platform not in PLATFORMS:
         raise ClusterError(
-            f"`jax_platforms` is {platforms!r}, but what XLA can follow of "
-            "`communication_options` depends on it. Set the variable `JAX_PLATFORMS`, "
-            "for example to `cuda`, or leave the options out."
+            f"`jax_platforms` is {platforms!r}, but the platform decides which of the "
+            "`communication_options` XLA can follow. Set the variable "
+            "`JAX_PLATFORMS`, for example to `cuda`, or leave the options out."
         )
     values = options._find_flags(platform)
     if unknown := find_unknown_flags(values):
@@ -257,7 +260,7 @@ def _apply(options: CommunicationOptions) -> None:
             "tested with (docs/which_jax.md)."
         )
     flags = [f"--{name}={value}" for name, value in values.items()]
-    # Of two values the last one counts.
+    # XLA takes the last one of two values.
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
@@ -283,23 +286,32 @@ def _apply_alone(options: CommunicationOptions) -> None:
     if options.bytes_per_pack:
         raise ClusterError(
             f"`bytes_per_pack` is {options.bytes_per_pack}, which XLA must know before "
-            "it starts its devices. Make the strategy ahead of every array and every "
+            "it starts its devices. Make the strategy before every array and every "
             "`jax.devices()`, and set the variable `JAX_PLATFORMS`, for example to "
             "`cuda`."
         )
 
 
 def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
-    """Waits until all processes are there, or raises and says which are not."""
-    # Each connection is a file, also that of a stranger. The hard limit is the
-    # administrator's, the soft one is for programs that use `select`.
+    """Waits until all processes are there, or raises an error that names the missing.
+
+    Args:
+        arguments: The arguments of `jax.distributed.initialize`.
+        seconds: The longest wait.
+    """
+    # Each connection needs an open file, even one from outside the job. The soft limit
+    # only protects programs that use `select`, so it is raised to the hard limit, which
+    # an administrator sets.
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    address, index = arguments.get("coordinator_address"), arguments.get("process_id")
+    address = arguments.get("coordinator_address")
+    index = arguments.get("process_id")
     if not address or index is None:
         return  # JAX finds them.
-    (host, port), count = split_address(address), arguments["num_processes"]
+
+    host, port = split_address(address)
+    count = arguments["num_processes"]
     if index:
         late = attend(host, port, index, seconds)
     else:
@@ -307,14 +319,14 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
         try:
             listener = listen(at, port)
         except OSError:
-            return  # JAX needs the port too, and says so.
+            return  # JAX needs the port too, and raises an error about it.
         late = receive_all(listener, count, seconds)
     if late:
         more = f", nor have {len(late) - 1} others" if late[1:] else ""
         text = (
             f"Process {late[0]} of {count} has not joined for {seconds:g} s{more}, "
             f"while process {index} waits at {find_line(JOIN)}. Look at its output, "
-            f"whether it reaches process 0 at {address}, or allow more time with "
+            f"check that it reaches process 0 at {address}, or allow more time with "
             "`CommunicationOptions(timeout_seconds=...)`."
         )
         set_process(Process(index, count))
@@ -323,7 +335,10 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
 
 
 def _initialize(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether there is a job to join; JAX looks for it without arguments."""
+    """Starts JAX's coordination; returns False if JAX finds no job to join.
+
+    Without arguments, JAX itself looks for a job.
+    """
     # JAX's own preemption service swallows SIGTERM, even if nobody uses it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -333,8 +348,8 @@ def _initialize(arguments: Mapping[str, Any]) -> bool:
             raise
         return False
 
-    # If all are on this machine.
-    if "coordinator_bind_address" in arguments and _uses_gloo():
+    is_one_machine = "coordinator_bind_address" in arguments
+    if is_one_machine and _uses_gloo():
         keep_gloo_on(split_address(arguments["coordinator_address"])[0])
     return True
 
@@ -345,8 +360,8 @@ def _uses_gloo() -> bool:
 
 def keep_gloo_on(host: str) -> None:
     """Makes Gloo listen at an address of this machine, once it starts."""
-    # By default it listens at the address of the machine's name, which others may
-    # reach, and JAX has no option for it. All that makes a client is private.
+    # By default Gloo listens at the address of the machine's name, which other machines
+    # may reach. JAX has no option for that, and its functions for a client are private.
     from jax._src import distributed, xla_bridge  # noqa: TID251
     from jax._src.lib import _jax  # noqa: TID251
 
@@ -368,8 +383,8 @@ def keep_gloo_on(host: str) -> None:
 
 def _connect_gloo(peers: Peers) -> None:
     """Lets the processes connect to each other, if they compute on CPUs."""
-    # Gloo does so at the first operation, and gives up after 30 seconds,
-    # while one process may still compile what the others run already.
+    # By itself Gloo connects at the first operation, and gives up after 30 seconds. By
+    # then, one process may still compile the program that the others already run.
     if jax.default_backend() != "cpu" or not _uses_gloo():
         return
     mesh = Mesh(np.array(jax.devices()), ("device",))
@@ -388,22 +403,24 @@ def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline
     """Connects this process to its parent in the tree, and waits for its children."""
     parent, _, children = find_place(index, count)
     host, port = split_address(address)
-    # As JAX's service does, it listens on loopback if its address is there.
+    # Like JAX's service, process 0 listens only on loopback if its address is there.
     at = host if index or is_loopback(address) else None
-    connection = listener = None
+    connection = None
+    listener = None
     token = secrets.token_hex(16)
     try:
         if parent is not None:
-            key, timeout = f"{_LIFELINE_KEY}/{parent}", 1000 * _PARENT_SECONDS
-            told = json.loads(store.blocking_key_value_get(key, timeout))
-            host, port, parents_token = told
+            key = f"{_LIFELINE_KEY}/{parent}"
+            timeout = 1000 * _PARENT_SECONDS
+            entry = json.loads(store.blocking_key_value_get(key, timeout))
+            host, port, parents_token = entry
             connection = connect(host, port, parents_token, index)
             at = host = connection.getsockname()[0]
         if children:
             listener = listen(at)
             port = listener.getsockname()[1]
-            told = json.dumps([host, port, token])
-            store.key_value_set(f"{_LIFELINE_KEY}/{index}", told)
+            entry = json.dumps([host, port, token])
+            store.key_value_set(f"{_LIFELINE_KEY}/{index}", entry)
     except (OSError, jax.errors.JaxRuntimeError) as error:
         raise ClusterError(
             f"Process {index} of {count} cannot reach process {parent or 0} at "

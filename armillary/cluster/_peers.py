@@ -1,4 +1,4 @@
-"""How the processes of a job agree on something, without their devices.
+"""Lets the processes of a job agree on values, without their devices.
 
 Values are sent as text over the tree of the lifeline, in *rounds*. All processes take a
 round at the same point of the program. A process that is at a different point, or has
@@ -25,19 +25,21 @@ from armillary.lifeline._tree import Run
 _SLICE_SECONDS = 1.0
 _MOST_CHARACTERS = 1 << 22  # Of one value.
 _VERDICT_SECONDS = 1.0
-"""How long it takes at most until the end of a process is known."""
+"""The longest time until the end of a process is known."""
 
 
 class Peers:
-    """The processes that train together, of which this is number `index`."""
+    """The processes that train together. This process has the number `index`."""
 
-    # Only the main thread may use it: rounds must follow each other in one order.
+    # Only the main thread may use it: rounds must have the same order everywhere.
 
     def __init__(
         self, index: int, count: int, timeout_seconds: float, lifeline: Lifeline
     ) -> None:
-        self.index, self.count = index, count
-        self._lifeline, self._timeout_seconds = lifeline, timeout_seconds
+        self.index = index
+        self.count = count
+        self._lifeline = lifeline
+        self._timeout_seconds = timeout_seconds
         self.has_failed = False
         self.boundary = Boundary(self.gather)
 
@@ -45,13 +47,13 @@ class Peers:
         """Returns the values of all processes, in their order."""
         if self.has_failed:
             raise PeerError(
-                f"`{topic}` cannot be agreed on, because the job has failed before. "
-                "Start all processes again."
+                f"The processes cannot agree on {topic}, because the job has failed "
+                "before. Start all processes again."
             )
         if len(value) > _MOST_CHARACTERS:
             raise ValueError(
-                f"`{topic}` takes {len(value):,} characters, but a message between "
-                f"processes has at most {_MOST_CHARACTERS:,}. Send less."
+                f"A process sends {len(value):,} characters for {topic}, but a message "
+                f"between processes has at most {_MOST_CHARACTERS:,}. Send less."
             )
         with waiting():
             runs = self._exchange(topic, value)
@@ -74,7 +76,7 @@ class Peers:
             self._fail(
                 f"The processes are at different points of the program:\n{places}\nAll "
                 "must run the same program with the same arguments, and take the same "
-                "decisions in it. Take them from values that all processes share."
+                "decisions in it. Base decisions on values that all processes share."
             )
         return [text for start, stop, (*_, text) in runs for _ in range(start, stop)]
 
@@ -85,19 +87,19 @@ class Peers:
             self._lifeline.tell_failure(error)
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Returns what has caused an error, if that is another process."""
+        """Returns the error of the other process that has caused an error, if any."""
         if self.has_failed or isinstance(error, PeerError):
             return None
         is_own = not isinstance(error, Exception)
         cause = None if is_own else self._find_cause(_VERDICT_SECONDS)
-        # A process that ends by choice says so at the end of its program.
+        # A process that ends on purpose announces it at the end of its program.
         if cause is None and not isinstance(error, SystemExit):
             self.fail(error)
         return cause
 
     @contextlib.contextmanager
     def announcing_errors(self) -> Iterator[None]:
-        """Tells the others of an error in the code under it."""
+        """Tells the other processes about an error in the code inside it."""
         try:
             yield
         except PeerError:
@@ -107,19 +109,21 @@ class Peers:
             raise
 
     def _exchange(self, topic: str, value: str) -> list[Run]:
-        """Returns what all processes say, or raises what keeps them from that."""
+        """Returns the values of all processes, or raises if one does not answer."""
         self._lifeline.say(["value", topic, value])
-        # The others wait longer than the chief, which names the late.
+        # The others wait longer than process 0, whose error names the late process.
         limit = self._timeout_seconds * (1.1 if self.index else 1.0)
-        end, ended = time.monotonic() + limit, None
+        end = time.monotonic() + limit
+        ended = None
         while True:
-            # In slices, so that Ctrl-C is heard between them.
+            # The wait has slices, so that Ctrl-C takes effect between them.
             with contextlib.suppress(queue.Empty):
                 return self._lifeline.answers.get(timeout=_SLICE_SECONDS)
             cause = self._find_cause(0.0)
             if cause is not None:
                 raise cause
-            # What one said before its end may have come after the last look.
+            # A process may have sent its value and ended since the last look, so one
+            # that has ended counts only when it is missing twice.
             late = self._lifeline.find_missing() or [self.index]
             index = next(filter(self._lifeline.has_ended, late), late[0])
             who = f"Process {index} of {self.count}"
@@ -155,38 +159,39 @@ class Peers:
 
 
 class Boundary:
-    """The last exchange between two loops. All processes call the same methods."""
+    """The last exchange between two loops; all processes call the same methods."""
 
     def __init__(self, gather: Callable[[str, str], list[str]]) -> None:
         self._gather = gather
-        # Numbered by first use, which is at the same point in all processes.
+        # Parts are numbered by first use, which has the same order in all processes.
         self._counter = itertools.count()
         self._parts: dict[weakref.WeakMethod[Callable[[], Any]], str] = {}
         self._said: list[dict[str, Any]] = []
         self.num_expired = 0
 
     def exchange(self, topic: str, say: Callable[[], Any]) -> list[Any]:
-        """Lets all parts speak; returns what each process says by `say`."""
-        asked, own = self._number(say), {}
+        """Exchanges the values of all parts; returns each process's value of `say`."""
+        asked = self._number(say)
+        own = {}
         for reference, number in list(self._parts.items()):
             if (speaker := reference()) is None:
                 del self._parts[reference]
             else:
                 own[number] = speaker()
         texts = self._gather(topic, json.dumps(own))
-        # Most say the same.
+        # Most texts are equal, so each is parsed once.
         known = {text: json.loads(text) for text in set(texts)}
         self._said = [dict(known[text]) for text in texts]
         return [said.pop(asked) for said in self._said]
 
     def take(self, say: Callable[[], Any]) -> list[Any] | None:
-        """Returns, once, what each process said by `say` in the last exchange."""
+        """Returns, once, each process's value of `say` from the last exchange."""
         number = self._number(say)
         found = [said.pop(number, None) for said in self._said]
         return None if not found or None in found else found
 
     def expire(self) -> None:
-        """Forgets what was said, because something has run since."""
+        """Forgets the last exchange, because something has run since."""
         self._said = []
         self.num_expired += 1
 

@@ -1,7 +1,7 @@
-"""Hears that the machine of this process is going to be taken.
+"""Receives the notice that the machine of this process will be taken away.
 
 A signal handler runs between any two instructions of the main thread, which may hold
-any lock. So it only sets an attribute, and whoever trains looks at it between loops.
+any lock. So the handler only sets an attribute, and training reads it between loops.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from armillary._logging import logger
 
 @dataclass(frozen=True, kw_only=True)
 class TerminationConfig:
-    """How a job learns that a machine is going to be taken, and how it ends.
+    """Says how a job notices that a machine will be taken away, and how it ends then.
 
     The name is from `tf.distribute.experimental`. SIGTERM is always a notice.
 
@@ -29,9 +29,9 @@ class TerminationConfig:
         exit_fn: Called without arguments in all processes once they have saved. If it
             returns, training continues. `None` ends the program with exit code 77,
             `armillary.cluster.ExitCode.PREEMPTED`.
-        watcher: A function without arguments that returns whether the machine is going
-            to be taken, for platforms that do not say it by SIGTERM. A thread calls it
-            about once a second, also after it has failed, which is logged once.
+        watcher: A function without arguments that returns whether the machine will be
+            taken away, for platforms that do not send SIGTERM. A thread calls it about
+            once a second. The first failure is logged, and the calls continue.
 
     Raises:
         TypeError: If `exit_fn` or `watcher` is not callable.
@@ -49,11 +49,11 @@ class TerminationConfig:
 
 _POLL_SECONDS = 1.0
 kept: "set[PreemptionNotice]" = set()
-"""Those for which the program is ending: they listen until it has ended."""
+"""The notices for which the program is ending; they listen until it has ended."""
 
 
 class PreemptionNotice:
-    """Listens to SIGTERM, and asks a watcher, until it is closed or forgotten."""
+    """Handles SIGTERM and polls a watcher, until it is closed or garbage-collected."""
 
     def __init__(self, watcher: Callable[[], bool] | None = None) -> None:
         self.source: str | None = None
@@ -71,13 +71,13 @@ class PreemptionNotice:
             ).start()
 
     def listen(self) -> None:
-        """Takes SIGTERM back from code outside Python that has taken it since."""
-        # `jax.distributed.initialize` takes it, if the program calls that itself.
+        """Installs the handler again, over one that code outside Python installed."""
+        # `jax.distributed.initialize` installs one if the program calls it itself.
         if self._is_installed():
             signal.signal(signal.SIGTERM, self._handler)
 
     def close(self) -> None:
-        """Stops listening, and lets SIGTERM be what it was."""
+        """Stops listening, and puts the previous handler of SIGTERM back."""
         if self in kept:
             return
         self.is_closed = True
@@ -86,16 +86,17 @@ class PreemptionNotice:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
     def _is_installed(self) -> bool:
-        # Only the main thread may set a handler; from another, the handler is left to
-        # find out that nobody listens.
+        # Only the main thread may set a handler. After a close from another thread,
+        # the handler finds out by itself that the notice is closed.
         is_main = threading.current_thread() is threading.main_thread()
         return is_main and signal.getsignal(signal.SIGTERM) is self._handler
 
 
 @atexit.register
 def _ignore_if_kept() -> None:
-    # Python ends by making each handler of its own, but not one that ignores, the
-    # default again. Not before: programs that are started would ignore SIGTERM too.
+    # When Python ends, it replaces its handlers by the default, but leaves an ignored
+    # signal ignored. It must not happen earlier, because programs that this one starts
+    # would inherit it and ignore SIGTERM too.
     if any(notice._is_installed() for notice in kept):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -107,7 +108,7 @@ def _make_handler(
 
     def handle(number: int, frame: FrameType | None) -> None:
         notice = reference()
-        # A forked child has inherited the handler, and must be as mortal as before.
+        # A forked child has inherited the handler, but SIGTERM must still end it.
         if notice is not None and not notice.is_closed and os.getpid() == process:
             notice.source = notice.source or signal.Signals(number).name
         elif callable(previous):
@@ -132,10 +133,10 @@ def _watch(
         except Exception as error:
             if not has_failed:
                 logger.warning(
-                    "`watcher` of `TerminationConfig` failed, and is called again "
-                    "every second, in silence: %r",
+                    "`watcher` of `TerminationConfig` failed. It is called again every "
+                    "second, and further failures are not logged: %r",
                     error,
                 )
             has_failed = True
-        del notice  # Or it would be kept alive by the wait.
+        del notice  # A reference during the wait would keep it alive.
         time.sleep(_POLL_SECONDS)

@@ -1,16 +1,18 @@
 """Start-up lines about the model and the data, and the progress of a run.
 
-A thread reads the phase of the goodput recorder, never a device. In a terminal, it
-updates one line. Elsewhere, it logs a line when a phase takes long.
+A thread reads the phase of the goodput recorder, never a device. In a terminal or a
+notebook, it updates one line. Elsewhere, it logs a line when a phase takes long.
 
-The line does not use `Live` of Rich, because `Live` hides the cursor, and log handlers
-that exist before it write into the line. Here `write` of the stream is replaced, so all
-output of Python wipes the line first.
+In a terminal, the line does not use `Live` of Rich, because `Live` hides the cursor,
+and log handlers that exist before it write into the line. Here `write` of the stream is
+replaced, so all output of Python wipes the line first. In a notebook, the line is an
+output of its own above the log, which is displayed again.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib
 import io
 import logging
 import os
@@ -91,7 +93,7 @@ class Display:
             return
         self._is_on = True
         self._reset(loop, step, target)
-        line = LiveLine() if has_terminal() else None
+        line = make_line()
         is_over = threading.Event()
         thread = threading.Thread(
             target=self._look,
@@ -126,7 +128,10 @@ class Display:
         self._scalars = scalars
 
     def _look(
-        self, watched: int, line: "LiveLine | None", is_over: threading.Event
+        self,
+        watched: int,
+        line: "LiveLine | NotebookLine | None",
+        is_over: threading.Event,
     ) -> None:
         """Shows the phase of the watched thread, and how long it was seen."""
         seen: tuple[Category, float] | None = None
@@ -172,6 +177,13 @@ class Display:
         for name in [name for name in self._scalars if name.endswith("loss")][:1]:
             parts.append(f"{name} {ShortFloat(self._scalars[name])!r}")
         return " | ".join(parts)
+
+
+def make_line() -> "LiveLine | NotebookLine | None":
+    """Returns the line to update, or `None` where it would be read later, in a file."""
+    if has_terminal():
+        return LiveLine()
+    return NotebookLine() if has_notebook() else None
 
 
 def has_terminal() -> bool:
@@ -248,6 +260,44 @@ class LiveLine:
         except (OSError, ValueError):
             # The terminal is gone, or the stream is closed. Training continues.
             self._is_closed = True
+
+
+def has_notebook() -> bool:
+    """Returns whether a Jupyter kernel runs the program, and INFO lines are shown."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None:
+        return False
+    # Only the shell of a kernel has this attribute: IPython in a terminal does not.
+    kernel = getattr(ipython.get_ipython(), "kernel", None)
+    return kernel is not None and logger.isEnabledFor(logging.INFO)
+
+
+class NotebookLine:
+    """Displays a line until `close`. `show` may be called from any thread."""
+
+    def __init__(self) -> None:
+        # A signal may interrupt the thread that holds it, and its handler may print.
+        self._lock = threading.RLock()
+        self._is_closed = False
+        # Here, because the thread that calls `show` belongs to no cell.
+        display = importlib.import_module("IPython.display").display
+        self._handle = display(_as_output(""), raw=True, display_id=True)
+
+    def show(self, text: str) -> None:
+        """Displays `text` in place of the text before."""
+        with self._lock:
+            if not self._is_closed:
+                self._handle.update(_as_output(text), raw=True)
+
+    def close(self) -> None:
+        """Empties the line."""
+        with self._lock:
+            self._is_closed = True
+            self._handle.update(_as_output(""), raw=True)
+
+
+def _as_output(text: str) -> dict[str, str]:
+    return {"text/plain": text}
 
 
 def find_strategy(run: Run) -> Strategy | None:

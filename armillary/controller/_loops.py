@@ -359,7 +359,7 @@ class StartedLoops:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the data ends where these loops do."""
+        """True if the data ended together with these loops."""
         num_run = self._started.num_steps
         if num_run is None:
             return self._data_ended

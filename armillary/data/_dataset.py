@@ -126,7 +126,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         owner: Any = None,
         reads_ahead: bool = True,
     ) -> BatchReader:
-        """Returns the reader for a feed; the arguments are those of `Feed`."""
+        """Returns the reader for a feed; the arguments are the same as of `Feed`."""
         last = self._reader
         first = Position()
         if in_pieces and self.is_repositionable:

@@ -61,7 +61,7 @@ class DenseColumn:
 
     @property
     def num_inputs(self) -> int:
-        """How many numbers each example has."""
+        """The number of values in each example."""
         raise NotImplementedError
 
     def read(self, features: Any, table: Any = None) -> jax.Array:
@@ -87,7 +87,7 @@ class CategoricalColumn:
 
     @property
     def num_buckets(self) -> int:
-        """How many categories there are."""
+        """The number of categories."""
         raise NotImplementedError
 
     def read_ids(self, features: Any) -> jax.Array:
@@ -138,7 +138,7 @@ class BucketizedColumn(DenseColumn):
 
     @property
     def num_buckets(self) -> int:
-        """How many categories there are: the buckets of every number."""
+        """The number of categories, which are the buckets of all values."""
         return self.source.num_inputs * (len(self.boundaries) + 1)
 
     @property
@@ -195,7 +195,7 @@ class VocabularyColumn(CategoricalColumn):
 
     @property
     def has_strings(self) -> bool:
-        """Whether the categories are strings."""
+        """True if the categories are strings."""
         return isinstance(self.vocabulary[0], str)
 
     def to_ids(self, values: Any) -> np.ndarray:

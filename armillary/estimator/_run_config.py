@@ -1,4 +1,4 @@
-"""How estimators run: strategies, intervals, and which process this is."""
+"""The settings of estimators: strategies, intervals, and the task of this process."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ _GLOBAL_ORDER = ("chief", "worker", "ps")
 
 
 class _Default(int):
-    """A number that the user did not give, so that another one takes its place."""
+    """A default, to tell it from the same number given by the user."""
 
 
 _EVERY_1000_STEPS = _Default(1000)
@@ -48,29 +48,32 @@ _EVERY_1000_STEPS = _Default(1000)
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How an `Estimator` runs.
+    """The settings with which an `Estimator` runs.
 
-    Training runs in loops of as many steps as divide all three intervals, so choose
-    ones that have much in common: with 100, 100 and 1000, a loop is 100 steps.
+    The greatest common divisor of the three intervals in steps is the length of a
+    training loop. Choose intervals with a large one: 100, 100 and 1000 make loops of
+    100 steps.
 
     Args:
-        model_dir: Where checkpoints and summaries go, unless the estimator says.
+        model_dir: The directory of checkpoints and summaries, if the estimator has
+            none of its own.
         tf_random_seed: The seed of the modules' random numbers.
         save_summary_steps: Steps between summaries of training; `None` for none.
-        save_checkpoints_steps: Steps between checkpoints; `None` saves at the end of
-            each call of `train` alone. (TensorFlow saves every 600 seconds by default.)
+        save_checkpoints_steps: Steps between checkpoints; `None` saves only at the end
+            of each call of `train`. (TensorFlow saves every 600 seconds by default.)
         save_checkpoints_secs: Seconds between checkpoints, in place of steps. The first
             loop that ends after this time is followed by a save.
         keep_checkpoint_max: How many checkpoints stay; `None` or 0 keeps all.
-        keep_checkpoint_every_n_hours: As in `CheckpointManager`: hours between further
-            ones that stay for good; `None` for no such ones.
+        keep_checkpoint_every_n_hours: Hours between checkpoints that are never
+            removed, as in `CheckpointManager`; `None` keeps no such checkpoints.
         log_step_count_steps: Steps between log lines, which show the mean loss.
         train_distribute: The strategy of `train`; `None` for the one in effect.
         eval_distribute: The strategy of `evaluate`; `None` for the one in effect, or
             for the strategy of training if several processes train.
 
     Raises:
-        TypeError: If a strategy is none, or `model_dir` no path.
+        TypeError: If `train_distribute` or `eval_distribute` is not a strategy, or
+            `model_dir` is not a path.
         ValueError: If a number is out of range, `model_dir` is empty, or checkpoints
             are to be saved after both steps and seconds.
     """
@@ -94,7 +97,7 @@ class RunConfig:
         self._choose_interval()
 
     def _choose_interval(self) -> None:
-        """Has seconds take the place of the steps that nobody has given."""
+        """Clears the default interval in steps if one in seconds is given."""
         steps = self.save_checkpoints_steps
         seconds = self.save_checkpoints_secs
         if seconds is None:
@@ -110,8 +113,8 @@ class RunConfig:
     def replace(self, **changes: Any) -> "RunConfig":
         """Returns a copy with other values of some arguments.
 
-        One of `save_checkpoints_steps` and `save_checkpoints_secs` takes the place of
-        the other.
+        A new `save_checkpoints_steps` removes `save_checkpoints_secs`, and the other
+        way round.
         """
         pair = {"save_checkpoints_steps", "save_checkpoints_secs"}
         given = pair & changes.keys()
@@ -121,7 +124,7 @@ class RunConfig:
 
     @property
     def steps_per_loop(self) -> int:
-        """Steps after which training may stop, log and save."""
+        """The length of a loop; training may stop, log and save after each one."""
         intervals = (
             self.log_step_count_steps,
             self.save_summary_steps,
@@ -140,7 +143,7 @@ class RunConfig:
 
     @property
     def plan(self) -> ProcessPlan:
-        """Which process this is, from the strategy or from `TF_CONFIG`."""
+        """The task of this process, from the strategy or from `TF_CONFIG`."""
         return self._resolver.process_plan()
 
     @property
@@ -160,12 +163,12 @@ class RunConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the process that writes checkpoints."""
+        """True in the process that writes checkpoints."""
         return bool(self.plan.is_chief)
 
     @property
     def num_worker_replicas(self) -> int | None:
-        """How many processes train together, as far as is known."""
+        """The number of processes that train together; `None` if JAX finds it out."""
         strategy = self.train_distribute
         is_local = strategy is None or strategy.cluster_resolver is None
         if isinstance(strategy, ParameterServerStrategy) and is_local:
@@ -174,7 +177,7 @@ class RunConfig:
 
     @property
     def num_ps_replicas(self) -> int:
-        """How many parameter servers there are."""
+        """The number of parameter servers."""
         strategy = self.train_distribute
         if isinstance(strategy, ParameterServerStrategy):
             return strategy.num_ps
@@ -236,7 +239,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """How `train_and_evaluate` trains.
+    """The settings with which `train_and_evaluate` trains.
 
     Args:
         input_fn: The input function.
@@ -263,7 +266,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """How `train_and_evaluate` evaluates.
+    """The settings with which `train_and_evaluate` evaluates.
 
     Args:
         input_fn: The input function.

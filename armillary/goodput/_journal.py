@@ -1,8 +1,8 @@
-"""The journal of a run's time, and what its attempts add up to.
+"""The journal of a run's time, and the sums over its attempts.
 
-Attempts append to one file, `goodput.jsonl`: a line is one look at the clock, with the
-totals of its attempt. A run lost what it did again: if steps were run from step 20 on,
-all that came earlier in the record and lies beyond was in vain.
+Attempts append to one file, `goodput.jsonl`. A line has the totals of its attempt at
+one moment. Work that was done again counts as lost: if an attempt starts at step 20,
+all earlier work beyond step 20 is lost.
 """
 
 import contextlib
@@ -54,24 +54,28 @@ class Entry:
 
 
 def _as_entry(record: Any) -> Entry | None:
-    """Returns the entry that a line holds, or `None` if it is none."""
+    """Returns the entry in a line, or `None` if the line has no entry."""
     try:
         if record["format"] != _FORMAT:
             return None
-        when, values = float(record["time"]), record["seconds"].items()
-        seconds = {Category(name): float(value) for name, value in values}
-        step, is_done = int(record["step"]), bool(record["done"])
-        attempt, event = str(record["attempt"]), str(record["event"])
-        note = str(record.get("note", ""))
+        values = record["seconds"].items()
+        entry = Entry(
+            attempt=str(record["attempt"]),
+            event=str(record["event"]),
+            time=float(record["time"]),
+            step=int(record["step"]),
+            is_done=bool(record["done"]),
+            seconds={Category(name): float(value) for name, value in values},
+            note=str(record.get("note", "")),
+        )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
-    is_finite = all(map(math.isfinite, (when, *seconds.values())))
-    entry = Entry(attempt, event, when, step, is_done, seconds, note)
+    is_finite = all(map(math.isfinite, (entry.time, *entry.seconds.values())))
     return entry if is_finite else None
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Reads a journal in order, without lines that a crash or a full disk spoilt."""
+    """Reads a journal in order, without lines that a crash or a full disk damaged."""
     found = [_as_entry(record) for _, record in read_lines(path)]
     entries = [entry for entry in found if entry is not None]
     if not entries:
@@ -85,15 +89,15 @@ def read_entries(path: Path) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went.
+    """The time of a run by category.
 
     Args:
         seconds: The seconds of every category. They add up to the time of the run, from
-            the start of its first process to its last sign of life, without pauses
-            after training had ended as planned.
-        num_attempts: How many controllers trained.
-        num_steps: Steps that count, each once.
-        num_lost_steps: Steps that were run and had to be run again.
+            the start of its first process to its last entry. Pauses after training had
+            ended as planned do not count.
+        num_attempts: The number of controllers that trained.
+        num_steps: The number of steps that count, each once.
+        num_lost_steps: The number of steps that had to be run again.
         stragglers: The warnings about processes that the others waited for.
     """
 
@@ -110,16 +114,16 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """The share of the time that went into steps that count, from 0 to 1."""
+        """The share of the time for steps that count, from 0 to 1."""
         total = self.total_seconds
         return self.seconds[Category.STEPPING] / total if total else 0.0
 
 
 def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
-    """Reads where the time of a run went, also while it is running.
+    """Reads the time of a run by category; the run may still be running.
 
     Args:
-        run_dir: The directory of the run's checkpoints, or the one above it.
+        run_dir: The directory of the run's checkpoints, or the directory above it.
 
     Raises:
         ValueError: If `run_dir` is not a directory, holds no record or several, or the
@@ -137,7 +141,7 @@ def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
 
 
 def find_journals(run_dir: Path) -> list[Path]:
-    """Returns the journal in a directory, or all those in directories in it."""
+    """Returns the journal in a directory, or else the journals in its folders."""
     own = run_dir / FILE_NAME
     return [own] if own.exists() else sorted(run_dir.glob(f"*/{FILE_NAME}"))
 
@@ -153,7 +157,9 @@ def add_up(entries: Iterable[Entry]) -> Goodput:
         pairs.append((lasts.get(entry.attempt, entry), entry))
         lasts[entry.attempt] = entry
     seconds = dict.fromkeys(Category, 0.0)
-    num_steps, num_lost_steps, lowest = 0, 0, math.inf
+    num_steps = 0
+    num_lost_steps = 0
+    lowest = math.inf
     for last, entry in reversed(pairs):
         advance = max(0, entry.step - last.step)
         is_lost = entry.step > lowest
@@ -171,15 +177,15 @@ def add_up(entries: Iterable[Entry]) -> Goodput:
             first = firsts[other]
             began = first.time - math.fsum(first.seconds.values())
             seconds[Category.DOWN] += max(0.0, began - lasts[one].time)
-    said = tuple(dict.fromkeys(entry.note for entry in entries if entry.note))
-    return Goodput(seconds, len(firsts), num_steps, num_lost_steps, said)
+    notes = tuple(dict.fromkeys(entry.note for entry in entries if entry.note))
+    return Goodput(seconds, len(firsts), num_steps, num_lost_steps, notes)
 
 
 class Recorder(Stopwatch):
-    """A stopwatch of what the controller does, with a journal of its totals.
+    """A stopwatch for a controller, with a journal of its totals.
 
-    Nothing is written before training begins, so a job that only evaluates the
-    checkpoints of another one leaves its journal alone.
+    Nothing is written before training begins. So a job that only evaluates the
+    checkpoints of another job does not change the journal.
     """
 
     def __init__(self, directory: Path | None, start_up_seconds: float = 0.0) -> None:
@@ -188,27 +194,33 @@ class Recorder(Stopwatch):
         self._file = LinesFile(path, "where the time goes is")
         self._attempt = uuid.uuid4().hex[:12]
         self._step = 0
-        self._has_begun = self._is_done = False
+        self._has_begun = False
+        self._is_done = False
         self._written_at = 0.0
 
     @contextlib.contextmanager
     def phase(self, category: Category) -> Iterator[None]:
         """Counts a block in a category, and its compilations as such."""
         if category is Category.RESTORING:
-            # A line parts what was done so far, and may be lost, from going back.
+            # This line separates the work so far, which may be lost, from the restore.
             self.mark("going back", self._step)
         with super().phase(category):
             yield
 
     def find_place(self) -> Place:
-        """Returns where the program is; other threads may ask, too."""
+        """Returns the place of the program; other threads may call it, too."""
         names = {None: "outside of loops", Category.OTHER: "action"}
         return Place(names.get(self.category, str(self.category)), self.moves)
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:
-        """Records a call that trains; if it ends short of its goal, a pause is lost."""
-        self._has_begun, self._is_done, event = True, False, "end"
+        """Records a call that trains.
+
+        If it ends before its goal, the following pause counts as lost.
+        """
+        self._has_begun = True
+        self._is_done = False
+        event = "end"
         try:
             with self.phase(Category.OTHER):
                 self.mark("start", step)
@@ -219,13 +231,13 @@ class Recorder(Stopwatch):
                 finally:
                     self.mark(event, self._step)
         finally:
-            # Also after the first run: start-up has ended with its beginning.
+            # To no category: start-up ended when the first call began.
             self.switch(None)
 
     def mark(self, event: str, step: int, note: str = "") -> None:
-        """Notes that a step was reached, and writes a line of what happened there.
+        """Notes that a step was reached, and writes a line about an event there.
 
-        Lines of a `"loop"` thin out as a run gets longer.
+        Lines of a `"loop"` become rarer as a run gets longer.
         """
         self._step = step
         if not self._has_begun or not self._file.is_on:
@@ -236,12 +248,14 @@ class Recorder(Stopwatch):
         if event == "loop" and elapsed - self._written_at < pause:
             return
         self._written_at = elapsed
-        known = self._attempt, event, time.time(), step, self._is_done
-        self._file.append(Entry(*known, seconds, note).as_line())
+        entry = Entry(
+            self._attempt, event, time.time(), step, self._is_done, seconds, note
+        )
+        self._file.append(entry.as_line())
 
 
 def make_recorder(directory: str | None) -> Recorder:
-    """Returns what records a run; without a local directory, it writes nothing."""
+    """Returns the recorder of a run; without a local directory, it writes nothing."""
     if directory is None or "://" in directory:
         return Recorder(None)
     return Recorder(Path(directory), _claim_start_up())
@@ -250,7 +264,7 @@ def make_recorder(directory: str | None) -> Recorder:
 def _claim_start_up() -> float:
     """Returns the age of this process in seconds to the first caller, and then 0."""
     global _is_claimed
-    # Time at a prompt goes to thinking.
+    # At an interactive prompt, the time since the start says nothing.
     if _is_claimed or hasattr(sys, "ps1"):
         return 0.0
     _is_claimed = True
@@ -259,6 +273,6 @@ def _claim_start_up() -> float:
         # The name of the program comes first, and may hold spaces and brackets.
         started_at = int(stat.rpartition(")")[2].split()[19])
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):  # Not on Linux: imports keep the processor busy.
+    except (OSError, AttributeError):  # Not on Linux. CPU time is close during imports.
         return time.process_time()
     return max(0.0, now - started_at / os.sysconf("SC_CLK_TCK"))

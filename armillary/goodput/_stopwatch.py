@@ -1,8 +1,8 @@
 """A stopwatch that is in one category at a time, so that its totals add up.
 
-JAX reports a compilation when it has ended. Its seconds are then taken out of the
-category that is running. The processes exchange their times to find the process that
-the others wait for.
+JAX reports a compilation when it has ended. Its seconds are then subtracted from the
+current category. The processes exchange their times to find the process that the others
+wait for.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ class Category(StrEnum):
     STEPPING = "stepping"
     """Training steps run on the device, or Python starts them or waits for them."""
     COMPILING = "compiling"
-    """JAX traces or compiles, in whatever phase it has to."""
+    """JAX traces or compiles, in any phase."""
     DATA = "data"
     """A loop waits for data, and the device has no steps left to run."""
     SAVING = "saving"
-    """Training waits for a save; what is written in the background is not counted."""
+    """Training waits for a save; writing in the background does not count."""
     RESTORING = "restoring"
     """A checkpoint is read."""
     EVALUATING = "evaluating"
@@ -39,9 +39,9 @@ class Category(StrEnum):
     OTHER = "other"
     """Actions, summaries and log lines, as far as the device waits for them."""
     LOST = "lost"
-    """Work after a checkpoint that the run went back to: it was done again."""
+    """Work after a checkpoint that the run went back to, which was done again."""
     DOWN = "down"
-    """From the last sign of one attempt to the start of the next."""
+    """From the last entry of one attempt to the start of the next."""
 
     @property
     def label(self) -> str:
@@ -57,10 +57,11 @@ _LABELS = {
     "down": "lost: down between attempts",
 }
 _COMPARED = [Category.DATA, Category.STEPPING, Category.SAVING, Category.EVALUATING]
-_TIMES_SLOWER, _LEAST_SECONDS = 1.5, 0.1
+_TIMES_SLOWER = 1.5
+_LEAST_SECONDS = 0.1
 _COMPILE_EVENTS = "/jax/core/compile/"
 
-# What a traced step finds in `time` in its place warns of that.
+# Bound once, because inside a traced step, `time` may have functions that warn.
 _now = time.perf_counter
 _active: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)
 
@@ -73,10 +74,12 @@ class Stopwatch:
     """
 
     def __init__(self, category: Category | None = None, elapsed: float = 0.0) -> None:
-        self.category, self.moves = category, 0
+        self.category = category
+        self.moves = 0
         self.began = self._since = _now() - elapsed
         self._seconds = dict.fromkeys(Category, 0.0)
-        self._waits, self._waits_before = dict.fromkeys(Category, 0.0), read_waits()
+        self._waits = dict.fromkeys(Category, 0.0)
+        self._waits_before = read_waits()
         self._compilations: list[tuple[float, float]] = []
 
     @property
@@ -100,18 +103,21 @@ class Stopwatch:
 
     def switch(self, category: Category | None) -> Category | None:
         """Changes to another category; returns the previous one."""
-        now, waits = _now(), read_waits()
+        now = _now()
+        waits = read_waits()
         if self.category is not None:
             self._waits[self.category] += waits - self._waits_before
             compiling = self.compile_seconds - self._seconds[Category.COMPILING]
             self._seconds[Category.COMPILING] += compiling
             self._seconds[self.category] += now - self._since - compiling
         self._compilations.clear()
-        self._since, self._waits_before = now, waits
+        self._since = now
+        self._waits_before = waits
         if category is not self.category:
             self.began = now
         self.moves += 1
-        previous, self.category = self.category, category
+        previous = self.category
+        self.category = category
         return previous
 
     @contextlib.contextmanager
@@ -130,7 +136,7 @@ class Stopwatch:
         """Counts a compilation that has ended now."""
         now = _now()
         start = max(now - seconds, self._since)
-        # A trace may hold others, which were reported before it.
+        # A trace may contain other traces, which were reported before it.
         while self._compilations and self._compilations[-1][0] >= start:
             self._compilations.pop()
         self._compilations.append((start, now))
@@ -148,14 +154,14 @@ def _listen() -> None:
 
 
 def _add_compilation(event: str, duration_secs: float, **_: str | int) -> None:
-    # A background thread that compiles has no stopwatch: nobody waits for it.
+    # A background thread has no stopwatch, so its compilations do not count.
     stopwatch = _active.get()
     if stopwatch is not None and event.startswith(_COMPILE_EVENTS):
         stopwatch.compiled(duration_secs)
 
 
 class Times(NamedTuple):
-    """Seconds that a process spent by itself, and those in which it waited."""
+    """The seconds of a process by category, and the seconds in which it waited."""
 
     data: float
     step: float
@@ -164,13 +170,13 @@ class Times(NamedTuple):
     waiting: float
 
     def since(self, before: "Times") -> "Times":
-        """Returns those from another moment on, to the millisecond."""
+        """Returns the seconds since an earlier moment, to the millisecond."""
         pairs = zip(self, before, strict=True)
         return Times._make(round(now - then, 3) for now, then in pairs)
 
 
 class Straggler(NamedTuple):
-    """A process that the others wait for, its seconds, and the median of theirs."""
+    """A process that the others wait for; `others` is the median of their seconds."""
 
     process: int
     phase: str
@@ -182,7 +188,7 @@ def find_straggler(
     halves: Sequence[Sequence[Times]], named: Collection[int] = ()
 ) -> Straggler | None:
     """Returns the process that takes 1.5 times as long as the others in each half."""
-    # Twice: a save in one half, or the start, makes no straggler.
+    # In both halves, because a save or the start may slow down a process once.
     found = [_find_slowest(times, named) for times in halves]
     if None in found or len({each.process for each in found if each}) != 1:
         return None
@@ -193,8 +199,8 @@ def find_straggler(
 
 
 def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler | None:
-    # All wait for their devices, which wait for each other. The process that waits
-    # least is the one that they wait for: so long the devices take by themselves.
+    # All processes wait for their devices, which wait for each other. The process that
+    # waits least is the slowest, and its waiting is the time of the devices alone.
     devices = min(each.waiting for each in times)
     totals = [sum(each[:-1]) + devices for each in times]
     candidates = [index for index in range(len(times)) if index not in named]

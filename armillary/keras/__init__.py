@@ -3,7 +3,7 @@
 A model that knows its optimizer, loss and metrics (`model.compile`) is a trainer, with
 `model.optimizer.iterations` as the global step. In a step of your own, Keras objects
 work like objects of Flax NNX, and this package is not needed. A `DatasetCreator` makes
-the data of `fit` where the data is read.
+the data of `fit` in the process that reads them.
 """
 
 from armillary._traceback import mark_public as _mark_public

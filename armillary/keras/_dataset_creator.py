@@ -1,4 +1,4 @@
-"""A function that makes the data of `fit` where the data is read."""
+"""A function that makes the data of `fit` in the process that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,8 @@ class DatasetCreator:
         input_options: How each worker treats its batches.
 
     Raises:
-        TypeError: If `dataset_fn` cannot be called, or the options are something else.
+        TypeError: If `dataset_fn` cannot be called, or `input_options` is not an
+            `InputOptions`.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ for a single device, so the numbers are the same as with one replica. If the dev
 cannot share a batch equally, each device runs the whole batch. Under a
 `ParameterServerStrategy`, the training steps run on workers (`_scheduled.py`).
 
-Keras has a global setting for the devices of a model. So Armillary wraps the methods of
-`keras.Model` that run a model, once Keras is loaded. Models without a strategy run as
-before.
+Keras has a global setting for the devices of a model. So, once Keras is loaded,
+Armillary wraps the methods of `keras.Model` that run a model. Models without a strategy
+run as before.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
     from armillary.keras._scheduled import ScheduledSteps
 
-# The methods that take data sets, and what bounds the batches of `x` there.
+# The methods that take data sets, and the argument that bounds the batches of `x`.
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 _RUNNING = (*_STEPS, "train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
@@ -77,7 +77,7 @@ def follow() -> None:
     _wrap(kind, "__new__", _make_model, bind=False)
     _wrap(kind, "compile", _compile)
     if keras.config.backend() != "jax":
-        return  # A model of a strategy is an error; one of no strategy is not ours.
+        return  # Here a model of a strategy is an error, and other models run as usual.
     from keras.src.backend.jax import trainer as keras_trainer
 
     module: Any = keras_trainer
@@ -99,7 +99,8 @@ def follow() -> None:
 def _wrap(
     kind: Any, name: str, around: Callable[..., Any], *, bind: bool = True
 ) -> None:
-    # Where it is defined: a model that is loaded asks whether its class overrides it.
+    # The method is replaced in the class that defines it, because a model that is
+    # loaded checks whether its class overrides it.
     kind = next(base for base in kind.__mro__ if name in vars(base))
     method = getattr(kind, name)
 
@@ -157,7 +158,7 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def _schedule_steps(model: Any, strategy: ParameterServerStrategy) -> "ScheduledSteps":
-    """Has the training steps of a model run on workers."""
+    """Makes the training steps of a model run on workers."""
     # Only fits on workers need the coordinator and its imports.
     from armillary.keras._scheduled import ScheduledSteps
 
@@ -178,20 +179,20 @@ def _find_scheduled_steps(model: Any) -> "ScheduledSteps | None":
 
 
 def _warn_of_operations(strategy: "Strategy") -> None:
-    """Warns, once, of a way to reduce that a step of Keras itself does not use."""
+    """Warns, once, about `cross_device_ops` that Keras' own step does not use."""
     operations = strategy.cross_device_ops
     if isinstance(operations, NcclAllReduce | None) or strategy in _warned:
         return
     _warned.add(strategy)
     logger.warning(
         f"`cross_device_ops` of {strategy!r} is {operations!r}, but in `fit`, "
-        "`evaluate` and `predict` of Keras XLA divides the step, and reduces in its "
-        "own way. To use it, train by an `armillary.keras.KerasTrainer`."
+        "`evaluate` and `predict` of Keras, XLA divides the step and does not use it. "
+        "To use it, train with an `armillary.keras.KerasTrainer`."
     )
 
 
 def _build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """Builds a model as its step runs: as the only replica."""
+    """Builds a model as if there were one replica, because its step runs like that."""
     steps = _find_scheduled_steps(model)
     if steps is not None:
         kwargs = steps.take_over(kwargs)
@@ -200,31 +201,33 @@ def _build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """Makes a function of a model, once its variables are where they belong."""
+    """Places the variables of a model, and then makes one of its functions."""
     if _is_running_here():
         _place(model)
     method(*args, **kwargs)
 
 
 def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
-    """Makes a function of a compiled step, which waits until another one may start."""
+    """Makes a function of a compiled step that waits until a further step may start."""
     if not _is_running_here():
         return method(*args, **kwargs)
     step, *others = args
     strategy = _made_for[model]
     if strategy.split is not None:
         step = partition(step, strategy.split)
-    dispatch, sharding = strategy.dispatch, everywhere(_mesh_of(strategy))
-    # The outputs of `predict` are of the global batch, and fetched.
+    dispatch = strategy.dispatch
+    sharding = everywhere(_mesh_of(strategy))
+    # Keras fetches the outputs of `predict`, which belong to the global batch.
     is_predict = bool(others or kwargs) and strategy.peers is not None
     gather = jax.jit(lambda outputs: outputs, out_shardings=sharding)
 
     def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
         if strategy.peers is not None:
-            # Metrics that were reset are arrays of this process.
+            # Metrics that were reset are arrays of this process only.
             state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()
-        # What a step computes is global: what it scales by a number of replicas is not.
+        # The step computes global values, so it must not see several replicas, by whose
+        # number it would scale.
         with without_strategy():
             outputs, new = step(state, data)
         is_divided = strategy.split is not None
@@ -250,7 +253,7 @@ def _iterate(method: Any, iterator: Any, args: Any, kwargs: Any) -> Iterator[Any
 
 
 def _divide(data: Any) -> Any:
-    """Returns a global batch, which each process has whole, on the devices."""
+    """Puts a global batch on the devices; each process has the whole batch."""
     import keras
 
     distribution: Any = keras.distribution.distribution()
@@ -265,8 +268,8 @@ def _divide(data: Any) -> Any:
 
 
 def _move_like(value: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns what a step has left where it found it: XLA may choose another place."""
-    # Metrics that were reset are bound to no device.
+    """Moves a result of a step back to the old place; XLA may choose another one."""
+    # Metrics that were reset are not committed to a device.
     is_free = not old.committed
     is_there = is_free or value.sharding.is_equivalent_to(old.sharding, value.ndim)
     return value if is_there else jax.device_put(value, old.sharding)
@@ -288,7 +291,7 @@ def _check_same(peers: Peers, model: Any, name: str) -> None:
     if len(set(peers.gather(f"model.{name}", own.hexdigest()))) > 1:
         raise PeerError(
             f"`model.{name}` was called on processes that differ in the weights of the "
-            "model, or in the random numbers by which Keras shuffles. Begin all "
+            "model, or in the random numbers with which Keras shuffles. Begin all "
             "processes with the same seed: `keras.utils.set_random_seed(0)`."
         )
 
@@ -300,7 +303,7 @@ def _is_running_here() -> bool:
 
 
 def _place(model: Any) -> None:
-    """Puts the variables of a model where the strategy has them."""
+    """Moves the variables of a model to the places that the strategy gives them."""
     strategy = _made_for[model]
     sharding = everywhere(_mesh_of(strategy))
     homes: dict[int, Any] = {}
@@ -332,7 +335,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
     axis = strategy.axis_name
 
     class StrategyDistribution(base):
-        """Divides batches where that is possible, and leaves variables alone."""
+        """Divides batches if the devices can share them equally; moves no variables."""
 
         is_of_strategy = True
 
@@ -344,7 +347,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
             return NamedSharding(mesh, spec)
 
         def get_variable_layout(self, variable: Any) -> None:
-            # `_place` moves it; with a layout, it could be in no other program.
+            # `_place` moves the variable. With a layout, no other program could use it.
             del variable
 
     devices = np.asarray(mesh.devices).reshape(-1)
@@ -353,7 +356,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
 
 
 def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
-    """Replaces data sets that are ours by what Keras takes their batches from."""
+    """Replaces Armillary's data sets by adapters from which Keras takes batches."""
     import keras
 
     given = arguments.get
@@ -381,7 +384,7 @@ def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
 
 
 def _copy_generated(arguments: dict[str, Any]) -> None:
-    """Gives the batches of generators arrays of their own."""
+    """Replaces generators by generators whose batches have arrays of their own."""
     for name in ("x", "validation_data"):
         if inspect.isgenerator(data := arguments.get(name)):
             arguments[name] = copy_batches(data)
@@ -428,18 +431,18 @@ def _check_dataset(
     if dataset.per_replica_batches or dataset.options.place_on_device:
         raise ValueError(
             f"`model.{name}` was given a dataset of per-replica batches, or one that "
-            "stays on the device, but it divides global batches itself. Use "
+            "stays on the device, but Keras divides global batches itself. Use "
             "`strategy.distribute_dataset`, or pass the data set as it is."
         )
     if dataset.is_endless and not steps:
         raise ValueError(
-            f"`model.{name}` was given a dataset that repeats its data for ever. Make "
-            f"it without `repeat=True`, or pass `{steps_name}=`."
+            f"`model.{name}` was given a dataset that repeats its data without end. "
+            f"Make it without `repeat=True`, or pass `{steps_name}=`."
         )
 
 
 def _as_adapter(dataset: DistributedDataset) -> Any:
-    """Returns what Keras takes its batches from: the global ones."""
+    """Returns an adapter from which Keras takes the global batches."""
     from keras.src.trainers.data_adapters import data_adapter
 
     base: Any = data_adapter.DataAdapter
@@ -455,7 +458,7 @@ def _as_adapter(dataset: DistributedDataset) -> Any:
         def get_jax_iterator(self) -> Iterator[Any]:
             batches = enumerate(dataset.global_batches(self._epoch), start=1)
             for number, batch in batches:
-                # Nobody asks for more than there are.
+                # Keras does not read further after the last batch.
                 self._epoch += number == self.num_batches
                 yield batch
             self._epoch += self.num_batches is None

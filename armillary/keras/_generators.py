@@ -1,4 +1,4 @@
-"""Batches of a user's data for Keras, who may fill one buffer again and again."""
+"""Copies of the batches of a user's generator, which may fill one buffer repeatedly."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +9,10 @@ import numpy as np
 def copy_batches(batches: Iterator[Any]) -> Iterator[Any]:
     """Yields batches with arrays of their own.
 
-    JAX may use the memory of a NumPy array as it is, also after the user has written to
-    it. Keras reads two batches of a generator before it uses the first, so the batches
-    of a generator are copied as they are read. The result is a generator, too.
+    JAX may use the memory of a NumPy array in place, so a later write of the user may
+    change the batch. Keras reads two batches of a generator before it uses the first.
+    So the batches of a generator are copied when they are read. The result is a
+    generator, too.
     """
     import keras
 

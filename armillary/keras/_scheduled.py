@@ -25,8 +25,8 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._tasks import PerWorkerIterator
 from armillary.state import _keras
 
-# Batches that may wait for each worker: it must not run out of them, but they need
-# memory.
+# Batches that may wait for each worker. A worker must not run out of batches, but they
+# need memory.
 _BATCHES_AHEAD = 4
 # Steps of each worker between two waits for all of them, if the data has no length.
 _STEPS_BETWEEN_WAITS = 32
@@ -97,7 +97,7 @@ class ScheduledSteps:
             self.iterator = None
 
     def take_over(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Lets one call take the steps of a whole epoch; returns options of a build.
+        """Makes one call take the steps of a whole epoch; returns options of a build.
 
         Args:
             options: The arguments of `_symbolic_build`. The first one of a `fit`
@@ -109,7 +109,7 @@ class ScheduledSteps:
         self._is_starting = False
         iterator = self.iterator = options["iterator"]
         iterator.armillary_is_for_workers = True
-        # Other numbers than 1 were asked for by `compile(steps_per_execution=)`.
+        # A number other than 1 comes from `compile(steps_per_execution=)`, and stays.
         if iterator.steps_per_execution == 1:
             longest = _STEPS_BETWEEN_WAITS * self.strategy.num_workers
             iterator.steps_per_execution = iterator.num_batches or longest
@@ -140,7 +140,7 @@ class ScheduledSteps:
         return self._coordinator.schedule(self._step.take, args=(arrays,))
 
     def _write(self, state: Values) -> None:
-        """Gives the variables their values back: Keras takes them during an epoch."""
+        """Writes the values back to the variables; Keras takes them during an epoch."""
         for variables, values in zip(self._step.variables(), state, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 _keras.set_value(variable, value)
@@ -151,12 +151,12 @@ def make_worker_data(
     options: InputOptions | None,
     strategy: ParameterServerStrategy,
 ) -> Any:
-    """Returns what Keras takes for data, if each worker reads its own.
+    """Returns an adapter for Keras, if each worker reads data of its own.
 
     Args:
-        dataset_fn: Called on each worker, and once here: Keras builds a model by the
-            shapes of a batch.
-        options: How each worker treats its batches.
+        dataset_fn: Called on each worker, and once here, because Keras builds a model
+            by the shapes of a batch.
+        options: The treatment of batches on each worker.
         strategy: The strategy of the workers.
     """
     import keras
@@ -173,7 +173,7 @@ def make_worker_data(
     base: Any = data_adapter.DataAdapter
 
     class WorkerData(base):
-        """Names the workers' iterators once for each step; the batches stay there."""
+        """Yields the name of the workers' iterators for each step, and no batches."""
 
         spec = types
         num_batches = batch_size = partial_batch_size = has_partial_batch = None

@@ -1,8 +1,9 @@
 """The training loop and the evaluation of a compiled Keras model.
 
-A loss object may average over its examples, sum them, or neither, and only it knows. So
-Keras asks two functions of its own to scale each mean, and a third one to scale what
-layers add; they do so under TensorFlow. Inside `scaled_for_replicas` they do it here.
+A loss object may average over its examples, sum them, or neither, and this is known
+only to the object. So Keras calls two functions of its own that scale each mean, and a
+third one that scales the losses of layers. By themselves they scale only under
+TensorFlow. Inside `scaled_for_replicas` they scale under JAX too.
 """
 
 import contextlib
@@ -66,7 +67,11 @@ def _install() -> None:
 
 
 def prepare(model: Any, dataset: Any) -> DistributedDataset:
-    """Returns a dataset, once all variables of a model are there, to be restored."""
+    """Makes all variables of a model, so that they can be restored.
+
+    Returns:
+        The data set, distributed by the strategy in effect.
+    """
     keras = import_optional("keras", "Keras, on which `armillary.keras` runs,", "keras")
     check_backend()
     if not isinstance(model, keras.Model):
@@ -78,13 +83,13 @@ def prepare(model: Any, dataset: Any) -> DistributedDataset:
     if not model.compiled:
         raise ValueError(
             f"`model` ({model.name}) is not compiled, so it has no loss. Call "
-            "`model.compile(optimizer=..., loss=..., metrics=[...])` before."
+            "`model.compile(optimizer=..., loss=..., metrics=[...])` first."
         )
     for name in ("train_step", "test_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise TypeError(
                 f"`model` of type {type(model).__name__} has a `{name}` of its own, "
-                "which would not be called. Write it as `train_step` of an "
+                "which would not be called. Write it as the `train_step` of an "
                 "`armillary.StandardTrainer` (or `eval_step` of a "
                 "`StandardEvaluator`)."
             )
@@ -120,11 +125,9 @@ def _averaged_weights(model: Any) -> Iterator[None]:
     """Puts the averages of `use_ema` into a model, and its own weights back."""
     optimizer = getattr(model, "optimizer", None)
     averages: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    uses_averages = getattr(averages, "use_ema", False)
     # Before the first step the averages are zeros.
-    has_averages = getattr(averages, "use_ema", False) and bool(
-        as_local(value_of(averages.iterations))
-    )
-    if not has_averages:
+    if not (uses_averages and as_local(value_of(averages.iterations))):
         yield
         return
 
@@ -141,14 +144,15 @@ def _averaged_weights(model: Any) -> Iterator[None]:
 class KerasEvaluator(StandardEvaluator):
     """Evaluates a compiled Keras model, as `model.evaluate` does, for a `Controller`.
 
-    If the optimizer averages the weights (`use_ema=True`), the averages are evaluated,
-    which `model.fit` leaves in the model when it ends. Every example counts once,
-    whatever the batch size and the number of replicas. It refuses the same models as
-    `KerasTrainer`, and a `test_step` of the model's own.
+    If the optimizer averages the weights (`use_ema=True`), the averages are evaluated.
+    `model.fit` leaves the same averages in the model when it ends. Every example counts
+    once, whatever the batch size and the number of replicas. The evaluator raises the
+    same errors as `KerasTrainer`, and a `TypeError` for a `test_step` of the model's
+    own.
 
     Args:
         model: A model on which `compile` was called.
-        eval_dataset: As `train_dataset` of `KerasTrainer`.
+        eval_dataset: As the `train_dataset` of `KerasTrainer`.
         options: As for `StandardEvaluator`.
     """
 
@@ -185,10 +189,10 @@ class KerasTrainer(StandardTrainer):
     """Trains a compiled Keras model, as `model.fit` does, for a `Controller`.
 
     Each loop returns the loss and the metrics of the model. Layers with batch
-    statistics use each replica's share of the batch. An optimizer with
-    `use_ema=True` keeps its averages next to the weights: put them into the model after
-    training with `model.optimizer.finalize_variable_values(model.trainable_variables)`,
-    which `model.fit` does when it ends.
+    statistics use each replica's share of the batch. An optimizer with `use_ema=True`
+    keeps its averages next to the weights. After training, put them into the model, as
+    `model.fit` does when it ends, with
+    `model.optimizer.finalize_variable_values(model.trainable_variables)`.
 
     Args:
         model: A model on which `compile` was called. `train_step` of a subclass is not
@@ -201,7 +205,7 @@ class KerasTrainer(StandardTrainer):
 
     Raises:
         TypeError: If `model` is not a Keras model, or has a `train_step` of its own.
-        ValueError: If it is not compiled, or there is no data.
+        ValueError: If `model` is not compiled, or there is no data.
     """
 
     def __init__(
@@ -228,7 +232,8 @@ class KerasTrainer(StandardTrainer):
         return dict(self.model.get_metrics_result())
 
     def _update(self, batch: Batch) -> None:
-        model, optimizer = self.model, self.model.optimizer
+        model = self.model
+        optimizer = model.optimizer
         variables = model.trainable_variables
 
         def loss_fn() -> Any:

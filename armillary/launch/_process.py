@@ -151,12 +151,12 @@ def make_environment(
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How one process ended."""
+    """The end of one process: its exit code, its run time, and the cause."""
 
     returncode: int
     seconds: float
-    loss: str = ""  # Where and why, if nobody saw how it ended.
-    is_asked: bool = False  # Whether the launcher ended it, because of another.
+    loss: str = ""  # The place and the reason, if nobody saw how it ended.
+    is_asked: bool = False  # True if the launcher ended it because of another process.
 
     @property
     def cause(self) -> ExitCode:
@@ -166,7 +166,7 @@ class Ending:
 
     @property
     def is_reaction(self) -> bool:
-        """Whether the process ended because of something that happened elsewhere."""
+        """True if the process ended because of something that happened elsewhere."""
         return self.cause in {ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED}
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ class Process(ABC):
 
     @property
     def is_joining(self) -> bool:
-        """Whether it waits until all other workers have joined it."""
+        """True while the process waits for the other workers to join."""
         return "joining" in self.told and "joined" not in self.told
 
     def listen(self, hear: Callable[..., None]) -> None:
@@ -376,10 +376,13 @@ class Machines:
         return Child(label, arguments, self._with_cache(environment))
 
     def release(self) -> None:
-        """Gives the places back, with whatever runs there."""
+        """Gives the machines back, with everything that runs there."""
 
     def _with_cache(self, environment: Mapping[str, str]) -> Mapping[str, str]:
-        """Has programs kept, from attempt to attempt, unless the user says where."""
+        """Adds a folder for compiled programs that all attempts share.
+
+        A folder that the user has chosen stays.
+        """
         if environment.get("JAX_COMPILATION_CACHE_DIR"):
             return environment
         if self._cache is None:

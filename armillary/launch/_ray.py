@@ -106,7 +106,7 @@ class _Actor:
 
 
 class _Place(NamedTuple):
-    """Where a worker will run."""
+    """The machine and the port reserved for a worker."""
 
     address: str
     machine: str

@@ -98,14 +98,14 @@ class Sighting(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a program is, as far as its loops tell."""
+    """The phase in which a program is, as its loops report it."""
 
     phase: str
-    moves: int = 0  # It changes whenever the program goes on.
+    moves: int = 0  # It changes whenever the program makes progress.
 
 
 class Line(NamedTuple):
-    """Where one function of a stack is."""
+    """The line at which one function of a stack is."""
 
     file: str
     number: int  # 0 where it has only begun.
@@ -113,7 +113,7 @@ class Line(NamedTuple):
 
 
 class Pace:
-    """How long a program has been where it is, and how long it may be."""
+    """The time that a program has spent at its present place, and the limit for it."""
 
     def __init__(self, now: float) -> None:
         self.place, self.began = Place(OUTSIDE), now

@@ -117,7 +117,7 @@ def _is_python() -> bool:
 
 
 class Idle:
-    """For how long a process could have run, and has not said anything."""
+    """The time for which a process could have run but has sent nothing."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

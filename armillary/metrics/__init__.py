@@ -8,9 +8,9 @@ or in an `nnx.MultiMetric`::
     self.f1.update(logits=logits, labels=batch["label"])               # eval_step
     return {"f1": self.f1.compute()}                                   # eval_end
 
-Their state is nothing but counts, held in integers of 63 bits, so a result depends on
-the examples alone: not on their order, on batches, replicas or processes. `compute`
-waits for the device, works in NumPy, and raises if an update got what has no meaning.
+Their state consists of counts, held in integers of 63 bits. So a result depends only on
+the examples: not on their order, on batches, replicas or processes. `compute` waits for
+the device, works in NumPy, and raises an error if an update got invalid values.
 
 `Sum`, `Ratio` and `WeightedMean` also take numbers when they are made. So the step of a
 `StepTrainer` returns a new one from every step: `{"loss": Ratio(loss, num_tokens)}`.

@@ -2,7 +2,7 @@
 
 By default, JAX has only integers of 32 bits, too few for an epoch of pixels. So an
 integer is held in three parts; all parts except the last have 16 bits. Parts are sums,
-so the copies of replicas add up part by part, whatever was carried between parts.
+so the copies of replicas can be added part by part, even after carries between parts.
 """
 
 import functools
@@ -41,8 +41,8 @@ class Counts(nnx.metrics.MetricState):
         value = self[...]
         if isinstance(value, Tracer):
             raise TypeError(
-                "A metric was computed in a function that JAX traces, such as a step, "
-                "in which its counts are not known yet. Call `compute()` in "
+                "A metric was computed in a function that JAX traces, such as a step. "
+                "Its counts are not known there. Call `compute()` in "
                 "`train_loop_end` or `eval_end`, which run in Python."
             )
         return join_parts(np.asarray(value))
@@ -67,13 +67,13 @@ def add_parts(total: jax.Array, added: jax.Array) -> jax.Array:
 
 
 def join_parts(parts: np.ndarray) -> np.ndarray:
-    """Returns the integers that three parts stand for, as `int64`."""
+    """Returns the integers that three parts represent, as `int64`."""
     low, middle, high = parts.astype(np.int64)
     return (high << 2 * _BITS) + (middle << _BITS) + low
 
 
 def split_integers(integers: np.ndarray) -> np.ndarray:
-    """Returns the three parts that stand for integers of 64 bits."""
+    """Returns the three parts that represent integers of 64 bits."""
     low = integers & _LOW
     middle = (integers >> _BITS) & _LOW
     return np.stack([low, middle, integers >> 2 * _BITS]).astype(np.int32)
@@ -83,7 +83,8 @@ _MANTISSA_BITS = 23
 _BIAS = 127 + _MANTISSA_BITS
 _MOST_POWER = 254
 _NOT_FINITE = 255
-# How many powers of two share an integer, by the number of integers.
+# The number of powers of two that share an integer (as a logarithm to the base 2), by
+# the number of integers.
 _SHIFTS = {256: 0, 65: 2}
 NUM_INTEGERS = 65
 # Marks in the last integer, so that infinities of both signs and NaN are told apart.
@@ -92,12 +93,12 @@ _INFINITY, _MINUS_INFINITY = 1, 1 << 30
 
 @with_trait(Trait.MARKS_NOT_FINITE)
 class FloatSum(Counts):
-    """Sums of floats, exact and the same in whatever order the floats come.
+    """Sums of floats, exact and independent of the order of the floats.
 
-    A float of 32 bits is an integer of 24 bits times a power of two, of which there are
-    256. `FloatSum.zeros(..., 65)` has one sum for four neighboring powers, and
-    `FloatSum.zeros(..., 256)` has one sum for each power. The last integer notes values
-    that are not finite.
+    A float of 32 bits is an integer of 24 bits times one of 256 powers of two.
+    `FloatSum.zeros(..., 65)` has one sum for four neighboring powers, and
+    `FloatSum.zeros(..., 256)` has one sum for each power. The last integer counts
+    values that are not finite.
     """
 
     def add_float(self, value: jax.Array, times: int | tuple[int, ...] = 1) -> None:
@@ -105,14 +106,14 @@ class FloatSum(Counts):
 
         Args:
             value: An array of floats.
-            times: How often to add each, integers from 0 to 2**31 - 1: one for all, or
-                one for each value in a row.
+            times: The factors of the values, integers from 0 to 2**31 - 1: one for all,
+                or one for each value in a row.
         """
         parts = float_parts(value, times, self[...].shape[-1])
         self[...] = add_parts(self[...], parts)
 
     def read_float(self) -> Any:
-        """Returns the sums in 64 bits, when they are there: a `float` if it is one."""
+        """Returns the sums in 64 bits, a single one as a `float`; waits for them."""
         sums = sum_integers(self.read())
         return sums if sums.ndim else float(sums)
 
@@ -121,7 +122,7 @@ class FloatSum(Counts):
 def float_parts(
     value: jax.Array, times: int | tuple[int, ...], num_integers: int
 ) -> jax.Array:
-    """Returns the parts of the integers that floats are made of, times a number."""
+    """Returns the parts of the integers that represent floats, times a number."""
     shift = _SHIFTS[num_integers]
     factors = np.asarray(times, np.int64)
     value = jax.lax.stop_gradient(value).astype(jnp.float32)
@@ -135,7 +136,8 @@ def float_parts(
     shape = (*value.shape, num_integers)
     places = jax.lax.broadcasted_iota(jnp.int32, shape, value.ndim)
     total = jnp.zeros((3, *shape), jnp.int32)
-    # Next to 24 bits there is room for three bits of a power and four of a factor.
+    # A float has 24 bits. 32 bits leave room for three bits of a power and four of a
+    # factor, and for the sign.
     for position in range(0, 32, 4):
         digit = ((factors >> position) & 0xF).astype(np.int32)
         if not digit.any():
@@ -154,7 +156,7 @@ def float_parts(
 
 
 def sum_integers(integers: np.ndarray) -> np.ndarray:
-    """Returns the sums that the integers of a `FloatSum` stand for, in 64 bits."""
+    """Returns the sums that the integers of a `FloatSum` represent, in 64 bits."""
     num_integers = integers.shape[-1]
     powers = np.arange(num_integers - 1) << _SHIFTS[num_integers]
     terms = np.ldexp(integers[..., :-1].astype(np.float64), powers - _BIAS)
@@ -179,7 +181,7 @@ class CountingMetric(nnx.metrics.Metric):
 
 
 def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns which elements of `shape` count, in a row."""
+    """Returns a flat array that is True for the elements of `shape` that count."""
     if mask is None:
         return jnp.ones(shape, bool).reshape(-1)
     mask = jnp.asarray(mask)
@@ -199,7 +201,7 @@ def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 class _MeanError(CountingMetric):
-    """The mean of an error over all elements that count."""
+    """The mean of an error over all elements under the mask."""
 
     def __init__(self) -> None:
         self.total = FloatSum.zeros(256)
@@ -216,16 +218,17 @@ class _MeanError(CountingMetric):
         Args:
             predictions: Numbers of any shape.
             targets: Numbers of the same shape.
-            mask: Booleans of this shape, or of its first axes: which elements count.
-                `None` for all.
+            mask: Booleans of this shape, or of its first axes: True for the elements
+                that count. `None` for all.
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
             TypeError: If the mask is not boolean.
-            ValueError: If shapes do not belong together.
+            ValueError: If the shapes do not fit.
         """
         name = f"{type(self).__name__}.update"
-        predictions, targets = jnp.asarray(predictions), jnp.asarray(targets)
+        predictions = jnp.asarray(predictions)
+        targets = jnp.asarray(targets)
         if predictions.shape != targets.shape:
             raise ValueError(
                 f"`predictions` of `{name}` has the shape {predictions.shape}, and "
@@ -239,7 +242,7 @@ class _MeanError(CountingMetric):
         self.count.add(counted.sum())
 
     def compute(self) -> float:
-        """Returns the mean; NaN without elements, or if one was NaN."""
+        """Returns the mean; NaN without elements, or if an element was NaN."""
         num = int(self.count.read())
         return self.total.read_float() / num if num else float("nan")
 
@@ -257,7 +260,7 @@ class MeanSquaredError(_MeanError):
 
 
 class Distribution(CountingMetric):
-    """How many values lie where, over all steps and replicas since the last reset."""
+    """A histogram of values, over all steps and replicas since the last reset."""
 
     def __init__(self) -> None:
         self.counts = Counts.zeros(NUM_BUCKETS)
@@ -267,7 +270,8 @@ class Distribution(CountingMetric):
 
         Args:
             values: An array, or a pytree of arrays. In replica context each replica
-                counts its own; a value that is equal on all is counted once by each.
+                counts its own arrays, so an array that is equal on all replicas is
+                counted once by each.
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:

@@ -24,15 +24,16 @@ _MOST_CLASSES = 2**15
 
 
 class _LabeledMetric(CountingMetric):
-    """A metric of scores and labels, which counts what it refuses."""
+    """A metric of scores and labels, which counts invalid examples."""
 
-    # Counts examples in a row, of which scores may have an axis of classes.
+    # Counts a flat row of examples; their scores may have an axis of classes.
     _count: Callable[[jax.Array, jax.Array, jax.Array], None]
     _compute: Callable[[np.ndarray], Any]
 
     def __init__(self, *shape: int, sizes: range | None = None) -> None:
-        self.counts, self.refused = Counts.zeros(*shape), Counts.zeros(2)
-        # How many classes there may be scores of; `None` for one score.
+        self.counts = Counts.zeros(*shape)
+        self.refused = Counts.zeros(2)
+        # The possible numbers of classes; `None` for one score per example.
         self._sizes = sizes
 
     def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
@@ -42,16 +43,18 @@ class _LabeledMetric(CountingMetric):
             logits: Scores of shape `(..., num_classes)`; of shape `(...)` for `AUC`,
                 and with a `threshold`.
             labels: Numbers of classes, of shape `(...)`.
-            mask: Booleans of the shape of `labels`, or of its first axes: which
-                examples count. `None` for all.
+            mask: Booleans of the shape of `labels`, or of its first axes: True for the
+                examples that count. `None` for all.
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
             TypeError: If labels are not integers, or the mask is not boolean.
-            ValueError: If shapes do not belong together.
+            ValueError: If the shapes do not fit.
         """
-        scores, labels = self._as_scores(logits), jnp.asarray(labels)
-        name, sizes = f"{type(self).__name__}.update", self._sizes
+        scores = self._as_scores(logits)
+        labels = jnp.asarray(labels)
+        name = f"{type(self).__name__}.update"
+        sizes = self._sizes
         if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
             raise TypeError(
                 f"`labels` of `{name}` has the dtype {labels.dtype}, but labels are "
@@ -89,16 +92,16 @@ class _LabeledMetric(CountingMetric):
         """Returns the value; waits for the device.
 
         Raises:
-            ValueError: If a label was the number of no class, or a score was NaN, or
-                no probability where it must be one.
+            ValueError: If a label was not the number of a class, or a score was NaN,
+                or was not a probability where it must be one.
             TypeError: If called while JAX traces.
         """
         num_labels, num_scores = self.refused.read()
         if num_labels or num_scores:
             raise ValueError(
                 f"`{type(self).__name__}` has no value: since its reset it got "
-                f"{num_labels} labels that are the number of no class, and "
-                f"{num_scores} examples with a score that is NaN or no probability. "
+                f"{num_labels} labels that are not the number of a class, and "
+                f"{num_scores} examples whose score is NaN or not a probability. "
                 "Leave such examples out, as in `update(..., mask=labels >= 0)`."
             )
         return self._compute(self.counts.read())
@@ -117,8 +120,8 @@ class AUC(_LabeledMetric):
     Args:
         curve: `"ROC"`, or `"PR"` for the average precision, the area below the steps
             of precision over recall.
-        from_logits: Whether scores are logits; else they are probabilities.
-        num_buckets: How many buckets there are. They take 24 bytes each.
+        from_logits: True if scores are logits; else they are probabilities.
+        num_buckets: The number of buckets. Each takes 24 bytes.
 
     Raises:
         ValueError: If `curve` is neither, or `num_buckets` is not positive.
@@ -135,13 +138,14 @@ class AUC(_LabeledMetric):
         check_one_of("from_logits", from_logits, (True, False))
         num_buckets = check_positive_int("num_buckets", num_buckets, 2**24)
         super().__init__(2, num_buckets)
-        self.curve, self.from_logits = curve, from_logits
+        self.curve = curve
+        self.from_logits = from_logits
         self.num_buckets = num_buckets
 
     def _as_scores(self, logits: Any) -> jax.Array:
         if self.from_logits:
             return jnp.asarray(logits)
-        # NaN outside of 0 to 1, which is refused.
+        # Scores outside of 0 to 1 become NaN, which counts as invalid.
         return jax.scipy.special.logit(jnp.asarray(logits, jnp.float32))
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
@@ -153,7 +157,7 @@ class AUC(_LabeledMetric):
         self.counts.add(counts[:-1].reshape(2, -1))
 
     def _compute(self, counts: np.ndarray) -> float:
-        # From the highest score to the lowest.
+        # The order is from the highest score to the lowest.
         negative, positive = counts[:, ::-1].astype(np.float64)
         num_pairs = negative.sum() * positive.sum()
         if not num_pairs:
@@ -162,7 +166,7 @@ class AUC(_LabeledMetric):
         if tied > _MOST_TIED:
             logger.warning(
                 f"AUC: {100 * tied:.1f} % of the pairs of a positive and a negative "
-                "example have scores in one bucket, so that the area under the ROC "
+                "example have scores in one bucket, so the area under the ROC "
                 f"curve is off by up to {tied / 2:.2g}. Use "
                 f"`AUC(num_buckets={10 * self.num_buckets})`."
             )
@@ -176,12 +180,12 @@ class AUC(_LabeledMetric):
 class TopKAccuracy(_LabeledMetric):
     """The share of examples whose label is among the `k` highest scores.
 
-    If scores are equal, the lower class counts as higher, as for `argmax`. So `k=1` is
-    the accuracy, and a model that gives all classes the same score is not right. It is
-    NaN if there was no example.
+    If scores are equal, the lower class comes first, as for `argmax`. So `k=1` is the
+    accuracy, and a model that gives all classes the same score always predicts class 0.
+    The share is NaN if there was no example.
 
     Args:
-        k: How many of the highest scores.
+        k: The number of highest scores that count.
 
     Raises:
         ValueError: If `k` is not a positive integer.
@@ -204,13 +208,13 @@ class TopKAccuracy(_LabeledMetric):
 
 
 class ConfusionMatrix(_LabeledMetric):
-    """Counts how often each class was taken for each other.
+    """Counts the examples of each class by the class that was predicted for them.
 
-    In the array of `int64` that `compute` returns, `[i, j]` examples of class `i` were
-    taken for `j`. Exactly one of the arguments is given.
+    `compute` returns an array of `int64`. Its element `[i, j]` is the number of
+    examples of class `i` for which class `j` was predicted. Give exactly one argument.
 
     Args:
-        num_classes: The number of classes, at least 2. The class predicted is the one
+        num_classes: The number of classes, at least 2. The predicted class is the one
             with the highest score.
         threshold: For two classes with one score: class 1 is predicted for a score of
             at least this much, such as 0.0 for logits and 0.5 for probabilities.
@@ -237,10 +241,12 @@ class ConfusionMatrix(_LabeledMetric):
             )
         sizes = range(size, size + 1) if threshold is None else None
         super().__init__(size, size, sizes=sizes)
-        self.num_classes, self.threshold = size, threshold
+        self.num_classes = size
+        self.threshold = threshold
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
-        size, threshold = self.num_classes, self.threshold
+        size = self.num_classes
+        threshold = self.threshold
         predicted = scores.argmax(-1) if threshold is None else scores >= threshold
         cells = jnp.where(counted, labels * size + predicted.astype(jnp.int32), size**2)
         matrix = jnp.zeros(size**2 + 1, jnp.int32).at[cells].add(1)
@@ -253,7 +259,8 @@ class ConfusionMatrix(_LabeledMetric):
 class _Score(ConfusionMatrix):
     """A number between 0 and 1 for each class, or their mean."""
 
-    # What the right predictions are a share of: predictions, labels, or their mean.
+    # The divisor of the number of right predictions: 1.0 for the number of predictions,
+    # 0.0 for the number of labels, 0.5 for the mean of both.
     _share_of_predictions = 0.5
 
     def __init__(
@@ -296,7 +303,7 @@ class Recall(_Score):
 class F1Score(_Score):
     """The harmonic mean of precision and recall, for each class or on average.
 
-    As in scikit-learn, it is 0 for a class for which it would be 0 / 0. It is NaN if
+    As in scikit-learn, the score of a class is 0 if it would be 0 / 0. It is NaN if
     there was no example.
 
     Args:
@@ -307,5 +314,5 @@ class F1Score(_Score):
             array of all classes. The other average, `"micro"`, is the accuracy.
 
     Raises:
-        ValueError: As in `ConfusionMatrix`, or if `average` is none of its values.
+        ValueError: As in `ConfusionMatrix`, or if `average` has another value.
     """

@@ -97,7 +97,7 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
 
     Raises:
         TypeError: If it holds values that do not add up.
-        ValueError: If it is not new in this step.
+        ValueError: If it was not made in this step.
     """
     shown = f"`step` returned the metric `{name}`, a `{type(metric).__name__}`"
     by_hand = (
@@ -124,10 +124,10 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
         is_state = isinstance(leaf, nnx.metrics.MetricState)
         is_summed = is_state and (is_real or is_whole)
         if not (is_summed and adds_up):
-            why = "has a running mean" if is_summed else f"holds {describe(leaf)}"
+            fault = "has a running mean" if is_summed else f"holds {describe(leaf)}"
             raise TypeError(
-                f"{shown}, but it {why}, so the values of several steps do not add up. "
-                f"{by_hand}"
+                f"{shown}, but it {fault}, so the values of several steps cannot be "
+                f"added. {by_hand}"
             )
         number = Number(type(leaf), held.shape, held.dtype)
         numbers.append(number)

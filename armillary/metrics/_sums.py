@@ -1,7 +1,7 @@
 """Sums, and quotients of sums, in a metric or as a value that a pure step returns.
 
-A metric that is made with numbers has them added already. So one class serves a
-`StandardTrainer`, which updates one metric in every step, and a pure step, which
+A metric that is made with numbers has added them already. So the same class works in a
+`StandardTrainer`, which updates one metric in every step, and in a pure step, which
 returns a new metric from every step.
 """
 
@@ -33,9 +33,9 @@ _EXACT_IN_INTEGER = 1 << 31
 class Sum(CountingMetric):
     """The total of values over all examples, replicas and steps.
 
-    In a `StandardTrainer` or a `StandardEvaluator`, make it once and update it in each
-    step. In a pure step of a `StepTrainer` or a `StepEvaluator`, return a new one, made
-    with the numbers of this batch::
+    In a `StandardTrainer` or a `StandardEvaluator`, make one `Sum` and update it in
+    each step. In a pure step of a `StepTrainer` or a `StepEvaluator`, return a new
+    `Sum` of the numbers of this batch::
 
         return {"tokens": armillary.metrics.Sum(batch["mask"])}
 
@@ -47,7 +47,7 @@ class Sum(CountingMetric):
 
     Raises:
         TypeError: If `values` is not an array of real numbers.
-        DoubleReductionError: When the step is traced: if `values` was reduced over
+        DoubleReductionError: When the step is traced, if `values` was reduced over
             replicas.
     """
 
@@ -90,27 +90,30 @@ class _Quotient(CountingMetric):
 class Ratio(_Quotient):
     """A sum divided by another sum, both over all examples, replicas and steps.
 
-    For example, the loss for each token. The sums are divided once, at the end, so
-    examples count by their weights, and not by the batch that they are in.
+    An example is the loss per token. The sums are divided once, at the end, so each
+    example counts by its weight, whatever batch it is in.
 
-    In a `StandardTrainer` or a `StandardEvaluator`, make it once and update it in each
-    step. In a pure step of a `StepTrainer` or a `StepEvaluator`, return a new one, made
-    with the sums of this batch::
+    In a `StandardTrainer` or a `StandardEvaluator`, make one `Ratio` and update it in
+    each step. In a pure step of a `StepTrainer` or a `StepEvaluator`, return a new
+    `Ratio` of the sums of this batch::
 
         return {"loss": armillary.metrics.Ratio(losses.sum(), weights.sum())}
 
     Inside `strategy.run`, and therefore in a pure step, each replica adds the sums over
-    its own examples. It may also add sums over all replicas, if both are.
+    its own examples. It may also add sums over all replicas, if both arguments are such
+    sums.
 
     Args:
-        sum: The sum to begin with, a number, or an array, whose elements are added;
-            `None` for 0.
-        denominator: The sum to divide by, likewise. Give both or neither.
+        sum: The first value of the sum: a number, or an array, whose elements are
+            added; `None` for 0.
+        denominator: The first value of the divisor, in the same form. Give both
+            arguments or neither.
 
     Raises:
-        TypeError: If only one is given, or one is not an array of real numbers.
-        DoubleReductionError: When the step is traced: if only one was reduced over
-            replicas.
+        TypeError: If only one argument is given, or one is not an array of real
+            numbers.
+        DoubleReductionError: When the step is traced, if only one argument was reduced
+            over replicas.
     """
 
     def __init__(self, sum: Any = None, denominator: Any = None) -> None:
@@ -119,7 +122,7 @@ class Ratio(_Quotient):
             self.update(sum=sum, denominator=denominator)
 
     def update(self, *, sum: Any, denominator: Any, **_: Any) -> None:
-        """Adds to both sums.
+        """Adds numbers to both sums.
 
         Args:
             sum: A number, or an array, whose elements are added.
@@ -127,7 +130,7 @@ class Ratio(_Quotient):
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
-            TypeError: If one is not an array of real numbers.
+            TypeError: If an argument is not an array of real numbers.
         """
         name = f"{type(self).__name__}.update"
         total = _marked(as_numbers("sum", name, sum), NUMERATOR)
@@ -139,24 +142,25 @@ class Ratio(_Quotient):
 class WeightedMean(_Quotient):
     """The mean of values with weights, over all examples, replicas and steps.
 
-    In a `StandardTrainer` or a `StandardEvaluator`, make it once and update it in each
-    step. In a pure step of a `StepTrainer` or a `StepEvaluator`, return a new one, made
-    with the values of this batch::
+    In a `StandardTrainer` or a `StandardEvaluator`, make one `WeightedMean` and update
+    it in each step. In a pure step of a `StepTrainer` or a `StepEvaluator`, return a
+    new `WeightedMean` of the values of this batch::
 
         return {"loss": armillary.metrics.WeightedMean(losses, batch["mask"])}
 
     Args:
         values: The values of this replica's examples, shape `(batch, ...)`; `None` for
             no examples yet.
-        weights: Their weights: numbers or booleans, of the shape of `values` or of its
-            first axes. A value with the weight 0 does not count, even if it is NaN.
-            Give both or neither.
+        weights: The weights of the values: numbers or booleans, of the shape of
+            `values` or of its first axes. A value with the weight 0 does not count,
+            even if it is NaN. Give both arguments or neither.
 
     Raises:
-        TypeError: If only one is given, or one is not an array of real numbers.
+        TypeError: If only one argument is given, or one is not an array of real
+            numbers.
         ValueError: If the shapes do not fit.
-        DoubleReductionError: When the step is traced: if only one was reduced over
-            replicas.
+        DoubleReductionError: When the step is traced, if only one argument was reduced
+            over replicas.
     """
 
     def __init__(self, values: Any = None, weights: Any = None) -> None:
@@ -173,7 +177,7 @@ class WeightedMean(_Quotient):
             **_: Arguments that an `nnx.MultiMetric` passes to other metrics.
 
         Raises:
-            TypeError: If one is not an array of real numbers.
+            TypeError: If an argument is not an array of real numbers.
             ValueError: If the shapes do not fit.
         """
         name = f"{type(self).__name__}.update"
@@ -201,7 +205,7 @@ class WeightedMean(_Quotient):
 
 
 class Pending(NamedTuple):
-    """The state of a quotient, for an output that nobody waits for yet."""
+    """The state of a quotient, for an output whose value is not needed yet."""
 
     total: jax.Array
     weight: jax.Array
@@ -215,7 +219,7 @@ class Pending(NamedTuple):
 
 
 class Mean(_Quotient):
-    """The mean of all values that it was updated with, each of which counts once."""
+    """The mean of all values that it was updated with; each value counts once."""
 
     def pend(self) -> Pending:
         return Pending(self.total[...], self.weight[...])
@@ -257,7 +261,7 @@ def add_sum(total: FloatSum, values: jax.Array) -> None:
 def sum_parts(arrays: tuple[jax.Array, ...], times: tuple[int, ...]) -> jax.Array:
     """Returns the parts of the sum of each array, times an integer.
 
-    One program for all arrays, because a step that is not compiled runs it, too.
+    All arrays share one program, because a step that is not compiled runs it, too.
     """
     rows = [_sum_as_floats(array) for array in arrays]
     total = jnp.zeros((3, len(rows), NUM_INTEGERS), jnp.int32)
@@ -267,10 +271,10 @@ def sum_parts(arrays: tuple[jax.Array, ...], times: tuple[int, ...]) -> jax.Arra
 
 
 def _sum_as_floats(values: jax.Array) -> list[jax.Array]:
-    """Returns floats of 32 bits that together are the sum of an array.
+    """Returns floats of 32 bits whose total is the sum of an array.
 
     A sum of integers is exact below 2**19 elements, and a sum of booleans below 2**31.
-    Floats are summed in 32 bits, or in 64 bits if they have as many.
+    Floats are summed in 32 bits, or in 64 bits if they have 64 bits.
     """
     if jnp.issubdtype(values.dtype, jnp.floating):
         wide = jnp.promote_types(values.dtype, jnp.float32)
@@ -307,14 +311,18 @@ def _split_float(number: jax.Array) -> list[jax.Array]:
 
 
 def _marked(array: jax.Array, name: str) -> jax.Array:
-    """Marks what replicas add up, for the proof that they may."""
+    """Marks an array that replicas add up, for the proof that they may add it."""
     context = get_replica_context()
     has_several = context is not None and context.axis_name is not None
     return mark(array, name) if has_several else array
 
 
 def _are_given(name: str, **pair: Any) -> bool:
-    """Returns whether both arguments of a constructor are given; one is an error."""
+    """Returns whether both arguments of a constructor are given.
+
+    Raises:
+        TypeError: If only one of them is given.
+    """
     left_out = [argument for argument, value in pair.items() if value is None]
     if len(left_out) == 1:
         arguments = ", ".join(pair)

@@ -74,12 +74,12 @@ class RemoteValue:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the call has ended, well or badly, or was cancelled."""
+        """True if the call has succeeded, has failed or was cancelled."""
         return self.future.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the call has ended badly, or did not run."""
+        """True if the call has failed, or was cancelled before it ran."""
         return self.has_ended and self.future.exception() is not None
 
 
@@ -133,12 +133,15 @@ class Closure:
 
     @property
     def awaited(self) -> list[RemoteValue]:
-        """The results that it takes."""
+        """The results of other calls that this call takes as inputs."""
         return [value for value in self.inputs if isinstance(value, RemoteValue)]
 
     @property
     def is_ready(self) -> bool:
-        """Whether all have ended; `arguments` raises what one of them raised."""
+        """True if all awaited calls have ended.
+
+        If one of them failed, `arguments` raises its error.
+        """
         return all(value.has_ended for value in self.awaited)
 
     def arguments(self) -> list[Any]:

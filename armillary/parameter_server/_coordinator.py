@@ -93,9 +93,10 @@ class ClusterCoordinator:
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue:
-        """Has a worker call a function, and returns without waiting for it.
+        """Schedules a call of a function on some worker, and returns without waiting.
 
-        Raises what another call has raised, once, when all that had begun have ended.
+        If an earlier call has failed, this method waits until all calls that had begun
+        have ended, and raises that error once.
 
         Args:
             fn: The function. It may read variables, change them through an optimizer or
@@ -171,7 +172,7 @@ class ClusterCoordinator:
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Any] | Any
     ) -> PerWorkerDataset:
-        """Has every worker build a data set of its own.
+        """Builds one data set on every worker.
 
         If a worker is lost, its replacement builds a new data set from the beginning.
 
@@ -216,8 +217,9 @@ class ClusterCoordinator:
         return statistics
 
     def leave_out(self, objects: Sequence[Any]) -> None:
-        """Has workers get `None` for objects that scheduled functions hold."""
-        self._left_out += objects  # Kept, so that their identities stay theirs.
+        """Sends workers `None` in place of objects that scheduled functions hold."""
+        # The objects are kept, so that no new object gets the id of one of them.
+        self._left_out += objects
         self._named |= {id(value): "nothing" for value in objects}
 
     def shutdown(self) -> None:

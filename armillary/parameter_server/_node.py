@@ -202,10 +202,10 @@ def start_ray(resolver: ClusterResolver | None) -> None:
 
 
 def use_one_machine(*, is_local: bool) -> None:
-    """Has Ray listen on loopback only, or on all interfaces as it does by default."""
+    """Makes Ray listen on loopback only, or on all interfaces as it does by default."""
     if is_local:
         os.environ[_ONE_MACHINE] = "0"
-    # It is read when Ray is imported, which the program may have done before.
+    # Ray reads the variable when it is imported, and the program may have done that.
     constants = import_ray()._private.ray_constants
     constants.ENABLE_RAY_CLUSTER = not is_local
 

@@ -144,7 +144,10 @@ def flat_update(
 
 
 class SplitUpdate:
-    """Which variable owns each array of an optimizer's state; `None` if shared."""
+    """An update divided by variables: each array of the state has an owner or `None`.
+
+    An array of the optimizer's state that several variables share has no owner.
+    """
 
     def __init__(
         self,

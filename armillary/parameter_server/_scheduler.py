@@ -336,7 +336,7 @@ class Scheduler:
         time.sleep(_RETRY_SECONDS)
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
-        """Has the calls of a lost worker run again, before all others."""
+        """Puts the calls of a lost worker back at the front of the queue."""
         with self._changed:
             lost = [closure for each in worker.messages for closure in each.closures]
             worker.messages.clear()

@@ -54,7 +54,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """Where one part of a variable lives."""
+    """The server that holds one part of a variable."""
 
     server: int
     part: Part

@@ -168,7 +168,7 @@ class Datasets:
 
 
 class PlacedTask(NamedTuple):
-    """Where the variables of a scheduled function live."""
+    """The places of the variables that a scheduled function uses."""
 
     places: dict[int, tuple[Place, ...]]
     updates: tuple[Any, ...]

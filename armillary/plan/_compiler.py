@@ -1,4 +1,4 @@
-"""Has a program compiled for other devices, by a process of its own."""
+"""Compiles a program for other devices, in a separate process."""
 
 import contextlib
 import importlib.metadata

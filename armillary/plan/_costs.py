@@ -59,7 +59,7 @@ class Collective:
 
     @property
     def is_of_step(self) -> bool:
-        """Whether it runs in every step."""
+        """True if the collective runs in every step."""
         return self.scope == "step" and not self.is_conditional
 
 

@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory of a device; `None` if that is not known."""
+        """True if the step fits into the memory of a device; `None` if unknown."""
         if self.is_abstract or self.topology.target is None:
             return None
         if self.memory is None:
@@ -116,12 +116,12 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas the devices run: one, if it spans all of them."""
+        """The number of replicas; one if the compiler divides the step."""
         return 1 if self.is_divided else math.prod(self.mesh.values())
 
     @property
     def is_divided(self) -> bool:
-        """Whether the compiler divides the step, as under `ShardedStrategy`."""
+        """True if the compiler divides the step, as under `ShardedStrategy`."""
         return len(self.mesh) > 1
 
     def of_step(self, kind: str | None = None) -> list[Collective]:

@@ -54,13 +54,13 @@ class Instruction:
 
     @property
     def kind(self) -> str | None:
-        """Which collective it is, or the start or the end of."""
+        """The collective that this instruction is, starts or ends; else `None`."""
         base = self.opcode.removesuffix("-start").removesuffix("-done")
         return base if base in KINDS else None
 
     @property
     def trip_count(self) -> int:
-        """How often the body of a loop runs, as far as the compiler knows."""
+        """The number of runs of a loop's body; 1 if the compiler does not know it."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else 1
 
@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def reaches_host(self) -> bool:
-        """Whether it moves something to or from the host, or calls it."""
+        """True if the instruction calls the host or moves values to or from it."""
         if self.opcode == "custom-call":
             return bool(_HOST_CALL.search(self.label))
         is_copy = self.opcode in ("copy", "copy-start") and _HOST_SPACE in self.shape
@@ -141,7 +141,10 @@ def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the walk is: in how many loops, how often, under which condition."""
+    """The position of the walk: its depth in loops, its runs, and if it is conditional.
+
+    `times` is the number of runs per step.
+    """
 
     depth: int = 0
     times: int = 1

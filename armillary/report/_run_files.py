@@ -46,7 +46,7 @@ class Run:
 
     @property
     def goodput(self) -> Goodput | None:
-        """Where its time went, if it has recorded that."""
+        """The time of the run by purpose; `None` if the run has not recorded it."""
         return add_up(self.entries) if self.entries else None
 
     @property

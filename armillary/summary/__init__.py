@@ -1,10 +1,11 @@
 """Values over steps, in files that TensorBoard reads.
 
-A `SummaryManager` writes what a loop returned. A nested dictionary is a hierarchy of
-directories, and TensorBoard shows each directory as a run of its own, so the same tag
-can be compared between runs. A value is a number, a `Histogram`, an `Image` or a
-`Text`. Another place or format is one class with the methods of `SummaryWriter`, given
-as `writer_fn`. A `Controller` also writes `metrics.jsonl`, for `read_metrics`.
+A `SummaryManager` writes the values that a loop returned. A nested dictionary becomes a
+hierarchy of directories. TensorBoard shows each directory as a run of its own, so you
+can compare the same tag between runs. A value is a number, a `Histogram`, an `Image` or
+a `Text`. To write to another place or format, pass a class with the methods of
+`SummaryWriter` as `writer_fn`. A `Controller` also writes `metrics.jsonl`, for
+`read_metrics`.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -13,16 +13,17 @@ from armillary._logging import logger
 from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
 
-# A bucket is what floats of 32 bits share in their first 12: the sign, the exponent and
-# three bits of the fraction. So its ends are an eighth of a power of two apart.
+# Floats of 32 bits with the same first 12 bits share a bucket. These bits are the sign,
+# the exponent and three bits of the fraction. So the ends of a bucket are an eighth of
+# a power of two apart.
 _SHIFT = 20
-_NUM_FINITE = 0x7F8  # Those that follow hold infinities and NaN.
+_NUM_FINITE = 0x7F8  # The later buckets hold infinities and NaN.
 NUM_BUCKETS = 1 << (32 - _SHIFT)
 
 
 @jax.jit
 def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns how many elements of all arrays lie in each bucket."""
+    """Returns the number of elements of all arrays in each bucket."""
     counts = jnp.zeros(NUM_BUCKETS, jnp.int32)
     for array in arrays:
         floats = jnp.asarray(array, jnp.float32).ravel()
@@ -32,10 +33,10 @@ def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 class Summary:
-    """A value that has a method of a `SummaryWriter` for itself."""
+    """A value that a method of its own in a `SummaryWriter` writes."""
 
     kind: ClassVar[str]  # The name of that method.
-    # Yields what the method takes before the step, once arrays are known.
+    # Yields the arguments of the method before the step; its arrays must be known.
     read: Callable[[str, int], Iterator[tuple[Any, ...]]]
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -50,10 +51,10 @@ class Summary:
 
 @jax.tree_util.register_pytree_node_class
 class Histogram(Summary):
-    """How many values lie where, whatever their size: weights, gradients, activations.
+    """A histogram of values of any magnitude: weights, gradients, activations.
 
     Values are counted on their device, in buckets that are an eighth of a power of two
-    wide. Those that are not finite are left out, and the log says so.
+    wide. Values that are not finite are left out, and a warning is logged.
 
     Args:
         values: A pytree of arrays; all their elements are counted together.
@@ -97,20 +98,21 @@ class Image(Summary):
     Args:
         pixels: An array of shape `(height, width)`, `(height, width, channels)` or
             `(images, height, width, channels)`, with 1, 3 or 4 channels: gray, RGB or
-            RGBA. Pixels are of type `uint8`, or floats from 0 to 1: what lies outside
-            is cut off with a warning, and NaN is 0. If there are several images, the
+            RGBA. Pixels are of type `uint8`, or floats from 0 to 1. Values outside are
+            cut off with a warning, and NaN becomes 0. If there are several images, the
             first is written as `tag/0`.
 
     Raises:
         TypeError: If `pixels` is not an array of numbers.
-        ValueError: If its dtype or shape is another.
+        ValueError: If its dtype or shape is not one of these.
     """
 
     kind = "image"
 
     def __init__(self, pixels: Any) -> None:
         self.pixels = as_array("pixels", pixels)
-        dtype, shape = self.pixels.dtype, tuple(self.pixels.shape)
+        dtype = self.pixels.dtype
+        shape = tuple(self.pixels.shape)
         is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
         channels = shape[2:][-1:]
         has_axes = 2 <= len(shape) <= 4 and 0 not in shape
@@ -157,16 +159,16 @@ class Text(Summary):
 
 
 def as_arrays(name: str, values: PyTree) -> list[Any]:
-    """Returns the leaves of a pytree, of which some must have elements."""
+    """Returns the leaves of a pytree; at least one must have elements."""
     leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
     arrays = [as_array(name, leaf) for leaf in leaves]
     if not any(array.size for array in arrays):
-        raise ValueError(f"`{name}` has no elements. Use arrays with some.")
+        raise ValueError(f"`{name}` has no elements. Use arrays that have elements.")
     return arrays
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Returns an array of real numbers; a variable returns its array."""
+    """Returns a value, or the value of a variable, as an array of real numbers."""
     arrays = jax.Array | np.ndarray | np.generic
     if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # A variable; a `PerReplica` raises.

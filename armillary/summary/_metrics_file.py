@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the curves of a run, for readers without any package.
+"""`metrics.jsonl`: the curves of a run, readable without any package.
 
 Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fields.
 """
@@ -25,7 +25,7 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
-    """Appends the records of a controller; `is_of_training`, from a `"start"` on.
+    """Appends the records of a controller; one that trains begins with `"start"`.
 
     Readers put the files of a run in the order of time. So all of them share a clock,
     which continues from the records of earlier attempts.
@@ -76,20 +76,21 @@ def _read_time(line: bytes) -> float:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the records of a run that count, in the order of time.
+    """Returns the valid records of a run, in the order of time.
 
-    Records of an attempt about steps that a later one did again are left out.
+    If a later attempt repeated some steps, the earlier records of these steps are left
+    out.
 
     Args:
-        run_dir: A directory with a `metrics.jsonl`, or the one above such directories,
-            whose files are read together; or one such file.
+        run_dir: A directory with a `metrics.jsonl`, or the directory above several
+            such directories, whose files are read together; or one such file.
 
     Returns:
-        Each record with its fields, and as `"folder"` the name of the directory below
-        `run_dir` that its file is in, `""` for `run_dir` itself.
+        Each record with its fields. The field `"folder"` is the name of the directory
+        below `run_dir` in which its file is, or `""` for `run_dir` itself.
 
     Raises:
-        ValueError: If there is no such file, or one cannot be read.
+        ValueError: If there is no `metrics.jsonl`, or a file cannot be read.
     """
     folder_of_run = Path(check_path("run_dir", run_dir, only_python_opens=True))
     timed: list[tuple[float, dict[str, Any]]] = []
@@ -102,8 +103,8 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             values = record.get("values") or {}
             values.update({name: from_json(value) for name, value in values.items()})
-            # The order of the lines of one file counts: in a file of an earlier
-            # release, the clock may go back.
+            # Within a file, the order of the lines counts, because in a file of an
+            # earlier release the clock may go back.
             latest = max(latest, record["time"])
             timed.append((latest, {**record, "folder": folder}))
     records = [record for _, record in sorted(timed, key=lambda pair: pair[0])]
@@ -111,7 +112,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     kept: dict[Any, dict[str, Any]] = {}
     for index, record in enumerate(records):
         if record["record"] == "start":
-            # Evaluations may have a folder of their own, but other runs as well.
+            # A folder of its own may belong to an evaluation, or to another run.
             others = trained - {record["folder"]}
             kept = {
                 key: each
@@ -122,7 +123,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             }
             key = index
         else:
-            # The end is evaluated again by an attempt that finds nothing else to do.
+            # An attempt that has no steps left evaluates the last step again.
             name = record.get("name")
             key = record["folder"], record["record"], name, record["step"]
             kept.pop(key, None)
@@ -137,6 +138,6 @@ def _find_files(run_dir: Path) -> list[Path]:
     if not found:
         raise ValueError(
             f"`run_dir` is {str(run_dir)!r}, but there is no `{FILE_NAME}` in it or in "
-            "a directory below. Use the `summary_dir` of a `Controller`."
+            "a directory below it. Use the `summary_dir` of a `Controller`."
         )
     return found

@@ -32,9 +32,10 @@ _file_numbers = itertools.count()
 class SummaryWriter(Protocol):
     """Writes the summaries of one directory.
 
-    A writer that is to write a `Histogram`, an `Image`, a `Text` or hyperparameters has
-    `histogram`, `image`, `text` or `hyperparameters` too, as `TensorBoardWriter` does.
-    A writer with a method `resume(step)` learns where a restored run continues.
+    To write a `Histogram`, an `Image`, a `Text` or hyperparameters, a writer also needs
+    the method `histogram`, `image`, `text` or `hyperparameters`, as in
+    `TensorBoardWriter`. If a writer has a method `resume`, it is called with the step
+    from which a restored run continues.
     """
 
     def scalar(self, tag: str, value: float, step: int) -> None:
@@ -48,10 +49,10 @@ class SummaryWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Writes one new event file, which TensorBoard joins with others of a directory.
+    """Writes a new event file; TensorBoard joins all such files of a directory.
 
     Args:
-        directory: Where the file goes. It is made if it does not exist.
+        directory: The directory of the file. It is made if it does not exist.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -59,7 +60,7 @@ class TensorBoardWriter:
 
         folder = Path(check_path("directory", directory))
         folder.mkdir(parents=True, exist_ok=True)
-        # Two writers of one second, one host and one process still differ.
+        # The names differ even for two writers of one process in the same second.
         suffix = f".{os.getpid()}.{time.time_ns()}.{next(_file_numbers)}"
         self._events = EventsWriter(str(folder / "events"), suffix)
 
@@ -70,8 +71,8 @@ class TensorBoardWriter:
     def histogram(
         self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
     ) -> None:
-        """Writes how many values lie between each two neighbors of `edges`."""
-        # Of buckets that are empty, one in a row is enough.
+        """Writes a histogram: the number of values between neighboring `edges`."""
+        # Of several empty buckets in a row, only the last one is kept.
         kept = (counts > 0) | np.append(counts[1:] > 0, True)
         middles = (edges[:-1] + edges[1:]) / 2
         histogram = {
@@ -99,17 +100,17 @@ class TensorBoardWriter:
         self._write(tag, step, metadata=metadata, tensor=tensor)
 
     def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Writes what the page of hyperparameters shows for the directory."""
+        """Writes the values for the page of hyperparameters of the directory."""
         from tensorboardX.summary import hparams
 
         _, start, _ = hparams(dict(values), {})
-        # TensorBoard's reader looks at values only: here, at one of floats.
+        # TensorBoard's reader needs a value in the summary, so this adds one float.
         start.value[0].tensor.dtype = 1
         start.value[0].tensor.float_val.append(0.0)
         self._write_summary(start, 0)
 
     def resume(self, step: int) -> None:
-        """Lets TensorBoard drop what was written about later steps than this one."""
+        """Makes TensorBoard drop the values that were written for later steps."""
         start = {"status": "START"}
         self._write_event(step + 1, session_log=start)
 
@@ -120,7 +121,7 @@ class TensorBoardWriter:
         self._write_event(step, summary=summary)
 
     def _write_event(self, step: int, **content: Any) -> None:
-        # No type checker sees the names of a generated module.
+        # Type checkers do not see the names of a generated module.
         proto = importlib.import_module("tensorboardX.proto.event_pb2")
         event = proto.Event(wall_time=time.time(), step=step, **content)
         self._events.write_event(event)
@@ -170,22 +171,22 @@ class SummaryManager:
         """The directory of the outermost values."""
         self._makers = makers
         self._writers: dict[str, list[Any]] = {}
-        # The step of the last restore, and of the last one that training went on from.
+        # The step of the last restore, and of the last one after which training ran.
         self._restored_at: int | None = None
         self._resumed_at: int | None = None
 
     def write_summaries(self, values: Output, *, step: int) -> None:
-        """Writes all of `values`; of several processes, the chief does.
+        """Writes all `values`; if there are several processes, the chief writes them.
 
         Args:
-            values: Values by tag: numbers, arrays, of which those with axes are
-                written as their `Histogram`, and each `Histogram`, `Image` and `Text`.
-                A nested dictionary goes to the subdirectory of its name.
+            values: Values by tag: numbers, arrays, `Histogram`, `Image` and `Text`. An
+                array with axes is written as its `Histogram`. A nested dictionary goes
+                to the subdirectory of its name.
             step: The step that the values belong to.
 
         Raises:
             TypeError: If a key is not a name, or leaves `summary_dir`, or if a value is
-                not numeric. Nothing is written then.
+                not numeric. Then nothing is written.
             ValueError: If an array has no elements.
             AttributeError: If no writer has a method for a kind of value.
         """
@@ -194,14 +195,15 @@ class SummaryManager:
         fix = 'Use a dictionary, such as `{"loss": loss}`.'
         check_instance("values", values, Mapping | None, fix)
         entries = list(_find_values(values or {}, ()))
-        # On all processes: each may have a part of an array.
+        # This runs on all processes, because each may have a part of an array.
         known = jax.tree.map(as_local, [value for *_, value in entries])
         if not get_process().is_chief:
             return
         self._resume_before(int(step))
         for (parents, tag, _), value in zip(entries, known, strict=True):
             if not isinstance(value, Summary) and np.shape(value):
-                # A copy on the host: of several processes, only this one counts.
+                # The array is copied to the host first. Only this process comes here,
+                # so it cannot run a program over the devices of several processes.
                 value = Histogram(np.asarray(value))
             if not isinstance(value, Summary):
                 number = float(np.asarray(value))
@@ -211,7 +213,7 @@ class SummaryManager:
                 self._write(parents, value.kind, *content, int(step))
 
     def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Writes what makes this run another than the next one, where a writer can.
+        """Writes the hyperparameters of this run, to each writer that supports them.
 
         Args:
             values: Values by name. Nested ones are written by path, such as
@@ -222,10 +224,11 @@ class SummaryManager:
             self._write((), "hyperparameters", flatten(values))
 
     def resume_at(self, step: int) -> None:
-        """Notes that a run was restored at a step, which a `Controller` calls.
+        """Notes that a run was restored at a step; a `Controller` calls this method.
 
-        If values of later steps follow, the writers are told first. TensorBoard then
-        shows these steps once, although the run has written about them before.
+        Before values of later steps are written, the `resume` of each writer is called.
+        TensorBoard then shows these steps once, although the run has written values for
+        them before.
 
         Args:
             step: The global step of the checkpoint.
@@ -233,11 +236,12 @@ class SummaryManager:
         self._restored_at = int(step)
 
     def _resume_before(self, step: int) -> None:
-        """Tells the writers of a restore if values of a later step come."""
-        # Where a restored model is only evaluated, what came later stays.
+        """Calls `resume` of all writers once, before the values of later steps."""
+        # If a restored model is only evaluated, the values of later steps stay.
         if self._restored_at is None or step <= self._restored_at:
             return
-        self._resumed_at, self._restored_at = self._restored_at, None
+        self._resumed_at = self._restored_at
+        self._restored_at = None
         for writer in itertools.chain(*self._writers.values()):
             self._resume(writer)
 
@@ -276,7 +280,8 @@ def _find_values(
 ) -> Iterator[tuple[tuple[str, ...], str, Any]]:
     """Yields each value with its directory and tag."""
     for key, value in values.items():
-        path, is_folder = (*parents, key), isinstance(value, Mapping)
+        path = (*parents, key)
+        is_folder = isinstance(value, Mapping)
         is_name = isinstance(key, str) and key != ""
         if not is_name or (is_folder and (key[0] == "/" or ".." in key.split("/"))):
             raise TypeError(

@@ -18,13 +18,13 @@ _STEP = "global_step"
 
 
 class WandbWriter:
-    """Makes writers to one run of Weights & Biases, whichever managers have it.
+    """Makes writers to one run of Weights & Biases, for any number of managers.
 
     Use it as the `writer_fn` of a `SummaryManager`, or as one of several. The identity
     of the run is stored in its directory, so a program that resumes continues the same
-    run. It writes numbers, images and hyperparameters. A nested directory begins the
-    name, such as `train/loss`. The global step is the axis. `docs/summaries.md` has an
-    example.
+    run. The writers write numbers, images and hyperparameters. The names of nested
+    directories come first in a name, as in `train/loss`. The global step is the axis.
+    `docs/summaries.md` has an example.
 
     Args:
         run_dir: The directory of the run, at or above all summaries.
@@ -41,7 +41,7 @@ class WandbWriter:
         self._options = options
         self._run: Any = None
         self._num_writers = 0
-        # Values of one step go together.
+        # Values of one step are sent together.
         self._values: dict[str, Any] = {}
         self._step = 0
 
@@ -64,7 +64,8 @@ class WandbWriter:
         id_file = self._run_dir / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if id_file.is_file() else ""
         if not run_id:
-            # Kept first: if the program is killed now, the next attempt uses it.
+            # The id is stored first, so that the next attempt uses it even if the
+            # program is killed now.
             run_id = uuid.uuid4().hex[:12]
             self._run_dir.mkdir(parents=True, exist_ok=True)
             id_file.write_text(run_id)
@@ -84,7 +85,7 @@ class WandbWriter:
         self._values[name] = value
 
     def _write_image(self, name: str, pixels: np.ndarray, step: int) -> None:
-        # Of an array, it would guess how bright it is.
+        # For an array, Weights & Biases would guess the range of the values.
         pillow = import_optional("PIL.Image", "Pillow", "wandb")
         image = pillow.open(io.BytesIO(as_png(pixels)))
         self._write(name, self._wandb.Image(image), step)

@@ -1,4 +1,4 @@
-"""How the program of a step is compiled, and where compiled programs are kept.
+"""Chooses compiler options for the program of a step, and keeps compiled programs.
 
 Options are chosen from the operations of a step, never from measured times. So a
 resumed run makes the same choice, and has the same results bit for bit.

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 MOST_TERMS = 64
-"""Most products or comparisons that one is written out as: an 8 by 8 window's."""
+"""The most products or comparisons that replace one operation: an 8 by 8 window's."""
 
 PARAMETERS = frozenset(
     {
@@ -41,11 +41,14 @@ PARAMETERS = frozenset(
         "window_strides",
     }
 )
-"""Those that a convolution has: with others, it would have to heed them."""
+"""The parameters of a convolution in the releases of JAX that this module supports.
+
+A convolution with other parameters is left unchanged.
+"""
 
 
 class Form(enum.Enum):
-    """How a convolution is computed; the choice depends on shapes and nothing else."""
+    """The ways to compute a convolution; the choice depends only on shapes."""
 
     UNCHANGED = "as JAX has it"
     ORDERED = "as one convolution in the canonical order of axes"

@@ -1,8 +1,8 @@
-"""Replaces how JAX hands convolutions to the compiler, where a program asks for it.
+"""Replaces JAX's lowering rules for convolutions, in programs that ask for it.
 
-This file alone looks into JAX's tables of lowering rules, which are not public. Where
-they are not as expected, nothing is changed. A rule of ours does what JAX's own does
-unless the thread that lowers a program asks for another form.
+Only this file reads JAX's tables of lowering rules, which are not public. If they are
+not as expected, nothing is changed. A new rule does the same as JAX's own rule unless
+the thread that lowers a program asks for another form.
 """
 
 import threading
@@ -27,19 +27,22 @@ from armillary.xla._convolutions import (
 )
 
 Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
-"""From a shape, and its axis of examples if it has one, to where such an array lies."""
+"""A function of a shape and its axis of examples, if any, that returns a sharding."""
 
 PLATFORM = "cpu"
 """The platform whose rules are replaced; on others convolutions are only divided."""
 
 _CANONICAL = "canonical"
 _how: Any = jax.make_user_context(None)
-"""How this thread lowers: canonically, or with a `Split`; JAX keeps programs apart."""
+"""The form in which this thread lowers: `_CANONICAL`, or a `Split`.
+
+JAX caches the programs of different values separately.
+"""
 _INSTALLING = threading.Lock()
 
 
 def has_rules() -> bool:
-    """Returns whether JAX can be made to lower otherwise, and prepares it for that."""
+    """Installs the rules, and returns whether this release of JAX allows it."""
     try:
         with _INSTALLING:
             _install_rules()
@@ -66,15 +69,15 @@ class Lowered:
 
 
 def canonically() -> AbstractContextManager[Any]:
-    """Lowers for CPUs, canonically, what JAX lowers meanwhile, in this thread."""
+    """Makes JAX lower programs for CPUs canonically, in this thread, meanwhile."""
     return _how(_CANONICAL)
 
 
 def partitioned(split: Split) -> AbstractContextManager[Any]:
-    """Has XLA divide convolutions that JAX lowers meanwhile by examples only.
+    """Makes XLA divide convolutions by examples only, in programs lowered meanwhile.
 
-    Left to itself, it may divide them by places of the image, by features, or where
-    devices get unequal shares; gradients are then wrong (JAX 0.10.2).
+    Left to itself, XLA may divide them by places of the image, by features, or into
+    unequal shares. The gradients are then wrong (JAX 0.10.2).
     """
     return _how(split)
 

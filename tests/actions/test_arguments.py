@@ -41,7 +41,7 @@ NESTED = {"loss": 1.0, "validation": {"l1": 2.0}}
             ),
         },
         RuntimeError: {
-            "`PeriodicAction` was called, but does not know the global step": (
+            "`PeriodicAction` was called, but it has no step counter": (
                 lambda _: PeriodicAction(print, 10)(None)
             ),
         },

@@ -153,7 +153,7 @@ def train(
 
 
 STOP = "whether to stop"
-PREEMPTED = "whether a machine is going to be taken"
+PREEMPTED = "whether a machine will be taken away"
 
 
 @pytest.fixture

@@ -68,10 +68,10 @@ def test_xla_knows_the_flags():
 @pytest.mark.parametrize(
     ("options", "platform", "message"),
     [
-        ({"implementation": NCCL}, "cpu", "is 'NCCL', which XLA follows on gpu alone"),
-        ({"implementation": RING}, "gpu", "is 'RING', which XLA follows on cpu alone"),
+        ({"implementation": NCCL}, "cpu", "is 'NCCL', which XLA follows only on gpu"),
+        ({"implementation": RING}, "gpu", "is 'RING', which XLA follows only on cpu"),
         ({"bytes_per_pack": 1}, "tpu", "is 1, which .* gpu alone, .* 'tpu'. Leave"),
-        ({"timeout_seconds": 5}, "tpu", "is 5, which XLA follows on cpu and gpu alone"),
+        ({"timeout_seconds": 5}, "tpu", "is 5, which XLA follows only on cpu and gpu"),
     ],
 )
 def test_what_xla_cannot_do_is_an_error(options, platform, message):

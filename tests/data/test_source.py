@@ -178,7 +178,7 @@ def test_unbatched_arrays_point_to_from_arrays(make_layout):
             as_source(arrays)
     dataset = DistributedDataset(make_list(), make_layout())
     with pytest.raises(
-        TypeError, match="The data set is a distributed dataset already"
+        TypeError, match="The data set is already a distributed dataset"
     ):
         as_source(dataset)
 

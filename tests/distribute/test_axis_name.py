@@ -228,7 +228,7 @@ def test_an_axis_outside_of_run_is_explained():
     with pytest.raises(NameError) as caught:
         Trainer(MAKERS["mirrored"]("batch")).train(1)
 
-    assert "exists inside `strategy.run`" in caught.value.__notes__[0]
+    assert "exists only inside `strategy.run`" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_gather"])

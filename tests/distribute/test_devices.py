@@ -304,7 +304,7 @@ def make_tpu_by_name():
     {
         ClusterError: {
             "needs a TPU, but JAX found none .*rocm": OnNothing,
-            "needs a TPU, but JAX found none .*`JAX_PLATFORMS` allows cpu": (
+            "needs a TPU, but JAX found none .*`JAX_PLATFORMS` allows only cpu": (
                 lambda: armillary.TPUStrategy(TPUClusterResolver(tpu=""))
             ),
             # It does not wait for the other one.
@@ -313,10 +313,10 @@ def make_tpu_by_name():
         },
         ValueError: {
             # In a single process as well.
-            "`implementation` is 'NCCL', which XLA follows on gpu alone": (
+            "`implementation` is 'NCCL', which XLA follows only on gpu": (
                 lambda: make_worker(implementation="NCCL")
             ),
-            "`bytes_per_pack` is 1024, which XLA follows on gpu alone": (
+            "`bytes_per_pack` is 1024, which XLA follows only on gpu": (
                 lambda: make_worker(bytes_per_pack=1024)
             ),
             "`tpu` is 'grpc://10.0.0.2:8470', .* leave `tpu` out": make_tpu_by_name,

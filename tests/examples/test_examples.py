@@ -32,13 +32,6 @@ def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_program_of_the_tutorial_learns(tmp_path):
-    result = run_well("tutorial.py", tmp_path)
-    assert read_accuracy(result.stdout) > 85.0
-    assert (tmp_path / "checkpoints" / "checkpoint_1000").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_asynchronous_digits_reach_the_synchronous_accuracy(tmp_path):
     result = run_well("parameter_server.py", "--run-dir", tmp_path, "--steps", 600)
@@ -157,7 +150,7 @@ def test_multi_worker_resumes_on_other_numbers_of_processes(tmp_path):
         command = [sys.executable, "-m", "armillary", "launch"]
         command += ["--evaluator"] * has_evaluator
         command += ["--workers", str(workers), "--devices-per-worker", str(devices)]
-        command += [str(EXAMPLES / "multi_worker" / "train.py")]
+        command += [str(EXAMPLES / "multi_worker.py")]
         command += ["--run-dir", str(run_dir), "--steps", str(steps)]
         command += ["--only-train"] * has_evaluator
         result = subprocess.run(

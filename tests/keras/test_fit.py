@@ -185,7 +185,7 @@ def test_validation_steps_bound_endless_data_and_are_asked_for_before_training(
     options = {"verbose": 0, "callbacks": [Count()]}
     with strategy.scope():
         model = problem.make_model()
-    with pytest.raises(ValueError, match=r"for ever.*or pass `validation_steps=`"):
+    with pytest.raises(ValueError, match=r"without end.*or pass `validation_steps=`"):
         model.fit(endless, steps_per_epoch=2, validation_data=endless, **options)
     assert int(model.optimizer.iterations.value) == 0
     model.fit(*data, epochs=2, validation_data=endless, validation_steps=3, **options)

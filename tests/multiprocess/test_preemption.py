@@ -56,7 +56,7 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
 def test_sigterm_to_the_launcher_ends_the_job_with_77(tmp_path: Path):
     command = [sys.executable, "-m", "armillary", "launch", "--workers", "2"]
     command += ["--devices-per-worker", "1"]
-    command += [str(REPOSITORY / "examples" / "multi_worker" / "train.py")]
+    command += [str(REPOSITORY / "examples" / "multi_worker.py")]
     command += ["--run-dir", str(tmp_path), "--steps"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(

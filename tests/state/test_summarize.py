@@ -117,7 +117,7 @@ def test_a_keras_model_has_its_weights_without_optimizer_and_metrics(keras):
 def test_a_model_without_arrays_is_an_error(keras):
     model = keras.Sequential([keras.layers.Dense(4)])
 
-    with pytest.raises(TypeError, match="`model` is of type Sequential, in which"):
+    with pytest.raises(TypeError, match="`model` is of type Sequential, and holds no"):
         armillary.summarize(model)
 
 

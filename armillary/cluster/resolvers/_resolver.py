@@ -1,4 +1,4 @@
-"""The interface of every resolver, and those that are told all addresses."""
+"""The interface of every resolver, and the resolvers that get all addresses."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def has_variables(environ: Environ, *names: str) -> bool:
 
 
 class ClusterResolver(ABC):
-    """Tells a process about its cluster, as in `tf.distribute.cluster_resolver`.
+    """Describes the cluster of a process, as in `tf.distribute.cluster_resolver`.
 
     A resolver of your own returns the tasks of the cluster from `cluster_spec` and sets
     `task_type` and `task_id`. One that does not know all addresses overrides
@@ -67,7 +67,7 @@ class ClusterResolver(ABC):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Returns what it was given.
+    """Returns the cluster and the task that it was given.
 
     Args:
         cluster_spec: The tasks of the cluster. A mapping is made into a `ClusterSpec`.
@@ -89,7 +89,8 @@ class SimpleClusterResolver(ClusterResolver):
         self._cluster_spec = ClusterSpec(cluster_spec)
         if task_type is not None or task_id is not None:
             check_task(self._cluster_spec, task_type, task_id)
-        self._task_type, self._task_id = task_type, task_id
+        self._task_type = task_type
+        self._task_id = task_id
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the cluster."""
@@ -115,8 +116,9 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     process is on its own. Other keys are left alone.
 
     Args:
-        task_type: The job of this process, instead of what `TF_CONFIG` says.
-        task_id: The index of this process in its job, likewise.
+        task_type: The job of this process, instead of the one in `TF_CONFIG`.
+        task_id: The index of this process in its job, instead of the one in
+            `TF_CONFIG`.
         environ: The environment to read, by default `os.environ`.
 
     Raises:
@@ -135,7 +137,8 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         try:
             config = json.loads(text)
             check_instance("TF_CONFIG", config, dict, "Use a JSON object, in braces.")
-            cluster, task = config.get("cluster", {}), config.get("task")
+            cluster = config.get("cluster", {})
+            task = config.get("task")
             if cluster or task is not None:
                 name = 'TF_CONFIG["task"]'
                 check_instance(name, task, dict, "It says which task this process is.")
@@ -171,7 +174,7 @@ def check_is_no_server(resolver: ClusterResolver | None) -> None:
             return
         try:
             resolver = TFConfigClusterResolver()
-        except ClusterError:  # It matters to strategies that join a cluster.
+        except ClusterError:  # Only strategies that join a cluster report it.
             return
         source = "`TF_CONFIG`"
 

@@ -27,18 +27,18 @@ from armillary.cluster.resolvers._spec import (
 )
 from armillary.errors import ClusterError
 
-# Above the ports that Linux hands out by itself (32768 to 60999).
+# These are above the ports that Linux assigns by itself (32768 to 60999).
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 61_440, 4_096
 _KUBERNETES_PORT = 2222
 _TPU_PORT = 8482
 
 
 class ScheduledResolver(SimpleClusterResolver):
-    """Reads variables, and holds the plan and the one address that they give."""
+    """Reads variables; holds the plan and the single address that they give."""
 
     _NEEDS: ClassVar[tuple[str, ...]]
     _FIX: ClassVar[str]  # Who sets the variables.
-    _IS_OUTER = False  # Whether another launcher may run inside it.
+    _IS_OUTER = False  # True if another launcher may run inside this one.
 
     def __init__(self, environ: Environ | None) -> None:
         super().__init__({})
@@ -46,8 +46,9 @@ class ScheduledResolver(SimpleClusterResolver):
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
-        """Returns whether this scheduler started the process, and no other since."""
-        # torchrun does so in a step of Slurm or in a pod, which count none of its own.
+        """Returns whether this scheduler itself started the process."""
+        # torchrun may run in a step of Slurm or in a pod. These do not count the
+        # processes that torchrun starts.
         is_inner = cls._IS_OUTER and has_variables(environ, "TORCHELASTIC_RUN_ID")
         return has_variables(environ, *cls._NEEDS) and not is_inner
 
@@ -80,14 +81,14 @@ class ScheduledResolver(SimpleClusterResolver):
         )
 
     def _text(self, *names: str) -> str:
-        """Returns the value of the first variable that is set: they mean the same."""
+        """Returns the value of the first variable that is set; all mean the same."""
         for name in names:
             if has_variables(self._environ, name):
                 return self._environ[name].strip()
         raise ClusterError(f"`{'` or `'.join(names)}` is not set. {self._FIX}")
 
     def _number(self, *names: str, below: float = math.inf) -> int:
-        """Returns such a value as an integer of at least 0."""
+        """Returns the value of the first variable that is set as an integer >= 0."""
         text = self._text(*names)
         if not text.isdecimal() or int(text) >= below:
             limit = "" if below == math.inf else f" and below {below}"
@@ -108,7 +109,7 @@ class ScheduledResolver(SimpleClusterResolver):
 
 
 class SlurmClusterResolver(ScheduledResolver):
-    """Reads what Slurm tells each task that `srun` starts.
+    """Reads the variables that Slurm sets for each task that `srun` starts.
 
     Task 0 runs on the first node of the list; the others need no address. Variables of
     the step have priority over variables of the job. JAX's own detection gives each
@@ -119,11 +120,11 @@ class SlurmClusterResolver(ScheduledResolver):
             Slurm's tasks are the chief, then the workers, and then the others. By
             default all tasks are workers.
         port_base: The port of the coordination service, in task 0. By default it is
-            made from the number of the job and the step, so that two jobs on one node
-            differ.
-        gpus_per_task: How many GPUs of its node each task takes, the first task the
-            first ones. By default a task uses all that it sees, which is right if
-            Slurm binds them (`srun --gpus-per-task`) or a node runs one task.
+            computed from the numbers of the job and the step, so that two jobs on one
+            node have different ports.
+        gpus_per_task: The number of GPUs that each task of a node takes; the first task
+            takes the first GPUs. By default a task uses all GPUs that it sees, which is
+            right if Slurm binds them (`srun --gpus-per-task`) or a node runs one task.
         environ: The environment to read, by default `os.environ`.
 
     Raises:
@@ -181,7 +182,7 @@ class SlurmClusterResolver(ScheduledResolver):
 
     def _find_first_node(self, port: int | None) -> str:
         if port is None:
-            # Other jobs there choose another one.
+            # Other jobs on the node choose another port.
             step_id = self._environ.get("SLURM_STEP_ID") or 0
             number = 31 * self._number("SLURM_JOB_ID") + int(step_id)
             port = _FIRST_SLURM_PORT + number % _NUM_SLURM_PORTS
@@ -198,8 +199,8 @@ class KubernetesClusterResolver(ScheduledResolver):
     name of a headless Service that selects them. Kubernetes sets `JOB_COMPLETION_INDEX`
     and the pod's `HOSTNAME`; the pod template sets `ARMILLARY_NUM_PROCESSES` and
     `ARMILLARY_SERVICE_NAME`, and `ARMILLARY_PORT` if it is not to be 2222. All pods are
-    workers, and must run at once. The Kubernetes API is not asked, so no permission is
-    needed.
+    workers, and must run at the same time. The Kubernetes API is not used, so no
+    permission is needed.
 
     Args:
         environ: The environment to read, by default `os.environ`.
@@ -239,9 +240,9 @@ class KubernetesClusterResolver(ScheduledResolver):
 class TorchrunClusterResolver(ScheduledResolver):
     """Reads the variables that torchrun and schedulers like it set.
 
-    These are `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, and `LOCAL_RANK`
-    and `LOCAL_WORLD_SIZE` where several processes run on one machine, of which each
-    takes one GPU. All processes are workers.
+    These are `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. If several
+    processes run on one machine, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are read too, and
+    each process takes one GPU. All processes are workers.
 
     Where torchrun keeps `MASTER_PORT` for itself (`TORCHELASTIC_USE_AGENT_STORE` is
     `True`), JAX's coordination service takes the next port.
@@ -312,13 +313,15 @@ class TPUClusterResolver(ScheduledResolver):
         # A single machine may only know that it is alone.
         is_told = len(hosts) > 1 or has_variables(self._environ, "TPU_WORKER_ID")
         worker = self._number("TPU_WORKER_ID", below=len(hosts)) if is_told else 0
-        num_slices, slice_id, first = 1, 0, hosts[0].strip()
+        num_slices = 1
+        slice_id = 0
+        first = hosts[0].strip()
         if has_variables(self._environ, "MEGASCALE_NUM_SLICES"):
             num_slices = self._number("MEGASCALE_NUM_SLICES")
             slice_id = self._number("MEGASCALE_SLICE_ID", below=num_slices)
         if num_slices > 1:
             first = self._text("MEGASCALE_COORDINATOR_ADDRESS")
-        # Without the port, which is that of the TPU runtime.
+        # The port is removed, because it belongs to the TPU runtime.
         head, _, port = first.rpartition(":")
         if port.isdecimal() and (head.startswith("[") or ":" not in head):
             first = head or first
@@ -332,8 +335,8 @@ class TPUClusterResolver(ScheduledResolver):
         return any(has_variables(environ, name) for name in cls._NEEDS)
 
 
-# ORDER: what a person or a launcher wrote on purpose comes before what a scheduler sets
-# in every process. All processes of a job must choose the same.
+# ORDER: variables that a person or a launcher wrote on purpose come before variables
+# that a scheduler sets in every process. All processes of a job must choose the same.
 RESOLVERS: dict[str, Any] = {
     "TF_CONFIG": TFConfigClusterResolver,
     "Slurm": SlurmClusterResolver,
@@ -344,10 +347,10 @@ RESOLVERS: dict[str, Any] = {
 
 
 def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
-    """Returns the resolver that fits the environment, and logs a line that says why.
+    """Returns the resolver that fits the environment, and logs the choice.
 
-    The first of these that is there is taken: `TF_CONFIG`, Slurm, Kubernetes, torchrun,
-    a TPU slice. Without any of them this is a single process.
+    The first of these that is present is taken: `TF_CONFIG`, Slurm, Kubernetes,
+    torchrun, a TPU slice. Without any of them this is a single process.
 
     Args:
         environ: The environment to read, by default `os.environ`.

@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, by job, where each is reached, and how one joins them."""
+"""The tasks of a cluster with their addresses, and the plan by which one joins."""
 
 import ipaddress
 import re
@@ -28,9 +28,9 @@ _ADDRESS = re.compile(
 class ClusterSpec:
     """Holds the addresses of a cluster's tasks, as `tf.train.ClusterSpec` does.
 
-    A *job* is a named list of *tasks* that do the same; each task is one process, with
-    an address: `{"worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}`, of which
-    `task_address("worker", 1)` is the second.
+    A *job* is a named list of *tasks* that do the same, and each task is one process
+    with an address. In `{"worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}`,
+    `task_address("worker", 1)` is `"10.0.0.3:2222"`.
 
     Args:
         cluster: Mapping from the name of each job to the addresses of its tasks. An
@@ -108,20 +108,22 @@ class ClusterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
-    """Tells a process which one it is, of how many, and where they meet.
+    """Gives a process its number, the count of processes, and their meeting point.
 
     Only the tasks of the jobs `chief` and `worker` train together: the chief, then the
-    workers by index. The first of them is the chief even if no job is called so, and
-    JAX's coordination service runs in it, at its address. An `evaluator` and a `ps` are
-    programs of their own, each a single process to JAX.
+    workers by index. The first of these tasks is the chief even if no job has this
+    name. JAX's coordination service runs in it, at its address. An `evaluator` and a
+    `ps` are programs of their own, each a single process to JAX.
 
     Args:
         task_type: The job of this process.
-        task_id: Its index in the job.
-        num_processes: How many processes train together, or None if JAX finds out.
-        process_id: Which of them this one is, from 0, or None if JAX finds out.
-        coordinator_address: Where process 0 is reached, or None if there is nobody to
-            reach or JAX finds out.
+        task_id: The index of this process in the job.
+        num_processes: The number of processes that train together, or None if JAX finds
+            it out.
+        process_id: The number of this process among them, from 0, or None if JAX finds
+            it out.
+        coordinator_address: The address of process 0, or None if there is no other
+            process or JAX finds it out.
         local_device_ids: The GPUs of the machine that this process may use, or None for
             all that it sees.
     """
@@ -135,28 +137,28 @@ class ProcessPlan:
 
     @property
     def is_training(self) -> bool:
-        """Whether this process trains, rather than evaluates or holds parameters."""
+        """True if this process trains, and does not evaluate or hold parameters."""
         return self.task_type in TRAINING_TASK_TYPES
 
     @property
     def is_chief(self) -> bool | None:
-        """Whether this is the training process that writes; None if JAX finds out."""
+        """True in the training process that writes files; None if JAX finds it out."""
         if self.process_id is None:
             return None
         return self.is_training and self.process_id == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other processes to join, as far as is known."""
+        """True if there are other processes to join, or JAX finds it out."""
         return self.num_processes != 1
 
     def initialize_arguments(self) -> Mapping[str, Any]:
         """Returns the keyword arguments of `jax.distributed.initialize`.
 
-        They are empty if JAX finds out by itself. Otherwise they switch its own
-        detection off, which would limit each process of a Slurm job to one GPU, and
-        keep the coordination service on the loopback interface if its address is there.
-        By itself, JAX listens on all interfaces.
+        They are empty if JAX finds its job by itself. Otherwise they switch JAX's own
+        detection off, because it limits each process of a Slurm job to one GPU. If the
+        address of the coordination service is on the loopback interface, they keep the
+        service there. By itself, JAX listens on all interfaces.
         """
         if self.num_processes is None:
             return {}

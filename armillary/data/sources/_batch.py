@@ -18,7 +18,7 @@ def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]
     leaves, treedef = jax.tree.flatten(batch)
     leaves = [as_numpy(leaf) for leaf in leaves]
     num_rows = -1
-    # One pass, since this runs for every batch: what is wrong is found out later.
+    # One pass, because this runs for every batch. `_find_problem` looks more closely.
     for leaf in leaves:
         shape = leaf.shape if _is_numeric(leaf) else ()
         if not shape or num_rows not in (-1, shape[0]):
@@ -35,7 +35,7 @@ def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]
 
 
 def as_numpy(leaf: Any) -> Any:
-    """Returns an array of another library as a NumPy array, and anything else as is."""
+    """Converts an array of another library to NumPy; other values are unchanged."""
     is_known = isinstance(leaf, np.ndarray | np.generic | jax.Array)
     return leaf if is_known or not hasattr(leaf, "__array__") else np.asarray(leaf)
 
@@ -48,7 +48,7 @@ def _is_numeric(leaf: Any) -> bool:
     # A device has no mask, and no extended precision (g, G).
     if np.ma.is_masked(leaf) or leaf.dtype.char in "gG":
         return False
-    # Kind "V" holds structured types, and also bfloat16 and its relatives.
+    # Kind "V" includes structured types, and also types such as bfloat16.
     kind = leaf.dtype.kind
     return kind in "biufc" or jax.dtypes.issubdtype(leaf.dtype, np.number)
 
@@ -89,23 +89,26 @@ def _find_problem(batch: Batch, name: str) -> Exception:
 
 def canonical_dtype(leaf: Any) -> np.dtype:
     """Returns the dtype that `leaf` has on a device (int64 is int32 there)."""
-    # Files of other machines have their order of bytes.
+    # Files from other machines may have a different byte order.
     return np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("=")))
 
 
 def as_device_values(
     arrays: PyTree, get_name: Callable[[], str], numbers: np.ndarray | None = None
 ) -> PyTree:
-    """Returns NumPy arrays with a device's dtypes; `numbers` are example numbers."""
+    """Returns NumPy arrays with a device's dtypes.
+
+    `numbers` has the number of each example, for messages.
+    """
     try:
         return jax.tree.map(_narrow, arrays)
     except (OverflowError, FloatingPointError):
         lines = _list(_find_misfits(arrays, numbers))
         raise ValueError(
             f"{get_name()} has numbers of 64 bits that do not fit into the 32 bits "
-            f"which they have on a device:\n{lines}\nKeep them on the host and give "
-            "the step what fits, such as the number of the row in place of an id, or "
-            'let devices have 64 bits: `jax.config.update("jax_enable_x64", True)`.'
+            f"which they have on a device:\n{lines}\nKeep them on the host, and give "
+            "the step numbers that fit, such as row numbers instead of ids. Or use 64 "
+            'bits on devices: `jax.config.update("jax_enable_x64", True)`.'
         ) from None
 
 
@@ -118,7 +121,7 @@ def _narrow(leaf: Any) -> Any:
         with np.errstate(over="raise"):
             return leaf.astype(dtype)
     limits = np.iinfo(dtype)
-    # Of integers, NumPy does not say that one was cut.
+    # NumPy cuts integers without an error.
     if leaf.size and not limits.min <= leaf.min() <= leaf.max() <= limits.max:
         raise OverflowError
     return leaf.astype(dtype)

@@ -1,7 +1,7 @@
 """Reads `tf.train.Example` messages, many together or one by one.
 
-A message is a run of fields. Each field has a tag, a length and its content. So usual
-messages are read without a parser. Unusual messages use the parser.
+A message is a sequence of fields. Each field has a tag, a length and its content. So
+most messages are read without a parser. Unusual messages use the parser.
 """
 
 import functools
@@ -21,9 +21,9 @@ _DTYPES = {"bytes_list": "bytes", "float_list": "np.float32", "int64_list": "np.
 _LISTS = ["", *_DTYPES]
 """The lists by the number of their field."""
 _FIRST, _SECOND, _THIRD = (number << 3 | 2 for number in (1, 2, 3))
-"""Tags: the number of a field, and that a length follows."""
+"""Tags: the number of a field, and a flag that a length follows."""
 _TOO_LONG = 2**62
-# As many messages are read one by one in the time of a walk.
+# With fewer messages, reading them one by one is faster.
 _FEW_ROWS = 16
 
 
@@ -34,15 +34,15 @@ class FixedLenFeature:
     Args:
         shape: Shape of one example; `()` for one value.
         dtype: The dtype in the batch. Integers and floats may be narrower than in the
-            file (`np.int32`); a value that does not fit is an error. A feature that was
-            written as bytes, with `array.tobytes()`, is read with the dtype of the
-            array. `bytes` keeps byte strings, in arrays of objects.
-        default_value: For records without the feature: one value, or one for each
-            element. None makes them an error.
+            file (`np.int32`), but a value that does not fit is an error. If a feature
+            was written as bytes, with `array.tobytes()`, use the dtype of the array.
+            `bytes` keeps byte strings, in arrays of objects.
+        default_value: The value for records without the feature: one value, or one for
+            each element. With None, such records are an error.
 
     Raises:
         ValueError: If `shape` is not a shape, or `default_value` does not fit.
-        TypeError: If `dtype` is of neither numbers nor bytes.
+        TypeError: If `dtype` is not a dtype of numbers or bytes.
     """
 
     shape: Sequence[int]
@@ -81,12 +81,12 @@ class FixedLenFeature:
 
 
 def _list_for(dtype: np.dtype) -> str | None:
-    """Returns which list of values fits a dtype."""
+    """Returns the list of values that fits a dtype, or `None`."""
     if dtype.kind in "biu":
         return "int64_list"
     if dtype.kind in "SO":
         return "bytes_list"
-    # JAX knows bfloat16 and its relatives, which NumPy does not.
+    # By JAX, because NumPy does not count types such as bfloat16 as floats.
     return "float_list" if jax.dtypes.issubdtype(dtype, np.floating) else None
 
 
@@ -109,9 +109,12 @@ def parse_examples(
     ends: np.ndarray,
     features: Mapping[str, FixedLenFeature],
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns a batch of messages, and which rows are left to `read_values`."""
-    # Left are those that are not plain (values packed, one kind of list), what does not
-    # fit `features`, and small batches. Behind the last message are 8 bytes more.
+    """Returns a batch of messages, and the rows that `read_values` must read.
+
+    These are messages that are not plain (packed values, one kind of list), messages
+    that do not fit `features`, and small batches. `data` has 8 additional bytes after
+    the last message.
+    """
     count = len(begins)
     batch = {
         name: np.empty((count, *feature.shape), feature.dtype)
@@ -138,18 +141,18 @@ def parse_examples(
 def _find_lists(
     data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which messages are plain, and of each list its kind, begin and end."""
-    # All messages at once, a field at a time; what holds a message must end with it.
+    """Returns whether messages are plain, and kind, begin and end of their lists."""
+    # All messages together, one field at a time. A field must end inside its message.
     words = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
     places = {name.encode(): place for place, name in enumerate(names)}
     lists = np.zeros((len(names), 3, len(begins)), np.int64)
 
     def read(at: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
-        """Returns the tags of fields, and where what they hold begins and ends."""
+        """Returns the tags of fields, and the begin and end of their contents."""
         word: Any = words[np.minimum(at, len(words) - 1)]
         first = int(word[0])
         if not ((word ^ word[0]) & _split(first)[0]).any():
-            word = first  # Most often, all are equal.
+            word = first  # The usual case: all are equal.
         mask, size, length = _split(word)
         end = at + size + np.int64(length) + np.int64(mask == 0) * _TOO_LONG
         return word & 0xFF, at + size, end
@@ -166,7 +169,8 @@ def _find_lists(
         kind, inner, end = read(inner)
         fine &= (kind & 7 == 2) & (kind >= _FIRST) & (kind <= _THIRD) & (end == stop)
         tag, inner, end = read(inner)
-        is_plain[rows], at[rows] = fine & (tag == _FIRST) & (end == stop), stop
+        is_plain[rows] = fine & (tag == _FIRST) & (end == stop)
+        at[rows] = stop
         kind = np.broadcast_to(kind >> 3, rows.shape)
         left = np.flatnonzero(is_plain[rows])
         while len(left):  # Once for each name that comes at this place.
@@ -175,10 +179,12 @@ def _find_lists(
             shape = len(data) - len(name) + 1
             texts = np.ndarray(shape, f"S{len(name)}", data, strides=(1,))
             is_same[is_same] = texts[key[left[is_same]]] == name
-            same, left = left[is_same], left[~is_same]
+            same = left[is_same]
+            left = left[~is_same]
             if (place := places.get(name)) is not None:
                 found = rows[same]
-                is_plain[found] &= lists[place, 0, found] == 0  # Or it is there twice.
+                # A message with the same feature twice is not plain.
+                is_plain[found] &= lists[place, 0, found] == 0
                 lists[place][:, found] = kind[same], inner[same], stop[same]
             elif name.decode(errors="ignore").encode() != name:
                 is_plain[rows[same]] = False
@@ -199,8 +205,9 @@ def _split(word: Any) -> tuple[Any, Any, Any]:
 def _take_values(
     data: bytes, kind: int, begin: np.ndarray, end: np.ndarray, feature: FixedLenFeature
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which lists hold what fits the feature, and the values of these."""
-    dtype, count = feature.dtype, math.prod(feature.shape)
+    """Returns whether lists fit the feature, and the values of the lists that fit."""
+    dtype = feature.dtype
+    count = math.prod(feature.shape)
     if kind == 1 and dtype.kind == "O":
         fits = np.full(len(begin), count == 1)
         spans = zip(begin[fits].tolist(), end[fits].tolist(), strict=True)
@@ -214,7 +221,7 @@ def _take_values(
     written = runs[begin[fits]].view(stored).reshape(-1, count)
     if kind == 3 and not (fits.all() and (written < 0x80).all()):
         fits, written = _take_integers(data, begin, end, count)
-    with np.errstate(invalid="ignore"):  # A signaling NaN is one as well.
+    with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
         read = written.astype(dtype, copy=False)
     if kind == 3 and not (is_same := (read == written).all(1)).all():
         fits[np.flatnonzero(fits)[~is_same]] = False
@@ -225,20 +232,22 @@ def _take_values(
 def _take_integers(
     data: bytes, begin: np.ndarray, end: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which lists hold so many varints, and their values."""
+    """Returns whether lists hold `count` varints, and the values of those lists."""
     fits = (end - begin >= count) & (end - begin <= 10 * count)
     begin, sizes = begin[fits], (end - begin)[fits]
     stops = np.cumsum(sizes)
     at = np.arange(sizes.sum()) + np.repeat(begin - stops + sizes, sizes)
     octets = np.frombuffer(data, np.uint8)[at]
     is_fine = octets[stops - 1] < 0x80
-    octets[stops - 1] &= 0x7F  # No value runs on into the next list.
+    octets[stops - 1] &= 0x7F  # No value continues in the next list.
     last = np.flatnonzero(octets < 0x80)
     lengths = np.diff(last, prepend=-1)
     owner = np.repeat(np.arange(len(begin)), sizes)[last]
     is_fine[owner[lengths > 10]] = False
     is_fine &= np.bincount(owner, minlength=len(begin)) == count
-    last, lengths = last[is_fine[owner]], lengths[is_fine[owner]]
+    is_used = is_fine[owner]
+    last = last[is_used]
+    lengths = lengths[is_used]
     values = np.zeros(len(last), np.uint64)
     for place in range(lengths.max(initial=0)):
         longer = np.flatnonzero(lengths > place)
@@ -260,7 +269,8 @@ def read_values(
                 "or give a `default_value`."
             )
         return feature.default_value
-    values, dtype = getattr(stored[name], kind).value, feature.dtype
+    values = getattr(stored[name], kind).value
+    dtype = feature.dtype
     count = math.prod(feature.shape)
     if kind == "bytes_list" and dtype.kind != "O":
         # It was written as the bytes of an array.
@@ -282,14 +292,15 @@ def read_values(
     if len(values) != count:
         raise TFRecordError(
             f"holds {len(values)} values in the feature {name!r}, but its shape "
-            f"{feature.shape} takes {count}. Use `shape=({len(values)},)` if all "
-            "records hold as many; otherwise pad the values where the file is written."
+            f"{feature.shape} takes {count}. If all records hold {len(values)} values, "
+            f"use `shape=({len(values)},)`. Otherwise, pad the values when the file is "
+            "written."
         )
     if dtype.kind == "O":
         # Not `asarray`, which would look into the byte strings.
         return np.fromiter(values, object, len(values)).reshape(feature.shape)
     written = np.asarray(values)
-    with np.errstate(invalid="ignore"):  # A signaling NaN is one as well.
+    with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
         read = written.astype(dtype)
     if kind == "int64_list" and (wrong := written[read != written]).size:
         raise TFRecordError(

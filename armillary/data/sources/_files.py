@@ -1,4 +1,4 @@
-"""Files of this machine and of object stores: found by a pattern, read in parts."""
+"""Finds files by patterns, and reads their parts: local files and object stores."""
 
 import contextlib
 import glob
@@ -56,7 +56,7 @@ def _find(path: str) -> Sequence[str]:
 
 
 def _connect(path: str) -> tuple[Any, str]:
-    """Returns the file system of an address, and the name that the file has there."""
+    """Returns the file system of an address, and the name of the file there."""
     try:
         import fsspec
 

@@ -1,7 +1,7 @@
-"""Whatever gives batches as a source: the only place that looks at its type.
+"""Turns data sets of all kinds into a `Source`; only this file looks at their types.
 
-None of the libraries is imported here: an object can only be of one of their classes if
-the program has imported it already.
+It imports none of the libraries. If an object is of one of their classes, the program
+has already imported the library.
 """
 
 import functools
@@ -26,9 +26,9 @@ from armillary.data.sources._source import (
 from armillary.typing import Batch
 
 _STATE_DICT = ("__iter__", "state_dict", "load_state_dict")
-"""The methods of loaders that have a position themselves."""
+"""The methods of loaders that keep a position themselves."""
 _MOST_READ = 16
-"""How many examples of a `datasets.Dataset` a fingerprint reads."""
+"""The number of examples of a `datasets.Dataset` that a fingerprint reads."""
 
 
 def as_source(source: Any) -> Source:
@@ -68,8 +68,8 @@ def as_source(source: Any) -> Source:
         )
     if hasattr(source, "open_reader"):
         raise TypeError(
-            "The data set is a distributed dataset already. Pass the data set that it "
-            "was made from, or use it as it is."
+            "The data set is already a distributed dataset. Pass the data set that it "
+            "was made from, or use it directly."
         )
     if isinstance(source, Iterator):
         return from_iterator(source)
@@ -104,27 +104,28 @@ def _from_grain(dataset: Any, kind: str) -> IterableSource:
     made = IterableSource(
         lambda epoch: iter(dataset),
         f"grain.{kind}",
-        # Its own batches are new ones; what is done to them may use a buffer again.
+        # Batches that Grain makes are new arrays, but a later `map` may reuse a buffer.
         copies=not _ends_in_batches(dataset),
     )
-    if kind != "DataLoader":  # Its positions have it, and Grain compares.
+    if kind != "DataLoader":  # A `DataLoader` saves its order, and Grain compares it.
         made.order_of_examples = _find_grain_order(dataset)
     return made
 
 
 def _ends_in_batches(dataset: Any) -> bool:
-    """Returns whether the last that Grain does is to batch."""
+    """Returns whether batching is the last operation in a Grain data set."""
     node = dataset
     while "Prefetch" in type(node).__name__ and node.parents:
         node = node.parents[0]
     last = [node, *getattr(node, "_operations", ())][-1]
-    kind, made_by = type(last), getattr(last, "_batch_fn", last)
+    kind = type(last)
+    made_by = getattr(last, "_batch_fn", last)
     modules = (kind.__module__, getattr(made_by, "__module__", None) or "grain")
     return "Batch" in kind.__name__ and all(m.startswith("grain") for m in modules)
 
 
 def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
-    """Returns what the meaning of a position depends on, which Grain does not save."""
+    """Returns the values that give a position its meaning; Grain does not save them."""
     order: dict[str, list[int]] = {"shuffle seed": [], "batch size": [], "examples": []}
     nodes = [dataset]
     for node in nodes:
@@ -143,13 +144,13 @@ def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
 
 
 def _from_tf_data(dataset: Any, kind: str) -> IterableSource:
-    # It has no positions: TensorFlow saves an iterator as files, with all that its
-    # buffers hold, and that after each batch.
+    # It has no positions, because TensorFlow would save an iterator as files, with the
+    # contents of its buffers, after each batch.
     specs = jax.tree_util.tree_leaves_with_path(dataset.element_spec)
     wrong = [
         f"{show_path(path)}: {type(spec).__name__}"
         for path, spec in specs
-        # JAX leaves out what is `None`, too.
+        # JAX leaves out `None`, too.
         if type(spec).__name__ not in ("TensorSpec", "NoneTensorSpec")
     ]
     if wrong:
@@ -158,7 +159,7 @@ def _from_tf_data(dataset: Any, kind: str) -> IterableSource:
             f"{list_lines(wrong)}\n"
             "Change them with `map`, such as by `to_tensor` or `tf.sparse.to_dense`."
         )
-    # Its arrays share the memory of tensors, which nobody writes to.
+    # Not copied: the arrays share the memory of tensors, which never change.
     made = IterableSource(
         lambda epoch: dataset.as_numpy_iterator(), f"tf.{kind}", copies=False
     )
@@ -179,7 +180,8 @@ def _from_torch(loader: Any, kind: str) -> IterableSource:
     return IterableSource(
         make,
         f"torch {type(loader).__name__}",
-        # The user's own may use a buffer again, and so may a data set of batches.
+        # A `collate_fn` of the user may reuse a buffer, and so may a data set of
+        # batches.
         copies=loader.collate_fn is not sys.modules["torch"].utils.data.default_collate,
         is_repositionable=has_position,
         keeps_order=has_position,
@@ -187,7 +189,7 @@ def _from_torch(loader: Any, kind: str) -> IterableSource:
 
 
 class _TorchIterator(LoaderIterator):
-    """One pass over a loader, whose states hold tensors and are packed as bytes."""
+    """One pass over a loader whose states hold tensors, and are packed as bytes."""
 
     def get_state(self) -> bytes:
         buffer = io.BytesIO()
@@ -195,7 +197,7 @@ class _TorchIterator(LoaderIterator):
         return buffer.getvalue()
 
     def set_state(self, state: bytes) -> None:
-        # Nothing but tensors and plain values: a checkpoint may come from anywhere.
+        # Only tensors and plain values, because a checkpoint may come from anywhere.
         load = sys.modules["torch"].load
         super().set_state(load(io.BytesIO(state), weights_only=True))
 
@@ -222,7 +224,8 @@ def _refuse_examples(dataset: Any, kind: str) -> IterableSource:
 
 
 def _from_huggingface_stream(dataset: Any, kind: str) -> IterableSource:
-    has_buffer, start = _has_buffer(dataset._ex_iterable), dataset.state_dict()
+    has_buffer = _has_buffer(dataset._ex_iterable)
+    start = dataset.state_dict()
 
     def begin(epoch: int) -> None:
         dataset.set_epoch(epoch)
@@ -270,9 +273,10 @@ def from_huggingface(
     dtypes of `dataset.with_format("numpy")`. A transform (`with_transform`) is kept.
 
     Args:
-        dataset: Its columns, or what its transform makes of them, hold numbers:
-            `dataset.select_columns([...])` leaves others out. Lists have one length.
-        batch_size: As in `from_arrays`, like all that follow.
+        dataset: The data set. Its columns, or the results of its transform, must hold
+            numbers, and lists in a column must have one length. To leave out other
+            columns, use `dataset.select_columns([...])`.
+        batch_size: As in `from_arrays`, like all arguments below.
         shuffle_seed: Seed of the order.
         repeat: Whether the data set never ends.
         drop_remainder: Whether to leave out a last batch that is not full.
@@ -281,8 +285,8 @@ def from_huggingface(
         A data set with the order, the passes and the positions of `from_arrays`.
 
     Raises:
-        TypeError: If `dataset` is not a `datasets.Dataset`, or columns hold something
-            else than numbers.
+        TypeError: If `dataset` is not a `datasets.Dataset`, or a column does not hold
+            numbers.
         ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If `drop_remainder` leaves no batch.
     """
@@ -298,8 +302,8 @@ class HuggingFaceDataset(IndexedDataset):
         if not _is_kind(dataset, "datasets", "Dataset"):
             raise TypeError(
                 f"`dataset` is of type {type(dataset).__name__}, but it must be a "
-                "`datasets.Dataset`. Pass one split, such as `dataset['train']`; a "
-                "stream is used as it is, with `dataset.batch(batch_size)`."
+                "`datasets.Dataset`. Pass one split, such as `dataset['train']`. A "
+                "stream needs no `from_huggingface`: use `dataset.batch(batch_size)`."
             )
         super().__init__("dataset", len(dataset), *options)
         form = dict(dataset.format)
@@ -309,13 +313,13 @@ class HuggingFaceDataset(IndexedDataset):
                 "numpy", **{name: form[name] for name in names}
             )
         self._dataset = dataset
-        # What no device can hold shows here, and not in the middle of a program.
+        # One read finds columns that no device can hold before the program runs.
         self.read_rows(np.zeros(1, np.int64))
 
     def read_rows(self, rows: np.ndarray) -> Batch:
         return check_batch(_as_columns(self._dataset[rows]), lambda: "`dataset`")[0]
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns a checksum of some examples as they are stored: no transform runs."""
+        """Returns a checksum of some stored examples, without the transform."""
         some = self._dataset.with_format("arrow")[self.spaced_rows(_MOST_READ)]
         return {"rows": fingerprint(repr(some.to_pylist()).encode())}

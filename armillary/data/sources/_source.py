@@ -1,4 +1,4 @@
-"""The one protocol of all sources; iterables, functions and iterators that keep it."""
+"""The protocol of all sources, and sources from iterables, functions and iterators."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from armillary.errors import DatasetStateError
 from armillary.typing import Batch
 
 POSITION = ("get_state", "set_state")
-"""The methods of iterators that can go back."""
+"""The methods of iterators that have positions."""
 MAY_BE_MISSING = "may_be_missing"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -22,13 +22,13 @@ class SourceIterator(Protocol):
     """One pass over a source. Used by one thread at a time."""
 
     def __next__(self) -> Batch:
-        """Returns the next batch, which nobody writes to afterwards."""
+        """Returns the next batch, whose arrays must never change afterwards."""
 
     def get_state(self) -> Any:
-        """Returns the position after the last batch, from what JSON can hold.
+        """Returns the position after the last batch, in types of JSON, or bytes.
 
-        Called only if the source is repositionable. The result must not change when
-        the iterator moves on. Bytes are allowed too.
+        It is called only if the source is repositionable. The result must not change
+        when the iterator continues.
         """
 
     def set_state(self, state: Any) -> None:
@@ -37,19 +37,19 @@ class SourceIterator(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Something that gives batches, any number of times."""
+    """A source of batches, which can be read any number of times."""
 
     name: str
-    """The kind of source: for messages, and compared when a position is restored."""
+    """The kind of source. A restored position must be from the same kind."""
 
     @property
     def is_repositionable(self) -> bool:
-        """Whether its iterators have positions."""
+        """True if its iterators have positions."""
         ...
 
     @property
     def full_size(self) -> int | None:
-        """Examples in every batch but perhaps the last, or None if not known."""
+        """The examples in every batch except perhaps the last; None if unknown."""
 
     def make_iterator(self, epoch: int) -> SourceIterator:
         """Returns an iterator from the start of pass `epoch`, counted from 0."""
@@ -57,9 +57,11 @@ class Source(Protocol):
 
 
 class IterableSource:
-    """Makes an iterator for every pass; `copies` if batches may be one buffer.
+    """A source that calls `make` for the iterator of every pass.
 
-    It `keeps_order` if loaders carry that from one pass to the next in their position.
+    With `copies`, batches are copied, because they may share one buffer. With
+    `keeps_order`, the order of a pass depends on the position at the end of the last
+    pass.
     """
 
     full_size = None
@@ -74,11 +76,14 @@ class IterableSource:
         keeps_order: bool = False,
     ) -> None:
         self.name = name
-        # What is known of its data; the last is what a position depends on.
+        # The known facts about the data.
         self.is_endless = False
         self.num_batches: int | None = None
+        # The values that give a position its meaning.
         self.order_of_examples: dict[str, Any] = {}
-        self._make, self._copies, self._keeps_order = make, copies, keeps_order
+        self._make = make
+        self._copies = copies
+        self._keeps_order = keeps_order
         self._is_repositionable = is_repositionable
         self._unused: Any = None
 
@@ -90,29 +95,31 @@ class IterableSource:
         return self._is_repositionable
 
     def finish(self, state: Any) -> None:
-        """Goes to the end of a pass, if the order of the next one depends on it."""
+        """Goes to the end of a pass, if the order of the next pass depends on it."""
         if self._keeps_order:
             self._make(0).finish(state)
 
     def make_iterator(self, epoch: int) -> "OwnIterator":
-        iterator, self._unused = self._unused, None
+        iterator = self._unused
+        self._unused = None
         if iterator is None:
             iterator = self._make(epoch)
         return OwnIterator(iterator, self._copies)
 
 
 class OwnIterator:
-    """One pass: batches, and states, that nobody changes afterwards."""
+    """One pass over a source, with batches and states that never change afterwards."""
 
     def __init__(self, iterator: Any, copies: bool) -> None:
-        self._iterator, self._copies = iterator, copies
+        self._iterator = iterator
+        self._copies = copies
 
     def __next__(self) -> Batch:
         batch = next(self._iterator)
         return jax.tree.map(_copy, batch) if self._copies else batch
 
     def get_state(self) -> Any:
-        # Many iterators return the live object.
+        # A copy, because many iterators return the live object.
         return copy.deepcopy(self._iterator.get_state())
 
     def set_state(self, state: Any) -> None:
@@ -125,7 +132,7 @@ def _copy(leaf: Any) -> Any:
 
 
 class LoaderIterator:
-    """One pass (at a time) over a loader that has its position itself."""
+    """One pass at a time over a loader that keeps its position itself."""
 
     def __init__(
         self,
@@ -133,7 +140,9 @@ class LoaderIterator:
         convert: Callable[[Any], Batch] = lambda batch: batch,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self.loader, self._convert, self._begin = loader, convert, begin
+        self.loader = loader
+        self._convert = convert
+        self._begin = begin
         self._iterator: Iterator[Any] | None = None
 
     def __next__(self) -> Batch:
@@ -149,13 +158,14 @@ class LoaderIterator:
         self._iterator = iter(self.loader)
 
     def finish(self, state: Any) -> None:
-        """Goes to the end of a pass, or to the next one's beginning if that is it."""
+        """Goes to the end of a pass, or to an equal position before the next pass."""
         try:
             self.set_state(copy.deepcopy(state))
             is_next = next(self, None) is not None
         except Exception as error:
             logger.warning(
-                "A loader begins from its start, since it refuses its state: %r", error
+                "A loader starts from the beginning, because it refused its state: %r",
+                error,
             )
         else:
             if is_next:
@@ -173,8 +183,9 @@ def has_methods(value: Any, *names: str) -> bool:
 
 
 def from_iterator(iterator: Any) -> IterableSource:
-    """Returns a source of a single pass, unless the iterator can be taken back."""
-    has_begun, can_go_back = False, has_methods(iterator, *POSITION)
+    """Returns a source of a single pass, unless the iterator has positions."""
+    has_begun = False
+    can_go_back = has_methods(iterator, *POSITION)
     start = copy.deepcopy(iterator.get_state()) if can_go_back else None
 
     def begin(epoch: int) -> Any:
@@ -182,8 +193,9 @@ def from_iterator(iterator: Any) -> IterableSource:
         if has_begun and not can_go_back:
             raise DatasetStateError(
                 f"The data set is an iterator of type {type(iterator).__name__}, which "
-                "gives its batches once, but the program needs a second pass. Pass the "
-                "function that makes it (`make_batches`, not `make_batches()`)."
+                "gives its batches only once, but the program needs a second pass. "
+                "Pass the function that makes it (`make_batches`, not "
+                "`make_batches()`)."
             )
         if has_begun:
             iterator.set_state(copy.deepcopy(start))

@@ -1,4 +1,4 @@
-"""Data that depend on the state of a trainer, and are read before that is current."""
+"""Errors for data that reads the state of a trainer before the state is current."""
 
 import contextlib
 import threading
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from armillary.errors import StaleStateError
 
 _FIX = (
-    "If the batches depend on the state, have each read right before its step: "
+    "If the batches depend on the state, let each be read right before its step: "
     "`StandardTrainerOptions(read_ahead=False)`."
 )
 _DELETED = "has been deleted"
-"""Part of JAX's messages on an array whose memory a program has taken over."""
+"""Part of JAX's messages on an array that was donated to a program."""
 
 
 class _Local(threading.local):
@@ -24,7 +24,8 @@ _local = _Local()
 @contextlib.contextmanager
 def reading_ahead() -> Iterator[None]:
     """Marks a block in which this thread reads batches ahead of training steps."""
-    before, _local.is_ahead = _local.is_ahead, True
+    before = _local.is_ahead
+    _local.is_ahead = True
     try:
         yield
     finally:
@@ -35,21 +36,21 @@ def check_state_is_current(name: str) -> None:
     """Raises if the state of a trainer is read for a batch of a later step."""
     if _local.is_ahead:
         raise StaleStateError(
-            f"The training data read `{name}`, but they are read ahead, so the batch "
-            f"would be made with the state of an earlier step than its own. {_FIX}"
+            f"The training data reads `{name}`, but batches are read ahead, so this "
+            f"batch would be made with the state of an earlier step. {_FIX}"
         )
 
 
 @contextlib.contextmanager
 def explaining_deleted_arrays(get_name: Callable[[], str]) -> Iterator[None]:
-    """Explains the error of JAX for an array whose memory a step has taken over."""
+    """Explains the error of JAX for an array that was donated to a step."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if isinstance(error, StaleStateError) or _DELETED not in str(error):
             raise
         raise StaleStateError(
-            f"{get_name()} was made of an array whose memory a later step has taken "
-            f"over ({error}). {_FIX} Take the arrays from the trainer again for every "
+            f"{get_name()} was made from an array whose memory a later step has reused "
+            f"({error}). {_FIX} Take the arrays from the trainer again for every "
             "batch, or keep copies of them (`array.copy()`)."
         ) from error

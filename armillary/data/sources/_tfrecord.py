@@ -1,7 +1,7 @@
 """TFRecord files of `tf.train.Example` as a source, without TensorFlow.
 
-A record is the length of its data in 8 bytes, a checksum of these, the data, and a
-checksum of the data. One pass over a file finds where its records are.
+A record consists of the length of its data in 8 bytes, a checksum of these bytes, the
+data, and a checksum of the data. One pass over a file finds the places of its records.
 """
 
 import itertools
@@ -28,12 +28,12 @@ from armillary.typing import Batch
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 _MOST_READ = 64
-"""How many records a fingerprint reads."""
+"""The number of records that a fingerprint reads."""
 
 _AT_ONCE = 2**20
-"""How many bytes are read at once, for several batches if they are small."""
+"""The number of bytes to read together; small batches share a read."""
 _MOST_GAP = 2**12
-"""Records that are so many bytes apart are one read, which costs less than two."""
+"""Records up to this many bytes apart share a read, which is faster than two reads."""
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -50,9 +50,9 @@ def from_tfrecords(
     """Returns a data set of the records of TFRecord files, in batches.
 
     The files are one sequence of records, in the order of the paths, and are shuffled
-    as one. Each file is gone through once to find its records. They are then read by
-    their place, with checksums compared. A batch is a dictionary of NumPy arrays.
-    `docs/tfrecord.md` has an example.
+    together. Each file is scanned once to find its records. Later, records are read by
+    their place, and their checksums are compared. A batch is a dictionary of NumPy
+    arrays. `docs/tfrecord.md` has an example.
 
     Args:
         paths: One file or several, not compressed. A pattern such as
@@ -97,13 +97,13 @@ class TFRecordDataset(IndexedDataset):
         )
         self._features = check_features(features)
         places = [_find_records(path) for path in self._paths]
-        # Where the data of each record are, and how many records the files before have.
+        # The places of the records, and the number of records in all earlier files.
         self._places = np.concatenate([np.empty((0, 2), np.int64), *places])
         self._starts = np.cumsum([0, *map(len, places)])
         super().__init__("paths", len(self._places), *options)
         count = _AT_ONCE // (1 + int(self._places[:, 1].mean()))
         self.rows_at_once = min(count, self.num_examples)
-        # What is wrong with `features` shows here, and not in the middle of a program.
+        # One read finds mistakes in `features` before the program runs.
         self.read_rows(np.zeros(1, np.int64))
 
     def read_rows(self, rows: np.ndarray) -> Batch:
@@ -121,7 +121,7 @@ class TFRecordDataset(IndexedDataset):
             try:
                 stored = example_class().FromString(message).features.feature
                 for name, feature in self._features.items():
-                    # With `...`, or an array of objects would hold an array.
+                    # With `...`, so that an array of objects does not hold an array.
                     batch[name][place, ...] = read_values(stored, name, feature)
             except DecodeError as error:
                 raise TFRecordError(
@@ -133,13 +133,13 @@ class TFRecordDataset(IndexedDataset):
         return batch
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns a checksum of the sizes of all records, and of what some hold."""
+        """Returns a checksum of the sizes of all records, and of some contents."""
         data, begins, ends = self._read(self.spaced_rows(_MOST_READ))
         some = _cut(data, begins, ends)
         return {"records": fingerprint(self._places[:, 1], *some)}
 
     def _read(self, rows: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
-        """Returns bytes that hold these records, and where each begins and ends."""
+        """Returns bytes that hold these records, and the begin and end of each."""
         order = np.argsort(rows)
         files = np.searchsorted(self._starts, rows[order], "right") - 1
         offsets, sizes = self._places[rows[order]].T
@@ -151,13 +151,14 @@ class TFRecordDataset(IndexedDataset):
         pieces: list[bytes] = []
         reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
         for file, own in itertools.groupby(reads, lambda read: read[0]):
-            # For each read anew: there may be any number of files, and of threads.
+            # Opened for each read, because there may be many files and threads.
             with opened(self._paths[file]) as source:
                 for _, length, offset in own:
                     part = source.read(length, offset)
-                    # Zeros stand behind the end of a file that was cut meanwhile.
+                    # If the file was truncated in the meantime, zeros fill the part.
                     pieces.append(part.ljust(length, b"\0"))
-        data = b"".join([*pieces, bytes(8)])  # A word can be read at every place.
+        # With 8 more bytes, so that a word can be read at every place.
+        data = b"".join([*pieces, bytes(8)])
         begins, ends = np.empty((2, len(rows)), np.int64)
         moved = np.cumsum(lengths) - lengths - offsets[first]
         begins[order] = offsets + np.repeat(moved, np.diff(first, append=len(rows)))
@@ -179,9 +180,11 @@ class TFRecordDataset(IndexedDataset):
 
 def _find_records(path: str) -> np.ndarray:
     """Returns offset and size of the data of each record of a file."""
-    headers, offsets = [], []
+    headers: list[bytes] = []
+    offsets: list[int] = []
     with opened(path) as source:
-        end, offset = source.size, 0
+        end = source.size
+        offset = 0
         while offset + _HEADER.size <= end:
             headers.append(source.read(_HEADER.size, offset))
             offsets.append(offset + _HEADER.size)
