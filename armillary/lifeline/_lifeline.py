@@ -336,8 +336,8 @@ class Lifeline:
     def _pass_reports(self, own: Report, now: float) -> None:
         """Sends new reports to the neighbors in the tree.
 
-        The parent gets those of this process and of all processes below it. The
-        children get those of this process and of process 0.
+        The parent gets the reports of this process and of all processes below it. The
+        children get the reports of this process and of process 0.
         """
         self._sightings[self._index] = Sighting(own, now)
         rows = {}

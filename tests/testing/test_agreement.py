@@ -165,7 +165,11 @@ def test_what_loops_and_evaluations_return_is_compared():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((Regression, [ONE]), ValueError, "`strategies` has 1, but it takes two"),
+        (
+            (Regression, [ONE]),
+            ValueError,
+            "`strategies` has 1, but it must have at least two",
+        ),
         (
             (Regression, [ONE, armillary.MirroredStrategy]),
             TypeError,
