@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import armillary
 from armillary.metrics import Ratio, Sum
@@ -288,6 +289,42 @@ def test_numbers_that_depend_on_the_share_are_found(kind, caplog):
 @slow_after_first("kind", RIGHT)
 def test_numbers_of_the_whole_batch_are_fine(kind, caplog):
     assert is_equal(RIGHT[kind])
+
+    assert caplog.messages == []
+
+
+class Normalized(nnx.Module):
+    """A model with batch normalization, over one replica's share by default."""
+
+    def __init__(self, **options):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs, **options)
+        self.last = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))[:, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_fast_variance": False}, {"use_scale": False}, {"momentum": 0.5}],
+    ids=str,
+)
+def test_batch_normalization_is_accepted(options, caplog):
+    strategy = armillary.MirroredStrategy(jax.devices()[:4])
+    model = Normalized(**options)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    (batch,) = strategy.distribute_dataset([DATA])
+
+    def step(batch):
+        def loss_fn(model):
+            return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+        gradients = armillary.all_reduce("mean", nnx.grad(loss_fn)(model))
+        optimizer.update(model, gradients)
+
+    strategy.run(step, args=(batch,))
 
     assert caplog.messages == []
 

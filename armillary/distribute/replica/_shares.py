@@ -369,8 +369,14 @@ class _Search(Dataflow[Share]):
         made = equation.outvars[0].aval
         if made.dtype == jnp.bool_:
             return both._replace(causes=frozenset())
+        is_backward = self.is_backward(equation)
+        if is_backward and made.shape:
+            # The derivative of a product with statistics, as of batch normalization.
+            gradients = [each for each in operands if each.is_gradient]
+            if 0 < len(gradients) < len(operands) and name in (*_PRODUCTS, "div"):
+                return both._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
-        if not made.shape and self.is_backward(equation):
+        if is_backward and not made.shape:
             of_loss = {each._replace(way=Way.LOSS) for each in both.causes}
             both = both._replace(causes=frozenset(of_loss))
             if _bends(equation, operands):
