@@ -25,11 +25,13 @@ PAGES = {
     "ctrl-c": "docs/early_stopping.md",
     "damaged checkpoints": "docs/safe_saves.md",
     "debug": "docs/step_rules.md",
+    "differs between replicas": "docs/step_kinds.md",
     "dropout": "docs/random_numbers.md",
     "early stopping": "docs/early_stopping.md",
     "elastic": "docs/elastic.md",
     "ema": "docs/ema.md",
     "epochs": "docs/epochs.md",
+    "equinox": "docs/step_state.md",
     "evaluation": "docs/evaluation.md",
     "exit codes": "docs/exit_codes.md",
     "exporting": "docs/export.md",
@@ -48,6 +50,7 @@ PAGES = {
     "jsonl": "docs/summaries.md",
     "kubernetes": "docs/schedulers.md",
     "learning rate": "docs/recipes/learning_rates.md",
+    "linen": "docs/step_state.md",
     "masked language model": "docs/recipes/masked_language_model.md",
     "max_shapes": "docs/buckets.md",
     "metrics": "docs/metrics.md",
@@ -68,6 +71,7 @@ PAGES = {
     "profiling": "docs/profiling.md",
     "progress": "docs/progress.md",
     "project template": "docs/template.md",
+    "pure steps": "docs/pure_step.md",
     "pytorch": "docs/data_libraries.md",
     "q-learning": "docs/data_from_parameters.md",
     "random numbers": "docs/random_numbers.md",
@@ -97,6 +101,7 @@ PAGES = {
     "training loops": "docs/trainer.md",
     "transfer learning": "docs/partial_restore.md",
     "weights & biases": "docs/summaries.md",
+    "without data": "docs/step_without_data.md",
 }
 
 
