@@ -18,6 +18,7 @@ LISTS = (
     "docs/from_tensorflow.md",
     "docs/internals/index.md",
     "docs/launch.md",
+    "docs/metrics.md",
     "docs/pure_step.md",
     "docs/recipes.md",
     "docs/strategies.md",
