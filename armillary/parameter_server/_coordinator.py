@@ -36,7 +36,7 @@ from armillary.typing import PyTree
 class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`.
 
-    As `tf.distribute.coordinator.ClusterCoordinator`; `docs/parameter_server.md` has an
+    As `tf.distribute.coordinator.ClusterCoordinator`; `docs/scheduled_functions.md` has an
     example.
 
     A scheduled function is compiled once on each worker. It reads variables when it

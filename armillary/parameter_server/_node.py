@@ -39,7 +39,7 @@ class Server:
     """The program of a worker or of a parameter server (`tf.distribute.Server`).
 
     Every process of the cluster runs the same program, whose workers and parameter
-    servers `join` at its beginning; `docs/parameter_server.md` has an example.
+    servers `join` at its beginning; `docs/parameter_server_cluster.md` has an example.
 
     Args:
         cluster_resolver: The source of this process's task. By default `TF_CONFIG`

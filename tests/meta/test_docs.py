@@ -17,7 +17,14 @@ DOCUMENTS = [
     ]
     if path.name != "CHANGELOG.md"
 ]
-WITH_KERAS = ("keras.md", "from_tensorflow.md", "parameter_server.md")
+WITH_KERAS = (
+    "from_tensorflow.md",
+    "keras.md",
+    "keras_controller.md",
+    "keras_loop.md",
+    "keras_stateless.md",
+    "parameter_server_keras.md",
+)
 # A line of a log whose numbers are the same on each machine, except the speed.
 OF_A_LOOP = re.compile(r"\s?(?:train|eval) \| step:.*")
 SPEED = re.compile(r"\b(?:steps/sec|eval time): +\d")
