@@ -15,6 +15,7 @@ LISTS = (
     "docs/cluster.md",
     "docs/controller.md",
     "docs/data.md",
+    "docs/estimator.md",
     "docs/from_tensorflow.md",
     "docs/internals/index.md",
     "docs/keras.md",
