@@ -26,6 +26,7 @@ LISTS = (
     "docs/recipes.md",
     "docs/strategies.md",
     "docs/trainer.md",
+    "docs/watching.md",
 )
 
 _HEADING = re.compile(r"^## (.+)$")
