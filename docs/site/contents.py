@@ -24,6 +24,7 @@ LISTS = (
     "docs/parameter_server.md",
     "docs/pure_step.md",
     "docs/recipes.md",
+    "docs/sharding.md",
     "docs/strategies.md",
     "docs/trainer.md",
     "docs/watching.md",
