@@ -82,6 +82,7 @@ PAGES = {
     "multi-host training": "docs/cluster.md",
     "nan": "docs/non_finite.md",
     "nccl": "docs/cross_device_operations.md",
+    "nightly job": "docs/internals/jax_releases.md",
     "open ports": "docs/communication.md",
     "orbit": "docs/from_orbit.md",
     "out of memory": "docs/faq.md",
