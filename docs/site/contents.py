@@ -16,6 +16,7 @@ LISTS = (
     "docs/controller.md",
     "docs/data.md",
     "docs/estimator.md",
+    "docs/from_plain_jax.md",
     "docs/from_tensorflow.md",
     "docs/internals/index.md",
     "docs/keras.md",
