@@ -23,6 +23,7 @@ LISTS = (
     "docs/launch.md",
     "docs/metrics.md",
     "docs/parameter_server.md",
+    "docs/plan.md",
     "docs/pure_step.md",
     "docs/recipes.md",
     "docs/sharding.md",
