@@ -15,6 +15,7 @@ LISTS = (
     "docs/cluster.md",
     "docs/controller.md",
     "docs/data.md",
+    "docs/errors.md",
     "docs/estimator.md",
     "docs/from_plain_jax.md",
     "docs/from_tensorflow.md",
