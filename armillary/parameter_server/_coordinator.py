@@ -36,8 +36,8 @@ from armillary.typing import PyTree
 class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`.
 
-    As `tf.distribute.coordinator.ClusterCoordinator`; `docs/scheduled_functions.md` has an
-    example.
+    It works as `tf.distribute.coordinator.ClusterCoordinator` does.
+    `docs/scheduled_functions.md` has an example.
 
     A scheduled function is compiled once on each worker. It reads variables when it
     begins, and sends gradients and sums when it ends. The variables of this process are
