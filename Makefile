@@ -26,7 +26,7 @@ NIGHTLY_PIP = .venv-nightly/bin/python -m pip --disable-pip-version-check -q ins
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow docs libraries plan-wheels plans dist differential soak busy check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow docs libraries plan-wheels plans dist differential soak busy size check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -41,6 +41,7 @@ help:
 	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
 	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
 	@echo "make check     lint, types, layers and spelling"
+	@echo "make size      print how large and how dense each package is"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
 	@echo "make bench-ps  measure parameter servers; about 7 minutes"
@@ -286,6 +287,10 @@ layers: .venv/dev-installed
 
 spelling: .venv/dev-installed
 	$(BIN)/typos
+
+# Figures to compare, and no gate.
+size: .venv/made
+	@$(BIN)/python tests/meta/size.py
 
 clean:
 	rm -rf .venv .venv-oldest .venv-other .venv-nightly nightly .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache

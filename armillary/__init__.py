@@ -180,7 +180,8 @@ def __getattr__(name: str) -> Any:
         AttributeError: If there is no such name. The message says what to write
             instead of a name of TensorFlow or Orbit.
     """
-    if not name.startswith("_") and importlib.util.find_spec(f"armillary.{name}"):
+    is_public = name.isidentifier() and not name.startswith("_")
+    if is_public and importlib.util.find_spec(f"armillary.{name}"):
         return importlib.import_module(f"armillary.{name}")
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"armillary.{home}")

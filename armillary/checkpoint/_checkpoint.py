@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 
 from armillary._checks import list_lines
 from armillary._copies import OfOneProcess
@@ -482,6 +483,20 @@ def _is_ours(value: Any) -> bool:
     return module.startswith("armillary.") and not is_adapter
 
 
+def _way_to_save(name: str, value: Any) -> str:
+    """Returns the line that saves a value without places that can be assigned."""
+    is_of_host = isinstance(value, dict) and any(
+        isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)
+    )
+    if is_of_host:
+        arguments = ", ".join(f"{key}={name}[{key!r}]" for key in list(value)[:2])
+        return f"Name each array of NumPy by itself: `Checkpoint({arguments})`."
+    return (
+        "Hold a bare array of JAX or a pytree in a dictionary, as in "
+        f"`Checkpoint({name}={{'value': value}})`."
+    )
+
+
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
     slots = find_slots(value, name)
     is_partial = False
@@ -494,8 +509,7 @@ def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
         raise TypeError(
             f"`{name}` is of type {shown.__name__}, in which there is {what}. It must "
             "be an object with arrays in places that can be assigned, or with "
-            "`get_state()` and `set_state(state)`. Hold a bare array or pytree in a "
-            f"dictionary, as in `Checkpoint({name}={{'value': value}})`."
+            f"`get_state()` and `set_state(state)`. {_way_to_save(name, value)}"
         )
     if is_frozen(value) and any(slot.holder == id(value) for slot in slots):
         raise TypeError(

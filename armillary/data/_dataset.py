@@ -84,14 +84,14 @@ class DistributedDataset(OfOneProcessOnceUsed):
         self.options = options or InputOptions()
         self.per_replica_batches = per_replica_batches
         self.ignores_state = False
-        """Whether `set_state` changes nothing, for a process that does not train."""
+        """True if `set_state` changes nothing, for a process that does not train."""
         self.source = as_source(source)
         self.dataset_fn: Callable[[InputContext], Any] | None = None
         """The function that made the source, for code that needs a similar source."""
         self.is_endless = getattr(self.source, "is_endless", False)
-        """Whether it is known to repeat its data forever."""
+        """True if it is known to repeat its data forever."""
         self.is_agreed = per_replica_batches and layout.peers is not None
-        """Whether processes that read data of their own agree on each batch."""
+        """True if processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self.source, layout, self.options)
         self.source_name: str = self._source.name
         """The kind of source, for messages."""

@@ -1,7 +1,7 @@
 """Estimators: data, a model, and no loop to write.
 
-After `tf.estimator`, as a thin layer over the `Controller`. A canned estimator needs
-columns::
+The interface follows `tf.estimator`; the code is a thin layer over the `Controller`. A
+canned estimator needs columns::
 
     strategy = armillary.MirroredStrategy()
     regressor = armillary.estimator.LinearRegressor(
@@ -15,7 +15,7 @@ columns::
     regressor.evaluate(input_fn=input_fn, steps=10)
 
 An `Estimator` needs a model function. `docs/estimator.md` and
-`docs/model_functions.md` have whole programs.
+`docs/model_functions.md` have complete programs.
 """
 
 from armillary._traceback import mark_public as _mark_public

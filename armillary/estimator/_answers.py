@@ -19,7 +19,7 @@ _EVALUATES_CHECKPOINTS = (
 _MODEL_FN = "Write an `armillary.estimator.Estimator` with a `model_fn` of your own"
 _NO_GRAPH = "there is no graph and no session"
 
-# Arguments of `RunConfig` that have no meaning, which are no attributes either.
+# Arguments of `RunConfig` without a meaning here. They are not attributes either.
 _RUN_CONFIG = {
     "session_config": "Leave it out: there is no session. Set options of JAX by "
     "`jax.config.update(...)`.",
@@ -180,7 +180,7 @@ ATTRIBUTES = {
         '`armillary.Checkpoint(model={"net": net}).read(path, only="model/net")`.',
     ),
 }
-"""Names of objects of the package that they do not have, after the class."""
+"""Missing attributes of objects of the package, each after the name of its class."""
 
 answers.NAMES.update(
     {f"estimator.{name}": answer for name, answer in NAMES.items()} | ATTRIBUTES

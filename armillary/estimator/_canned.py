@@ -136,7 +136,7 @@ class LinearRegressor(_CannedEstimator):
         feature_columns: The columns that are read, for example
             `[numeric_column("x")]`.
         model_dir: As in `Estimator`.
-        label_dimension: How many numbers a label has.
+        label_dimension: The number of values in a label.
         optimizer: An Optax transformation, a function without arguments that returns
             one, or one of the names `"Adagrad"`, `"Adam"`, `"Ftrl"`, `"RMSProp"` and
             `"SGD"`, in any case. A named optimizer has the learning rate 0.2. `None` is
@@ -183,7 +183,7 @@ class LinearClassifier(_CannedEstimator):
     Args:
         feature_columns: As in `LinearRegressor`.
         model_dir: As in `Estimator`.
-        n_classes: How many classes there are. Labels are integers from 0 to
+        n_classes: The number of classes. Labels are integers from 0 to
             `n_classes - 1`.
         optimizer: As in `LinearRegressor`.
         config: As in `Estimator`.
@@ -216,7 +216,7 @@ class LinearClassifier(_CannedEstimator):
 
 
 class DNNRegressor(_CannedEstimator):
-    """Regression by a dense network (`tf.estimator.DNNRegressor`).
+    """Regression with a dense network (`tf.estimator.DNNRegressor`).
 
     Loss, metrics and predictions are as in `LinearRegressor`.
 
@@ -225,7 +225,7 @@ class DNNRegressor(_CannedEstimator):
         feature_columns: The columns that are read; a categorical column must be wrapped
             in `indicator_column` or `embedding_column`.
         model_dir: As in `Estimator`.
-        label_dimension: How many numbers a label has.
+        label_dimension: The number of values in a label.
         optimizer: As in `LinearRegressor`, but a named optimizer has the learning rate
             of Keras: 0.01 for `"SGD"`, and 0.001 for the others.
         activation_fn: Applied after each hidden layer.
@@ -265,7 +265,7 @@ class DNNRegressor(_CannedEstimator):
 
 
 class DNNClassifier(_CannedEstimator):
-    """Classification by a dense network (`tf.estimator.DNNClassifier`).
+    """Classification with a dense network (`tf.estimator.DNNClassifier`).
 
     Loss, metrics and predictions are as in `LinearClassifier`.
 
@@ -316,7 +316,7 @@ class BaselineRegressor(_CannedEstimator):
 
     Args:
         model_dir: As in `Estimator`.
-        label_dimension: How many numbers a label has.
+        label_dimension: The number of values in a label.
         optimizer: As in `LinearRegressor`, but a named optimizer has the learning rate
             0.3.
         config: As in `Estimator`.

@@ -1,9 +1,9 @@
-"""Feature columns: how the canned estimators turn features into numbers.
+"""Feature columns, which turn features into numbers for the canned estimators.
 
-After `tf.feature_column`. A *dense* column gives numbers, and a *categorical* column
-gives the ids of categories. A linear estimator takes both: it has one weight for each
-category. A network takes dense columns, so wrap a categorical column for it in
-`indicator_column` or `embedding_column`.
+The interface follows `tf.feature_column`. A *dense* column gives numbers, and a
+*categorical* column gives the ids of categories. A linear estimator takes both: it has
+one weight for each category. A network takes dense columns, so wrap a categorical
+column for it in `indicator_column` or `embedding_column`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from armillary._checks import (
 from armillary.errors import EstimatorError
 
 _MISSING = -1
-"""The id of no category. TensorFlow ignores -1, too."""
+"""The id that stands for no category. TensorFlow ignores -1, too."""
 
 
 def _read_feature(features: Any, key: str, column: str) -> jax.Array:
@@ -76,7 +76,7 @@ class DenseColumn:
 
 @dataclass(frozen=True)
 class CategoricalColumn:
-    """A column of categories, each of which has an id from 0 to `num_buckets - 1`."""
+    """A column of categories; each category has an id from 0 to `num_buckets - 1`."""
 
     key: str
 
@@ -127,7 +127,7 @@ class NumericColumn(DenseColumn):
 
 @dataclass(frozen=True)
 class BucketizedColumn(DenseColumn):
-    """See `bucketized_column`: one-hot as a dense column, and categorical as well."""
+    """See `bucketized_column`; it is dense (one-hot), and also categorical."""
 
     source: NumericColumn
     boundaries: tuple[float, ...]
@@ -382,8 +382,8 @@ def _is_out_of_range(ids: jax.Array, num_buckets: int) -> jax.Array:
 def _count_ids(ids: jax.Array, num_buckets: int) -> jax.Array:
     """Returns how often each id occurs, shape `(batch, num_buckets)`.
 
-    An id out of range makes the row NaN, which ends training with an error: nothing can
-    be raised on a device.
+    An id out of range makes the row NaN, which ends training with an error. A device
+    cannot raise the error itself.
     """
     counts = jax.nn.one_hot(ids, num_buckets).sum(axis=1)
     is_wrong = _is_out_of_range(ids, num_buckets).any(axis=1, keepdims=True)
@@ -395,7 +395,7 @@ def _hash_text(word: str) -> int:
 
 
 def _hash_integers(values: jax.Array, num_buckets: int) -> jax.Array:
-    """Returns a bucket for each integer, which neighbors do not share by a pattern."""
+    """Returns a bucket for each integer; neighbors get unrelated buckets."""
     mixed = values.astype(jnp.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
@@ -447,7 +447,8 @@ def numeric_column(
 
     Raises:
         ValueError: If `key` is empty, or `shape` is not made of positive integers.
-        TypeError: If `normalizer_fn` cannot be called, or `dtype` is not a number's.
+        TypeError: If `normalizer_fn` cannot be called, or `dtype` is not a type of
+            numbers.
     """
     _check_key(key)
     sizes: Any = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
@@ -475,9 +476,10 @@ def bucketized_column(
 ) -> BucketizedColumn:
     """Returns a column of the intervals that numbers lie in.
 
-    As `tf.feature_column.bucketized_column`: with the boundaries `[0., 1.]` there are
-    three buckets, below 0, from 0 to below 1, and from 1 on. It is a dense column (one
-    number for each bucket, 0 or 1), and can be wrapped as a categorical one.
+    It works like `tf.feature_column.bucketized_column`: with the boundaries `[0., 1.]`
+    there are three buckets, below 0, from 0 to below 1, and from 1 on. It is a dense
+    column (one number for each bucket, 0 or 1), and can be wrapped as a categorical
+    one.
 
     Args:
         source_column: The column of the numbers.
@@ -510,12 +512,12 @@ def categorical_column_with_identity(
 ) -> IdentityColumn:
     """Returns a column whose feature holds ids from 0 to `num_buckets - 1`.
 
-    As `tf.feature_column.categorical_column_with_identity`. An example has one id, or
-    several along a second axis; -1 stands for none.
+    It works like `tf.feature_column.categorical_column_with_identity`. An example has
+    one id, or several along a second axis; -1 stands for no category.
 
     Args:
         key: The name of the feature.
-        num_buckets: How many categories there are.
+        num_buckets: The number of categories.
         default_value: The id to take for an id out of range. `None` makes the loss NaN,
             which ends training with an error.
 
@@ -549,10 +551,10 @@ def categorical_column_with_vocabulary_list(
     default_value: int = -1,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
-    """Returns a column of categories that a list names.
+    """Returns a column of categories that are given as a list.
 
-    As `tf.feature_column.categorical_column_with_vocabulary_list`. A feature of
-    integers is looked up in the list. Strings cannot be on a device, so `input_fn`
+    It works like `tf.feature_column.categorical_column_with_vocabulary_list`. A feature
+    of integers is looked up in the list. Strings cannot be on a device, so `input_fn`
     gives their ids::
 
         color = categorical_column_with_vocabulary_list("color", ["red", "green"])
@@ -562,8 +564,8 @@ def categorical_column_with_vocabulary_list(
         key: The name of the feature.
         vocabulary_list: The categories: all strings or all integers, each once.
         default_value: The id of any other value; -1 ignores it.
-        num_oov_buckets: How many ids other values share, by a hash. They follow the ids
-            of the list. Leave out `default_value` then.
+        num_oov_buckets: The number of ids that all other values share, by a hash. These
+            ids follow the ids of the list. Leave out `default_value` then.
 
     Returns:
         The column, for a linear estimator, or to be wrapped for a network.
@@ -601,8 +603,8 @@ def categorical_column_with_vocabulary_list(
         if num_oov_buckets:
             raise ValueError(
                 f"`default_value` is {default_value} and `num_oov_buckets` is "
-                f"{num_oov_buckets}, but a value outside the vocabulary can have one "
-                "of the two alone. Leave out `default_value`."
+                f"{num_oov_buckets}, but only one of the two can be used for a value "
+                "outside the vocabulary. Leave out `default_value`."
             )
     return VocabularyColumn(key, tuple(words), int(default_value), int(num_oov_buckets))
 
@@ -612,13 +614,13 @@ def categorical_column_with_hash_bucket(
 ) -> HashedColumn:
     """Returns a column of categories that share ids by a hash.
 
-    As `tf.feature_column.categorical_column_with_hash_bucket`, with another hash. A
-    feature of integers is hashed as it is. Strings cannot be on a device, so `input_fn`
-    gives their ids: `{"word": column.to_ids(words)}`.
+    It works like `tf.feature_column.categorical_column_with_hash_bucket`, with another
+    hash. A feature of integers is hashed as it is. Strings cannot be on a device, so
+    `input_fn` gives their ids: `{"word": column.to_ids(words)}`.
 
     Args:
         key: The name of the feature.
-        hash_bucket_size: How many ids there are.
+        hash_bucket_size: The number of ids.
         dtype: `str`, or `int` for a feature of integers.
 
     Returns:
@@ -647,8 +649,8 @@ def indicator_column(
 ) -> IndicatorColumn:
     """Returns a dense column with the count of each category.
 
-    As `tf.feature_column.indicator_column`: one-hot, or multi-hot for examples of
-    several categories.
+    It works like `tf.feature_column.indicator_column`: one-hot, or multi-hot for
+    examples with several categories.
 
     Args:
         categorical_column: The column of the categories.
@@ -671,15 +673,15 @@ def embedding_column(
 ) -> EmbeddingColumn:
     """Returns a dense column with a trained vector for each category.
 
-    As `tf.feature_column.embedding_column`.
+    It works like `tf.feature_column.embedding_column`.
 
     Args:
         categorical_column: The column of the categories.
-        dimension: How many numbers a vector has.
-        combiner: How the vectors of one example's categories become one: their
-            `"mean"`, their `"sum"`, or that sum over the root of their number.
+        dimension: The length of a vector.
+        combiner: The way to combine the vectors of an example's categories: `"mean"`,
+            `"sum"`, or `"sqrtn"`, the sum divided by the square root of their number.
         initializer: Makes the vectors, such as a function of `nnx.initializers`. `None`
-            is a truncated normal distribution of the deviation `1 / sqrt(dimension)`.
+            is a truncated normal distribution with the deviation `1 / sqrt(dimension)`.
 
     Returns:
         The column, for `feature_columns` of an estimator.
@@ -706,7 +708,7 @@ def _check_categorical(column: Any, function: str) -> None:
 
 
 class InputLayer(nnx.Module):
-    """Reads the columns of a batch, side by side.
+    """Reads the columns of a batch, and puts them side by side in one array.
 
     Args:
         columns: Dense columns, sorted by name.
@@ -735,7 +737,7 @@ def as_dense(columns: Any, *, is_linear: bool) -> tuple[DenseColumn, ...]:
 
     Args:
         columns: The argument `feature_columns` of the user.
-        is_linear: Whether a categorical column has weights of its own.
+        is_linear: True if a categorical column has weights of its own.
     """
     given = columns if isinstance(columns, list | tuple | set) else [columns]
     found: list[DenseColumn] = []

@@ -61,9 +61,9 @@ class Calls:
     train_input_fn: Callable[..., Any] | None = None
     train_hooks: tuple[Action, ...] = ()
     saving_listeners: tuple[Listener, ...] = ()
-    # Whether training continues in the data at the checkpoint's position.
+    # True if training continues in the data at the checkpoint's position.
     resumes: bool = False
-    # Called when `save_checkpoints_secs` have passed; saves if it is `None`.
+    # Called when `save_checkpoints_secs` have passed; if `None`, a checkpoint is saved.
     when_save_is_due: Callable[[], Any] | None = None
     eval_input_fn: Callable[..., Any] | None = None
     eval_name: str | None = None
@@ -72,7 +72,7 @@ class Calls:
 
 
 class Estimator:
-    """Trains and evaluates what a model function describes (`tf.estimator.Estimator`).
+    """Trains and evaluates a model given as a function (`tf.estimator.Estimator`).
 
     See `docs/model_functions.md` and `docs/input_functions.md`.
 
@@ -82,18 +82,18 @@ class Estimator:
             empty, the `model_dir` of `config`, or else a new temporary directory. All
             processes of a job must see it.
         config: Strategies and intervals.
-        params: Copied, and given to `model_fn` and input functions as `params`.
-            `model_dir`, `config` and `params` are attributes as well.
-        warm_start_from: The folder of a checkpoint, or a directory of checkpoints,
-            which is read as long as `model_dir` has no checkpoint. The modules begin
-            with its values, and the optimizer begins again.
+        params: An object that is copied, and passed to `model_fn` and input functions
+            as `params`. `model_dir`, `config` and `params` are attributes as well.
+        warm_start_from: The folder of a checkpoint, or a directory of checkpoints. It
+            is read as long as `model_dir` has no checkpoint. The modules begin with its
+            values, and the optimizer begins again.
 
     Raises:
-        EstimatorError: If `model_fn` has other arguments than a model function, or has
-            no `params` though they are given; if two directories are given, or
-            processes would train alone.
-        TypeError: If `config` is not a `RunConfig`, `model_dir` or `warm_start_from` no
-            path, or `model_fn` cannot be called.
+        EstimatorError: If `model_fn` does not have the arguments of a model function,
+            or has no `params` although they are given; if two directories are given,
+            or processes would train alone.
+        TypeError: If `config` is not a `RunConfig`, `model_dir` or `warm_start_from` is
+            not a path, or `model_fn` cannot be called.
     """
 
     _label_rule: str | None = None
@@ -121,9 +121,9 @@ class Estimator:
             check_path("warm_start_from", warm_start_from)
         self._warm_start_from = warm_start_from
         self._model = self._make_model(model_fn)
-        # What `evaluate` and `predict` read in place of the latest checkpoint.
+        # The checkpoint that `evaluate` and `predict` read in place of the latest one.
         self._path: str | None = None
-        # The controller of the call that runs, and why a hook stopped that call.
+        # The controller of the running call, and the reason if a hook stopped the call.
         self._controller: Controller | None = None
         self._stop_reason: str | None = None
         self.model_dir = choose_directory(model_dir, config)
@@ -147,28 +147,28 @@ class Estimator:
         Args:
             input_fn: The input function. Every call begins with its first batch, as in
                 TensorFlow, unless `max_steps` is given.
-            steps: How many steps to train. `None` trains until the data ends.
+            steps: The number of steps to train. `None` trains until the data ends.
             max_steps: The global step to train up to. Training that was stopped
                 continues at the data position of the checkpoint, if the data has
                 positions. Nothing happens if this step is reached already.
             hooks: Functions that are called with the output of each loop, for example
-                actions of `armillary.actions`. `request_stop` ends training from
-                there.
+                actions of `armillary.actions`. A hook ends training with
+                `request_stop`.
             saving_listeners: Functions that are called with the path of each checkpoint
-                once it is on disk.
+                when it is on disk.
 
         Returns:
             This estimator.
 
         Raises:
             ValueError: If both numbers are given, or one is not positive.
-            EstimatorError: If a function cannot work, or this process does not train.
+            EstimatorError: If a function is not valid, or this process does not train.
             NonFiniteError: If a loss or a weight is not a number any more.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
                 f"`steps` is {steps} and `max_steps` is {max_steps}, but only one of "
-                "them may be given. Use `steps` for so many steps more, and "
+                "them may be given. Use `steps` for the number of further steps, or "
                 "`max_steps` for the step to train up to."
             )
         check_call(input_fn, steps=steps, max_steps=max_steps)
@@ -201,7 +201,7 @@ class Estimator:
 
         Args:
             input_fn: The input function.
-            steps: How many steps to evaluate, each of one batch for every replica.
+            steps: The number of steps to evaluate, each of one batch for every replica.
                 `None` evaluates all of the data, each example once.
             checkpoint_path: The folder of another checkpoint to evaluate.
             name: Summaries go to `eval_<name>` in `model_dir`, not to `eval`.
@@ -213,8 +213,8 @@ class Estimator:
 
         Raises:
             ValueError: If `steps` is not positive.
-            TypeError: If `name` is not a string, or `checkpoint_path` no path.
-            EstimatorError: If a function cannot work.
+            TypeError: If `name` is not a string, or `checkpoint_path` is not a path.
+            EstimatorError: If a function is not valid.
         """
         check_call(input_fn, name, steps=steps)
         made = self._at(checkpoint_path)
@@ -237,23 +237,23 @@ class Estimator:
     ) -> Iterator[Any]:
         """Returns an iterator over the predictions of the latest checkpoint.
 
-        It runs without a strategy, as in TensorFlow. The function is called, and the
-        checkpoint read, when the first prediction is asked for.
+        It runs without a strategy, as in TensorFlow. When the first prediction is
+        requested, the function is called and the checkpoint is read.
 
         Args:
             input_fn: The input function. If batches are pairs or other tuples, the
                 first entry has the features.
             predict_keys: The entries of the predictions to return; `None` for all.
             checkpoint_path: The folder of another checkpoint to take.
-            yield_single_examples: Whether each item is of one example. Otherwise each
-                item is of one batch.
+            yield_single_examples: True if each item is for one example. Otherwise each
+                item is for one batch.
 
         Returns:
             The part of `predictions` of the model function for one example, usually a
             dictionary of NumPy arrays.
 
         Raises:
-            EstimatorError: If a function cannot work, several processes have joined,
+            EstimatorError: If a function is not valid, several processes have joined,
                 or the predictions lack one of `predict_keys`.
             TypeError: If `input_fn` is not callable, `checkpoint_path` is not a path,
                 or `predict_keys` is not a list of strings.
@@ -265,7 +265,8 @@ class Estimator:
         if get_peers() is not None:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
-                "runs in one. Call it in a program of its own, on the same `model_dir`."
+                "runs in one process. Call it in a separate program, with the same "
+                "`model_dir`."
             )
         made = self._at(checkpoint_path)
         return predict(
@@ -286,23 +287,23 @@ class Estimator:
         polymorphic_batch_size: bool = True,
         platforms: str | Sequence[str] | None = None,
     ) -> None:
-        """Exports what `predict` computes, as one file that needs only JAX.
+        """Exports the computation of `predict`, as one file that needs only JAX.
 
-        It takes the place of `export_saved_model`. In a hook or an exporter it exports
-        the model in memory, and otherwise the latest checkpoint.
+        It replaces `export_saved_model`. In a hook or an exporter it exports the model
+        in memory, and otherwise the latest checkpoint.
 
         Args:
             file_manager: Names the files: an `armillary.actions.ExportFileManager`.
             features: Features of one batch, as `input_fn` gives them: arrays or
                 `jax.ShapeDtypeStruct`.
             checkpoint_path: The folder of another checkpoint to export.
-            polymorphic_batch_size: Whether the file takes batches of any size.
+            polymorphic_batch_size: True if the file takes batches of any size.
             platforms: As in `armillary.actions.ExportModel`.
 
         Raises:
-            EstimatorError: If there is no checkpoint, or the model function cannot
-                work.
-            TypeError: If an argument is of another kind.
+            EstimatorError: If there is no checkpoint, or the model function is not
+                valid.
+            TypeError: If an argument is of another type.
             ValueError: As in `armillary.actions.ExportModel`.
         """
         made = self._at(checkpoint_path)
@@ -331,15 +332,15 @@ class Estimator:
         export()
 
     def request_stop(self, reason: str) -> None:
-        """Ends the call of `train` that runs, after its current loop and a save.
+        """Ends the running call of `train`, after its current loop and a save.
 
-        Hooks call it: `armillary.actions.EarlyStopping(estimator, "loss", ...)` does.
+        Hooks such as `armillary.actions.EarlyStopping(estimator, "loss", ...)` call it.
 
         Args:
-            reason: Why to stop, for the log.
+            reason: The reason to stop, for the log.
 
         Raises:
-            EstimatorError: If nothing runs.
+            EstimatorError: If no call of `train` runs.
         """
         if self._controller is None:
             raise EstimatorError(
@@ -365,19 +366,25 @@ class Estimator:
         return self._path or self.latest_checkpoint() or self._find_warm_start()
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Returns where summaries of evaluations of a name go; see `evaluate`."""
+        """Returns the directory for summaries of evaluations with a name.
+
+        Args:
+            name: The `name` of `evaluate`.
+        """
         check_instance("name", name, str | None, 'Write `name="test"`.')
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
     def _make_controller(self, calls: "Calls") -> Iterator[Controller]:
-        """Makes what runs the loops, once it has restored the latest checkpoint."""
+        """Makes the controller, and restores the latest checkpoint."""
         eval_summary_dir = self.eval_dir(calls.eval_name)
         config = self.config
         position = InputPosition()
         train_hooks = calls.train_hooks
         eval_hooks = calls.eval_hooks
-        trainer = evaluator = manager = None
+        trainer = None
+        evaluator = None
+        manager = None
 
         if calls.train_input_fn is not None:
             trainer, position = self._make_trainer(calls)
@@ -391,7 +398,7 @@ class Estimator:
             eval_hooks += as_hooks("evaluation_hooks", spec.evaluation_hooks)
 
         optimizer = self._model.optimizer
-        assert optimizer is not None  # One of the two has built it.
+        assert optimizer is not None  # The trainer or the evaluator has built it.
         hooks = Hooks(train_hooks)
         eval_actions = Hooks(eval_hooks)
         checkpoint = Checkpoint(
@@ -440,8 +447,8 @@ class Estimator:
             yield controller
         except CapturedStateError as error:
             error.add_note(
-                "`model_fn` is part of the step: it makes its modules by "
-                "`modules.make(name, make_fn)`, and uses no other."
+                "`model_fn` is part of the step: make its modules with "
+                "`modules.make(name, make_fn)`, and use no other modules."
             )
             raise
         except NonFiniteError as error:
@@ -456,7 +463,7 @@ class Estimator:
             controller.eval_summary_manager.close()
 
     def _make_trainer(self, calls: "Calls") -> tuple[EstimatorTrainer, InputPosition]:
-        """Builds the model for training, and returns what trains it."""
+        """Builds the model for training; returns its trainer and the data position."""
         config = self.config
         if not config.plan.is_training:
             raise EstimatorError(
@@ -470,7 +477,7 @@ class Estimator:
         dataset, specs = distribute(make_data, strategy, is_training=True)
         self._model.build_training(*specs)
 
-        # Workers of parameter servers take batches as they are free, in no order.
+        # Workers of parameter servers take batches when they are free, in any order.
         has_position = not isinstance(strategy, ParameterServerStrategy)
         position = InputPosition(
             dataset if has_position else None, resumes=calls.resumes
@@ -480,7 +487,7 @@ class Estimator:
     def _make_evaluator(
         self, input_fn: Callable[..., Any]
     ) -> tuple[EstimatorEvaluator, EstimatorSpec]:
-        """Builds the model for evaluation, and returns what evaluates it."""
+        """Builds the model for evaluation; returns its evaluator and the spec."""
         strategy = self.config.eval_distribute
         joint = self.config.train_distribute
         if strategy is None and joint is not None and joint.peers is not None:
@@ -489,7 +496,7 @@ class Estimator:
         make_data = self._bind(input_fn, ModeKeys.EVAL)
         dataset, specs = distribute(make_data, strategy, is_training=False)
 
-        # The checkpoint holds what training needs.
+        # The checkpoint also holds the optimizer, so the model is built for training.
         self._model.build_training(*specs)
         spec = self._model.build(*specs, ModeKeys.EVAL)
         evaluator = EstimatorEvaluator(
@@ -506,7 +513,7 @@ class Estimator:
         return str(saved[-1].path if saved else folder)
 
     def _make_init_fn(self, checkpoint: Checkpoint) -> Callable[[], Any] | None:
-        """Returns what reads the checkpoint of a warm start, if there is one."""
+        """Returns a function that reads the checkpoint of a warm start, if any."""
         path = self._find_warm_start()
         if path is None:
             return None
@@ -531,10 +538,10 @@ class Estimator:
         return functools.partial(make_input, input_fn, values)
 
     def _at(self, checkpoint_path: StrPath | None) -> "Estimator":
-        """Returns this estimator, or one like it that is at a checkpoint."""
+        """Returns this estimator, or a copy of it that reads another checkpoint."""
         if checkpoint_path is None:
             return self
-        # What this one holds in memory stays what it is.
+        # The copy has a model of its own, so that the model in memory does not change.
         made = copy.copy(self)
         made._model = self._make_model(self._model.fn)
         made._controller = None

@@ -22,11 +22,11 @@ class Head:
     """The meaning of logits of shape `(batch, num_logits)`.
 
     Args:
-        num_logits: How many logits an example has.
+        num_logits: The number of logits of an example.
         predict: Makes the predictions from logits.
         evaluate: Makes losses and metrics from logits and labels.
-        label_rule: Which labels are right. The loss of any other label is NaN, since
-            nothing can be raised on a device.
+        label_rule: The rule for valid labels. The loss of any other label is NaN,
+            because an error cannot be raised on a device.
     """
 
     num_logits: int
@@ -56,7 +56,7 @@ class Head:
 
 
 def regression_head(label_dimension: Any) -> Head:
-    """Returns squared errors, one for each number of a label."""
+    """Returns the head of a regression; the losses are squared errors per number."""
     size = check_positive_int("label_dimension", label_dimension)
 
     def predict(logits: jax.Array) -> dict[str, jax.Array]:
@@ -71,7 +71,10 @@ def regression_head(label_dimension: Any) -> Head:
 
 
 def class_head(n_classes: Any) -> Head:
-    """Returns cross-entropy; two classes have one logit, for class 1."""
+    """Returns the head of a classification with the cross-entropy as loss.
+
+    Two classes have one logit, for class 1.
+    """
     if not is_positive_int(n_classes) or n_classes == 1:
         raise EstimatorError(
             f"`n_classes` is {n_classes!r}, but there must be 2 classes or more. Use "
@@ -107,7 +110,7 @@ def _evaluate_two(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, 
     predictions = _predict_two(logits)
     class_ids = predictions["class_ids"]
 
-    # The metrics count -1 as a label of no class, and refuse to compute.
+    # The metrics count -1 as an invalid label, and then raise an error.
     is_class = (labels == 0) | (labels == 1)
     numbers = jnp.where(is_class, labels, -1).astype(jnp.int32)
     taken = {"logits": class_ids.astype(jnp.float32), "labels": numbers}
@@ -171,7 +174,7 @@ class _AccuracyBaseline(Mean):
 
 
 class _AUC(AUC):
-    """The area under a curve, with TensorFlow's number if all labels are alike."""
+    """The area under a curve, with TensorFlow's number if all labels are equal."""
 
     def compute(self) -> float:
         area = super().compute()

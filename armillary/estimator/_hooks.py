@@ -23,11 +23,11 @@ _KINDS = {
 
 
 def as_hooks(name: str, hooks: Any) -> tuple[Callable[..., Any], ...]:
-    """Returns functions that a user gave as hooks, listeners or exporters.
+    """Returns a user's hooks, listeners or exporters as a tuple of functions.
 
     Args:
         name: The name of the argument.
-        hooks: One function or several; `None` for none.
+        hooks: One function or several; `None` for an empty tuple.
     """
     if hooks is None:
         return ()
@@ -52,7 +52,8 @@ def as_hooks(name: str, hooks: Any) -> tuple[Callable[..., Any], ...]:
 class Hooks:
     """The hooks of one call, as one action with a state.
 
-    So a checkpoint always has the same entry for hooks, whichever a call was given.
+    So a checkpoint always has the same entry for hooks, whatever the hooks of a call
+    are.
     """
 
     def __init__(self, hooks: Sequence[Action]) -> None:
@@ -63,7 +64,7 @@ class Hooks:
             hook(output)
 
     def bind_step_counter(self, counter: Any) -> None:
-        """Passes on what counts the steps."""
+        """Passes on the step counter."""
         tell(self._hooks, "bind_step_counter", counter)
 
     def resume_at(self, step: int) -> None:
@@ -102,11 +103,12 @@ class Hooks:
 
 
 class PeriodicCall:
-    """Calls a function after the first loop that ends when some time has passed.
+    """Calls a function after a loop, if some time has passed since the last call.
 
     Args:
         seconds: The time between two calls.
-        call: The function. In a job of several processes, the first one has the clock.
+        call: The function. In a job of several processes, the clock of the first one
+            counts.
     """
 
     def __init__(self, seconds: float, call: Callable[[], Any]) -> None:
@@ -149,7 +151,7 @@ class ListenedManager(CheckpointManager):
 
 
 class Exports:
-    """Calls exporters with each evaluation; keeps what the last calls returned."""
+    """Calls exporters with each evaluation; keeps the results of the last calls."""
 
     def __init__(self, exporters: Sequence[Callable[[Output], Any]]) -> None:
         self._exporters = tuple(exporters)

@@ -36,19 +36,19 @@ class EstimatorSpec:
         mode: The mode that the function was called with.
         predictions: A dictionary of arrays with an entry for each example. Needed to
             predict.
-        loss: A scalar: the mean over the examples of this replica's batch. The mean
-            over replicas is taken of it, so do not divide by the global batch size.
-            Needed to train and to evaluate.
-        train_op: An Optax transformation, through which the gradients of `loss` with
-            respect to all `nnx.Param` of the modules go. The transformation of the
-            first call in a process counts. Needed to train.
+        loss: A scalar: the mean over the examples of this replica's batch. It is then
+            averaged over replicas, so do not divide by the global batch size. Needed
+            to train and to evaluate.
+        train_op: An Optax transformation for the gradients of `loss` with respect to
+            all `nnx.Param` of the modules. The transformation of the first call in a
+            process counts. Needed to train.
         eval_metric_ops: Further values that an evaluation reports, by name. A value is
-            an array with an entry for each example, whose mean is reported; or a pair
-            of a function that makes a metric of `nnx.metrics` or `armillary.metrics`,
-            and the keyword arguments of its `update`.
+            an array with an entry for each example, whose mean is reported. Or it is a
+            pair: a function that makes a metric of `nnx.metrics` or
+            `armillary.metrics`, and the keyword arguments of the metric's `update`.
         training_hooks: Functions of the output of a loop, as `hooks` of
             `Estimator.train`. The hooks of the first call in a process count.
-        training_chief_hooks: Hooks that run in the chief alone.
+        training_chief_hooks: Hooks that run only in the chief.
         evaluation_hooks: Functions of the output of an evaluation.
     """
 
@@ -62,7 +62,7 @@ class EstimatorSpec:
     evaluation_hooks: Sequence[Action] = ()
 
 
-# What each mode needs of it, and how to write that.
+# The fields that each mode needs, with examples of their values.
 _NEEDED = {
     ModeKeys.TRAIN: {"loss": "losses.mean()", "train_op": "optax.sgd(0.1)"},
     ModeKeys.EVAL: {"loss": "losses.mean()"},
@@ -71,7 +71,7 @@ _NEEDED = {
 
 
 def _check_spec(spec: Any, mode: ModeKeys) -> EstimatorSpec:
-    """Returns what a model function returned, if it is good for a mode."""
+    """Returns the result of a model function, or raises if it does not fit the mode."""
     if not isinstance(spec, EstimatorSpec):
         raise EstimatorError(
             f"`model_fn` returned {spec!r:.80} of type {type(spec).__name__}, but it "
@@ -159,23 +159,23 @@ def call_with(fn: Callable[..., Any], values: Mapping[str, Any]) -> Any:
 
 
 class Modules(nnx.Module):
-    """The modules of a model function, as attributes, each of which is made once."""
+    """The modules of a model function, as attributes; each module is made once."""
 
     def __init__(self) -> None:
-        # None in a step that is traced, where all of them must be there.
+        # It is None in a traced step, because all modules must have been made before.
         self._maker: Callable[..., Any] | None = None
 
     def make(self, name: str, make_fn: Callable[[nnx.Rngs], Any]) -> Any:
-        """Returns the module of a name.
+        """Returns the module with a name.
 
         Args:
-            name: Its name, in checkpoints too: a Python identifier.
-            make_fn: Makes it from an `nnx.Rngs`, whose seed follows from the name and
-                `RunConfig(tf_random_seed=...)`. It is called once.
+            name: The name of the module, in checkpoints too: a Python identifier.
+            make_fn: Makes the module from an `nnx.Rngs`, whose seed depends on the name
+                and on `RunConfig(tf_random_seed=...)`. It is called once.
 
         Raises:
-            EstimatorError: If the name is none, `make_fn` makes no module, or the
-                module cannot be made any more.
+            EstimatorError: If the name is not valid, `make_fn` does not return a
+                module, or it is too late to make the module.
         """
         is_name = isinstance(name, str) and name.isidentifier() and name[0] != "_"
         if not is_name or name == "make":
@@ -189,7 +189,7 @@ class Modules(nnx.Module):
             raise EstimatorError(
                 f"`modules.make({name!r}, ...)` was not called when `model_fn` was "
                 "called to make the modules, but a checkpoint holds the modules of all "
-                "modes. Make every module in every call, before looking at the mode."
+                "modes. Make every module in every call, before you look at the mode."
             )
         return self._maker(name, make_fn)
 
@@ -205,7 +205,7 @@ class Model:
         self.optimizer: nnx.Optimizer[Any] | None = None
         # The spec of the first call that trains.
         self.train_spec: EstimatorSpec | None = None
-        # What slots of modules held before the function was called in Python.
+        # The values of the modules' slots before the function was called in Python.
         self._before: list[tuple[Any, list[Any]]] = []
 
     def call(
@@ -216,7 +216,7 @@ class Model:
         return _check_spec(call_with(self.fn, values), mode)
 
     def build_training(self, features: PyTree, labels: PyTree) -> nnx.Optimizer[Any]:
-        """Makes the modules and the optimizer, unless they are there."""
+        """Makes the modules and the optimizer, unless they exist already."""
         if self.optimizer is None:
             spec = self.build(features, labels, ModeKeys.TRAIN)
             if not jax.tree.leaves(nnx.state(self.modules, nnx.Param)):
@@ -230,14 +230,14 @@ class Model:
         return self.optimizer
 
     def build(self, features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
-        """Calls the function once in Python, on zeros, and undoes what it writes."""
+        """Calls the function once in Python, on zeros, and undoes its writes."""
         features, labels = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (features, labels)
         )
         self._before = _read(self.modules)
         if self.optimizer is None:
             self.modules._maker = self._make
-        # One replica, whatever strategy is in effect.
+        # The call runs as one replica, whatever strategy is in effect.
         strategy = DefaultStrategy()
         try:
             with Scope(strategy, ReplicaContext(strategy, None, active=1)):

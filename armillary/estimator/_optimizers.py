@@ -1,6 +1,7 @@
-"""Optimizers by the names that TensorFlow has for them, and FTRL, which Optax lacks.
+"""Optimizers by their names in TensorFlow, and FTRL, which Optax lacks.
 
-Defaults are Keras' own, so that a program moved here trains with the same numbers.
+The defaults are those in Keras, so that a migrated program trains with the same
+numbers.
 """
 
 import functools
@@ -34,8 +35,9 @@ def ftrl(
 ) -> optax.GradientTransformation:
     """Returns FTRL-Proximal as an Optax transformation (`tf.keras.optimizers.Ftrl`).
 
-    After McMahan et al., "Ad Click Prediction: a View from the Trenches". The learning
-    rate of each weight falls with the square root of its summed squared gradients.
+    The algorithm is from McMahan et al., "Ad Click Prediction: a View from the
+    Trenches". The learning rate of each weight falls with the square root of its summed
+    squared gradients.
 
     Args:
         learning_rate: The learning rate.
@@ -52,7 +54,7 @@ def ftrl(
     rate = check_not_negative("learning_rate", learning_rate)
     if not rate:
         raise ValueError(
-            "`learning_rate` is 0, by which FTRL divides. Use `learning_rate=0.05`."
+            "`learning_rate` is 0, but FTRL divides by it. Use `learning_rate=0.05`."
         )
     first = check_not_negative("initial_accumulator_value", initial_accumulator_value)
     l1 = check_not_negative("l1_regularization_strength", l1_regularization_strength)
@@ -90,7 +92,7 @@ def ftrl(
 
 
 class _Named(NamedTuple):
-    """An optimizer that a name stands for, with the learning rate of Keras."""
+    """An optimizer that users can name, with the learning rate of Keras."""
 
     make: Callable[..., optax.GradientTransformation]
     learning_rate: float
@@ -118,7 +120,7 @@ def as_optimizer(
 
     Args:
         optimizer: The argument of the user.
-        learning_rate: The rate of an optimizer that is named. `None` takes Keras' own.
+        learning_rate: The rate of a named optimizer. `None` takes the rate of Keras.
     """
     if isinstance(optimizer, str):
         by_name = {name.lower(): named for name, named in _BY_NAME.items()}

@@ -1,4 +1,4 @@
-"""Input functions, and a model function as training, evaluation and predictions."""
+"""Calls of input functions, and the trainer, evaluator and predictor of a model."""
 
 import functools
 import inspect
@@ -46,7 +46,7 @@ def make_input(
         raise EstimatorError(
             f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but it "
             f"must return a data set that gives batches. {_BATCHES} To use one batch "
-            "many times, return `[(features, labels)] * 100`."
+            "many times, return, for example, `[(features, labels)] * 100`."
         )
     if isinstance(made, list):
         return list(map(_as_arrays, made))
@@ -77,12 +77,13 @@ def _as_array(part: Any) -> Any:
 def distribute(
     make_data: Callable[[InputContext], Any], strategy: Strategy, *, is_training: bool
 ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
-    """Returns data, and what features and labels of one replica's batch look like."""
-    # A step of training needs a batch for each replica, and no rows of other processes.
+    """Returns data, and the types of the features and labels of one replica's batch."""
+    # A training step needs a batch for each replica, and no rows of other processes.
     remainder = "exact" if strategy.peers is None else "drop"
     options = InputOptions(remainder=remainder if is_training else None)
     dataset = strategy.distribute_datasets_from_function(make_data, options)
-    spec, count = dataset.element_spec, dataset.layout.num_replicas
+    spec = dataset.element_spec
+    count = dataset.layout.num_replicas
     if type(spec) not in (tuple, list) or len(spec) != 2:
         raise EstimatorError(
             f"The batches of `input_fn` are of type {type(spec).__name__}, but they "
@@ -102,19 +103,20 @@ class InputPosition:
     def __init__(
         self, dataset: DistributedDataset | None = None, *, resumes: bool = False
     ) -> None:
-        # The controller looks for this name, to learn that the position is saved.
+        # The controller looks for this attribute, to find out that the position is
+        # saved.
         self.dataset = dataset
         self._resumes = resumes
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position; none, if the data has no positions."""
+        """Returns the position, which is `None` if the data has no positions."""
         dataset = self.dataset
         if dataset is None or not dataset.is_repositionable:
             return {"position": None}
         return {"position": dataset.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position; if this data lacks it, the manager begins again."""
+        """Moves to a position; if this data lacks it, the manager begins again."""
         dataset = self.dataset
         position = state["position"]
         if self._resumes and dataset is not None and position is not None:
@@ -141,7 +143,7 @@ def predict(
     predict_keys: Sequence[str] | None,
     yield_single_examples: bool,
 ) -> Iterator[PyTree]:
-    """Yields the predictions of a checkpoint, of which it reads the modules alone."""
+    """Yields the predictions of a checkpoint; reads only its modules."""
     strategy = DefaultStrategy()
     dataset = strategy.distribute_dataset(make_data(InputContext()))
     model.build(_features_of(dataset.element_spec), None, ModeKeys.PREDICT)
@@ -190,8 +192,8 @@ class EstimatorTrainer(StandardTrainer):
     def __init__(
         self, dataset: DistributedDataset, strategy: Strategy, model: Model
     ) -> None:
-        # TensorFlow's estimators end as well when a loss is not a number. Workers of
-        # parameter servers run single steps, which nobody looks at in between.
+        # TensorFlow's estimators also end when a loss is not a number. Workers of
+        # parameter servers run single steps, so their loss is only checked per loop.
         self._is_watched = not isinstance(strategy, ParameterServerStrategy)
         on_non_finite = "raise" if self._is_watched else None
         super().__init__(dataset, StandardTrainerOptions(on_non_finite=on_non_finite))
@@ -205,8 +207,8 @@ class EstimatorTrainer(StandardTrainer):
         self.loss.reset()
 
     def train_step(self, iterator: Any) -> None:
-        # A method leads a search for state to this object; a function of this library
-        # does not.
+        # The search for state follows a method to its object, but does not look into
+        # functions of this library.
         self.strategy.run(self._update, args=(next(iterator),))
 
     def _update(self, batch: Any) -> None:
@@ -216,7 +218,7 @@ class EstimatorTrainer(StandardTrainer):
         self.loss.update(values=loss)
 
     def _loss(self, modules: Any, features: Any, labels: Any) -> Any:
-        """Returns the loss of a model function, which is not a part of a sum."""
+        """Returns the loss of a model function, or raises if it is a part of a sum."""
         context = get_replica_context()
         assert context is not None  # This is a step.
         context.was_asked = False
@@ -225,7 +227,7 @@ class EstimatorTrainer(StandardTrainer):
             raise EstimatorError(
                 "`model_fn` uses the number of replicas, as `compute_average_loss` "
                 "does, but its loss is the mean over one replica's batch. Write "
-                "`loss=losses.mean()`: the mean over replicas is taken of that."
+                "`loss=losses.mean()`, which is then averaged over replicas."
             )
         return spec.loss
 
@@ -237,8 +239,8 @@ class EstimatorTrainer(StandardTrainer):
             raise NonFiniteError(
                 f"The loss of a loop is {loss}, so the variables on the "
                 "parameter servers are not numbers any more. Training ends, and the "
-                "last checkpoint is good: use a smaller learning rate, or look for "
-                "wrong data."
+                "last checkpoint has finite values: use a smaller learning rate, or "
+                "look for wrong data."
             )
         return {"loss": loss}
 
@@ -249,7 +251,7 @@ class EstimatorTrainer(StandardTrainer):
 
 
 def _read_loss(output: Output) -> Output:
-    """Returns the output of a loop with its loss as a number, when it is there."""
+    """Returns the output of a loop with its loss as a number; waits for the device."""
     if output is None or not isinstance(output["loss"], Pending):
         return output
     return {**output, "loss": output["loss"].read()}
@@ -291,16 +293,16 @@ class EstimatorEvaluator(StandardEvaluator):
 def _make_metric(name: str, op: Any) -> Any:
     if name == "loss":
         raise EstimatorError(
-            '`eval_metric_ops` has the entry "loss", which an evaluation reports in '
-            'any case, as the mean over batches. Call it "average_loss".'
+            '`eval_metric_ops` has the entry "loss", but an evaluation always reports '
+            'the mean over batches by this name. Call the entry "average_loss".'
         )
     if isinstance(op, tuple):
         metric_fn, _ = op
         return metric_fn()
     if jnp.ndim(op) == 0:
         raise EstimatorError(
-            f"`eval_metric_ops[{name!r}]` is a scalar, of which no mean over examples "
-            "can be taken. Give an array with an entry for each example, or a pair "
+            f"`eval_metric_ops[{name!r}]` is a scalar, and cannot be averaged over "
+            "examples. Give an array with an entry for each example, or a pair "
             "`(metric_fn, arguments)`."
         )
     return Mean()

@@ -16,19 +16,19 @@ from armillary.typing import Output
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> tuple[dict[str, Any] | None, list[Any]]:
-    """Trains up to a step, evaluating whenever a checkpoint is due, and at the end.
+    """Trains up to a step; evaluates whenever a checkpoint is due, and at the end.
 
-    In one process the two take turns: an evaluation follows each checkpoint, after so
-    many steps or so many seconds (`save_checkpoints_secs`). In a cluster (`TF_CONFIG`),
-    processes that train together train alone, as in TensorFlow: a process whose task is
-    `evaluator` evaluates each checkpoint that appears in `model_dir`, until training
-    has ended. Without one, call `Estimator.evaluate` in all processes when they have
-    trained.
+    In one process the two take turns: an evaluation follows each checkpoint, after a
+    number of steps or of seconds (`save_checkpoints_secs`). In a cluster (`TF_CONFIG`),
+    processes that train together do not evaluate, as in TensorFlow. A process whose
+    task is `evaluator` evaluates each checkpoint that appears in `model_dir`, until
+    training has ended. Without such a process, call `Estimator.evaluate` in all
+    processes after training.
 
     Args:
         estimator: The estimator to train.
-        train_spec: How to train.
-        eval_spec: How to evaluate.
+        train_spec: The settings of training.
+        eval_spec: The settings of evaluations.
 
     Returns:
         The result of the last evaluation of this process, `None` if there was none, and
@@ -81,7 +81,7 @@ def train_and_evaluate(
         when_save_is_due=turns.interrupt,
     )
     with estimator._make_controller(calls) as controller:
-        # At a step that was reached already, what is left is to evaluate.
+        # If the step was reached already, only an evaluation is left.
         target = -1 if max_steps is None else max(max_steps, estimator.global_step)
         if config.save_checkpoints_secs is None:
             output = controller.train_and_evaluate(
@@ -93,16 +93,16 @@ def train_and_evaluate(
 
 
 class _Turns:
-    """Training and evaluation in turns, when time says when to evaluate."""
+    """Training and evaluation in turns, if the interval is given in seconds."""
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
         self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Ends the training that runs, which saves a checkpoint, for an evaluation."""
+        """Ends the running training, which then saves a checkpoint, to evaluate."""
         controller = self._estimator._controller
-        assert controller is not None  # It calls this.
+        assert controller is not None  # The controller calls this method.
         self._is_interrupted = True
         controller.request_stop("a checkpoint is due, and its evaluation")
 
@@ -114,7 +114,7 @@ class _Turns:
             output = controller.evaluate(eval_steps)
 
             is_reached = self._estimator.global_step == target
-            # A hook of training or of the evaluation.
+            # A hook of training or of the evaluation may have stopped it.
             is_stopped = self._estimator._stop_reason is not None
             if is_reached or is_stopped or not self._is_interrupted:
                 return output

@@ -80,7 +80,8 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             f"`--workers` is '{fewest}:{most}', but MIN must not be larger than MAX. "
             f"Use `--workers={most}:{fewest}`."
         )
-    share, evaluator = namespace.devices_per_worker, namespace.evaluator
+    share = namespace.devices_per_worker
+    evaluator = namespace.evaluator
     if share is not None:
         check_positive_int("--devices-per-worker", share)
     restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
@@ -101,13 +102,13 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         machines = Machines(most, devices, fewest, wait_seconds)
     elif evaluator:
         raise ValueError(
-            "`--evaluator` is given with `--ray`, which places workers alone. Start "
-            "the evaluator by itself, where it sees the checkpoints: "
+            "`--evaluator` is given with `--ray`, which places only workers. Start "
+            "the evaluator by itself, on a machine that can read the checkpoints: "
             """`TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' """
             "python train.py`."
         )
     else:
-        # Only Ray's part needs more than Python.
+        # Only the part for Ray needs other packages.
         from armillary.launch._ray import RayMachines, connect
 
         ray = connect(namespace.ray)
@@ -120,7 +121,7 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         max_restarts=restarts,
         pause_seconds=pause_seconds,
         grace_seconds=grace_seconds,
-        # If nothing refuses the job.
+        # The files are opened last, when all arguments are known to be valid.
         logs=_open_logs(namespace.log_dir, labels + [EVALUATOR] * evaluator),
     )
     return lambda: run_job(job)

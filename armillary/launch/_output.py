@@ -1,7 +1,7 @@
-"""Writes what all processes say, line by line, and what the launcher says.
+"""Writes the output of all processes, line by line, and the lines of the launcher.
 
-One thread reads each stream: a paused terminal pauses the processes that write to it,
-and does not keep the launcher from passing on a signal.
+Each stream has a thread. So a paused terminal pauses the processes that write to it,
+but the launcher still passes on signals.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from queue import Queue
 TAIL_LINES = 15
 """Lines of a failed process's stderr that are shown again at the end."""
 MAX_LINE = 32 * 1024
-"""Characters after which a line without an end is passed on all the same."""
+"""The number of characters after which a line is passed on before its end."""
 
 _LAUNCHER = "launcher"
 _DRAIN_SECONDS = 5.0
@@ -27,25 +27,26 @@ _POLL_SECONDS = 0.02
 
 
 def read_lines(file: BufferedReader) -> Iterator[str]:
-    """Returns the lines that a terminal shows of what is in a file, and closes it."""
-    # Of a progress bar, which returns to the start of its line, the last state is kept.
+    """Yields the lines of a file as a terminal shows them, and closes the file."""
+    # A progress bar returns to the start of its line; only its last state is kept.
     with io.TextIOWrapper(file, "utf-8", "replace", newline="\n") as lines:
         while line := lines.readline(MAX_LINE):
             yield line.rstrip("\r\n").rpartition("\r")[2]
 
 
 class Output:
-    """Writes the lines of all processes and of the launcher, each behind its label."""
+    """Writes the lines of all processes and of the launcher, each after a label."""
 
     def __init__(self, logs: Mapping[str, FileIO] | None = None) -> None:
         self._logs = dict(logs or {})
-        # Python has no stream where the launcher was started with a closed one.
+        # `sys.stdout` is None if the launcher was started with a closed one.
         streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._open = {name: each.fileno() for name, each in streams.items() if each}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._said: Queue[str] = Queue()
-        # Daemons, so that Ctrl-C ends the launcher while its terminal is paused.
+        # The threads are daemons, so that Ctrl-C ends the launcher even if its terminal
+        # is paused.
         threading.Thread(target=self._write_said, daemon=True).start()
 
     def say(self, text: str) -> None:
@@ -55,7 +56,7 @@ class Output:
     def add(
         self, label: str, stdout: BufferedReader, stderr: BufferedReader
     ) -> "deque[str]":
-        """Writes what a process says; returns the last lines of its stderr."""
+        """Writes the output of a process; returns the last lines of its stderr."""
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         nothing: deque[str] = deque(maxlen=0)
         for stream in (("stdout", stdout, nothing), ("stderr", stderr, tail)):
@@ -69,7 +70,7 @@ class Output:
     async def drain(
         self, labels: Collection[str] | None = None, seconds: float = _DRAIN_SECONDS
     ) -> None:
-        """Waits until the streams of some processes, or all, have ended, or a while.
+        """Waits, for a limited time, for the end of the streams of some processes.
 
         A process that left its worker's group may hold a stream open for longer.
         """
@@ -80,7 +81,7 @@ class Output:
     async def finish(self) -> None:
         """Drains all streams, and closes the log files."""
         await self.drain()
-        # The last lines say what went wrong: a reader that pauses still gets them.
+        # The last lines show the error, so the launcher waits for a paused reader.
         while self._has_more() and self._lock.locked():
             await self.drain()
         logs, self._logs = self._logs, {}
@@ -111,7 +112,7 @@ class Output:
             try:
                 if name in self._open:
                     _write_all(self._open[name], f"[{label}] {line}\n")
-            except OSError:  # A reader that went away (`| head`) must not end the job.
+            except OSError:  # A reader that has ended (`| head`) must not end the job.
                 del self._open[name]
             try:
                 if label in self._logs:

@@ -1,4 +1,4 @@
-"""One process of a job: its devices, its variables, how it starts and how it ended."""
+"""One process of a job: its devices, its variables, its start and its end."""
 
 import asyncio
 import contextlib
@@ -34,9 +34,10 @@ _SPOKEN_FOR = (
     ExitCode.RESTART_REQUESTED,
     ExitCode.PREEMPTED,
 )
-# What a new process runs first. The kernel kills a process that asked for it (1 is
-# `PR_SET_PDEATHSIG`) when the thread that started it ends, also after `exec`. Asking
-# between `fork` and `exec` would run Python in a copy of a program with other threads.
+# The program that a new process runs first. It asks the kernel (1 is
+# `PR_SET_PDEATHSIG`) to kill the process when the thread that started it ends, which
+# also holds after `exec`. To ask between `fork` and `exec` is not safe, because Python
+# would run in a copy of a program with other threads.
 _TIE = """
 import ctypes, os, signal, sys
 has_failed = ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -54,7 +55,7 @@ class DevicePlan:
 
     virtual_cpus: int | None = None  # `None` leaves it to the script.
     gpus: tuple[tuple[str, ...], ...] = ()  # Names, for `CUDA_VISIBLE_DEVICES`.
-    num_gpus: int = 0  # Where Ray chooses which ones.
+    num_gpus: int = 0  # Only their number, if Ray chooses them.
 
     def __str__(self) -> str:
         if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
@@ -67,7 +68,7 @@ class DevicePlan:
 def plan_devices(
     gpus: Sequence[str], num_processes: int, share: int | None
 ) -> DevicePlan:
-    """Shares the GPUs, or plans virtual CPU devices where there is none."""
+    """Divides the GPUs, or plans virtual CPU devices if there are no GPUs."""
     if not gpus:
         return DevicePlan(virtual_cpus=share)
     share = share or len(gpus) // num_processes or 1
@@ -95,7 +96,7 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
     if not can_use_gpus(environment):
         return []
     if "CUDA_VISIBLE_DEVICES" in environment:
-        # As CUDA reads it: a name that is none, such as -1, ends the list.
+        # As for CUDA, an invalid name such as -1 ends the list.
         names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
         return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
     names = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*")]
@@ -104,9 +105,9 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 
 def find_addresses(count: int) -> list[str]:
     """Returns `count` different addresses on loopback that are free now."""
-    # If another program takes one, that attempt fails, and the next has other ports.
+    # If another program takes a port, the attempt fails, and the next has other ports.
     with contextlib.ExitStack() as stack:
-        # All are open at once, or the system could give the same one twice.
+        # All sockets are open together, or the system could assign a port twice.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind((_LOOPBACK, 0))
@@ -129,15 +130,15 @@ def make_environment(
         "TF_CONFIG": json.dumps({"cluster": {"worker": [*addresses]}, "task": task}),
         "ARMILLARY_RESTART_COUNT": str(num_restarts),
         SKIPPED: skipped,
-        # JAX would listen on all interfaces of the machine.
+        # By default, JAX would listen on all interfaces of the machine.
         "JAX_COORDINATOR_BIND_ADDRESS": addresses[0],
-        # Output goes to a pipe, where Python would hold back whole pages of it.
+        # Output goes to a pipe, and by default Python buffers the output to a pipe.
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED") or "1",
-        # Of one that crashes, or is ended before it has joined, the stack is shown.
+        # The stack is shown if a process crashes, or is ended before it has joined.
         "PYTHONFAULTHANDLER": base.get("PYTHONFAULTHANDLER") or "1",
     }
     if any(base.get(name) for name in _PROXY_VARIABLES):
-        # gRPC would ask the proxy for the coordinator.
+        # By default, gRPC would connect to the coordinator through the proxy.
         direct = base.get("no_grpc_proxy") or base.get("no_proxy")
         hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
         changes["no_grpc_proxy"] = ",".join([*([direct] if direct else []), *hosts])
@@ -189,18 +190,19 @@ def start_tied(
 ) -> "tuple[subprocess.Popen[bytes], BufferedReader]":
     """Starts a process that ends with the calling thread, in a group of its own.
 
-    Returns it, and what it tells the launcher.
+    Returns:
+        The process, and the pipe with its messages for the launcher.
     """
     reader, writer = os.pipe()
-    # It rather says less than wait for a launcher that is stopped.
+    # If the launcher is stopped, the process drops messages and does not wait.
     os.set_blocking(writer, False)
     told = os.fdopen(reader, "rb")
     tie = [_TIE, str(os.getpid()), VARIABLE, str(writer)]
     try:
-        # The group keeps the terminal's Ctrl-C away, which the launcher passes on
-        # instead, and lets what the process itself started end with it.
+        # The terminal does not send Ctrl-C to the group; the launcher passes it on.
+        # Programs that the process itself has started end with the group.
         process = subprocess.Popen(
-            # For the first moment without `site` and the folder of the script.
+            # The first program does not need `site` and the folder of the script.
             [sys.executable, "-S", "-P", "-c", *tie, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -219,9 +221,9 @@ def start_tied(
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> int:
-    """Ends a process, and what is left of its group; returns its exit code."""
-    # ORDER: before the process is waited for, its number cannot be another's. What is
-    # left of a group may also be another user's, after `sudo`.
+    """Ends a process and the rest of its group; returns its exit code."""
+    # ORDER: the group is killed before the wait, because after it another process may
+    # have the number. After `sudo`, the rest of a group may belong to another user.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
@@ -232,11 +234,11 @@ class Process(ABC):
 
     stdout: BufferedReader
     stderr: BufferedReader
-    line: BufferedReader  # What it tells the launcher.
+    line: BufferedReader  # The messages of the process for the launcher.
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.is_asked = False  # Whether the launcher ends it.
+        self.is_asked = False  # True if the launcher ends it.
         self.told: dict[str, Any] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.silent: asyncio.Future[None] = self.ended.get_loop().create_future()
@@ -248,7 +250,7 @@ class Process(ABC):
         return "joining" in self.told and "joined" not in self.told
 
     def listen(self, hear: Callable[..., None]) -> None:
-        """Notes what the process tells, and calls `hear` with it, until its end."""
+        """Keeps the messages of the process, and calls `hear` with each of them."""
         loop = self.ended.get_loop()
 
         def note(word: str, *values: Any) -> None:
@@ -256,7 +258,7 @@ class Process(ABC):
             hear(word, *values)
 
         def read() -> None:
-            # The launcher may have ended meanwhile.
+            # The event loop of the launcher may have ended meanwhile.
             with contextlib.suppress(RuntimeError), self.line:
                 for line in self.line:
                     loop.call_soon_threadsafe(note, *json.loads(line))
@@ -282,7 +284,11 @@ class Process(ABC):
 
 
 class Child(Process):
-    """A process here; `OSError` if the system does not start another one."""
+    """A process on this machine.
+
+    Raises:
+        OSError: If the system does not start another process.
+    """
 
     def __init__(
         self, label: str, arguments: Sequence[str], environment: Mapping[str, str]
@@ -304,7 +310,7 @@ class Child(Process):
             os.kill(self._process.pid, number)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Where it was killed meanwhile, nobody waits any more.
+        # If the process was killed meanwhile, its end is already known.
         with contextlib.suppress(ChildProcessError, RuntimeError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             loop.call_soon_threadsafe(self.kill)
@@ -320,10 +326,12 @@ class Machines:
         fewest: int | None = None,
         wait_seconds: float = 0.0,
     ) -> None:
-        self._num_workers, self.devices = num_workers, devices
-        self._fewest, self._wait_seconds = fewest or num_workers, wait_seconds
+        self._num_workers = num_workers
+        self.devices = devices
+        self._fewest = fewest or num_workers
+        self._wait_seconds = wait_seconds
         self._all_gpus = devices.gpus
-        # Places whose worker did not come, since when, and the places of this attempt.
+        # The places whose worker did not come, with the time when that began.
         self._away: dict[int, float] = {}
         self._places: list[int] = []
         self._is_tired = False
@@ -332,21 +340,25 @@ class Machines:
     async def reserve(self, say: Say) -> tuple[list[str], str]:
         """Finds a place for each worker of an attempt.
 
-        Returns their addresses, and where they are, if that is to be said.
+        Returns:
+            Their addresses, and the end of the message about the start.
         """
-        # The attempt after one that does without some tries all again.
+        # After an attempt without some of the places, the next one uses all again.
         away = self._away if self._is_tired else {}
         self._is_tired = False
         self._places = [i for i in range(self._num_workers) if i not in away]
         if gpus := self._all_gpus:
-            # What is behind those of the workers is the evaluator's.
+            # The GPUs after those of all workers belong to the evaluator.
             chosen = [gpus[place] for place in self._places]
             chosen += gpus[self._num_workers :]
             self.devices = dataclasses.replace(self.devices, gpus=tuple(chosen))
         return find_addresses(len(self._places)), ""
 
     def miss(self, indices: Collection[int]) -> str:
-        """Notes that workers did not come; returns what is done about it, if it is."""
+        """Notes that workers did not come; returns a message about the next attempt.
+
+        The message is empty if the job cannot continue without them.
+        """
         now = time.monotonic()
         for index in indices:
             self._away.setdefault(self._places[index], now)

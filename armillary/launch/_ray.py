@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster. Ray finds the places, and tells of lost ones."""
+"""The machines of a Ray cluster: Ray finds the places, and reports lost machines."""
 
 import asyncio
 import io
@@ -46,7 +46,7 @@ def connect(address: str) -> Any:
     try:
         ray = import_ray()
         socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
-        # Ray itself would try for a quarter of an hour.
+        # By itself, Ray would try for a quarter of an hour.
         signal.signal(signal.SIGALRM, end)
         signal.setitimer(signal.ITIMER_REAL, _CONNECT_SECONDS)
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
@@ -63,8 +63,8 @@ def connect(address: str) -> Any:
     return ray
 
 
-# Its methods run in one thread, that of its event loop, which lives as long as the
-# actor does. So the kernel ends the worker with the actor.
+# All methods run in the thread of the actor's event loop. This thread ends only with
+# the actor, so the kernel ends the worker together with the actor.
 class _Actor:
     """The parent of a worker on its machine, where Ray sends this class as a value."""
 
@@ -73,7 +73,7 @@ class _Actor:
         import ray
 
         address = ray.util.get_node_ip_address()
-        # Open until the worker starts, or another could get the same port.
+        # The socket stays open until the worker starts, to keep the port.
         self._socket = socket.socket()
         self._socket.bind((address, 0))
         return address, socket.gethostname(), self._socket.getsockname()[1]
@@ -81,7 +81,7 @@ class _Actor:
     async def start(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> None:
-        """Starts the worker; a few of its variables are the machine's own."""
+        """Starts the worker; a few of its variables come from the machine."""
         kept = {k: v for k, v in environment.items() if k not in _OF_THE_MACHINE}
         own = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
         self._socket.close()
@@ -89,12 +89,12 @@ class _Actor:
         self._process, self._line = start_tied(command, {**kept, **own}, folder)
 
     async def read(self, name: str, size: int) -> bytes:
-        """Returns what comes next on a stream; nothing at its end."""
+        """Returns the next bytes of a stream; none at its end."""
         stream = self._line if name == "line" else getattr(self._process, name)
         return await asyncio.to_thread(os.read, stream.fileno(), size)
 
     async def wait(self) -> tuple[int, float]:
-        """Returns the exit code of the worker, as Python has it, and its seconds."""
+        """Returns the exit code of the worker, as in Python, and its seconds."""
         flags = os.WEXITED | os.WNOWAIT
         await asyncio.to_thread(os.waitid, os.P_PID, self._process.pid, flags)
         return end_group(self._process), time.monotonic() - self._since
@@ -126,7 +126,9 @@ class _Worker(Process):
         environment: Mapping[str, str],
     ) -> None:
         super().__init__(label)
-        self._ray, self._place, actor = ray, place, place.actor
+        self._ray = ray
+        self._place = place
+        actor = place.actor
         command = [sys.executable, *arguments]
         started = actor.start.remote(command, environment, os.getcwd())
         self.stdout = io.BufferedReader(_Stream(ray, actor, started, "stdout"))
@@ -140,7 +142,7 @@ class _Worker(Process):
             self._end(-signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        # `_watch` tells of a worker that is lost.
+        # `_watch` reports a lost worker, so the answer is not needed.
         self._place.actor.send_signal.remote(number)
 
     async def _watch(self, started: Any) -> None:
@@ -158,7 +160,10 @@ class _Stream(io.RawIOBase):
     """One output stream of a worker, read by a thread."""
 
     def __init__(self, ray: Any, actor: Any, started: Any, name: str) -> None:
-        self._ray, self._actor, self._started, self._name = ray, actor, started, name
+        self._ray = ray
+        self._actor = actor
+        self._started = started
+        self._name = name
 
     def readable(self) -> bool:
         return True
@@ -174,14 +179,14 @@ class _Stream(io.RawIOBase):
 
 
 class RayMachines(Machines):
-    """The machines of a Ray cluster, of which every attempt takes what there is."""
+    """The machines of a Ray cluster; every attempt takes as many as there are."""
 
     def __init__(
         self, ray: Any, fewest: int, most: int, share: int | None, wait_seconds: float
     ) -> None:
         super().__init__(most, DevicePlan(virtual_cpus=share), fewest, wait_seconds)
         self._ray = ray
-        # Or the machines would have to import this library to find the class.
+        # The class is sent by value, so that the machines need not have this library.
         for module in (_process, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
         self._group: Any = None
@@ -218,11 +223,11 @@ class RayMachines(Machines):
         return _Worker(self._ray, label, self._found[index], arguments, environment)
 
     def miss(self, indices: Collection[int]) -> str:
-        """Leaves it to Ray, which tells of a machine that is away."""
+        """Does nothing, because Ray knows the machines that are missing."""
         return ""
 
     def meet(self, index: int) -> None:
-        """Leaves it to Ray."""
+        """Does nothing, because Ray knows the machines that are present."""
 
     def release(self) -> None:
         if self._group is not None:
@@ -233,10 +238,11 @@ class RayMachines(Machines):
         self._ray.shutdown()
 
     async def _reserve_group(self, say: Say) -> None:
-        # With GPUs on few machines, which are connected best. Else on many: every
-        # worker computes on all cores of its machine.
+        # Workers with GPUs run on few machines, which connects them best. Other workers
+        # run on many machines, because each computes on all cores of its machine.
         strategy = "PACK" if "GPU" in self._needs else "SPREAD"
-        count, is_waiting = 0, False
+        count = 0
+        is_waiting = False
         wanted = self._count_room(self._find_machines())
         while True:
             wanted = min(self._num_workers, max(self._fewest, wanted))
@@ -245,7 +251,7 @@ class RayMachines(Machines):
                 count, bundles = wanted, [self._needs] * wanted
                 self._group = self._ray.util.placement_group(bundles, strategy=strategy)
             for _ in range(max(1, math.ceil(self._wait_seconds))):
-                # Ray takes whole seconds only.
+                # Ray takes only whole seconds.
                 if await asyncio.to_thread(self._group.wait, 1):
                     return
             if count > self._fewest:
@@ -263,7 +269,7 @@ class RayMachines(Machines):
             is_waiting = True
 
     def _find_machines(self) -> list[dict[str, float]]:
-        """Returns the resources of each machine that lives, whoever uses them."""
+        """Returns the resources of each live machine, used ones included."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _count_room(self, machines: Iterable[Mapping[str, float]]) -> int:
@@ -275,7 +281,8 @@ class RayMachines(Machines):
         """Starts an actor at each place, and looks at its machine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor_class, actors = self._ray.remote(_Actor), []
+        actor_class = self._ray.remote(_Actor)
+        actors = []
         for index in range(self._group.bundle_count):
             where = PlacementGroupSchedulingStrategy(self._group, index)
             gpus = self._needs.get("GPU", 0)
@@ -290,7 +297,7 @@ class RayMachines(Machines):
 
 
 def _shorten(error: BaseException) -> str:
-    """Returns what Ray says of an error, in a line."""
-    # In front of the last line stand the names that Ray gave to the actor.
+    """Returns Ray's description of an error, in one line."""
+    # The lines before the last one hold the names that Ray gave to the actor.
     last = str(error).strip().rpartition("\n")[2]
     return f"Ray says: {textwrap.shorten(last, 240)}" if last else "no answer."

@@ -1,6 +1,7 @@
-"""Why an attempt ended, and whether the job starts again: pure functions and counts.
+"""The cause of an attempt's end, and the decision to restart: functions and counts.
 
-Progress is a newer checkpoint on the disk, or, for the evaluator, one that it took up.
+Progress is a newer checkpoint on the disk. For the evaluator, it is a newer checkpoint
+that it has evaluated or begun to evaluate.
 """
 
 import re
@@ -14,11 +15,11 @@ from armillary.launch._process import Ending, Process
 
 MAX_PAUSE_SECONDS = 60.0
 MOST_ALIKE = 3
-"""The same failure so often, without progress, would come again."""
+"""The number of equal failures without progress after which there is no restart."""
 _MOST_CRASHES = 2
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# How the lifeline names a process that ends the others.
+# The parts of the lifeline's messages that name the process which ended the others.
 _NAMED = re.compile(
     r"Process (\d+) of \d+ (?:is gone|has failed|has not joined)|"
     r"process (\d+) of .*\(stopped\?\)|"
@@ -33,11 +34,11 @@ class Attempt(NamedTuple):
     # The process that failed first, and the last line that it wrote.
     ending: Ending = Ending(returncode=0, seconds=0.0)
     words: str = ""
-    absence: str = ""  # What is done about workers that did not come: no failure.
+    absence: str = ""  # The message about workers that did not come, if not a failure.
 
 
 def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | None:
-    """Returns which worker failed first, of those that ended in this order."""
+    """Returns the index of the worker that failed first; `endings` has their order."""
     asked = [i for i, ending in endings.items() if ending.is_asked]
     alone = [i for i in endings if i not in asked]
     failed = [i for i in alone if endings[i].returncode != 0]
@@ -46,14 +47,13 @@ def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | N
         return None
     blamed = [i for i in endings if i in named and (i in own or i not in failed)]
     saved = [i for i in failed[:1] if endings[i].cause is ExitCode.PREEMPTED]
-    # One that ended with 0 while others needed it; and one that did not notice what
-    # the others did.
+    # A worker that ended with 0 while others needed it.
     early = [i for i in alone[:1] if endings[i].returncode == 0]
     return [*blamed, *own, *saved, *early, *asked, *failed][0]
 
 
 def find_named(words: Sequence[str]) -> set[int]:
-    """Returns the processes of which others say that they ended the attempt."""
+    """Returns the processes that others name as the cause of the end."""
     return {
         int(match[match.lastindex or 0])
         for index, said in enumerate(words)
@@ -63,7 +63,7 @@ def find_named(words: Sequence[str]) -> set[int]:
 
 
 def find_stopped(said: str) -> set[int]:
-    """Returns the processes that do not answer, as one says that ends the attempt."""
+    """Returns the processes that do not answer, from the message of another one."""
     return {int(match[2]) for match in _NAMED.finditer(said) if match[2]}
 
 
@@ -81,16 +81,18 @@ class Restarts:
         self, most: int, first_seconds: float, *, is_evaluator: bool = False
     ) -> None:
         self.count = 0
-        self.skipped = ""  # The checkpoint that the next attempt steps over.
-        self._most, self._first_seconds = most, first_seconds
+        self.skipped = ""  # The checkpoint that the next attempt skips.
+        self._most = most
+        self._first_seconds = first_seconds
         self._is_evaluator = is_evaluator
-        self._highest, self._evaluated = -1, set[str]()
-        # What the attempt restored, until its first loop has ended.
+        self._highest = -1
+        self._evaluated = set[str]()
+        # The checkpoint that the attempt restored, until its first loop has ended.
         self._restored = ""
         self._go_on()
 
     def _go_on(self) -> None:
-        # Since the last progress.
+        """Starts the counts since the last progress again."""
         self._attempts = self._failures = self._alike = 0
         self._last: tuple[int, str] | None = None
         self._crashes: Counter[str] = Counter()
@@ -104,9 +106,10 @@ class Restarts:
         return min(seconds, max(MAX_PAUSE_SECONDS, self._first_seconds))
 
     def hear(self, word: str, *values: Any) -> None:
-        """Takes in what a process tells."""
+        """Handles a message of a process."""
         if word == "saved":
-            number, self.skipped = values[0], ""
+            number = values[0]
+            self.skipped = ""
             if number > self._highest:
                 self._highest = number
                 self._go_on()
@@ -119,10 +122,11 @@ class Restarts:
             self._restored = ""
 
     def judge(self, attempt: Attempt) -> tuple[ExitCode | None, str, str]:
-        """Returns the exit code, or `None` for a restart; what is done, and why."""
+        """Returns the exit code or `None` for a restart, the action, and the reason."""
         cause, ending, words, absence = attempt
-        restored, self._restored = self._restored, ""
-        # The same command line will be as wrong the next time.
+        restored = self._restored
+        self._restored = ""
+        # A wrong command line is also wrong in the next attempt.
         if cause in {ExitCode.OK, ExitCode.USAGE} or not self._most:
             return cause, "", ""
         self._attempts += 1
@@ -130,7 +134,7 @@ class Restarts:
             self.count += 1
             return None, "restart", absence or "a machine was taken away"
         self._failures += 1
-        # A kill by others may be the last, however often it came.
+        # A kill from outside need not come again, however often it came.
         is_own = -ending.returncode not in _FROM_OUTSIDE
         last = (ending.returncode, _NUMBERS.sub("#", words))
         self._alike = self._alike + 1 if is_own and last == self._last else 1
@@ -142,7 +146,8 @@ class Restarts:
             self.count += 1
             why = ""
             if is_bad:
-                self._has_skipped, self.skipped = True, restored
+                self._has_skipped = True
+                self.skipped = restored
                 why = f"the first steps after `{restored}` failed twice: without it"
             return None, f"restart {self._failures} of {self._most}", why
         why = f"the last of {self._failures} failures"
@@ -153,13 +158,13 @@ class Restarts:
 
 
 def waits_in_vain(children: Sequence[Process]) -> bool:
-    """Returns whether those that run wait, or are going to, for one that has ended."""
+    """Returns whether running workers wait, or will wait, for one that has ended."""
     joins = any("joining" in child.told for child in children)
     ended = [child for child in children if child.ended.done()]
     running = [child for child in children if child not in ended]
     if not (running and ended):
         return False
-    # One that failed before it came, of a program whose processes join.
+    # A worker failed before it came, although the processes of its program join.
     failed = [child for child in ended if child.ended.result().returncode]
     never_came = joins and any("joining" not in child.told for child in failed)
     has_joined = any("joined" in child.told for child in children)

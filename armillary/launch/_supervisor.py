@@ -61,7 +61,7 @@ def run_job(job: Job) -> ExitCode:
     output = Output(job.logs)
     with (
         contextlib.closing(job.machines),
-        # Ray prints pages about a lost machine, of which the supervisor says a line.
+        # Ray prints pages about a lost machine; the supervisor writes one line.
         open(os.devnull, "w") as nothing,
         contextlib.redirect_stdout(nothing),
     ):
@@ -72,7 +72,9 @@ class _Supervisor:
     """Shared state of a job's groups, and the signals that the launcher receives."""
 
     def __init__(self, job: Job, output: Output) -> None:
-        self.job, self.output, self.say = job, output, output.say
+        self.job = job
+        self.output = output
+        self.say = output.say
         self.addresses: list[str] = []
         self.workers, self.evaluator = _Group(self), _Group(self, is_evaluator=True)
         self.evaluation: asyncio.Task[ExitCode] | None = None
@@ -85,8 +87,9 @@ class _Supervisor:
     async def run(self) -> ExitCode:
         """Returns the exit code of the job."""
         loop = asyncio.get_running_loop()
-        # What the launcher was started to ignore, as `nohup` does, stays ignored. Not
-        # so SIGCHLD, or the kernel would forget how a child ended.
+        # A signal that the launcher was started to ignore, as with `nohup`, stays
+        # ignored. SIGCHLD is an exception: if it is ignored, the kernel does not keep
+        # the exit codes of children.
         heard = [*_PASSED_ON, *_CORE_SIGNALS]
         heard = [n for n in heard if signal.getsignal(n) != signal.SIG_IGN]
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -104,7 +107,7 @@ class _Supervisor:
         finally:
             self.workers.kill()
             self.evaluator.kill()
-            # From here on, a signal ends the launcher, whose terminal may be paused.
+            # From here on, a signal ends the launcher, even if its terminal is paused.
             for number in heard:
                 loop.remove_signal_handler(number)
             await self.output.finish()
@@ -126,11 +129,13 @@ class _Supervisor:
         return code
 
     def _receive(self, number: int) -> None:
-        """Passes a signal on; asks all processes to end if it is one of those."""
-        workers, evaluator = self.workers, self.evaluator
-        grace_seconds, now = self.job.grace_seconds, asyncio.get_running_loop().time()
+        """Passes a signal on; a signal to stop also limits the time of processes."""
+        workers = self.workers
+        evaluator = self.evaluator
+        grace_seconds = self.job.grace_seconds
+        now = asyncio.get_running_loop().time()
         if number in _CORE_SIGNALS:
-            # The kernel would end the workers, but not what they started.
+            # The kernel would end the workers, but not programs that they started.
             workers.kill()
             evaluator.kill()
             signal.signal(number, signal.SIG_DFL)
@@ -139,14 +144,15 @@ class _Supervisor:
             evaluator.pass_on(number)
             workers.pass_on(number)
         elif self._asked_at is None:
-            self.stop, self._asked_at = number, now
+            self.stop = number
+            self._asked_at = now
             self.is_ending.set()
             evaluator.pass_on(number)
             more = f"; SIGKILL in {grace_seconds:g} s, or after a second signal"
             workers.pass_on(number, more)
-            # Beside workers, the evaluator has as long as they have.
+            # Next to running workers, the evaluator has as much time as they have.
             (workers if workers.running else evaluator).end_after(grace_seconds)
-        # One request may arrive twice: `timeout` signals a process and its group.
+        # A request may arrive twice: `timeout` signals a process and its group.
         elif now > self._asked_at + _REPEAT_SECONDS:
             self.say(f"{name_signal(number)} again: ends all processes now.")
             workers.end_after(0.0)
@@ -158,18 +164,19 @@ class _Group:
 
     def __init__(self, supervisor: _Supervisor, *, is_evaluator: bool = False) -> None:
         self._supervisor, self._job = supervisor, supervisor.job
-        self._say, self._output = supervisor.say, supervisor.output
+        self._say = supervisor.say
+        self._output = supervisor.output
         self._is_evaluator = is_evaluator
         most, pause = self._job.max_restarts, self._job.pause_seconds
         self.restarts = Restarts(most, pause, is_evaluator=is_evaluator)
         self.children: list[Process] = []
         self._tails: dict[str, deque[str]] = {}
-        # Whether those that run wait to join one that will never come.
+        # True if the running workers wait to join a worker that will never come.
         self._is_in_vain = False
         self._ender: asyncio.Task[None] | None = None
 
     async def run(self) -> ExitCode:
-        """Runs the processes, and again if they fail; returns what comes of it."""
+        """Runs the processes, and again if they fail; returns the last exit code."""
         is_ending = self._supervisor.is_ending
         alone = " of the evaluator alone" if self._is_evaluator else ""
         while True:
@@ -195,10 +202,10 @@ class _Group:
         return [child for child in self.children if not child.ended.done()]
 
     def pass_on(self, number: int, note: str = "") -> None:
-        """Sends a signal that the launcher got to those that run, and says so."""
+        """Sends a signal of the launcher to the running processes, and logs it."""
         if self.running:
             self._say(f"{name_signal(number)}: passed on to {self}{note}.")
-        # A worker has no terminal that could hang up.
+        # A worker has no terminal, so a hang-up becomes SIGTERM.
         self.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def send(self, number: int) -> None:
@@ -206,7 +213,7 @@ class _Group:
             child.send_signal(number)
 
     def end_after(self, *pauses: float) -> None:
-        """Ends those that still run, after pauses in seconds: by SIGKILL, at last."""
+        """Ends the running processes after pauses in seconds, finally with SIGKILL."""
         numbers = (signal.SIGTERM, signal.SIGKILL)[-len(pauses) :]
 
         async def follow() -> None:
@@ -214,7 +221,8 @@ class _Group:
                 await asyncio.sleep(seconds)
                 if self.running:
                     self._say(f"{number.name}: sent to {self}, which still ran.")
-                # Who never came to its strategy shows the line that it is stuck at.
+                # A worker that never came to its strategy gets SIGABRT, so that it
+                # prints the line at which it is stuck.
                 joins = any("joining" in child.told for child in self.children)
                 joins &= not self._is_in_vain
                 for child in self.running:
@@ -235,9 +243,11 @@ class _Group:
         return "the evaluator" if self._is_evaluator else f"worker {', '.join(numbers)}"
 
     async def _run_attempt(self) -> Attempt:
-        """Runs all processes once; returns what came of it."""
-        self.children, self._is_in_vain = [], False
-        supervisor, machines = self._supervisor, self._job.machines
+        """Runs all processes once; returns the outcome."""
+        self.children = []
+        self._is_in_vain = False
+        supervisor = self._supervisor
+        machines = self._job.machines
         try:
             await self._start()
             order = await self._wait()
@@ -266,21 +276,23 @@ class _Group:
             return Attempt(find_stop_code(supervisor.stop, causes))
         if first is None:
             return Attempt(ExitCode.OK)
-        ending, absence = endings[first], ""
+        ending = endings[first]
+        absence = ""
         if self._is_in_vain:
-            # Those that failed while the others waited for them.
+            # The missing workers failed while the others waited for them.
             absence = machines.miss([i for i in endings if not endings[i].is_asked])
         is_lost = ending.is_asked or ending.cause is ExitCode.OK
         cause = ExitCode.RESTART_REQUESTED if is_lost else ending.cause
         return Attempt(cause, ending, words[first].partition("\n")[0], absence)
 
     def _find_words(self, child: Process) -> str:
-        """Returns what a process said of its failure, or wrote last."""
+        """Returns the error that a process reported, or its last line of output."""
         last = (line.strip() for line in reversed(self._tails[child.label]))
         return str(child.told.get("failed") or next(filter(None, last), ""))
 
     async def _start(self) -> None:
-        supervisor, machines = self._supervisor, self._job.machines
+        supervisor = self._supervisor
+        machines = self._job.machines
         if supervisor.is_ending.is_set():
             return
         if self._is_evaluator:
@@ -307,7 +319,8 @@ class _Group:
             supervisor.evaluation = asyncio.create_task(work)
 
     def _start_process(self, label: str, index: int | None) -> None:
-        machines, arguments = self._job.machines, self._job.arguments
+        machines = self._job.machines
+        arguments = self._job.arguments
         environment = make_environment(
             os.environ,
             addresses=self._supervisor.addresses,
@@ -322,7 +335,7 @@ class _Group:
         child.listen(functools.partial(self._hear, child))
 
     def _hear(self, child: Process, word: str, *values: Any) -> None:
-        # What is told late is of an earlier attempt.
+        # A late message belongs to an earlier attempt.
         if child in self.children:
             self.restarts.hear(word, *values)
             if word == "joined":
@@ -332,7 +345,7 @@ class _Group:
             self._give_up_join()
 
     def _end_stopped(self, stopped: set[int]) -> None:
-        """Ends at once those that the others have given up."""
+        """Immediately kills the workers that the others report as stopped."""
         for index, child in enumerate(self.children):
             if index in stopped and child in self.running:
                 self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
@@ -340,11 +353,11 @@ class _Group:
                 child.send_signal(signal.SIGKILL)
 
     def _give_up_join(self) -> None:
-        """Ends those that wait for one that will never join them, or are about to."""
+        """Ends the workers if they wait for a worker that will never join them."""
         is_known = self._is_in_vain or self._supervisor.stop is not None
         if not is_known and waits_in_vain(self.children):
             self._is_in_vain = True
-            # Others may fail by themselves, in the same way.
+            # The pause lets other workers fail by themselves, for the same reason.
             self.end_after(_JOIN_SECONDS, _JOIN_SECONDS)
 
     async def _wait(self) -> list[int]:
@@ -357,7 +370,7 @@ class _Group:
                 pending, return_when=asyncio.FIRST_COMPLETED
             )
             ended = [i for i, child in enumerate(self.children) if child.ended in done]
-            # Several may have ended at once: one that only reacted is not the first.
+            # Several may have ended together. One that only reacted comes after others.
             ended.sort(key=lambda i: self.children[i].ended.result().is_reaction)
             order += ended
             failed = [i for i in ended if self.children[i].ended.result().returncode]
@@ -367,12 +380,13 @@ class _Group:
             if not failed or has_failed:
                 continue
             has_failed = True
-            child, grace_seconds = self.children[failed[0]], self._job.grace_seconds
+            child = self.children[failed[0]]
+            grace_seconds = self._job.grace_seconds
             how = "wait in vain to join it"
             if not self._is_in_vain:
                 how = f"have {grace_seconds:g} s to end by themselves"
                 self.end_after(grace_seconds, _TERMINATE_SECONDS)
-            # What a worker said before it ended comes first.
+            # The last output of the worker comes first.
             await self._output.drain([child.label], _LAST_WORDS_SECONDS)
             self._say(
                 f"{child.label}: {child.ended.result()}. "
@@ -381,8 +395,9 @@ class _Group:
         return order
 
     def _show_failure(self, index: int) -> None:
-        """Says which process failed, and how its stderr ended."""
-        child, count = self.children[index], len(self.children)
+        """Writes the name of the process that failed, and the end of its stderr."""
+        child = self.children[index]
+        count = len(self.children)
         ending = child.ended.result()
         how = str(ending)
         if ending.is_asked:
@@ -392,7 +407,8 @@ class _Group:
         who = child.label if self._is_evaluator else f"{child.label} of {count}"
         tail = list(self._tails[child.label])
         if ending.cause is ExitCode.PREEMPTED:
-            who, tail = f"{who} ended first", []
+            who = f"{who} ended first"
+            tail = []
         elif count > 1:
             who += " failed first"
         lines = [f"  | {line}" for line in tail if line.strip()]

@@ -1,7 +1,7 @@
-"""Says where a process is, how long it may be there, and ends what cannot go on.
+"""Finds the place and the time limit of a process, and ends a process that is stuck.
 
-Another thread does so: the main one may wait in C code forever, where no exception
-reaches it.
+A second thread runs this code, because the main thread may wait in C code forever,
+where no exception reaches it.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from armillary._traceback import is_library_file
 from armillary.lifeline._watchdog import Watchdog
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# XLA's compiler, and where a program is traced, looked at, and lowered before.
+# XLA's compiler, and the files that trace, examine and lower a program before it.
 COMPILER = (os.path.join("jax", "_src", "compiler.py"),)
 MAKERS = (
     *COMPILER,
@@ -41,12 +41,12 @@ _STDLIB = sysconfig.get_path("stdlib")
 DEBUGGER = tuple(os.path.join(_STDLIB, name) for name in ("bdb.py", "pdb.py", "cmd.py"))
 _PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
 _SILENT_SECONDS = 3.0
-"""Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
+"""The time of three missing reports, less than any sensible `hang_timeout_seconds`."""
 _LEAST_SECONDS, _TIMES_LONGEST = 300.0, 5.0
 _WORK_SECONDS = 3.0
-"""So much time of the processor is a sign of life, where no limit is set."""
+"""The processor time that counts as progress, if the user has set no limit."""
 _TIMER_SECONDS = 10.0
-"""How long after the limit a process ends whose interpreter does not run."""
+"""The time from the limit to the end of a process whose interpreter does not run."""
 _UNWIND_SECONDS = 3.0
 _FINISH_SECONDS = 8.0
 _PAUSE_SECONDS = 0.05
@@ -66,27 +66,27 @@ class Report(NamedTuple):
     phase: str  # Such as `"data"` or `"step"`.
     line: str
     quiet_seconds: float
-    limit_seconds: float | None = None  # `None` where it may be forever.
+    limit_seconds: float | None = None  # `None` for no limit.
     has_ended: bool = False
 
 
 class Sighting(NamedTuple):
-    """A report, and when it arrived, by the clock of this process."""
+    """A report, and the time of its arrival by the clock of this process."""
 
     report: Report
     time: float
-    by: int | None = None  # A process, silent too, by way of which it is heard of.
+    by: int | None = None  # A silent process that should have passed the report on.
 
     def is_silent(self, now: float) -> bool:
-        """Returns whether it has not been heard of for some seconds."""
+        """Returns whether no report has arrived for some seconds."""
         return now - self.time > _SILENT_SECONDS
 
     def quiet_seconds(self, now: float) -> float:
-        """Returns how long the process has not gone on, as far as is known."""
+        """Returns the seconds without known progress of the process."""
         return self.report.quiet_seconds + now - self.time
 
     def describe(self, now: float) -> str:
-        """Returns where the process is, and since when."""
+        """Returns the place of the process, and the time that it has spent there."""
         if self.report.has_ended:
             return "has reached the end of its program"
         phase, line, *_ = self.report
@@ -108,7 +108,7 @@ class Line(NamedTuple):
     """The line at which one function of a stack is."""
 
     file: str
-    number: int  # 0 where it has only begun.
+    number: int  # 0 if the function has only begun.
     function: str
 
 
@@ -116,22 +116,27 @@ class Pace:
     """The time that a program has spent at its present place, and the limit for it."""
 
     def __init__(self, now: float) -> None:
-        self.place, self.began = Place(OUTSIDE), now
-        self._worked_at, self._work_seconds = now, 0.0
+        self.place = Place(OUTSIDE)
+        self.began = now
+        self._worked_at = now
+        self._work_seconds = 0.0
         self._longest: dict[str, float] = {}
 
     def look(self, place: Place, work_seconds: float, now: float) -> None:
-        """Takes in where the program is, and how long it has kept a processor busy."""
+        """Records the place of the program and its processor time at one moment."""
         is_other = place != self.place
         if is_other:
-            phase, seconds = self.place.phase, now - self.began
+            phase = self.place.phase
+            seconds = now - self.began
             self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
-            self.place, self.began = place, now
+            self.place = place
+            self.began = now
         if is_other or work_seconds - self._work_seconds >= _WORK_SECONDS:
-            self._worked_at, self._work_seconds = now, work_seconds
+            self._worked_at = now
+            self._work_seconds = work_seconds
 
     def restart(self, now: float) -> None:
-        """Counts from now on."""
+        """Counts the time at this place from now on."""
         self.began = self._worked_at = now
 
     def skip(self, seconds: float) -> None:
@@ -141,11 +146,15 @@ class Pace:
 
     @property
     def busy_seconds(self) -> float:
-        """Until when it has kept a processor busy, since it is there."""
+        """The seconds at this place until the last sign of processor work."""
         return self._worked_at - self.began
 
     def find_limit(self, rule: float | None) -> float:
-        """Returns how long it may be there idle; `rule` is what the user set."""
+        """Returns the limit for idle time at this place.
+
+        Args:
+            rule: The limit that the user has set; `None` if there is none.
+        """
         if rule is not None:
             return rule
         longest = self._longest.get(self.place.phase, 0.0)
@@ -153,15 +162,15 @@ class Pace:
 
 
 def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
-    """Returns what to say if no process has gone on for too long, else `None`."""
-    # While one process goes on, or may be where it is, the others wait for it with
-    # good reason; but not for one at its end.
+    """Returns the message if no process makes progress any more, else `None`."""
+    # While one process makes progress, or is within its limit, the others have a reason
+    # to wait. A process at the end of its program is no such reason.
     seen = sightings.values()
     running = [each for each in seen if not each.report.has_ended] or seen
     limits = [each.report.limit_seconds for each in running]
     least = min((limit for limit in limits if limit is not None), default=math.inf)
     for each, limit in zip(running, limits, strict=True):
-        # One that is silent is stopped, whatever it was about to do.
+        # A process that is silent for so long is stopped, whatever its limit is.
         is_stopped = now - each.time >= least
         if not is_stopped and (limit is None or each.quiet_seconds(now) < limit):
             return None
@@ -170,16 +179,16 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
         for index, each in sightings.items()
     )
     return (
-        f"No process has gone on for {least:.4g} seconds:\n{places}\n"
-        "Look at the one that does not wait for another one, or allow more time: "
+        f"No process has made progress for {least:.4g} seconds:\n{places}\n"
+        "Look at the process that does not wait for another one, or allow more time: "
         "`hang_timeout_seconds` of the `Controller` must exceed the longest loop, "
-        "evaluation, save and action. Without it, that is five times the longest so "
+        "evaluation, save and action. By default, it is five times the longest so "
         f"far, and at least {_LEAST_SECONDS:g} seconds."
     )
 
 
 def has_company(phase: str, stack: list[Line]) -> bool:
-    """Returns whether a person is there, or another program that it has started."""
+    """Returns whether a person may be at work, or a program that this one started."""
     if hasattr(sys, "ps1") or "pydevd" in sys.modules or is_in(DEBUGGER, stack):
         return True
     return phase == START and is_in(_PROGRAMS, stack)
@@ -188,15 +197,15 @@ def has_company(phase: str, stack: list[Line]) -> bool:
 def waits_for_itself(phase: str) -> bool:
     """Returns whether a program that is alone waits for code or data of its own.
 
-    Nobody else waits for it then, and it may take as long as it likes: an upload after
-    a loop, data that is staged. Devices may hang, so a program that waits for these is
-    watched.
+    Then no other process waits for it, and it may take any time, for example for an
+    upload after a loop, or for slow data. Devices may hang, so a program that waits for
+    them is watched.
     """
     return phase not in _DEVICE_PHASES
 
 
 def read_work_seconds(phase: str, thread: threading.Thread | None = None) -> float:
-    """Returns how long the program has kept a processor busy.
+    """Returns the processor time that the program has used, in seconds.
 
     While a thread waits for devices, only its own time counts: other threads may wait
     for them in a loop.
@@ -216,10 +225,10 @@ def _read_work(stat: Path) -> float:
 
 
 def _read_work_of_children() -> float:
-    """Returns how long processes that this one has started have worked."""
+    """Returns the processor time of the processes that this one has started."""
     seconds = sum(os.times()[2:4])
     for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # It, or one of them, has ended.
+        with contextlib.suppress(OSError):  # The thread or a child has ended.
             for child in path.read_text().split():
                 seconds += _read_work(Path("/proc", child, "stat"))
     return seconds
@@ -233,7 +242,8 @@ def set_timer(limit_seconds: float) -> None:
 def find_line(phase: str, stack: list[Line] | None = None) -> str:
     """Returns the innermost line of the user's code in the main thread.
 
-    If the main thread waits for data, also the lines of other threads, which may read.
+    If the main thread waits for data, the lines of other threads are added, because one
+    of them may read the data.
     """
     main = read_stack() if stack is None else stack
     if not main:
@@ -254,9 +264,13 @@ def is_in(files: tuple[str, ...], stack: list[Line]) -> bool:
 
 
 def read_stack(thread: int | None = None) -> list[Line]:
-    """Returns where a thread is, by its `ident`, or the main one; innermost first."""
+    """Returns the stack of a thread, innermost line first.
+
+    Args:
+        thread: The `ident` of the thread; `None` for the main thread.
+    """
     ident = thread or threading.main_thread().ident
-    # Not a second time after the first frame, because it calls audit hooks, too.
+    # `_current_frames` is called only once, because it calls audit hooks, too.
     once = itertools.islice(iter(sys._current_frames, None), 1)
     found = map(dict.get, once, [ident])
     steps = itertools.chain(found, itertools.repeat("f_back"))
@@ -266,8 +280,9 @@ def read_stack(thread: int | None = None) -> list[Line]:
         places = map(operator.attrgetter("f_code", "f_lineno"), frames)
         stack = _at_once(functools.partial(list, places))
     else:
-        # ORDER: the code after all lines. Reading `f_code` calls audit hooks, such as
-        # the hook of filelock 4.3, and another thread may continue in them.
+        # ORDER: all line numbers are read before the first `f_code`. Reading `f_code`
+        # calls audit hooks, such as the hook of filelock 4.3, and another thread may
+        # continue in them.
         frames, same = itertools.tee(frames)
         pairs = zip(frames, map(operator.attrgetter("f_lineno"), same), strict=True)
         held = _at_once(functools.partial(list, pairs))
@@ -281,8 +296,8 @@ def _at_once(read: Callable[[], Any]) -> Any:
     Otherwise CPython 3.11 crashed now and then, if a frame ended while it was read.
     `faulthandler` crashed if a thread began.
     """
-    # ORDER: all in one call. The collector of garbage calls functions of Python, in
-    # which another thread may take over.
+    # ORDER: all three functions run in one call. The garbage collector calls Python
+    # functions, in which another thread may continue.
     off, on = (gc.disable, gc.enable) if gc.isenabled() else (int, int)
     calls: list[Any] = [off, read, on]
     try:
@@ -304,19 +319,20 @@ def _describe(line: Line) -> str:
 
 
 def finish_first(is_busy: Callable[[], bool]) -> None:
-    """Lets the end of the process wait, for some seconds, while something is busy."""
+    """Delays the end of the process, for some seconds, while `is_busy()` is true."""
     _unfinished.append(is_busy)
 
 
 def end_process(reason: str) -> None:
-    """Prints why, and ends this process with `ExitCode.RESTART_REQUESTED`."""
+    """Prints the reason, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
     _is_ending = True
     tell("failed", reason[:1000])
     code = ExitCode.RESTART_REQUESTED
-    who, ends = get_process(), f"ends with exit code {code.value} ({code.name})."
+    who = get_process()
+    ends = f"ends with exit code {code.value} ({code.name})."
     text = f"ERROR: {who}: {reason}\n{who}: {ends}\n"
-    # Not the logger: the main thread may be stuck while it holds its lock.
+    # The logger is not used, because a stuck main thread may hold its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
     _has_said.set()
@@ -332,7 +348,7 @@ def _wait(end: float, is_busy: Callable[[], bool]) -> None:
 
 
 def leave(code: ExitCode) -> NoReturn:
-    """Ends the process now: at its end JAX would wait for those that are gone."""
+    """Ends the process without exit functions; JAX's would wait for dead processes."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -341,14 +357,14 @@ def leave(code: ExitCode) -> NoReturn:
 
 def put_off_aborts() -> None:
     """Makes an abort of this process wait for six seconds."""
-    # When process 0 ends, JAX aborts the others at once, in C++, without a name. The
-    # handler is the C library's `sleep`, which is safe there, called with the number
-    # of the signal, which is 6.
+    # When process 0 ends, JAX immediately aborts the others in C++, and does not name
+    # it. The handler is `sleep` of the C library, which is safe in a signal handler.
+    # Its argument is the number of the signal, 6.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         library.signal.restype = ctypes.c_void_p
-        # That of C, which `PYTHONFAULTHANDLER` sets, is none that Python knows.
+        # `None` is the handler in C that `PYTHONFAULTHANDLER` sets.
         if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):
             sleep = ctypes.cast(library.sleep, ctypes.c_void_p)
             library.signal(signal.SIGABRT, sleep)

@@ -1,7 +1,8 @@
-"""One thread in each process, which listens to the others and may end the process.
+"""One thread in each process, which receives reports and may end the process.
 
-Each tells process 0 every second what it does, by way of its parent in a tree, and
-hears of process 0 and of its parent. Between two loops it carries what all agree on.
+Every second, each process sends a report to process 0, through its parents in a tree,
+and receives the reports of process 0 and of its parent. Between two loops, the same
+connections carry the values on which all processes agree.
 """
 
 import asyncio
@@ -40,13 +41,13 @@ from armillary.lifeline._tree import Ends, Tree, find_place
 
 _BEAT_SECONDS = 1.0
 _SEND_SECONDS = 1.0
-# A message that is sent before the thread listens is lost, and a thread may begin late
-# on a busy machine.
+# A message that is sent before the thread listens is lost, and on a busy machine a
+# thread may begin late.
 _START_SECONDS = 60.0
 _VERDICT_SECONDS = 10.0
 _FAILURE_SECONDS = 5.0
-"""How long the others may take to notice a failure by themselves."""
-_LATE_SECONDS = 10.0  # A beat that comes later tells that the process was stopped.
+"""The time in which the others may notice a failure by themselves."""
+_LATE_SECONDS = 10.0  # A beat that comes later means that the process was stopped.
 _PAUSE_SECONDS = 0.01
 _MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
@@ -55,43 +56,48 @@ _CHIEF = 0
 class Watched(NamedTuple):
     """The work of a program: its limit, its place and its thread."""
 
-    rule: float | None  # Seconds; what `Pace` finds if `None`.
+    rule: float | None  # Seconds; `None` for the limit that `Pace` finds.
     find_place: Callable[[], Place]
     thread: threading.Thread = threading.main_thread()
 
 
 class Lifeline:
-    """Watches over the processes of a job, or over one process that is alone."""
+    """Watches the processes of a job, or one process that is alone."""
 
     def __init__(
         self, index: int = 0, count: int = 1, ends: Ends | None = None
     ) -> None:
         self.verdict: str | None = None
-        self._index, self._count = index, count
+        self._index = index
+        self._count = count
         self._tree = Tree(index, count, ends)
         self._tree.note = self._note
         self.answers = self._tree.answers
-        # All have joined, or this process would not be here.
+        # All processes have joined before this object is made.
         known = {_CHIEF, self._tree.parent or _CHIEF, *self._tree.members}
         start = Report("start", "a line that it has not told", 0.0)
         seen = Sighting(start, time.monotonic())
         self._sightings = dict.fromkeys(sorted(known), seen)
-        self._fresh: set[int] = set()  # Of whom it has heard since it has told.
+        self._fresh: set[int] = set()  # The processes with reports not yet passed on.
         self._failures: dict[int, tuple[str, float]] = {}
-        # The calls of controllers that run, newest last; without one, what `watch` set.
+        # The calls of controllers that run, newest last. If there is none, `_between`
+        # counts, which `watch` sets.
         self._calls: dict[object, Watched] = {}
         self._between = Watched(math.inf, lambda: Place(OUTSIDE))
         self._last_rule: float | None = None
         self._timer_rule: float | None = math.inf
-        self._pace, self._beat_at = Pace(time.monotonic()), math.inf
-        self._has_ended = self._has_failed = False
-        self._has_verdict, self._is_open = threading.Event(), threading.Event()
+        self._pace = Pace(time.monotonic())
+        self._beat_at = math.inf
+        self._has_ended = False
+        self._has_failed = False
+        self._has_verdict = threading.Event()
+        self._is_open = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_done = asyncio.Event()
 
     def start(self) -> None:
-        """Starts to watch, unless it does already."""
+        """Starts the thread, unless it runs already."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=lambda: asyncio.run(self._watch()),
@@ -100,20 +106,25 @@ class Lifeline:
             )
             self._thread.start()
             self._is_open.wait(_START_SECONDS)
-            # JAX's own end of the program, where it waits for the others, was
-            # registered before, and so comes later.
+            # JAX's exit function, which waits for the other processes, was registered
+            # before this one, so it runs after it.
             atexit.register(self._tell_how_it_ends)
 
     @contextlib.contextmanager
     def watching(
         self, rule: float | None, find_place: Callable[[], Place]
     ) -> Iterator[None]:
-        """Tells what the program does, and ends it if that takes too long.
+        """Reports the place of the program, and ends it if it stays there too long.
 
-        That is `rule` seconds, or if `None` what `Pace` finds. Several threads may do
-        so at a time, and end in any order: the call that began last counts.
+        Several threads may call it at a time, and end in any order. The call that began
+        last counts.
+
+        Args:
+            rule: The limit in seconds; `None` for the limit that `Pace` finds.
+            find_place: Returns the present place.
         """
-        token, self._last_rule = object(), rule
+        token = object()
+        self._last_rule = rule
         # ORDER: the limit counts from the first look at the new place.
         self._pace.restart(time.monotonic())
         thread = threading.current_thread()
@@ -125,7 +136,7 @@ class Lifeline:
             self._calls.pop(token, None)
 
     def watch(self, rule: float | None, find_place: Callable[[], Place]) -> None:
-        """Watches from here on, unless a call of `watching` runs."""
+        """Watches the program from now on, while no call of `watching` runs."""
         self._pace.restart(time.monotonic())
         self._between = Watched(rule, find_place)
         self._begin(rule)
@@ -133,18 +144,19 @@ class Lifeline:
     def _begin(self, rule: float | None) -> None:
         if rule != math.inf:
             self.start()
-            # At once: if it is stopped now, the others know where.
+            # The report is sent immediately, so that the others know the place even if
+            # this process is stopped now.
             self._tell()
             if rule != self._timer_rule:
                 self._set_timer(rule)
 
     def rest(self) -> None:
-        """Watches no longer what comes before a controller."""
+        """Ends the watch over the code before a controller."""
         self.watch(math.inf, lambda: Place(OUTSIDE))
 
     @property
     def _now(self) -> "Watched":
-        calls = list(self._calls.values())  # at once, as threads may begin and end
+        calls = list(self._calls.values())  # A copy, as threads may begin and end.
         return calls[-1] if calls else self._between
 
     def conclude(self, text: str) -> None:
@@ -154,11 +166,11 @@ class Lifeline:
             self._has_verdict.wait(_VERDICT_SECONDS)
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Ends the watch."""
         self._call(self._is_done.set)
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tells the others why this process is about to end."""
+        """Sends the other processes the error with which this process ends."""
         if not self._has_failed:
             self._has_failed = True
             text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
@@ -166,7 +178,7 @@ class Lifeline:
             self._call(self._note_failure, self._index, text)
 
     def tell_end(self) -> None:
-        """Tells the others that this process has come to the end of its program."""
+        """Reports to the others that this process is at the end of its program."""
         self._has_ended = True
         self._tell()
 
@@ -175,15 +187,15 @@ class Lifeline:
         return self._sightings[index].report.has_ended
 
     def say(self, entry: list[str]) -> None:
-        """Says to all where this process is; `answers` has what all have said."""
+        """Sends the entry of this process to a round; `answers` gets all entries."""
         self._call(self._tree.say, entry)
 
     def refuse(self, index: int, failure: str) -> None:
-        """Answers all, in process 0, that one has failed."""
+        """Ends a round, in process 0, with the failure of one process."""
         self._call(self._tree.answer, [(index, index + 1, ["error", "", failure])])
 
     def find_missing(self) -> list[int]:
-        """Returns whom this process waits for: in process 0 each, else process 0."""
+        """Returns the processes that this one waits for; outside process 0, only it."""
         return self._tree.find_missing() if self._index == _CHIEF else [_CHIEF]
 
     def wait_for_children(self, timeout_seconds: float) -> list[int]:
@@ -197,13 +209,13 @@ class Lifeline:
             time.sleep(_PAUSE_SECONDS)
 
     def wait_for_verdict(self, timeout_seconds: float) -> str | None:
-        """Returns why the job ends, if that is known in time."""
+        """Returns the reason for which the job ends, if it is known in time."""
         if self._count > 1:
             self._has_verdict.wait(timeout_seconds)
         return self.verdict
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Calls a function in the thread, after what was called there before."""
+        """Calls a function in the thread, after the earlier calls."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 self._loop.call_soon_threadsafe(function, *arguments)
@@ -217,7 +229,7 @@ class Lifeline:
         if self._is_done.is_set():
             return
         if self._count == 1:
-            return  # Nobody waits for what it still does.
+            return  # No other process waits for it.
         self._calls.clear()
         self.watch(self._last_rule, lambda: Place(END))
         error = getattr(sys, "last_value", None)
@@ -238,19 +250,19 @@ class Lifeline:
             try:
                 self._beat(time.monotonic())
             except Exception as error:
-                set_timer(math.inf)  # Nobody may be there to set it again.
+                set_timer(math.inf)  # This thread may not be able to set it again.
                 text = f"The watch over this process has failed: {error!r}\n"
                 if text != said:
                     os.write(2, text.encode(errors="replace"))
                 said = text
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
-        # What follows takes some seconds, and the timer is left to see that through.
+        # The next lines take some seconds. The timer stays, in case they get stuck.
         if self.verdict is not None:
             self._tree.send(list(self._tree.links), "verdict", self.verdict)
             self._has_verdict.set()
             if self._has_failed:
-                # The others ended because of this process, which has said why.
+                # The others end because of this process, which has shown its error.
                 leave(ExitCode.FAILED)
             end_process(self.verdict)
         set_timer(math.inf)
@@ -270,7 +282,7 @@ class Lifeline:
                 self._conclude(
                     f"Process {index} of {self._count} has failed: {failure}"
                 )
-        # Process 0 decides for all, unless it is itself stopped.
+        # Process 0 decides for all processes, unless it is itself stopped.
         silent = now - self._sightings[_CHIEF].time
         limit = math.inf if own.limit_seconds is None else own.limit_seconds
         if self._index == _CHIEF or silent >= limit + 3 * _BEAT_SECONDS:
@@ -281,7 +293,7 @@ class Lifeline:
     def _skip(self, seconds: float) -> None:
         """Leaves out a time in which this process was suspended.
 
-        A scheduler suspends all processes of a job together: the others could not
+        A scheduler suspends all processes of a job together, so the others could not
         report either.
         """
         self._pace.skip(seconds)
@@ -296,9 +308,11 @@ class Lifeline:
         set_timer(self._pace.find_limit(rule))
 
     def _report(self, now: float) -> tuple[Report, float | None]:
-        """Returns what this process does, and the rule for its timer."""
-        watched, pace = self._now, self._pace
-        place, rule = watched.find_place(), watched.rule
+        """Returns the report of this process, and the rule for its timer."""
+        watched = self._now
+        pace = self._pace
+        place = watched.find_place()
+        rule = watched.rule
         stack = read_stack(watched.thread.ident)
         if rule is None and has_company(place.phase, stack):
             rule = math.inf
@@ -306,7 +320,8 @@ class Lifeline:
             rule = math.inf
         timer_rule = rule
         if is_in(COMPILER, stack):
-            place, rule = Place("compiling"), math.inf
+            place = Place("compiling")
+            rule = math.inf
         pace.look(place, read_work_seconds(place.phase, watched.thread), now)
         limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
         report = Report(
@@ -319,7 +334,11 @@ class Lifeline:
         return report, timer_rule
 
     def _pass_reports(self, own: Report, now: float) -> None:
-        """Tells the parent of all behind, and the children of itself and process 0."""
+        """Sends new reports to the neighbors in the tree.
+
+        The parent gets the reports of this process and of all processes below it. The
+        children get the reports of this process and of process 0.
+        """
         self._sightings[self._index] = Sighting(own, now)
         rows = {}
         for index in sorted({*self._fresh, self._index}):
@@ -334,7 +353,7 @@ class Lifeline:
         tree.send(tree.children, "reports", down)
 
     def _trace_silence(self, now: float) -> dict[int, Sighting]:
-        """Returns what is known of each, and of the silent by whom they are heard."""
+        """Returns all sightings; a silent process between is added to each as `by`."""
         traced = dict(self._sightings)
         for index, seen in traced.items():
             place = index if index in self._tree.members else self._index
@@ -346,7 +365,7 @@ class Lifeline:
         return traced
 
     def _note(self, index: int, kind: str, value: Any) -> None:
-        """Takes in what a neighbor says, or the end of its connection."""
+        """Handles a message of a neighbor, or the end of its connection."""
         now = time.monotonic()
         if kind == "reports":
             for who, report in value:
@@ -365,8 +384,13 @@ class Lifeline:
             )
 
     def _note_failure(self, index: int, text: str) -> None:
-        """Tells process 0, which tells all, and those who would think it is gone."""
-        tree, message = self._tree, ("failure", [index, text])
+        """Passes a failure on to process 0, which ends the round with it.
+
+        The children of the failed process get it too, or they would report that the
+        process is gone.
+        """
+        tree = self._tree
+        message = ("failure", [index, text])
         if index == self._index:
             tree.send(tree.children, *message)
         else:
@@ -382,9 +406,10 @@ class Lifeline:
             self._is_done.set()
 
 
-_current = Lifeline()  # One that is alone has its own.
+_current = Lifeline()  # The lifeline of a process that is alone.
 _waits = [0.0]
-# What a traced step finds in `time` in its place warns of that.
+# A traced step replaces the functions of `time` by ones that warn. So this module keeps
+# the original one.
 _now = time.perf_counter
 
 
@@ -399,7 +424,7 @@ def waiting() -> Iterator[None]:
 
 
 def read_waits() -> float:
-    """Returns for how long the program has waited so far."""
+    """Returns the seconds for which the program has waited so far."""
     return _waits[0]
 
 

@@ -1,4 +1,4 @@
-"""The connections of the processes of a job: a tree, so that few have many.
+"""The connections of the processes of a job: a tree, so that no process has many.
 
 Each process is connected to a parent and to at most eight children. Messages go up, and
 the answer comes down. A message is one line of JSON. The kernel closes the connection
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 
 _ARITY = 8
 _SILENCE_SECONDS = 12
-"""How long a machine may not answer before it counts as gone."""
+"""The time without an answer after which a machine counts as gone."""
 _CONNECT_SECONDS = 10.0
 _GREETING_SECONDS = 30.0
 _INDEX_DIGITS = 8
 _NEWS_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
 
-# What processes from one index up to another one, which is left out, have said.
+# The first index, the index after the last one, and the entry that the processes sent.
 Run = tuple[int, int, list[str]]
 
 
 class Ends(NamedTuple):
-    """The sockets by which a process begins, and what its children must say first."""
+    """The first sockets of a process, and the token that its children must send."""
 
     connection: socket.socket | None = None
     listener: socket.socket | None = None
@@ -39,21 +39,21 @@ class Ends(NamedTuple):
 
 
 class Tree:
-    """The place of one process in the tree. Only `answers` is used in other threads."""
+    """The place of one process in the tree; other threads use only `answers`."""
 
     def __init__(self, index: int, count: int, ends: Ends | None = None) -> None:
         self.ends = ends or Ends()
         self.parent, self.members, self.children = find_place(index, count)
-        self.links: dict[int, Any] = {}  # Whatever can `write` to a neighbor.
+        self.links: dict[int, Any] = {}  # Objects that can `write` to a neighbor.
         self.answers: queue.SimpleQueue[list[Run]] = queue.SimpleQueue()
         self.note: Callable[[int, str, Any], None] = lambda *_: None
         self._index = index
-        self._said: list[Run] = []  # What is not yet passed on, of one round.
+        self._said: list[Run] = []  # The entries of a round that are not passed on yet.
         self._num_said = 0
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Begins to listen to parent and children."""
+        """Begins to listen to the parent and the children."""
         loop = asyncio.get_running_loop()
         connection, listener, _ = self.ends
         if connection is not None:
@@ -64,25 +64,25 @@ class Tree:
             self._server = await loop.create_server(make, sock=listener)
 
     def send(self, indices: Iterable[int | None], kind: str, value: Any) -> None:
-        """Sends to neighbors, if connected; what cannot go now goes later."""
+        """Sends a message to connected neighbors; a busy connection sends it later."""
         self._write(indices, json.dumps([kind, value]).encode())
 
     def say(self, entry: list[str]) -> None:
-        """Says something in a round, which ends once all have: see `answers`."""
+        """Adds this process's entry to a round, which ends when all have: `answers`."""
         self._add([(self._index, self._index + 1, entry)])
 
     def pass_on(self) -> None:
-        """Sends up what has been said, though not by all."""
+        """Sends the entries so far to the parent, although some are missing."""
         if self._said and self.parent is not None:
             self.send([self.parent], "said", self._said)
             self._said = []
 
     def answer(self, runs: list[Run]) -> None:
-        """Ends the round everywhere below, with what was said in it."""
+        """Ends the round in all processes below, and gives them its entries."""
         self._hand_down(runs, json.dumps(["all", runs]).encode())
 
     def find_missing(self) -> list[int]:
-        """Returns who has not said anything in this round."""
+        """Returns the processes without an entry in this round."""
         said = {i for start, stop, _ in self._said for i in range(start, stop)}
         return [index for index in self.members if index not in said]
 
@@ -96,7 +96,7 @@ class Tree:
             self.note(index, kind, value)
 
     def close(self) -> None:
-        """Ends the connections, and hears no more of it."""
+        """Ends the connections, without a further call of `note`."""
         self.note = lambda *_: None
         for each in (self._server, *self.links.values()):
             if each is not None:
@@ -134,15 +134,17 @@ class Tree:
 
 
 class _Connection(asyncio.Protocol):
-    """A neighbor, or a stranger, who is shown out unless it says the token soon."""
+    """A connection to a neighbor, or one that is closed if no token comes in time."""
 
     def __init__(self, tree: Tree, index: int | None = None) -> None:
-        self._tree, self._index, self._data = tree, index, b""
+        self._tree = tree
+        self._index = index
+        self._data = b""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # There is always something that it has to confirm.
+            # Reports are sent all the time, so there is always one to confirm.
             option = socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *option)
         if self._index is not None:
@@ -184,9 +186,11 @@ class _Connection(asyncio.Protocol):
 
 
 def find_place(index: int, count: int) -> tuple[int | None, range, list[int]]:
-    """Returns the parent of a process, it and all behind it, and its children."""
-    # Those behind a process follow it, so that what is alike is told in few words.
-    parent, members = None, range(count)
+    """Returns the parent of a process, the process with all below it, its children."""
+    # The processes below a process have the next indices, so that equal entries of
+    # neighbors become one short `Run`.
+    parent = None
+    members = range(count)
     while True:
         size = -(-(len(members) - 1) // _ARITY) or 1
         parts = [members[i : i + size] for i in range(1, len(members), size)]
@@ -214,7 +218,7 @@ def listen(host: str | None, port: int = 0) -> socket.socket:
 
 
 def connect(host: str, port: int, token: str, index: int) -> socket.socket:
-    """Returns the connection of process `index` to its parent, which it has greeted."""
+    """Connects process `index` to its parent, and sends the token."""
     connection = socket.create_connection((host, port), _CONNECT_SECONDS)
     connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
     connection.setblocking(False)
@@ -222,8 +226,9 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
 
 
 def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int]:
-    """Waits in process 0 for the others; returns those that have not come in time."""
-    end, missing = time.monotonic() + seconds, set(range(1, count))
+    """Waits in process 0 for the others; returns the processes that are missing."""
+    end = time.monotonic() + seconds
+    missing = set(range(1, count))
     come: dict[Any, int] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         stack.enter_context(listener)
@@ -257,11 +262,13 @@ def _hear(link: socket.socket) -> bytes:
 
 
 def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
-    """Waits for all others where process 0 receives them; returns the missing."""
-    end, late = time.monotonic() + seconds, [0]
+    """Waits at process 0 until all have come; returns the missing processes."""
+    end = time.monotonic() + seconds
+    late = [0]
     while (left := end - time.monotonic()) > 0:
         data = b""
-        # It is not there yet, or has met all and makes room for JAX's service.
+        # If the connection fails, process 0 is not there yet, or it has met all others
+        # and has closed its port for JAX's service.
         with (
             contextlib.suppress(OSError),
             socket.create_connection((host, port), min(left, _CONNECT_SECONDS)) as link,

@@ -1,10 +1,10 @@
 """The watchdog: a second process that ends this one if its interpreter is stuck.
 
 C code that keeps the interpreter's lock stops every thread of Python, the lifeline too.
-So the lifeline sends its limit through a pipe every second, and the watchdog counts for
-how long nothing has come. A timer in this process could not do that: its clock runs
-while a scheduler, a container or a virtual machine has the process suspended, so it
-would end a job that was only paused.
+So the lifeline sends its limit through a pipe every second, and the watchdog measures
+the time since the last limit. A timer in this process could not do that. Its clock
+continues while a scheduler, a container or a virtual machine suspends the process, so
+it would end a job that was only paused.
 
 The watchdog runs this file as a program, without Armillary. It is not a child of the
 process it watches, so that a program which waits for all its children does not wait for
@@ -23,14 +23,14 @@ import time
 
 _TICK_SECONDS = 1.0
 _LATE_SECONDS = 3.0
-"""A tick that takes longer tells that the watchdog was suspended, and likely all."""
+"""A longer tick means that the watchdog was suspended, and probably the job too."""
 _DUMP_SECONDS = 2.0
 # Signals of this kind have no other meaning; macOS has none, and shows no stacks.
 _DUMP_SIGNAL = getattr(signal, "SIGRTMAX", 1) - 1
 
 
 class Watchdog:
-    """The end of the pipe in the process that is watched."""
+    """The end of the pipe in the watched process."""
 
     def __init__(self) -> None:
         self._pipe: int | None = None
@@ -39,11 +39,11 @@ class Watchdog:
         self._lock = threading.Lock()
 
     def set_limit(self, limit_seconds: float, who: str) -> None:
-        """Ends this process in so many seconds, unless this is called again.
+        """Ends this process after some seconds, unless this is called again.
 
         Args:
-            limit_seconds: Seconds in which the process must be able to run, and in
-                which it is not suspended; infinite for no limit.
+            limit_seconds: The seconds, without any in which the process is suspended;
+                infinite for no limit.
             who: The name of the process in the message, such as `"process 0 of 2"`.
         """
         with self._lock:
@@ -53,7 +53,7 @@ class Watchdog:
                 self._start()
             if self._pipe is None:
                 return
-            # A watchdog that somebody has ended, or that cannot keep up, is left alone.
+            # Nothing is done about a watchdog that was killed or cannot keep up.
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._pipe, f"{limit_seconds} {who}\n".encode())
 
@@ -70,7 +70,8 @@ class Watchdog:
         os.set_blocking(self._pipe, False)
         script = os.path.abspath(__file__)
         command = [sys.executable, "-I", "-S", script, str(os.getpid())]
-        # A reader of the standard output waits for nobody else than this process.
+        # The watchdog has no standard output, so that a reader of this process's output
+        # does not wait for the watchdog too.
         actions = [
             (os.POSIX_SPAWN_DUP2, read, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
@@ -86,12 +87,13 @@ class Watchdog:
 
     def _give_up(self, error: OSError) -> None:
         """Continues without a watchdog, which a program needs only if it is stuck."""
-        # Not above: the watchdog runs this file without Armillary.
+        # The import is here, because the watchdog runs this file without Armillary.
         from armillary._logging import logger
 
         assert self._pipe is not None
         os.close(self._pipe)
-        self._pipe, self._has_failed = None, True
+        self._pipe = None
+        self._has_failed = True
         logger.warning(
             "no watchdog can be started, because %s cannot be run (%s): if the "
             "interpreter of this process stops, nothing ends the process.",
@@ -152,7 +154,7 @@ def read_state(pid: int) -> tuple[str, str]:
         pass
     if os.path.isdir("/proc/self"):
         raise ProcessLookupError(pid)
-    # Not above: macOS alone needs it, and it takes most of the time of the start.
+    # Only macOS needs this import, and it takes most of the time of the start.
     import subprocess
 
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
@@ -179,7 +181,7 @@ def _watch(pid: int) -> None:
         if idle.tick(seconds, is_stopped=state[0] in "Tt"):
             _show_stacks(pid, idle)
             ready, _, _ = select.select([0], [], [], _DUMP_SECONDS)
-            # The signal may have ended what the process was waiting for.
+            # The signal may have ended the wait in which the process was.
             if not (ready and _hears(idle)):
                 os.kill(pid, signal.SIGKILL)
                 return
@@ -187,10 +189,10 @@ def _watch(pid: int) -> None:
 
 
 def _hears(idle: Idle) -> bool:
-    """Takes in limits that have come; returns whether the process is still there."""
+    """Reads new limits; returns whether the process is still there."""
     text = os.read(0, 1 << 16).decode()
     if text:
-        # A whole number of lines, as each is written at once.
+        # Lines are complete, because each is written in one piece.
         idle.restart(text)
     return bool(text)
 
@@ -208,7 +210,7 @@ def _show_stacks(pid: int, idle: Idle) -> None:
 
 
 def main() -> None:
-    """Watches the process with the number that is the first argument."""
+    """Watches the process whose number is the first argument."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # It ends with the other process.
     if os.fork():

@@ -1,6 +1,6 @@
 """Asynchronous training: variables on parameter servers, steps on workers, over Ray.
 
-`armillary.distribute.coordinator` has what schedules functions on workers.
+`armillary.distribute.coordinator` schedules functions on workers.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -1,8 +1,8 @@
-"""Functions that calls are scheduled of, the calls, and their results.
+"""Scheduled functions, their calls, and the results.
 
-A function is pickled with all that it reaches, but three kinds of things are named and
-not sent: the arrays of variables, which workers read from parameter servers;
-optimizers, which run there; and the strategy, of which each worker has its own.
+A function is pickled with all objects that it reaches, except three kinds that are sent
+as names: arrays of variables, which workers read from parameter servers; optimizers,
+which run on the servers; and the strategy, because each worker has its own.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class RemoteValue:
 
 
 class ScheduledTask:
-    """A function that calls were scheduled of, with arguments of one structure."""
+    """A scheduled function, for arguments of one structure."""
 
     def __init__(
         self,
@@ -94,17 +94,18 @@ class ScheduledTask:
         tree: Any,
         named: dict[int, str],
     ) -> None:
-        self.number, self.name = number, getattr(fn, "__name__", "the function")
+        self.number = number
+        self.name = getattr(fn, "__name__", "the function")
         self.state = State([(fn, ""), *((leaf, "") for leaf in objects_of(leaves))])
         args, kwargs = tree.unflatten(
             Dynamic() if is_dynamic(leaf) else leaf for leaf in leaves
         )
-        # What tells this function from others must not be freed: others would get its
-        # place in memory.
+        # Functions are told apart by the identity of these objects. They are kept, so
+        # that no new object gets the identity of an old one.
         self._kept = leaves, tuple(value for _, value in captured(fn))
         self._types = self._read_types()
-        # An object for each place: what a variable holds may stand elsewhere, too, and
-        # is a constant there.
+        # There is a new object for each place, because an array of a variable may also
+        # be reached in other ways, and is a constant there.
         stand_ins = [jnp.zeros(()) for _ in self._types]
         with self.state.swapped(stand_ins):
             payload, self.transformations = ship((fn, args, kwargs), stand_ins, named)
@@ -116,7 +117,7 @@ class ScheduledTask:
         self.seconds = math.inf
 
     def is_current(self) -> bool:
-        """Returns whether nothing that the function reaches was replaced."""
+        """Returns False if an object that the function reaches was replaced."""
         return self.state.is_current() and self._types == self._read_types()
 
     def _read_types(self) -> tuple[Any, ...]:
@@ -145,14 +146,14 @@ class Closure:
         return all(value.has_ended for value in self.awaited)
 
     def arguments(self) -> list[Any]:
-        """Returns its inputs for Ray, which fetches references on the worker."""
+        """Returns the inputs for Ray, which fetches references on the worker."""
         return [
             value.future.result() if isinstance(value, RemoteValue) else value
             for value in self.inputs
         ]
 
     def fail(self, error: BaseException) -> None:
-        """Tells that there will be no result, if there is none yet."""
+        """Sets an error in place of the result, if there is no result yet."""
         with contextlib.suppress(InvalidStateError):
             self.value.future.set_exception(error)
 
@@ -190,7 +191,8 @@ def ship(
     cloudpickle = import_ray().cloudpickle
     places = {id(array): ("array", i) for i, array in enumerate(arrays)}
     places |= {key: ("named", name) for key, name in named.items()}
-    # By identity: optimizers, held so that they stay what they are, and their updates.
+    # Optimizers and their updates, by identity. The optimizers are kept, so that no new
+    # object gets the identity of one of them.
     optimizers: dict[int, tuple[Any, Any]] = {}
 
     def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
@@ -219,8 +221,8 @@ def ship(
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
             "A scheduled function cannot be sent to workers, since something that it "
-            f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
-            "and their like elsewhere, or make them inside the function."
+            f"reaches cannot be pickled ({error}). Keep files, locks, threads and "
+            "devices elsewhere, or make them inside the function."
         ) from error
     made = [_dump_transformation(each, cloudpickle) for _, each in optimizers.values()]
     return buffer.getvalue(), made

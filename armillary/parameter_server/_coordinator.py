@@ -36,28 +36,29 @@ from armillary.typing import PyTree
 class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`.
 
-    It works as `tf.distribute.coordinator.ClusterCoordinator` does.
+    It works like `tf.distribute.coordinator.ClusterCoordinator`;
     `docs/scheduled_functions.md` has an example.
 
     A scheduled function is compiled once on each worker. It reads variables when it
     begins, and sends gradients and sums when it ends. The variables of this process are
-    current after `join`; what is put into them is sent before the next call.
+    current after `join`; new values for them are sent before the next call.
 
     Calls of a lost worker run again on another one, and no update is applied twice. An
-    error in a call cancels those that have not begun, and is raised by the next
-    `schedule` or `join`, after which the coordinator can be used again.
+    error in a call cancels the calls that have not begun. The next `schedule` or `join`
+    raises it, and the coordinator can be used again after that.
 
-    There is one coordinator for each strategy: to make one again returns the same.
+    There is one coordinator for each strategy. A second call for the same strategy
+    returns the same object.
 
     Args:
         strategy: The strategy.
 
     Raises:
-        TypeError: If it is another strategy.
+        TypeError: If `strategy` is not a `ParameterServerStrategy`.
         ImportError: If Ray is not installed.
     """
 
-    # Of all coordinators, so that one does not take the data set of another.
+    # All coordinators share the numbers, so that none takes the data set of another.
     _numbers = itertools.count()
 
     def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
@@ -101,16 +102,16 @@ class ClusterCoordinator:
         Args:
             fn: The function. It may read variables, change them through an optimizer or
                 by adding to them, and take batches of per-worker iterators.
-            args: Its positional arguments: arrays, results of other calls, per-worker
-                iterators, and whatever else can be pickled.
-            kwargs: Its keyword arguments, likewise.
+            args: The positional arguments of the function: arrays, results of other
+                calls, per-worker iterators, and any objects that can be pickled.
+            kwargs: The keyword arguments of the function, of the same kinds.
 
         Returns:
-            Where its result will be.
+            The object that will hold the result.
 
         Raises:
-            TypeError: If `fn` cannot be called, `args` is not a tuple, or what the
-                function reaches cannot be sent to workers.
+            TypeError: If `fn` cannot be called, `args` is not a tuple, or an object
+                that the function reaches cannot be sent to workers.
             PSUnavailableError: If a parameter server was lost since the last call.
         """
         check_callable("fn", fn)
@@ -128,7 +129,7 @@ class ClusterCoordinator:
         with self._scheduler.needing_servers():
             self._scheduler.revive()
             self._variables.put_changed(self._scheduler.servers)
-        # Copied, since the call is sent later and the caller may write into an array.
+        # The call is sent later, and by then the caller may have written into an array.
         inputs = [
             np.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
             for leaf in leaves
@@ -139,7 +140,7 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Waits until every scheduled call has ended, and reads all variables.
 
-        Raises what a call has raised.
+        If a call has failed, its error is raised here.
 
         Raises:
             PSUnavailableError: If a parameter server was lost.

@@ -68,7 +68,8 @@ class _KerasUpdate:
         before = set(vars(optimizer))
         variables = optimizer._trainable_variables
         self._decayed = [optimizer._use_weight_decay(v) for v in variables]
-        # It has made tables, by which a task that reaches it would count as changed.
+        # The optimizer has made tables, and a task that reaches it would count as
+        # changed because of them.
         for name in set(vars(optimizer)) - before:
             del vars(optimizer)[name]
 
@@ -78,7 +79,7 @@ class _KerasUpdate:
     def __call__(
         self, updates: Any, state: Any, params: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """Returns what to add to the parameters, and the new state."""
+        """Returns the changes of the parameters, and the new state."""
         optimizer = self.optimizer
         variables = optimizer._trainable_variables
         everything = [*variables, *optimizer.variables]
@@ -87,7 +88,7 @@ class _KerasUpdate:
         keys = [optimizer._var_key(variable) for variable in variables]
         numbers = dict(zip(keys, range(len(keys)), strict=True))
         decayed = dict(zip(keys, self._decayed, strict=True))
-        # Its tables by the identity of a variable.
+        # The optimizer looks variables up in these tables.
         optimizer._trainable_variables_indices = numbers
         optimizer._exclude_from_weight_decay_cache = decayed
         new, own = optimizer.stateless_apply(list(state), list(updates), list(params))
@@ -96,7 +97,8 @@ class _KerasUpdate:
 
 def _check_optimizer(optimizer: Any) -> None:
     """Raises if an optimizer of Keras cannot run on parameter servers."""
-    name, rate = type(optimizer).__name__, vars(optimizer).get("_learning_rate")
+    name = type(optimizer).__name__
+    rate = vars(optimizer).get("_learning_rate")
     keras: Any = _keras.keras_module()
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if hasattr(optimizer, "inner_optimizer"):
@@ -108,8 +110,8 @@ def _check_optimizer(optimizer: Any) -> None:
     elif optimizer.global_clipnorm is not None:
         problem = (
             f"`global_clipnorm` of the optimizer is {optimizer.global_clipnorm}, but "
-            "its gradients go to several parameter servers. Use `clipnorm`, which is "
-            "of each variable alone."
+            "its gradients go to several parameter servers. Use `clipnorm`, which "
+            "clips the gradient of each variable by itself."
         )
     elif (
         callable(rate)
@@ -126,10 +128,10 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def make_optimizer(kind: type, index: int) -> Any:
-    """Returns what stands for an optimizer of Keras on a worker, without attributes."""
+    """Returns the stand-in for a Keras optimizer on a worker, without attributes."""
     transformation = make_stand_in(index)
 
-    # `stateless_apply` calls it in a scope, which holds what it was given.
+    # `stateless_apply` calls it in a scope that holds the given values.
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         variables = list(trainable_variables or self._trainable_variables)
         _check_given(self, grads, variables)

@@ -24,11 +24,11 @@ from armillary.cluster.resolvers._resolver import (
 from armillary.cluster.resolvers._spec import plan_process, split_address
 from armillary.errors import ClusterError
 
-# With it, Ray listens on loopback only, and not on all interfaces.
+# With this variable, Ray listens only on loopback, and not on all interfaces.
 _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 30.0
-# After the chief was seen, it is gone when this many looks in a row find nobody.
+# The chief counts as gone after this many connections in a row that fail.
 _MOST_MISSES = 5
 # A raylet may end by itself on a machine that is busy while it starts.
 _MOST_STARTS = 5
@@ -38,16 +38,16 @@ _LOGS = "/tmp/ray/session_latest/logs"
 class Server:
     """The program of a worker or of a parameter server (`tf.distribute.Server`).
 
-    Every process of the cluster runs the same program, whose workers and parameter
-    servers `join` at its beginning; `docs/parameter_server_cluster.md` has an example.
+    Every process of the cluster runs the same program. Workers and parameter servers
+    call `join` at the beginning of it. `docs/parameter_server_cluster.md` has an
+    example.
 
     Args:
-        cluster_resolver: The source of this process's task. By default `TF_CONFIG`
-            says it.
+        cluster_resolver: The source of this process's task; by default `TF_CONFIG`.
 
     Raises:
-        ClusterError: If it is no worker and no parameter server, or the cluster has no
-            chief.
+        ClusterError: If this process is neither a worker nor a parameter server, or
+            the cluster has no chief.
     """
 
     def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
@@ -55,13 +55,14 @@ class Server:
         if cluster_resolver is None:
             source, cluster_resolver = "TF_CONFIG", TFConfigClusterResolver()
         self._spec = check_cluster(cluster_resolver, source)
-        task_type, task_id = cluster_resolver.task_type, cluster_resolver.task_id
+        task_type = cluster_resolver.task_type
+        task_id = cluster_resolver.task_id
         if task_type not in {"worker", "ps"}:
             raise ClusterError(
                 f"`{source}` says that this process is a {task_type}, but a "
                 "`Server` is a worker or a ps. The chief makes a "
-                "`ParameterServerStrategy`; an evaluator joins nothing, and reads "
-                "checkpoints."
+                "`ParameterServerStrategy`; an evaluator does not join the cluster, "
+                "and reads checkpoints."
             )
         self._name = f"{task_type} {task_id}"
         self._resource = name_resource(task_type, task_id or 0)
@@ -104,7 +105,7 @@ class Server:
             time.sleep(_LOOK_SECONDS)
 
     def _take_part(self) -> str | None:
-        """Returns when the chief has ended; if Ray has ended before, returns why."""
+        """Runs Ray until the chief has ended; returns the reason if Ray ends first."""
         logger.info("%s | joins the cluster of %s.", self._name, self._chief)
         host, _ = split_address(self._address)
         try:
@@ -170,7 +171,7 @@ def check_cluster(
 
 def start_ray(resolver: ClusterResolver | None) -> None:
     """Joins the Ray cluster that the program or `RAY_ADDRESS` names, or starts one."""
-    # Before Ray is imported, which reads both.
+    # Ray reads both variables when it is imported.
     address = os.environ.get("RAY_ADDRESS")
     if resolver is None and not address and "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -212,7 +213,7 @@ def use_one_machine(*, is_local: bool) -> None:
 
 @contextlib.contextmanager
 def quiet_forks() -> Iterator[None]:
-    """Leaves out Python's warning of forks: Ray runs other programs there at once."""
+    """Suppresses Python's warning about forks; Ray's forks only start programs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
         yield
@@ -242,7 +243,7 @@ def _start_node(host: str, **options: Any) -> Any:
         include_dashboard=False,
         **options,
     )
-    # A free port: there may be several tasks on one machine.
+    # Ray chooses a free port, because one machine may have several tasks.
     params.dashboard_agent_listen_port = None
     is_head = "gcs_server_port" in options
     with quiet_forks(), _one_at_a_time():
@@ -251,7 +252,10 @@ def _start_node(host: str, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Keeps tasks of one machine apart: Ray names their sockets by what is there."""
+    """Starts the tasks of one machine one after the other.
+
+    Ray chooses the names of sockets by the files that exist.
+    """
     path = Path(tempfile.gettempdir(), f"armillary-ray-{os.getuid()}.lock")
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -259,12 +263,12 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def name_resource(job: str, index: int) -> str:
-    """Returns the resource that the node of a task has, and no other node."""
+    """Returns the name of the resource that only the node of this task has."""
     return f"armillary_{job}_{index}"
 
 
 def has_joined(job: str, index: int) -> bool:
-    """Returns whether a node that lives belongs to a task."""
+    """Returns whether the node of a task is in the cluster and alive."""
     resource = name_resource(job, index)
     nodes = import_ray().nodes()
     return any(node["Alive"] and resource in node["Resources"] for node in nodes)

@@ -1,13 +1,13 @@
-"""Optimizers: what they are given on workers, and how servers run them.
+"""Optimizers: stand-ins that record gradients on workers, and updates on servers.
 
-On a worker, each Optax transformation stands for the one on the parameter servers: its
-`update` takes down the gradients, which are sent.
+On a worker, a stand-in replaces each Optax transformation. Its `update` records the
+gradients, which are sent to the parameter servers.
 
-A server runs it on its own variables, with zeros for all others. The traced update of
-all variables proves once that the zeros do not matter. An array of the optimizer's
-state belongs to the variable whose gradients it is made of. Other arrays, such as a
-count of steps, have a copy on each server. An array that is made of several variables
-is refused.
+A server runs the transformation on its own variables, with zeros for all others. The
+traced update of all variables proves once that the zeros do not matter. An array of the
+optimizer's state belongs to the variable from whose gradients it is computed. Other
+arrays, such as a count of steps, have a copy on each server. An array that is computed
+from several variables is an error.
 """
 
 import itertools
@@ -45,14 +45,14 @@ server_update_p = core.Primitive("server_update")
 server_update_p.def_abstract_eval(lambda gradient, **_: gradient)
 
 
-# What calls of `update` were given while a function was traced, and the gradients.
+# The calls of `update` while a function was traced, and their gradients.
 Recorded = list[tuple[UpdateSpec, list[jax.Array]]]
 _recording: list[Recorded] = []
 
 
 @contextmanager
 def recording() -> Iterator[Recorded]:
-    """Takes down what optimizers are given, while a function is traced."""
+    """Records the calls of optimizers while a function is traced."""
     _recording.append([])
     try:
         yield _recording[-1]
@@ -61,13 +61,13 @@ def recording() -> Iterator[Recorded]:
 
 
 def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
-    """Returns what stands for a transformation on a worker."""
+    """Returns the stand-in for a transformation on a worker."""
 
     def init(params: PyTree) -> PyTree:
         raise RuntimeError(
             "`init` of an Optax transformation was called in a scheduled function, "
-            "where each call would make a new state. Make it once, outside, and hold "
-            "it in an attribute."
+            "where each call would make a new state. Make the state once, outside, "
+            "and hold it in an attribute."
         )
 
     def update(
@@ -83,7 +83,7 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
         if params is None:
             raise ValueError(
                 "`update` of an optimizer was called without `params` in a scheduled "
-                "function, so nothing tells which variables are to be updated. Write "
+                "function, so the variables to update are unknown. Write "
                 "`tx.update(gradients, state, params)`."
             )
         leaves, tree = jax.tree.flatten(updates)
@@ -117,8 +117,8 @@ def _find_slots(tree: PyTree) -> list[int]:
     if -1 in slots:
         raise ValueError(
             "`update` of an optimizer was given state or parameters that no variable "
-            "holds (an array computed in the scheduled function). Pass what variables "
-            "hold: updates are made where they live."
+            "holds (an array computed in the scheduled function). Pass arrays that "
+            "variables hold, because the servers of these variables make the update."
         )
     return slots
 
@@ -156,16 +156,18 @@ class SplitUpdate:
         types: Mapping[int, ArrayType],
         paths: Mapping[int, str],
     ) -> None:
-        params, state = spec.param_slots, spec.state_slots
-        # Gradients count as their variables.
+        params = spec.param_slots
+        state = spec.state_slots
+        # A gradient has the slot of its variable.
         self._slots = [*params, *state, *params]
         self._results = [*params, *state]
-        self._types, self._update = types, flat_update(transformation, spec)
+        self._types = types
+        self._update = flat_update(transformation, spec)
         self._leaves = [jax.eval_shape(types[slot].zeros) for slot in self._slots]
         program = jax.make_jaxpr(self._update)(*self._leaves)
         needs = [{self._slots[i] for i in each} for each in find_dependencies(program)]
         of_state = dict(zip(state, needs[len(params) :], strict=True))
-        # What an array is made of, however many steps ago.
+        # The arrays from which each array is computed, in any number of steps.
         for between, found in of_state.items():
             for needed in of_state.values():
                 if between in needed:
@@ -179,7 +181,7 @@ class SplitUpdate:
                 raise ValueError(
                     f"The optimizer computes {paths[slot]} from several variables "
                     f"({names}), which may live on several parameter servers. Norms "
-                    "over all gradients belong into the step: take them out of the "
+                    "over all gradients belong in the step: remove them from the "
                     "optimizer's chain, and write `gradients, _ = "
                     "optax.clip_by_global_norm(1.0).update(gradients, "
                     "optax.EmptyState())` before the optimizer's `update`."
@@ -201,7 +203,7 @@ class SplitUpdate:
         whole = jax.make_jaxpr(update)(*self._leaves)
         try:
             mapped = jax.make_jaxpr(jax.vmap(update, axes))(*self._leaves)
-        except Exception:  # It cannot take a single row.
+        except Exception:  # The update cannot take a single row.
             return False
         return _operations(whole) == _operations(mapped)
 
@@ -229,9 +231,10 @@ class LocalUpdate(NamedTuple):
     types: dict[int, ArrayType]
 
     def make(self) -> Callable[[dict[Part, Any], dict[Part, Any]], dict[Part, Any]]:
-        """Returns the update of the parts of variables that gradients are given of."""
+        """Returns a function that updates the parts of variables with gradients."""
         update = flat_update(load_transformation(self.transformation), self.spec)
-        params, state = self.spec.param_slots, self.spec.state_slots
+        params = self.spec.param_slots
+        state = self.spec.state_slots
 
         def pick(held: dict[Part, Any], slot: int, number: int) -> Any:
             is_shared = self.owners.get(slot, slot) is None
@@ -240,7 +243,7 @@ class LocalUpdate(NamedTuple):
 
         def run(gradients: dict[Part, Any], values: dict[Part, Any]) -> dict[Part, Any]:
             new: dict[Part, Any] = {}
-            # All parts of one number at once: whole variables are part 0.
+            # All parts of one number are updated together. Whole variables are part 0.
             for number in sorted({part[1] for part in gradients}):
                 results = update(
                     *(pick(gradients, slot, number) for slot in params),

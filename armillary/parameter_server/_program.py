@@ -1,7 +1,7 @@
-"""A scheduled function as a worker runs it: reads variables, and sends changes.
+"""The program of a scheduled function on a worker: reads variables, sends changes.
 
 The function is traced like any step. Its effect on each variable then becomes one of
-these, or is refused by name:
+these, or an error names the variable:
 
     update      gradients for an optimizer, which runs on the parameter servers
     addition    a value to add to the variable (`count += 1`, metrics, batch statistics)
@@ -80,7 +80,8 @@ class TaskProgram:
         kinds = dict(enumerate(policies)) | dict.fromkeys(self._keys, Policy.RANDOM)
         found = _find_additions(self._step, updates, kinds, flat.state, name)
         self._signs = [addition.sign for addition in found.values()]
-        # What is averaged is compared with what it was, and arguments are all taken.
+        # A variable that is averaged is compared with its old value, so it stays an
+        # input. All arguments stay too.
         count = len(flat.types)
         kept = [
             i >= count or (i in found and found[i].sign == 0)

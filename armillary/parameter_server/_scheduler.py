@@ -86,7 +86,8 @@ class Scheduler:
         self._threads.append(watch)
         for thread in self._threads:
             thread.start()
-        # Before Ray ends, in which a thread may wait for a worker that never came up.
+        # This runs before Ray ends, because a thread may wait in Ray for a worker that
+        # never started.
         atexit.register(self.stop)
 
     def _make_server(self, index: int) -> Any:
@@ -101,11 +102,12 @@ class Scheduler:
         return _Worker(index, made, self._strategy.name_task("worker", index))
 
     def _watch_servers(self) -> None:
-        """Warns of parameter servers that are not up in time.
+        """Warns about parameter servers that have not started in time.
 
         Calls that need a server wait for it without a limit.
         """
-        ray, seconds = import_ray(), self._strategy.report_seconds
+        ray = import_ray()
+        seconds = self._strategy.report_seconds
         greetings = [server.greet.remote() for server in self.servers]
         ray.wait(greetings, num_returns=len(greetings), timeout=seconds)
         up, _ = ray.wait(greetings, num_returns=len(greetings), timeout=0)
@@ -118,7 +120,7 @@ class Scheduler:
                     self._strategy.describe_absent("ps", index),
                 )
 
-    # What the threads of users call.
+    # The threads of users call these methods.
 
     def add(self, task: ScheduledTask, inputs: list[Any]) -> RemoteValue:
         with self._changed:
@@ -139,7 +141,7 @@ class Scheduler:
         return closure.value
 
     def wait(self) -> None:
-        """Waits until every call has ended; raises what one of them raised."""
+        """Waits until every call has ended; raises the error of a failed call."""
         with self._changed:
             self._changed.wait_for(self.is_done)
         self.raise_error()
@@ -148,7 +150,7 @@ class Scheduler:
         return not self._open
 
     def raise_error(self) -> None:
-        """Raises what a call raised, once, when all others have ended."""
+        """Raises the error of a failed call, once, when all calls have ended."""
         if self._error is not None:
             with self._changed:
                 self._changed.wait_for(self.is_done)
@@ -160,18 +162,20 @@ class Scheduler:
         """Replaces parameter servers that are gone, while no call runs."""
         if not self._is_broken:
             return
-        ray, servers = import_ray(), [*self.servers]
+        ray = import_ray()
+        servers = [*self.servers]
         for index, server in enumerate(servers):
             try:
                 ray.get(server.greet.remote(), timeout=10)
             except ray.exceptions.RayError:
                 servers[index] = self._make_server(index)
-        self._is_broken, self.servers = False, servers
+        self._is_broken = False
+        self.servers = servers
         self._variables.put_all(servers)
 
     @contextlib.contextmanager
     def needing_servers(self) -> Iterator[None]:
-        """Tells of a server that is gone."""
+        """Raises `PSUnavailableError` if a server is lost in the code inside it."""
         try:
             yield
         except import_ray().exceptions.RayActorError as error:
@@ -194,7 +198,7 @@ class Scheduler:
             thread.join(timeout=10.0)
         atexit.unregister(self.stop)
 
-    # What the thread of a worker does.
+    # The thread of a worker calls these methods.
 
     def _serve(self, worker: _Worker) -> None:
         while not self.is_stopped:
@@ -205,7 +209,7 @@ class Scheduler:
                     self._lose(worker, error)
                 elif not self.is_stopped:
                     self._wait_for(worker, error)
-            except Exception as error:  # Whatever it is, nobody shall wait forever.
+            except Exception as error:  # On any error, no caller may wait forever.
                 with self._changed:
                     for each in [*worker.messages]:
                         self._end(worker, each, [Failed(error)] * len(each.closures))
@@ -214,12 +218,14 @@ class Scheduler:
                     self._changed.notify_all()
 
     def _go_on(self, worker: _Worker) -> None:
-        """Greets a new worker, sends calls, or waits for how some have ended."""
+        """Greets a new worker, sends calls, or waits for the end of some calls."""
         if not worker.pid:
             greeting = worker.actor.greet.remote()
             pid, address = self._get(worker, greeting, None)
             worker.label = f"worker {worker.index} (process {pid} on {address})"
-            worker.known, worker.servers, worker.num_datasets = set(), None, 0
+            worker.known = set()
+            worker.servers = None
+            worker.num_datasets = 0
             worker.pid = pid
             return
         message, step = self._take(worker), self._send
@@ -231,7 +237,7 @@ class Scheduler:
             step(worker, message)
         except _WorkerLostError:
             raise
-        except Exception as error:  # Such as an argument that was deleted.
+        except Exception as error:  # An argument may have been deleted, for example.
             self._end(worker, message, [Failed(error)] * len(message.closures))
 
     def _take(self, worker: _Worker) -> _Message | None:
@@ -252,7 +258,7 @@ class Scheduler:
         ahead = len(worker.messages)
         if not self._queue or ahead >= _DEPTH:
             return None
-        # Those that have nothing to do come first.
+        # Workers without calls come first.
         idle = [w for w in self.workers if w.pid and not w.messages]
         if ahead and len(self._queue) <= len(idle):
             return None
@@ -263,7 +269,7 @@ class Scheduler:
         task, taken = first.task, list[Closure]()
         if task.number not in worker.known:
             return taken
-        # A part of the queue only: other workers shall have work at its end.
+        # It takes only a part of the queue, so that other workers have work at the end.
         share = len(self._queue) // (_DEPTH * len(self.workers))
         count = min(share, int(_MESSAGE_SECONDS / max(task.seconds, 1e-6)) - 1)
         while len(taken) < count:
@@ -273,7 +279,8 @@ class Scheduler:
         return taken
 
     def _send(self, worker: _Worker, message: _Message) -> None:
-        closures, task = message.closures, message.closures[0].task
+        closures = message.closures
+        task = closures[0].task
         if worker.servers is not self.servers:
             worker.servers = self.servers
             worker.actor.connect.remote(worker.servers)
@@ -281,11 +288,13 @@ class Scheduler:
         for number, reference in self.datasets[worker.num_datasets :]:
             worker.num_datasets += 1
             worker.actor.make_dataset.remote(number, reference)
-        # Not in a list, where Ray would not fetch results of other calls.
+        # The arguments are passed one by one, because Ray does not fetch the results of
+        # other calls inside a list.
         arguments = [array for closure in closures for array in closure.arguments()]
         if task.number not in worker.known:
-            what = worker.pid, task.number, task.reference
-            asked = worker.actor.prepare.remote(*what, *arguments)
+            asked = worker.actor.prepare.remote(
+                worker.pid, task.number, task.reference, *arguments
+            )
             spec = self._get(worker, asked, f"traces `{task.name}`")
             if isinstance(spec, Failed):
                 raise spec.error
@@ -306,13 +315,13 @@ class Scheduler:
         self._end(worker, message, self._get(worker, message.statuses, doing))
 
     def _end(self, worker: _Worker, message: _Message, statuses: list[Any]) -> None:
-        """Tells the calls of a message how they ended."""
+        """Sets the results or the errors of the calls of a message."""
         with self._changed:
             if self.is_stopped:
                 return
             for i, closure in enumerate(message.closures):
                 self._open.pop(closure.number, None)
-                if i >= len(statuses):  # An earlier one of them has failed.
+                if i >= len(statuses):  # An earlier call of the message has failed.
                     closure.cancel()
                 elif isinstance(status := statuses[i], Failed):
                     error = status.error
@@ -323,11 +332,11 @@ class Scheduler:
                     self.statistics.count(status.staleness)
                     closure.task.seconds = status.seconds
                     closure.value.future.set_result(message.values[i])
-            worker.messages.remove(message)  # Not before: an error may end this.
+            worker.messages.remove(message)  # Last, because an error may end this.
             self._changed.notify_all()
 
     def _wait_for(self, worker: _Worker, error: Exception) -> None:
-        """Waits before a worker is greeted again; says once that it is not up."""
+        """Waits before a worker is greeted again; warns once if it does not start."""
         seconds = time.monotonic() - worker.down_since
         if seconds > self._strategy.report_seconds:
             message = "%s is not up after %.0f s (%s)."
@@ -340,10 +349,11 @@ class Scheduler:
         with self._changed:
             lost = [closure for each in worker.messages for closure in each.closures]
             worker.messages.clear()
-            worker.pid, worker.down_since = 0, time.monotonic()
+            worker.pid = 0
+            worker.down_since = time.monotonic()
             self._queue.extendleft(reversed(lost))
             self.statistics.num_lost += 1
-            for first in lost[:1]:  # The others have waited for it.
+            for first in lost[:1]:  # The others were waiting for the first call.
                 first.num_losses += 1
                 if first.num_losses == _MOST_LOSSES:
                     message = (
@@ -377,20 +387,22 @@ class Scheduler:
         self._is_broken = True
         return PSUnavailableError(
             f"Parameter server {which} is gone ({_first_line(error)}), and with it "
-            "what its variables held since the last `join`. Restore the last "
-            "checkpoint and schedule on: the next call starts a new one, and fills all "
-            "of them from the coordinator's objects."
+            "the changes of its variables since the last `join`. Restore the last "
+            "checkpoint and schedule further calls: the next one starts a new server, "
+            "and fills all servers from the coordinator's objects."
         )
 
     def _get(self, worker: _Worker, reference: Any, doing: str | None) -> Any:
-        """Returns what a worker answers; logs if that takes long.
+        """Returns the answer of a worker; logs a warning if it takes long.
 
         Args:
             worker: The worker that was asked.
             reference: Ray's reference to the answer.
-            doing: Its work, for the log; `None` if it may not be there yet.
+            doing: The work of the worker, for the log; `None` if it may not have
+                started.
         """
-        ray, seconds = import_ray(), self._strategy.report_seconds
+        ray = import_ray()
+        seconds = self._strategy.report_seconds
         try:
             try:
                 answer = ray.get(reference, timeout=seconds)
@@ -402,7 +414,7 @@ class Scheduler:
                 answer = ray.get(reference)
         except ray.exceptions.RayActorError as error:
             raise _WorkerLostError(_first_line(error)) from error
-        if isinstance(answer, NotKnown):  # Ray has started it anew, while idle.
+        if isinstance(answer, NotKnown):  # Ray has restarted the idle worker.
             raise _WorkerLostError("its process has ended")
         return answer
 

@@ -1,4 +1,4 @@
-"""A parameter server: holds variables, and applies what workers send, as it arrives."""
+"""A parameter server: holds variables, and applies changes in order of arrival."""
 
 import os
 from collections import OrderedDict
@@ -92,7 +92,7 @@ class Actor:
 
 
 class ParameterServer(Actor):
-    """The actor. Its methods run one after the other, in order of arrival."""
+    """The actor of a server; its methods run one at a time, in order of arrival."""
 
     def __init__(self) -> None:
         self._values: dict[Part, jax.Array] = {}
@@ -104,10 +104,10 @@ class ParameterServer(Actor):
         self._snapshots: dict[tuple[Part, ...], tuple[int, Any]] = {}
 
     def put(self, types: dict[int, ArrayType], values: dict[Part, np.ndarray]) -> None:
-        """Sets parts of variables, new ones or others."""
+        """Sets parts of variables, new or known ones."""
         self._types.update(types)
         for part, value in values.items():
-            # A copy: what arrives is read-only memory that all processes share.
+            # The array is copied, because it arrives in read-only shared memory.
             self._values[part] = self._types[part[0]].from_host(np.array(value))
         self._snapshots.clear()
 
@@ -125,13 +125,16 @@ class ParameterServer(Actor):
             if sum(value.nbytes for value in values) > _INLINE_BYTES:
                 values = _Reference([import_ray().put(values)])
             else:
-                # Buffers of programs are used again: these must not change any more.
+                # The copies must not change, but programs use their buffers again.
                 values = [np.array(value) for value in values]
             self._snapshots[parts] = self._version, values
         return self._version, values
 
     def push(self, push: Push) -> int:
-        """Applies what a call sends; returns how many versions came since it read."""
+        """Applies the changes of a call; returns its staleness.
+
+        The staleness is the number of new versions since the call read the variables.
+        """
         if push.call in self._applied:
             return self._applied[push.call]
         staleness = self._version - push.version
@@ -149,18 +152,18 @@ class ParameterServer(Actor):
         return staleness
 
     def push_and_read(self, push: Push, parts: tuple[Part, ...]) -> tuple[Any, ...]:
-        """Applies what a call sends, and reads for the next; `push`, then `read`."""
+        """Applies the changes of a call with `push`, and reads for the next one."""
         return self.push(push), *self.read(parts)
 
 
 class _Reference(NamedTuple):
-    """Values in the object store; in a list, or Ray would fetch them."""
+    """Values in the object store, in a list, so that Ray does not fetch them."""
 
     values: list[Any]
 
 
 def fetch(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns an answer of a server that ends with values, and has these fetched."""
+    """Returns an answer of a server, with its last part, the values, fetched."""
     *others, values = answer
     if isinstance(values, _Reference):
         values = import_ray().get(values.values[0])

@@ -29,25 +29,27 @@ from armillary.typing import PyTree
 class ParameterServerStrategy(SingleStrategy):
     """Variables on parameter servers, steps on workers that do not wait for each other.
 
-    As `tf.distribute.ParameterServerStrategy`, over Ray (extra `ray`). Functions are
-    scheduled with a `ClusterCoordinator`; a `StandardTrainer` under this strategy does
-    so itself, and so does `fit` of a Keras model that was made in the scope. In this
-    process, the coordinator, it is a strategy of one device: models are made, evaluated
-    and saved here, and `run` runs here.
+    It works like `tf.distribute.ParameterServerStrategy`, over Ray (extra `ray`). A
+    `ClusterCoordinator` schedules functions. A `StandardTrainer` under this strategy,
+    and `fit` of a Keras model that was made in the scope, schedule their steps
+    themselves. In this process, the coordinator, it is a strategy of one device: models
+    are made, evaluated and saved here, and `run` runs here.
 
     Args:
-        cluster_resolver: Names the chief, the workers and the parameter servers of a
-            cluster, such as `armillary.cluster.TFConfigClusterResolver()`. Each of them
-            runs the same program (`armillary.distribute.coordinator.Server`). By
-            default `TF_CONFIG` names them, if it is set. Without it, workers and
-            servers are processes of this machine, or of the Ray cluster that
-            `RAY_ADDRESS` names.
-        variable_partitioner: Into how many parts variables are cut, along their first
-            axis; by default each is whole on one server. Such as
-            `armillary.distribute.partitioners.MinSizePartitioner`.
+        cluster_resolver: The addresses of the chief, the workers and the parameter
+            servers of a cluster, such as `armillary.cluster.TFConfigClusterResolver()`.
+            All of them run the same program
+            (`armillary.distribute.coordinator.Server`). By default they come from
+            `TF_CONFIG`, if it is set. Without it, workers and servers are processes of
+            this machine, or of the Ray cluster at `RAY_ADDRESS`.
+        variable_partitioner: A function that returns the number of parts into which a
+            variable is cut along its first axis, such as
+            `armillary.distribute.partitioners.MinSizePartitioner`. By default each
+            variable is whole on one server.
         num_workers: Number of workers, if no cluster is described. By default 2.
         num_ps: Number of parameter servers, if no cluster is described. By default 1.
-        report_seconds: After how many seconds a call is reported that has not ended.
+        report_seconds: The time in seconds after which a call that has not ended is
+            reported.
         worker_options: Options of Ray for the actors of workers, such as
             `{"num_gpus": 1}`.
         ps_options: Options of Ray for the actors of parameter servers.
@@ -58,7 +60,7 @@ class ParameterServerStrategy(SingleStrategy):
         num_ps: Number of parameter servers.
 
     Raises:
-        TypeError: If the resolver or the partitioner is something else, or `axis_name`
+        TypeError: If the resolver or the partitioner has another type, or `axis_name`
             is not a string.
         ValueError: If a number is out of range, or given for a cluster that a resolver
             or `TF_CONFIG` describes, or `axis_name` is empty.
@@ -111,14 +113,14 @@ class ParameterServerStrategy(SingleStrategy):
         self.variable_partitioner = variable_partitioner
         self.report_seconds = report_seconds
         self._options = {"worker": worker_options or {}, "ps": ps_options or {}}
-        # Typed loosely: the class is above this one.
+        # The type is `Any`, because the module of the class imports this one.
         self.coordinator: Any = None
         self._has_warned_of_run = False
 
     def actor_options(self, job: str, index: int) -> dict[str, Any]:
         """Returns Ray's options of the actor of a task."""
-        # A lost worker is started anew, wherever there is room; what a lost server held
-        # is lost.
+        # Ray restarts a lost worker on any node with room. A lost server is not
+        # restarted, because its values are lost too.
         first = {"num_cpus": 0, "max_restarts": -1 if job == "worker" else 0}
         options = {**first, **self._options[job]}
         if self._resolver is None:
@@ -128,14 +130,14 @@ class ParameterServerStrategy(SingleStrategy):
         return {**options, "resources": {**options.get("resources", {}), **own}}
 
     def name_task(self, job: str, index: int) -> str:
-        """Returns what messages call a task: with its address, if it has one."""
+        """Returns the name of a task for messages, with its address if it has one."""
         if self._resolver is None:
             return f"{job} {index}"
         address = self._resolver.cluster_spec().task_address(job, index)
         return f"{job} {index} at {address}"
 
     def describe_absent(self, job: str, index: int) -> str:
-        """Returns what a task that does not answer may lack."""
+        """Returns a possible reason for which a task does not answer."""
         if self._resolver is None:
             return "Ray has not started its process yet, or has no room for it"
         if has_joined(job, index):
@@ -164,7 +166,7 @@ class ParameterServerStrategy(SingleStrategy):
         if has_trained:
             self._has_warned_of_run = True
             logger.warning(
-                "`strategy.run` of %r changes parameters in this process alone, and "
+                "`strategy.run` of %r changes parameters only in this process, and "
                 "the %d workers stay idle. To train on workers, schedule the step: "
                 "`armillary.distribute.coordinator.ClusterCoordinator(strategy)"
                 ".schedule(step_fn, args=(per_worker_iterator,))`.",

@@ -166,8 +166,9 @@ class Variables:
         return 1
 
     def _assign(self, number: int, num_parts: int, num_bytes: int) -> None:
-        """Finds a place for each part of a variable: where the least bytes are."""
-        variable, loads = self._variables[number], self._loads
+        """Places each part of a variable on the server that holds the fewest bytes."""
+        variable = self._variables[number]
+        loads = self._loads
         rows = cut(variable.type.shape[0], num_parts) if num_parts > 1 else [None]
         places: list[Place] = []
         for index, part in enumerate(rows):
@@ -187,7 +188,7 @@ class Variables:
         )
 
     def _put(self, numbers: Iterable[int], servers: Sequence[Any]) -> None:
-        """Sends what the coordinator's objects hold."""
+        """Sends the values of the coordinator's objects to the servers."""
         sent: dict[int, tuple[dict[int, ArrayType], dict[Part, np.ndarray]]] = {}
         leaves: dict[int, Any] = {}
         for number in numbers:
@@ -203,7 +204,7 @@ class Variables:
             self._variables[number].held = leaf
 
     def put_changed(self, servers: Sequence[Any]) -> None:
-        """Sends what was put into the coordinator's objects since they were in step."""
+        """Sends the values that the program has set since the last exchange."""
         changed: list[int] = []
         with self.lock:
             for number, variable in enumerate(self._variables):
@@ -218,7 +219,7 @@ class Variables:
                     continue
                 if type_of(as_array(leaf)) == variable.type:
                     changed.append(number)
-                else:  # A function that reaches it will be sent again.
+                else:  # A function that reaches the variable will be sent again.
                     self._retire(number)
             if changed:
                 self._put(changed, servers)
@@ -230,7 +231,7 @@ class Variables:
             self._define(self._updates, servers)
 
     def fetch(self, servers: Sequence[Any]) -> None:
-        """Puts what the servers hold into the coordinator's objects."""
+        """Copies the values of the servers into the coordinator's objects."""
         with self.lock:
             placed = [variable for variable in self._variables if variable.places]
             parts: dict[int, list[Part]] = {}
@@ -245,7 +246,7 @@ class Variables:
                 found.update(zip(held, fetch(answer)[1], strict=True))
             leaves: dict[int, tuple[Slot, list[Any]]] = {}
             for variable in placed:
-                # A copy: what arrives is memory of the object store.
+                # The array is copied, because its memory belongs to the object store.
                 whole = jnp.array(join(variable.places, found))
                 variable.held = variable.type.from_host(whole)
                 slot = variable.slot
@@ -261,7 +262,7 @@ def count_parts(
     shape: tuple[int, ...],
     dtype: Any,
 ) -> int:
-    """Returns into how many parts a variable shall be cut."""
+    """Returns the number of parts into which a variable is cut."""
     if partitioner is None or not shape:
         return 1
     found = partitioner(shape, dtype, axis=0)

@@ -67,7 +67,7 @@ class Worker(Actor):
         self._tasks: dict[int, Task] = {}
 
     def connect(self, servers: list[Any]) -> None:
-        """Takes the parameter servers, which forgets what was placed before."""
+        """Takes new parameter servers, and forgets the places of variables."""
         self._servers = servers
         for task in self._tasks.values():
             task.placed = NOWHERE
@@ -78,7 +78,7 @@ class Worker(Actor):
     def prepare(
         self, pid: int, number: int, shipped: ShippedTask, *arrays: Any
     ) -> TaskSpec | Failed | NotKnown:
-        """Traces a function, for arguments such as these."""
+        """Traces a function for the types of some arguments."""
         if pid != os.getpid():
             return NotKnown()
         try:
@@ -104,7 +104,8 @@ class Worker(Actor):
         results: list[Any] = [None] * len(calls)
         ahead: Ahead = {}
         for i, call in enumerate(calls):
-            start, own = time.perf_counter(), arrays[i * size : (i + 1) * size]
+            start = time.perf_counter()
+            own = arrays[i * size : (i + 1) * size]
             last = i + 1 == len(calls)
             try:
                 staleness, results[i], ahead = self._run(
@@ -122,7 +123,7 @@ class Worker(Actor):
     def _run(
         self, task: Task, call: int, oldest: int, arrays: Any, ahead: Any, last: bool
     ) -> tuple[int, Any, Ahead]:
-        """Runs one call; returns its staleness, its result, and what it read ahead."""
+        """Runs one call; returns its staleness, its result, and values read ahead."""
         program, counts = task.trace(arrays, self._datasets)
         reads = task.reads(program.spec)
         known = {s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)}
@@ -155,7 +156,8 @@ class Worker(Actor):
         return staleness, result, ahead
 
     def _wait(self, asked: dict[int, Any]) -> dict[int, Any]:
-        ray, lost = import_ray(), import_ray().exceptions
+        ray = import_ray()
+        lost = ray.exceptions
         answers: dict[int, Any] = {}
         for server, reference in asked.items():
             try:
@@ -167,7 +169,7 @@ class Worker(Actor):
 
 
 def _failed(error: Exception) -> Failed:
-    """Returns an error that can be sent, with a note of where it was raised."""
+    """Returns an error in a form that can be sent, with its traceback as a note."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(pickle.dumps(error))

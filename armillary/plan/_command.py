@@ -40,7 +40,7 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
     from armillary.plan._plan import plan
     from armillary.trainer._standard_trainer import StandardTrainer
 
-    # The devices of this machine play no part.
+    # The devices of this machine are not used.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(path.parent.resolve()))
     names = runpy.run_path(str(path), run_name="__armillary_plan__")
@@ -56,7 +56,7 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
         if not isinstance(trainer, StandardTrainer):
             raise TypeError(
                 f"`{name}` returned an object of type {type(made).__name__}, but it "
-                "must return the `Controller`, or the `StandardTrainer`, alone."
+                "must return only the `Controller`, or only the `StandardTrainer`."
             )
         result = plan(
             trainer,

@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Autotuning and Triton's products want a device to try things on.
+# Autotuning and Triton's products need a device for their measurements.
 WITHOUT_DEVICE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
-    platform, name = request["platform"], request["topology"]
-    details, options = {}, request["compiler_options"]
+    platform = request["platform"]
+    name = request["topology"]
+    details = {}
+    options = request["compiler_options"]
     os.environ["JAX_PLATFORMS"] = "cpu"
     if platform == "cuda":
         details = {"target_config": request["config"], "topology": name}
@@ -39,7 +41,7 @@ def main(folder: Path) -> None:
     if len(topology.devices) != request["num_devices"]:
         raise ValueError(f"The topology has {len(topology.devices)} devices.")
     shape = tuple(request["mesh_shape"])
-    # An axis of the mesh may be a part of one of the torus, such as 2 of 16.
+    # An axis of the mesh may be a part of an axis of the torus, such as 2 of 16.
     devices = mesh_utils.create_device_mesh(
         shape, list(topology.devices), allow_split_physical_axes=len(shape) > 1
     )

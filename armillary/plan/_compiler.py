@@ -37,14 +37,15 @@ class Compiled:
 
 def find_wheels(platform: str) -> str | None:
     """Returns the folder that has the compiler for a platform; `None` if installed."""
-    folder, names = os.environ.get(WHEELS_VARIABLE), _PACKAGES[platform]
+    folder = os.environ.get(WHEELS_VARIABLE)
+    names = _PACKAGES[platform]
     if folder and any((Path(folder) / name).is_dir() for name in names):
         return str(Path(folder).resolve())
     if any(importlib.util.find_spec(name) for name in names):
         return None
     version = jax.__version__
     package = f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
-    if platform == "tpu":  # The release that one of JAX's extras asks for.
+    if platform == "tpu":  # The release that one of JAX's extras requires.
         wanted = importlib.metadata.requires("jax") or ()
         found = (text.partition(";")[0] for text in wanted if "libtpu" in text)
         package = repr(next(found, "libtpu").strip())
@@ -95,8 +96,8 @@ def compile_loop(loop: DescribedLoop, topology: Topology) -> Compiled | None:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "TPU_SKIP_MDS_QUERY": "1",  # The worker is on no TPU; do not look for one.
-        # A lock that keeps two processes from one TPU would keep two plans apart.
+        "TPU_SKIP_MDS_QUERY": "1",  # The worker has no TPU, and must not look for one.
+        # The lock of a TPU would also keep two plans from running at the same time.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     environment.pop("XLA_FLAGS", None)

@@ -1,4 +1,4 @@
-"""The costs of a step: its arithmetic, and its collectives as they were traced."""
+"""The costs of a step: its arithmetic, and the collectives in its traced program."""
 
 import math
 from collections import defaultdict
@@ -34,18 +34,17 @@ class Collective:
     """One collective operation.
 
     Attributes:
-        kind: Such as `all-reduce`.
+        kind: The name of the operation, such as `all-reduce`.
         num_bytes: Bytes of its operand on each device; of its result for all-gather.
-        scope: How often it runs: once for each `step`, `loop` or `call` of the program.
-        times: How often in that, as inner loops repeat it.
-        is_conditional: Whether it runs only if a condition on the device holds.
-        group_size: How many devices take part in one of its groups.
-        is_asynchronous: Whether it starts at one place of the schedule and is waited
-            for at another, with work in between.
+        scope: The part of the program in which it runs: each `step`, `loop` or `call`.
+        times: The number of runs in that part; inner loops repeat it.
+        is_conditional: True if it runs only under a condition on the device.
+        group_size: The number of devices in one of its groups.
+        is_asynchronous: True if other work runs between its start and its end.
         round: One more than the last round of the same kind that it has to wait for.
             Collectives of one round are independent, so a compiler may combine them.
             The compilers for TPUs and NVIDIA GPUs do so, but the compiler for CPUs
-            does not. The number of rounds is the same for all.
+            does not. The number of rounds is the same for all compilers.
     """
 
     kind: str
@@ -64,13 +63,13 @@ class Collective:
 
 
 def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
-    """Returns how many collectives of a kind must follow each other."""
+    """Returns the number of collectives of a kind that must follow each other."""
     return max((each.round for each in collectives if each.kind == kind), default=0)
 
 
 def count_flops(program: Any) -> dict[str, float]:
     """Returns operations of one step on one replica, by the dtype of the operands."""
-    # A loop of unknown length counts as one round, a branch as the larger one.
+    # A loop of unknown length counts once. Of several branches the largest counts.
     total: defaultdict[str, float] = defaultdict(float)
     for equation in getattr(program, "jaxpr", program).eqns:
         parts = [count_flops(inner) for inner in _programs_in(equation)]
@@ -104,7 +103,7 @@ def _count_product(equation: Any) -> float:
 def find_traced(
     program: Any, num_devices: int, times: int = 1, is_conditional: bool = False
 ) -> Iterator[Collective]:
-    """Yields the collectives of a traced step, one for each array, as JAX has them."""
+    """Yields the collectives of a traced step, one for each array."""
     for equation in getattr(program, "jaxpr", program).eqns:
         kind = _KIND_OF.get(equation.primitive.name)
         if kind is not None and num_devices > 1:

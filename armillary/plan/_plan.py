@@ -41,7 +41,7 @@ class Memory:
     Attributes:
         arguments: The inputs of the program: the state, and the batches of its steps.
         donated: The part of the arguments whose memory the outputs reuse.
-        temporaries: The memory that it needs while it runs.
+        temporaries: The memory that the program needs while it runs.
         outputs: The results of the program.
         code: The program itself.
         batches_ahead: The batches of the next call, which wait on the device.
@@ -64,29 +64,31 @@ class Memory:
 class Plan:
     """Memory, time and traffic of a training step on devices that are not there.
 
-    Printed, it is a table.
+    `print(plan)` shows a table.
 
     Attributes:
         topology: The devices.
-        mesh: How many devices there are along each axis of the strategy's mesh:
-            `replica` (or the strategy's `axis_name`), or `data`, `fsdp` and `tensor`.
+        mesh: The number of devices along each axis of the strategy's mesh: `replica`
+            (or the strategy's `axis_name`), or `data`, `fsdp` and `tensor`.
         per_replica_batch: Examples of each replica in a step; under `ShardedStrategy`,
             of each part of the batch.
         global_batch: Examples of a step on all devices.
-        steps_per_program: Most steps of one call of the device.
+        steps_per_program: The largest number of steps in one call of the device.
         state_bytes: Bytes of the state.
-        held_bytes: How many of them each device holds.
+        held_bytes: Bytes of the state that each device holds.
         flops: Operations of one step on one device in products and convolutions, by
-            dtype; as traced, without what a compiler computes twice. Under
-            `ShardedStrategy`, an equal share of the operations of the step.
-        is_abstract: Whether nothing was compiled.
+            dtype. They are counted in the traced program, so operations that a compiler
+            repeats count once. Under `ShardedStrategy`, an equal share of the
+            operations of the step.
+        is_abstract: True if nothing was compiled.
         accumulate_steps: Parts in which a step takes its batch.
         collectives: The data that devices send each other.
         host_transfers: Operations inside loops that reach the host.
         memory: The memory that each device needs. `None` if nothing was compiled, or if
-            the compiler found no way to fit it.
-        compile_seconds: How long the compiler took here.
-        largest_batch: The largest batch of a replica that fits, if it was looked for.
+            the compiler could not fit the program into the memory.
+        compile_seconds: The time of the compiler on this machine.
+        largest_batch: The largest batch of a replica that fits, if `find_batch` was
+            set.
     """
 
     topology: Topology
@@ -134,7 +136,8 @@ class Plan:
 
     def as_json(self) -> str:
         """Returns the plan as a text of JSON, with bytes, seconds and operations."""
-        target, memory = self.topology.target, self.memory
+        target = self.topology.target
+        memory = self.memory
         record = {_LONGER_NAMES.get(name, name): x for name, x in vars(self).items()}
         record |= {
             "topology": self.topology.text,
@@ -177,7 +180,8 @@ class Plan:
         ]
 
     def _memory(self) -> list[tuple[str, str]]:
-        target, memory = self.topology.target, self.memory
+        target = self.topology.target
+        memory = self.memory
         if self.is_abstract or target is None:
             return []
         verdict = "fits" if self.fits else "does not fit"
@@ -233,10 +237,11 @@ def plan(
 ) -> Plan:
     """Compiles the loop of a trainer for devices that are not there.
 
-    It is the program that would run, made by the same code: many steps, with the state
-    donated. Nothing of the trainer changes, and no device is touched. Each replica
-    keeps the batch that it has now, so the global batch grows with the devices. Under
-    `ShardedStrategy` so does each part of a batch: see `ShardedStrategy.described`.
+    The same code makes the program as for a run: many steps, with the state donated.
+    The trainer does not change, and no device is used. Each replica keeps the batch
+    that it has now, so the global batch grows with the devices. Under
+    `ShardedStrategy`, each part of a batch keeps its size in the same way: see
+    `ShardedStrategy.described`.
 
     Args:
         trainer: The trainer, under a `MirroredStrategy` or a `ShardedStrategy`.
@@ -246,18 +251,18 @@ def plan(
             loop.
         per_replica_batch: Examples of each replica, or part of a batch, instead of the
             current number.
-        find_batch: Whether to look for the largest batch that fits, to an eighth, by
-            compiling for one after the other.
-        target: The kind of device, if it is not a known one.
-        abstract: Whether to compile nothing. Then no compiler is needed, and the plan
-            says nothing of memory.
+        find_batch: True to find the largest batch that fits, to an eighth. The loop is
+            compiled for several batches, one after the other.
+        target: The kind of device, if its name is not known.
+        abstract: True to compile nothing. Then no compiler is needed, and the plan has
+            no memory.
 
     Raises:
         TypeError: If `trainer` is not a `StandardTrainer`.
-        ValueError: If `topology` describes no devices, the strategy is for one, or
-            `find_batch` is asked of an abstract plan, or a batch is chosen for a
-            trainer without data.
-        PlanError: If there is no compiler for them, or it fails.
+        ValueError: If `topology` describes no devices, the strategy is for one device,
+            `find_batch` is combined with `abstract`, or a batch is chosen for a trainer
+            without data.
+        PlanError: If there is no compiler for the devices, or it fails.
     """
     fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
     check_instance("trainer", trainer, StandardTrainer, fix)
@@ -322,7 +327,8 @@ def plan(
 
     found = make(per_replica_batch)
     if find_batch:
-        size, is_small = found.per_replica_batch, bool(found.fits)
+        size = found.per_replica_batch
+        is_small = bool(found.fits)
         found.largest_batch = find_largest(size, is_small, lambda n: bool(make(n).fits))
     return found
 

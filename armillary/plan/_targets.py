@@ -1,6 +1,6 @@
-"""The devices that are known, and what a user writes for them: `v5e:16x16`, `h100:8x8`.
+"""The known devices, and the texts that describe them: `v5e:16x16`, `h100:8x8`.
 
-Sizes of memory are those that makers publish; what else XLA must know of a GPU is in
+Sizes of memory are the published ones. The other properties of a GPU for XLA are from
 https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
 """
 
@@ -24,9 +24,9 @@ class Target:
             `GpuTargetConfigProto` in text. Not for TPUs.
 
     Raises:
-        TypeError: If a text is none.
-        ValueError: If `memory_bytes` is negative or not finite, or `platform` is
-            neither.
+        TypeError: If `name` or `config` is not a string.
+        ValueError: If `memory_bytes` is negative or not finite, or `platform` has
+            another value.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Target:
     config: str | None = None
 
     def __post_init__(self) -> None:
-        fix = "See `armillary.plan.find_target` for those that are known."
+        fix = "See `armillary.plan.find_target` for the known devices."
         check_instance("name", self.name, str, fix)
         check_instance("config", self.config, str | None, fix)
         check_one_of("platform", self.platform, ("tpu", "cuda"))
@@ -124,7 +124,7 @@ _FORM = re.compile(r"([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices, and how they are connected."""
+    """Devices, and their numbers along each axis of their connections."""
 
     text: str
     target: Target | None
@@ -154,9 +154,9 @@ def parse_topology(
     if found is None or not all(shape := [int(n) for n in found[2].split("x")]):
         number = ', or a number of devices such as "256"' if abstract else ""
         raise ValueError(
-            f"`topology` is {topology!r}, which describes no devices. Use chips along "
-            'each axis of a TPU slice, as in "v5e:16x16", or hosts by devices, as in '
-            f'"h100:8x8"{number}.'
+            f"`topology` is {topology!r}, which describes no devices. Use the chips "
+            'along each axis of a TPU slice, as in "v5e:16x16", or hosts by devices, '
+            f'as in "h100:8x8"{number}.'
         )
     name = found[1].lower()
     kind = target or find_target(name)

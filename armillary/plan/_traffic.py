@@ -1,6 +1,6 @@
-"""Reads from the text of a compiled program what it sends, and when.
+"""Finds the data that a compiled program sends, from the text of the program.
 
-Instructions of a scheduled module stand in the order in which they run.
+The instructions of a scheduled module are in the order in which they run.
 """
 
 import functools
@@ -28,7 +28,7 @@ _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
 _HOST_SPACE = "S(5)"
-_SYNCHRONOUS = '"is_sync":true'  # How XLA's GPU compiler marks a start that waits.
+_SYNCHRONOUS = '"is_sync":true'  # The mark of XLA's GPU compiler on a start that waits.
 _NO_TIME = ("after-all", "bitcast", "constant", "get-tuple-element", "parameter")
 _FREE = frozenset((*_NO_TIME, "partition-id", "tuple"))
 
@@ -39,16 +39,17 @@ class Instruction:
     shape: str  # The text of its result's type.
     opcode: str
     operands: tuple[str, ...]
-    attributes: str  # The text behind the operands.
+    attributes: str  # The text after the operands.
 
     @cached_property
     def called(self) -> dict[str, list[str]]:
-        """The computations that it runs, by what they are to it (`body`, `calls`)."""
+        """The computations that it runs, by their role (`body`, `calls`)."""
         called = {
             key: [part.strip().lstrip("%") for part in (one or many).split(",")]
             for key, one, many in _CALLED.findall(self.attributes)
         }
-        # To `call` it is what `calls` is to others; else the addition of a sum.
+        # `call` names its computation `to_apply`, and other instructions name it
+        # `calls`. In a reduction, `to_apply` is only the addition.
         applied = called.pop("to_apply", None)
         return {"calls": applied} if applied and self.opcode == "call" else called
 
@@ -81,9 +82,10 @@ class Instruction:
 
 
 def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Returns the instructions of each computation, and which one runs first."""
+    """Returns the instructions of each computation, and the name of the first one."""
     computations: dict[str, list[Instruction]] = {}
-    entry, current = None, None
+    entry = None
+    current = None
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             current = computations.setdefault(head[2], [])
@@ -92,7 +94,8 @@ def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
             current.append(_parse(found[1], found[2]))
     if entry is None:
         raise ValueError(
-            "The text of the program has no ENTRY computation, so it is no HLO module."
+            "The text of the program has no ENTRY computation, so it is not an HLO "
+            "module."
         )
     return computations, entry
 
@@ -132,7 +135,7 @@ class Traffic(NamedTuple):
 
 
 def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
-    """Returns what a compiled loop sends; `depth` loops are around a step."""
+    """Returns the traffic of a compiled loop; a step is inside `depth` loops."""
     computations, entry = _parse_module(text)
     walk = _Walk(computations, depth, num_devices)
     walk.enter(entry, _Place(), Counter())
@@ -152,9 +155,9 @@ class _Place:
 
 
 _Rounds = Counter[str]
-"""For each kind, how many collectives of it something waits for, one after the other.
+"""By kind, the number of collectives that an instruction must wait for, in sequence.
 
-The union of two has the larger number of each.
+The union of two has the larger number of each kind.
 """
 
 
@@ -168,7 +171,7 @@ class _Walk:
         self.host: list[str] = []
 
     def enter(self, name: str, place: _Place, base: _Rounds) -> _Rounds:
-        """Walks one computation; returns what its end waits for."""
+        """Walks one computation; returns the rounds that its end waits for."""
         instructions = self._computations.get(name, [])
         shapes = {each.name: each.shape for each in instructions}
         rounds: dict[str, _Rounds] = {}
@@ -205,8 +208,9 @@ class _Walk:
         shapes: dict[str, str],
         later: list[Instruction],
     ) -> bool:
-        """Notes a collective; returns whether a device has anybody to talk to."""
-        kind, size = each.kind or "", _count_group(each.attributes) or self._num_devices
+        """Adds a collective; returns False if its groups have only one device."""
+        kind = each.kind or ""
+        size = _count_group(each.attributes) or self._num_devices
         if size == 1 and kind != "collective-permute":
             return False
         num_bytes = sum(count_bytes(shapes[name]) for name in each.operands)

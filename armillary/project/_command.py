@@ -15,7 +15,7 @@ _TEMPLATE = Path(__file__).parent / "template"
 _SUFFIX = ".tmpl"
 _PLACEHOLDER = "my_project"
 _PACKAGE = "package"
-# Longer ones would break lines of the template that are good.
+# With longer names, lines of the template would become too long.
 _MOST_LETTERS = 30
 
 
@@ -24,8 +24,8 @@ def check_target(directory: Path) -> None:
     if (directory.exists() or directory.is_symlink()) and not is_empty:
         what = "is not empty" if directory.is_dir() else "is not a directory"
         raise ValueError(
-            f"`DIRECTORY` is {str(directory)!r}, which {what}, and nothing is written "
-            "over. Choose a directory that does not exist, or is empty."
+            f"`DIRECTORY` is {str(directory)!r}, which {what}, and no file is "
+            "overwritten. Choose a directory that does not exist, or is empty."
         )
     name = directory.resolve().name
     problem = _find_problem(name)
@@ -86,7 +86,7 @@ def _run(directory: Path) -> ExitCode:
     num_files = len(write_project(directory))
     place = shlex.quote(str(directory))
     sys.stdout.write(
-        f"Wrote {num_files} files to {directory}. Go on with:\n"
+        f"Wrote {num_files} files to {directory}. Continue with:\n"
         f"  cd {place}\n  pip install -e . pytest\n"
         f"  python -m {directory.resolve().name}.main\n"
         "  python -m pytest\n"

@@ -13,8 +13,8 @@ from armillary.goodput._journal import Goodput, read_goodput
 from armillary.report._page import goodput_cells, make_page, show_number
 from armillary.report._run_files import SPEED, Run, read_runs
 
-_LINE = 100  # Characters of a line, of which the last values have at least so many:
-_FEWEST = 24
+_LINE = 100  # Characters of a line.
+_FEWEST = 24  # Characters of the column with the last values, at least.
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     above = next(each for each in output.absolute().parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(
-            f"`--output` is {str(output)!r}, but `{above}` is no directory in which "
-            "this user may write. Name a file in another one."
+            f"`--output` is {str(output)!r}, but `{above}` is not a directory in which "
+            "this user may write. Name a file in another directory."
         )
     runs = read_runs(namespace.run_dirs)
     try:
@@ -65,7 +65,7 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         return lambda: print_json([_describe(run) for run in runs])
     head = ["run", "began", "state", "step", "time", "goodput", "last values"]
     rows = [_as_row(run) for run in runs]
-    # One line each: what does not fit is in the report and in `--json`.
+    # Each run has one line. The report and `--json` have the values that do not fit.
     taken = [max(map(len, cells)) for cells in zip(head[:-1], *rows, strict=True)]
     room = max(_LINE - sum(taken) - 3 * len(head) - 1, _FEWEST)
     for row, run in zip(rows, runs, strict=True):
@@ -107,7 +107,7 @@ def _as_row(run: Run) -> list[str]:
 
 
 def _last_values(run: Run) -> list[str]:
-    """Returns the best that is kept, and the last values, of evaluations first."""
+    """Returns the best checkpoint and the last values, evaluations before training."""
     curves = [each for each in run.curves.items() if each[0][1] != SPEED]
     curves.sort(key=lambda each: each[0][0] == "train")
     best = [] if run.best is None else [str(run.best)]

@@ -15,8 +15,8 @@ from armillary.goodput._stopwatch import Category
 from armillary.report._run_files import SPEED, Run
 
 _FOLDER = Path(__file__).parent
-# Fields of the first record that stand elsewhere on the page. The command line is on
-# none: it may hold passwords.
+# Fields of the first record that are elsewhere on the page. The command line is never
+# on the page, because it may hold passwords.
 _ELSEWHERE = {"command", "config", "folder", "parameters", "record", "step", "time"}
 _LAYOUT = {
     "autosize": True,
@@ -30,8 +30,8 @@ _LAYOUT = {
     "xaxis": {"title": {"standoff": 6}},
     "template": "none",
 }
-# After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;
-# the blue is lighter, for dark pages.
+# The colors of Okabe and Ito (https://jfly.uni-koeln.de/color), which color-blind
+# people can tell apart too. The blue is lighter, for dark pages.
 _COLORS = ("#3B8FD9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 _CATEGORY_COLORS = {
     Category.STEPPING: "#009E73",
@@ -82,7 +82,7 @@ def make_page(runs: Sequence[Run]) -> str:
     body = "".join(
         f"<h2>{title}</h2>{content}" for title, content in sections.items() if content
     )
-    # Packed, it is a third as large; the page unpacks it.
+    # Compressed, the script has a third of its size; the page unpacks it.
     packed = gzip.compress(offline.get_plotlyjs().encode(), mtime=0)
     return f"""<!doctype html>
 <html lang="en">
@@ -119,7 +119,7 @@ def _grid(figures: Iterable[Any]) -> str:
 def _draw_curves(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
     """Yields a figure for each metric, with training and evaluations on one axis."""
     metrics = {metric for run in runs for _, metric in run.curves}
-    # Training first, and a dash for each source, in all charts.
+    # In all charts, training comes first, and a source always has the same dash.
     sources = sorted(
         {source for run in runs for source, _ in run.curves},
         key=lambda source: (source != "train", source),
@@ -163,7 +163,7 @@ def _draw_curve(
 
 
 def _mark_extremes(figure: Any, points: Sequence[tuple[int, float]]) -> None:
-    """Says which evaluations were the lowest and the highest, in words."""
+    """Labels the lowest and the highest evaluation, in words."""
     for find, word, place in ((min, "lowest", "bottom"), (max, "highest", "top")):
         step, value = find(points, key=lambda point: point[1])
         side = "left" if 2 * step > points[0][0] + points[-1][0] else "right"
@@ -181,7 +181,7 @@ def _mark_extremes(figure: Any, points: Sequence[tuple[int, float]]) -> None:
 
 
 def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns at most some thousand points: of each stretch the lowest and highest."""
+    """Returns at most 2,000 points: the lowest and highest one of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(len(points) / (_MOST_POINTS // 2))
@@ -193,10 +193,10 @@ def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
-    """Yields a figure with a bar for each run: what its time was spent on."""
+    """Yields a figure with a bar for each run, divided by the use of its time."""
     known = {run.name: run.goodput.seconds for run in runs if run.goodput}
     longest = max((sum(each.values()) for each in known.values()), default=0.0)
-    # Its ticks are round then, which those of a large number of seconds are not.
+    # With a large unit the ticks are round numbers; with many seconds they are not.
     unit = next(
         (unit for unit, size in _UNITS.items() if longest > 2 * size), "seconds"
     )
@@ -234,7 +234,7 @@ def goodput_cells(run: Run) -> tuple[str, str, str]:
 
 
 def _overview(runs: Sequence[Run]) -> str:
-    """Returns a row for each run: how far it came, how long it took, and how well."""
+    """Returns a row for each run: its progress, its time and its last values."""
     metrics = sorted({key for run in runs for key in run.curves if key[1] != SPEED})
     configs = [run.record.get("config") or {} for run in runs]
     names = find_differing(configs)

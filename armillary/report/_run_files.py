@@ -1,4 +1,4 @@
-"""A run, as its files tell of it."""
+"""A run, read from its files."""
 
 import functools
 import os
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`"done"`, `"stopped"` as was requested, or `"not done"`; `""` if unknown."""
+        """`"done"`, `"stopped"` after a request, or `"not done"`; `""` if unknown."""
         if not self.entries:
             return ""
         last = self.entries[-1]
@@ -114,7 +114,7 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Reads all runs at or below some directories; the end of its path names each."""
+    """Reads all runs at or below some directories, and names each by its path's end."""
     found = [run.resolve() for path in paths for run in find_runs(path)]
     found = list(dict.fromkeys(found))
     count = 1

@@ -54,18 +54,19 @@ def assert_strategies_agree(
 ) -> None:
     """Checks that a trainer computes the same under each of several strategies.
 
-    Each strategy gets a trainer of its own, which trains: one step, and then the
-    others. Before and after both, everything that a checkpoint would hold is compared,
-    and what `train` returned. A trainer that is also an evaluator then evaluates, until
-    its data ends. With data whose last batch is short, and fewer of them than `steps`,
-    the end of the data is part of the test: all must see it at the same step.
+    Each strategy gets a trainer of its own. It trains one step, and then the other
+    steps. Before and after each of the two calls, the outputs of `train` are compared,
+    and all values that a checkpoint would hold. A trainer that is also an evaluator
+    then evaluates, until its data ends. If there are fewer batches than `steps`, the
+    end of the data is part of the test, and a short last batch too: all strategies must
+    reach it at the same step.
 
     Args:
-        make_trainer: Called under the scope of each strategy, with it. It must make
-            the same model, optimizer and data each time: with fixed seeds.
-        strategies: At least two. The first one is what the others are compared with,
-            such as `OneDeviceStrategy("cpu:0")`.
-        steps: How many steps to train. All batches of the data may be fewer.
+        make_trainer: A function of a strategy, called under its scope. It must make
+            the same model, optimizer and data each time, so use fixed seeds.
+        strategies: At least two. The others are compared with the first one, such as
+            `OneDeviceStrategy("cpu:0")`.
+        steps: The number of training steps. The data may have fewer batches.
         tolerance: Largest difference in an array: its root mean square, relative to the
             root mean square of the values, or to 0.01 if that is smaller. Integers and
             random keys must be equal.
@@ -73,8 +74,8 @@ def assert_strategies_agree(
             `Trainer/model/kernel`: arrays that are not compared.
 
     Raises:
-        AssertionError: If they differ, with the strategy, the arrays, by how much and
-            where.
+        AssertionError: If values differ. The message names the strategy, the arrays,
+            and the size and the place of the difference.
         ValueError: If there are fewer than two strategies.
     """
     check_callable("make_trainer", make_trainer)
@@ -88,7 +89,7 @@ def assert_strategies_agree(
         check_instance(f"strategies[{index}]", strategy, Strategy, fix)
     if len(strategies) < 2:
         raise ValueError(
-            f"`strategies` has {len(strategies)}, but it takes two to compare. {fix}"
+            f"`strategies` has {len(strategies)}, but it must have at least two. {fix}"
         )
     first, *others = strategies
     expected = _record(make_trainer, first, steps, ignore)
@@ -106,7 +107,7 @@ def assert_strategies_agree(
             if lines:
                 fix = _CAUSES
                 if moment == _START:
-                    fix = "Seed what `make_trainer` draws, as by `nnx.Rngs(0)`."
+                    fix = "Use fixed seeds in `make_trainer`, such as `nnx.Rngs(0)`."
                 raise AssertionError(
                     f"{moment}, {strategy} has other values than {first}, in "
                     f"{len(lines)} of {len(ours | theirs)} places:\n"
@@ -120,7 +121,7 @@ def _record(
     steps: int,
     ignore: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
-    """Returns what a trainer has at each moment: arrays and facts, by name."""
+    """Returns the values of a trainer at each moment, by name."""
     moments: dict[str, dict[str, Any]] = {}
     with strategy.scope():
         trainer = make_trainer(strategy)
@@ -164,9 +165,9 @@ def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str 
     off = np.where(np.isnan(off), np.inf, off)
     at = np.unravel_index(np.argmax(off), off.shape)
     size = _root_mean_square(a[np.isfinite(a)])
-    # What is zero but for rounding, such as a bias that a normalization undoes, has no
-    # scale of its own.
-    # One value of many may differ more: Adam divides tiny gradients by each other.
+    # An array may be zero up to rounding, such as a bias that a normalization undoes.
+    # So the scale has a lower bound. The root mean square is compared, because single
+    # values may differ more: Adam divides tiny gradients by each other.
     ratio = _root_mean_square(off) / max(size, 0.01)
     if ratio <= tolerance:
         return None
@@ -189,27 +190,28 @@ def assert_collectives(
     max_bytes: int | None = None,
     num_replicas: int | None = None,
 ) -> None:
-    """Checks how many collectives one step of a trainer compiles to.
+    """Checks the number of collectives in one compiled step of a trainer.
 
-    The step is compiled and not run; the trainer and its data stay as they are.
+    The step is compiled and not run; the trainer and its data do not change.
 
     Args:
         trainer: The trainer, under a `MirroredStrategy`.
-        all_reduce: Rounds of all-reduces: how many must follow each other. The default
-            fits a step that sums its gradients once.
+        all_reduce: Rounds of all-reduces: the number of all-reduces that must follow
+            each other. The default fits a step that sums its gradients once.
         all_gather: Rounds of all-gathers.
         reduce_scatter: Rounds of reduce-scatters.
         all_to_all: Rounds of all-to-all exchanges.
         collective_permute: Rounds of permutes.
-        max_bytes: Most bytes over all collectives of a step. The bytes of the operands
-            on each device count, or of the result for all-gathers. Gradients have as
-            many bytes as the parameters.
-        num_replicas: How many replicas to compile for. `None` takes all CPU devices of
-            this process.
+        max_bytes: The limit for the bytes of all collectives of a step. The bytes of
+            the operands on each device count, or of the result for all-gathers.
+            Gradients have as many bytes as the parameters.
+        num_replicas: The number of replicas to compile for. `None` takes all CPU
+            devices of this process.
 
     Raises:
-        AssertionError: If a number is another one, or there are more bytes.
-        ValueError: If there are fewer than two CPU devices, or the strategy is for one.
+        AssertionError: If a number of rounds differs, or there are more bytes.
+        ValueError: If there are fewer than two CPU devices, or the strategy is for one
+            device.
     """
     expected = {
         "all_reduce": all_reduce,
@@ -250,10 +252,11 @@ def find_collectives(
 
     Args:
         trainer: As for `assert_collectives`, like `num_replicas`.
-        num_replicas: How many replicas to compile for.
+        num_replicas: The number of replicas to compile for.
 
     Raises:
-        ValueError: If there are fewer than two CPU devices, or the strategy is for one.
+        ValueError: If there are fewer than two CPU devices, or the strategy is for one
+            device.
     """
     fix = "Derive it from `armillary.StandardTrainer`."
     check_instance("trainer", trainer, StandardTrainer, fix)
@@ -264,8 +267,9 @@ def find_collectives(
     if not 2 <= count <= len(devices):
         raise ValueError(
             f"`num_replicas` is {num_replicas!r}, and this process has {len(devices)} "
-            "CPU devices. It takes two replicas to send anything, and a device for "
-            'each: begin the tests with `jax.config.update("jax_num_cpu_devices", 8)`.'
+            "CPU devices. A step sends data only between two or more replicas, and "
+            "each needs a device: begin the tests with "
+            '`jax.config.update("jax_num_cpu_devices", 8)`.'
         )
     with described(trainer, count, _PLATFORM) as loop:
         program = export_loop(loop, _PLATFORM)

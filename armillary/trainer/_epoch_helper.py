@@ -1,4 +1,4 @@
-"""Epochs of a number of steps, for trainers whose loop is not an epoch."""
+"""Epochs of a fixed number of steps, for trainers whose loop is not an epoch."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from armillary.state._summarize import as_step_counter
 
 
 class EpochHelper:
-    """Says in the hooks of a trainer whether an epoch begins or ends (Orbit's helper).
+    """Finds in the hooks of a trainer if an epoch begins or ends (Orbit's helper).
 
-    For example, to reset a metric once an epoch, however many loops that takes::
+    For example, this resets a metric once per epoch, for any number of loops::
 
         def train_loop_begin(self):
             if self.epochs.epoch_begin():
@@ -21,8 +21,9 @@ class EpochHelper:
                 return {"loss": self.loss.compute(), "epoch": self.epochs.current_epoch}
 
     An epoch ends after the first loop that reaches its last step. To end epochs on
-    time, make `epoch_steps` a multiple of `steps_per_loop`. A helper saves nothing,
-    because it computes its place from the global step, also after a restart.
+    time, make `epoch_steps` a multiple of `steps_per_loop`. A helper has no state in
+    checkpoints, because it computes its place from the global step, also after a
+    restart.
 
     Args:
         epoch_steps: Steps of one epoch.

@@ -34,9 +34,10 @@ YNNPACK_FOR_SUMS = {
 XLA hands products, convolutions and sums to YNNPACK, which is best at the last: the
 gradient of a bias takes an eighth of the time. It runs convolutions on one core, and
 their gradients at a third of the speed. The network `CnnTask` in `benchmarks/tasks.py`
-made 41 steps/s with YNNPACK for all three, 62 without it and 82 with this, and 39, 36
-and 50 on one core. Steps without convolutions gain less, and keep the default;
-grouped convolutions that stay as JAX has them lose. Other slowdowns by YNNPACK:
+made 41 steps/s with YNNPACK for all three, 62 without it and 82 with these options. On
+one core it made 39, 36 and 50 steps/s. Steps without convolutions gain less, and keep
+the default. Grouped convolutions in JAX's own form get slower. Other slowdowns by
+YNNPACK:
 https://github.com/jax-ml/jax/issues/37465.
 """
 
@@ -44,7 +45,7 @@ _CONVOLUTION, _POOL_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
 
 
 def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
-    """Stores every program that JAX compiles, and loads it instead the next time.
+    """Stores every program that JAX compiles, and loads the program the next time.
 
     Call it first, before anything is compiled: programs compiled earlier in this
     process stay in use, and are not stored. A second process that runs the same code on
@@ -53,8 +54,9 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
 
     It is a setting of the whole process, for code outside Armillary too, and replaces
     a cache that was set before. Several processes may share a directory. JAX removes
-    nothing from it, so remove the directory from time to time: what is missing is
-    compiled again, as is, with a warning, what a killed process left half written.
+    nothing from it, so remove the directory from time to time. Missing programs are
+    compiled again. If a killed process has left an incomplete file, JAX warns and
+    compiles that program again too.
     Programs that call back into Python, such as with `jax.debug.print`, are not stored.
     JAX's own switch `jax_enable_compilation_cache` still turns the cache off.
 
@@ -63,8 +65,9 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
     a program for a CPU may use instructions that another CPU lacks.
 
     Args:
-        directory: Where to. It is made if it does not exist, with the rights that this
-            user gives to new directories; it may be remote (`gs://bucket/cache`).
+        directory: The directory of the programs. It is made if it does not exist, with
+            the rights that this user gives to new directories. It may be remote
+            (`gs://bucket/cache`).
 
     Returns:
         The absolute path of the directory.
@@ -95,7 +98,7 @@ def compile_step(
     split: Split | None = None,
     **how: Any,
 ) -> Callable[..., Any]:
-    """Returns `jax.jit(fn, **how)` with what suits a step."""
+    """Returns `jax.jit(fn, **how)` with options and lowering rules for a step."""
     has_convolutions = any(_find(program, _CONVOLUTION))
     chosen = dict(options or {})
     if platform == PLATFORM and has_convolutions:
@@ -112,11 +115,11 @@ def compile_step(
 
 
 def partition(compiled: Callable[..., Any], split: Split) -> Lowered:
-    """Returns a program, perhaps with convolutions, that XLA divides rightly."""
+    """Returns a program whose convolutions, if any, XLA divides correctly."""
     if not has_rules():
         raise RuntimeError(
-            f"JAX {jax.__version__} keeps its lowering rules in a way that is not "
-            "known here, and convolutions would have wrong gradients under "
+            f"JAX {jax.__version__} keeps its lowering rules in a way that Armillary "
+            "does not support, and convolutions would have wrong gradients under "
             "`ShardedStrategy`. Use a version of JAX that Armillary names in its "
             "dependencies, or `MirroredStrategy`."
         )
@@ -128,8 +131,8 @@ def has_slow_loop(
 ) -> bool:
     """Returns whether a step is much slower inside a loop on the device.
 
-    XLA's CPU compiler optimizes convolutions only in a program's outermost part, unless
-    `_convolutions` has a form of them that needs no optimizing.
+    XLA's CPU compiler optimizes convolutions only in a program's outermost part. A form
+    of `_convolutions` does not need that.
     """
     if platform != PLATFORM:
         return False

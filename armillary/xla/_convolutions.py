@@ -60,7 +60,8 @@ def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> 
     """Returns the form for a convolution of values with these abstract values."""
     if parameters.keys() != PARAMETERS:
         return Form.UNCHANGED
-    numbers, is_in_order = parameters["dimension_numbers"], is_ordered(parameters)
+    numbers = parameters["dimension_numbers"]
+    is_in_order = is_ordered(parameters)
     has_batch_groups = parameters["batch_group_count"] != 1
     is_grouped = parameters["feature_group_count"] != 1 or has_batch_groups
     is_plain = all(map(_has_plain_shape, (lhs, rhs, out)))
@@ -71,7 +72,8 @@ def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> 
     taps = math.prod(rhs.shape[axis] for axis in numbers.rhs_spec[2:])
     positions = math.prod(out.shape[axis] for axis in numbers.out_spec[2:])
     if has_batch_groups:
-        # In order, they are no faster in a loop and up to 100 times slower outside.
+        # In canonical order, convolutions with batch groups are not faster in a loop,
+        # and up to 100 times slower outside.
         return Form.BY_POSITION if positions <= MOST_TERMS else Form.UNCHANGED
     if positions < taps and positions <= MOST_TERMS:
         return Form.BY_POSITION
@@ -86,11 +88,12 @@ def is_ordered(parameters: Mapping[str, Any]) -> bool:
 
 
 def example_axes(parameters: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Returns along which axis both operands and the result of one may be divided.
+    """Returns the axis of examples of both operands and of the result.
 
-    That is the axis of examples, which images have first. So a convolution that adds
-    over the first axis of its first operand is the gradient of another one with respect
-    to the weights. In batch groups, XLA divides it wrongly (JAX 0.10.2).
+    A convolution may be divided along it. Images have their examples on the first axis.
+    So a convolution that adds over the first axis of its first operand is the gradient
+    of another one with respect to the weights. XLA divides a convolution with batch
+    groups wrongly (JAX 0.10.2), so it has no such axis.
     """
     numbers = parameters["dimension_numbers"]
     if parameters["batch_group_count"] != 1:
@@ -101,14 +104,14 @@ def example_axes(parameters: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _has_plain_shape(value: Any) -> bool:
-    """Returns whether a shape is of known sizes, none of them 0, and sharded freely."""
+    """Returns whether all sizes of a shape are known and not 0, and no axis sharded."""
     return all(
         isinstance(size, int | np.integer) and size > 0 for size in value.shape
     ) and _is_free(value.sharding)
 
 
 def _is_free(sharding: Any) -> bool:
-    """Returns whether a sharding names no axis, as those within `jax.shard_map`."""
+    """Returns whether a sharding names no axis, which holds inside `jax.shard_map`."""
     return sharding is None or all(name is None for name in sharding.spec)
 
 
@@ -214,7 +217,7 @@ def _take(
 def _take_space(
     array: jax.Array, begin: Sequence[int], counts: Sequence[int], steps: Sequence[int]
 ) -> jax.Array:
-    """Takes so many elements along the axes of space, the last but one."""
+    """Takes `counts` elements along the axes of space, which are before the last."""
     lead = array.ndim - len(begin) - 1
     shape, ones = array.shape, [1] * lead
     begin, counts = [*[0] * lead, *begin, 0], [*shape[:lead], *counts, shape[-1]]
@@ -242,9 +245,9 @@ def _features_last(spec: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_supported(parameters: Mapping[str, Any], source: Any, operand: Any) -> bool:
-    """Returns whether `scatter_to_winners` computes this one."""
+    """Returns whether `scatter_to_winners` can compute a gradient of pooling."""
     return (
-        len(parameters) == 4  # All that a form must heed.
+        len(parameters) == 4  # `scatter_to_winners` knows only these parameters.
         and parameters["select_prim"] in (lax.ge_p, lax.le_p)
         and jnp.issubdtype(operand.dtype, jnp.floating)
         and math.prod(parameters["window_dimensions"]) <= MOST_TERMS
@@ -297,8 +300,9 @@ def _find_winners(
     select_prim: Any,
     strides: Sequence[int],
 ) -> jax.Array:
-    """Returns which tap of each window won: the first one, of equals."""
-    best, winners = None, jnp.zeros(shape, taps.dtype)
+    """Returns the tap that won in each window; of equal values, the first one."""
+    best = None
+    winners = jnp.zeros(shape, taps.dtype)
     for place in np.ndindex(taps.shape):
         value = _take(padded, place, shape, strides)
         if best is None:
@@ -313,14 +317,14 @@ def _find_winners(
 def _cut_cell(
     taps: np.ndarray, begin: Sequence[int], sizes: Sequence[int]
 ) -> np.ndarray:
-    """Returns the taps of one layer's cell, -1 where the window does not reach."""
+    """Returns the taps of one layer's cell, with -1 outside of the window."""
     part = taps[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
     missing = [(0, n - have) for n, have in zip(sizes, part.shape, strict=True)]
     return np.pad(part, missing, constant_values=-1)
 
 
 def _spread(source: jax.Array, winners: jax.Array, cell: np.ndarray) -> jax.Array:
-    """Makes each source a cell that is 0 but where the winner is."""
+    """Turns each source into a cell that is 0 except at the place of the winner."""
     pairs = list(zip(source.shape, cell.shape, strict=True))
     shape = [size for pair in pairs for size in pair]
     outer, inner = range(0, len(shape), 2), range(1, len(shape), 2)

@@ -105,7 +105,7 @@ def _find_rule(primitive: Any, platform: str) -> Callable[..., Any]:
 
 
 class _Rule:
-    """Lowers as `ours` does, which gets JAX's own rule first."""
+    """Lowers with `ours`, whose first argument is JAX's own rule."""
 
     def __init__(self, ours: Callable[..., Any], own: Callable[..., Any]) -> None:
         self._ours, self._own = ours, own
@@ -117,7 +117,8 @@ class _Rule:
 def _lower_convolution(
     own: Callable[..., Any], context: Any, lhs: Any, rhs: Any, **parameters: Any
 ) -> Any:
-    how, avals = _how.value, (*context.avals_in, *context.avals_out)
+    how = _how.value
+    avals = (*context.avals_in, *context.avals_out)
     if how == _CANONICAL:
         form = choose_form(parameters, *avals)
         # JAX makes three real convolutions of a complex one, which come here again.
@@ -125,7 +126,7 @@ def _lower_convolution(
         if form is not Form.UNCHANGED and not is_complex:
             lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
             return lower(context, lhs, rhs, **parameters)
-    # Inside `shard_map`, the code is that of one device.
+    # Inside `shard_map`, the code is for one device.
     is_manual = getattr(context.module_context.axis_context, "manual_axes", ())
     if how in (None, _CANONICAL) or is_manual:
         return own(context, lhs, rhs, **parameters)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -129,7 +130,7 @@ class Frozen:
 
 
 FROZEN = Frozen([jnp.zeros(1)])
-PARTLY = "`thing` is of type tuple, .*an array in a tuple: .*%s.*{'value': value}"
+PARTLY = "`thing` is of type tuple, .*an array in a tuple.*%s.*{'value': value}"
 NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
 
 
@@ -144,11 +145,14 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
             NOTHING % "type SimpleNamespace": (
                 lambda _: Checkpoint(thing=SimpleNamespace(name="x"))
             ),
+            r"of type dict, .*`Checkpoint\(x=thing\['x'\]\)`": (
+                lambda _: Checkpoint(thing={"x": np.zeros(3)})
+            ),
             # The dictionaries in it could be saved, and the rest would be lost.
             PARTLY % "must be an object": (
                 lambda _: Checkpoint(thing=({"w": jnp.zeros(3)}, jnp.int32(5)))
             ),
-            PARTLY % "bare array or pytree": (
+            PARTLY % "bare array of JAX or a pytree": (
                 lambda _: Checkpoint(thing=optax.adam(0.1).init({"w": jnp.zeros(3)}))
             ),
             # A step would put another one in its place, and this one be saved.

@@ -70,7 +70,7 @@ def test_xla_knows_the_flags():
     [
         ({"implementation": NCCL}, "cpu", "is 'NCCL', which XLA follows only on gpu"),
         ({"implementation": RING}, "gpu", "is 'RING', which XLA follows only on cpu"),
-        ({"bytes_per_pack": 1}, "tpu", "is 1, which .* gpu alone, .* 'tpu'. Leave"),
+        ({"bytes_per_pack": 1}, "tpu", "is 1, which .* only on gpu, .* 'tpu'. Leave"),
         ({"timeout_seconds": 5}, "tpu", "is 5, which XLA follows only on cpu and gpu"),
     ],
 )

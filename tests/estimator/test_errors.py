@@ -103,7 +103,7 @@ def test_modules_from_elsewhere_are_refused(tmp_path):
 
     with pytest.raises(CapturedStateError, match="2 variables") as raised:
         train(tmp_path, model_fn)
-    assert "it makes its modules by `modules.make" in raised.value.__notes__[0]
+    assert "make its modules with `modules.make" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
 
 GONE = "Process 1 of 3 is gone (step, a line). It was killed."
 STOPPED = (
-    "No process has gone on for 9 seconds (`hang_timeout_seconds`):\n"
+    "No process has made progress for 9 seconds (`hang_timeout_seconds`):\n"
     "  process 0 of 3: step for 9 s, at a line\n"
     "  process 1 of 3: step for 9 s, at a line; it has not answered for 9 s (stopped?)"
 )

@@ -98,7 +98,7 @@ def test_a_stopped_process_ends_the_job_after_the_timeout(start, stopped, other)
     output = job.output(other)
     assert re.search(rf"process {stopped} of 2: .*has not answered for", output)
     if other == 0:  # only the chief, which is stopped otherwise, knows of all
-        assert f"No process has gone on for {HANG_TIMEOUT:g} seconds:" in output
+        assert f"No process has made progress for {HANG_TIMEOUT:g} seconds:" in output
         place = r"at .*program.py:\d+ in"
         assert re.search(rf"process 0 of 2: \w+ for \d+ s, {place}", output)
         assert re.search(r"process 1 of 2: .*program.py", output)

@@ -180,7 +180,7 @@ def test_a_stuck_job_ends_with_the_place_of_every_process(start):
             stack.enter_context(lifeline.watching(0.5, lambda place=place: place))
         job.wait(0, 1)
     for reason in job.reasons:
-        assert "No process has gone on for 0.5 seconds:" in reason
+        assert "No process has made progress for 0.5 seconds:" in reason
         assert "process 0 of 2: step for" in reason
         assert "process 1 of 2: data for" in reason
 

@@ -30,12 +30,12 @@ def find_hang(*sightings: Sighting) -> str | None:
 def test_a_job_is_stuck_when_no_process_goes_on():
     text = find_hang(see(), see(31, phase="data", line="train.py:7 in read"))
     assert text == (
-        "No process has gone on for 30 seconds:\n"
+        "No process has made progress for 30 seconds:\n"
         "  process 0 of 2: step for 50 s, at train.py:1 in main\n"
         "  process 1 of 2: data for 31 s, at train.py:7 in read\n"
-        "Look at the one that does not wait for another one, or allow more time: "
+        "Look at the process that does not wait for another one, or allow more time: "
         "`hang_timeout_seconds` of the `Controller` must exceed the longest loop, "
-        "evaluation, save and action. Without it, that is five times the longest so "
+        "evaluation, save and action. By default, it is five times the longest so "
         "far, and at least 300 seconds."
     )
 

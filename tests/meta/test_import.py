@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import armillary
 from tests.patience import patience
 
 OPTIONAL_PACKAGES = (
@@ -114,6 +115,11 @@ trainer.train(3)
 print("trained", trainer.total, loaded("flax.nnx"))
 print("metrics", armillary.metrics.AUC.__name__, loaded("flax.nnx"))
 """
+
+
+@pytest.mark.parametrize("name", ["nothing", "a.b", "metrics.nothing", ""])
+def test_a_name_that_does_not_exist_is_no_attribute(name):
+    assert not hasattr(armillary, name)
 
 
 def test_what_is_not_used_is_not_imported(tmp_path):

@@ -165,6 +165,18 @@ def test_a_recipe_is_one_program_of_at_most_40_lines(path):
     assert len(programs[0].splitlines()) <= 40
 
 
+def test_the_page_of_recipes_names_each_program_that_no_test_runs():
+    folder = REPOSITORY / "docs" / "recipes"
+    head = (REPOSITORY / "docs" / "recipes.md").read_text().partition("\n## ")[0]
+    named = set(re.findall(r"\]\(recipes/(\w+\.md)\)", head))
+    marks = {
+        path.name
+        for path in folder.glob("*.md")
+        if any("no-run" in info for info, _, _ in find_blocks(path))
+    }
+    assert marks == named
+
+
 @pytest.mark.slow
 def test_the_site_can_be_built(tmp_path):
     if any(importlib.util.find_spec(name) is None for name in ("furo", "myst_parser")):

@@ -51,6 +51,25 @@ def check(x):
     assert list(voice.find_texts(source, has_messages=False)) == texts[:1]
 
 
+def test_a_summary_that_is_a_clause_is_found():
+    source = '''\
+"""Which worker failed."""
+
+limit = 3
+"""How long it waits."""
+
+
+def finds():
+    """Returns which worker failed. How long it took is unknown."""
+
+
+def holds():
+    """Hashes: has it one?"""
+'''
+    rules = [(1, "summary: Which ..."), (4, "summary: How ...")]
+    assert sorted(voice.find_summaries(source)) == rules
+
+
 @pytest.mark.slow
 def test_the_counts_name_files_and_add_up():
     *files, last = voice.show_counts().splitlines()

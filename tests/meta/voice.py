@@ -22,6 +22,8 @@ _BEGINNING = r"(?:\A|\n\s*\n|(?:\A|\n)\s*(?:[-*]|\d+\.|\#+)\s|\|\s|[.!?:]\s)[\s*
 _NO_QUESTION = r"(?![^.!?]*\?)"
 STARTS = ("That of", "Whoever", "What", "Of")
 PHRASES = ("that of", "those of", "anew", "beside", "but for", "goes on")
+# A summary begins with a verb or a noun: "Which worker failed first" is neither.
+SUMMARY_STARTS = ("Has", "How", "Where", "Whether", "Which", "Who")
 RULES = {
     f"{word} ...": re.compile(rf"{_BEGINNING}(?P<hit>{word})\s{_NO_QUESTION}")
     for word in STARTS
@@ -29,6 +31,8 @@ RULES = {
 for _phrase in PHRASES:
     _words = _phrase.replace(" ", r"\s+")
     RULES[_phrase] = re.compile(rf"\b(?P<hit>{_words})\b", re.IGNORECASE)
+
+_SUMMARY = re.compile(rf"\s*(?P<hit>{'|'.join(SUMMARY_STARTS)})\s{_NO_QUESTION}")
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"(`+)[^`]+\1")
@@ -68,6 +72,17 @@ def find_docstrings(tree: ast.AST) -> set[ast.expr]:
     }
 
 
+def find_summaries(source: str) -> list[tuple[int, str]]:
+    """Returns line number and rule of each docstring whose summary is a clause."""
+    return [
+        (node.lineno, f"summary: {match['hit']} ...")
+        for node in find_docstrings(ast.parse(source))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and (match := _SUMMARY.match(node.value))
+    ]
+
+
 def find_texts(source: str, *, has_messages: bool) -> Iterator[tuple[int, str]]:
     """Yields line number and text of the docstrings and the messages of a module."""
     tree = ast.parse(source)
@@ -93,11 +108,12 @@ def find_in_file(path: Path) -> list[tuple[int, str]]:
     if path.suffix != ".py":
         return find_phrases(text)
     texts = find_texts(text, has_messages=path.is_relative_to(REPOSITORY / "armillary"))
-    return [
+    hits = [
         (first + line - 1, name)
         for first, text in texts
         for line, name in find_phrases(text)
     ]
+    return hits + find_summaries(text)
 
 
 def list_files() -> list[Path]:

@@ -207,7 +207,7 @@ def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
         (["report", "docs", "--output", "docs"], "name of a file. Use `--output rep"),
         (
             ["report", "docs", "--output", "README.md/x.html"],
-            "is no directory in which",
+            "is not a directory in which",
         ),
     ],
 )

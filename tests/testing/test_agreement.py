@@ -137,7 +137,7 @@ def test_state_that_depends_on_the_strategy_differs():
 
     message = differ(make_trainer, mirrored(2), steps=1)
     assert message.startswith("Before the first step, MirroredStrategy(2 x cpu) has")
-    assert message.endswith("as by `nnx.Rngs(0)`.")
+    assert message.endswith("such as `nnx.Rngs(0)`.")
     assert "Regression/more: only under the second" in message
     assert "Regression/scales: float32 (2,) instead of float32 (1,)" in message
 
@@ -165,7 +165,11 @@ def test_what_loops_and_evaluations_return_is_compared():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((Regression, [ONE]), ValueError, "`strategies` has 1, but it takes two"),
+        (
+            (Regression, [ONE]),
+            ValueError,
+            "`strategies` has 1, but it must have at least two",
+        ),
         (
             (Regression, [ONE, armillary.MirroredStrategy]),
             TypeError,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from armillary._jax_compat import read_real
-from armillary._jaxpr import Dataflow, programs_in
+from armillary._jaxpr import Dataflow, programs_in, walk_equations
 
 _COPIES = ("convert_element_type", "copy", "copy_p", "optimization_barrier")
 _SUMS = ("add", "add_any")
@@ -49,7 +49,7 @@ def find_counters(
         if is_own and shape and shape[0] > 1:
             # The number of examples, of tokens, and so on.
             sizes.update(itertools.accumulate(shape, operator.mul))
-    if not sizes:
+    if not any(_grows_by(each) in sizes for each in walk_equations(program)):
         return []
     inputs: list[frozenset[ShareCounter]] = []
     for i, (variable, is_own) in enumerate(pairs):
@@ -74,13 +74,21 @@ class _Counters(Dataflow[frozenset[ShareCounter]]):
         name = equation.primitive.name
         if any(programs_in(equation)) or name in _COPIES:
             return None
-        numbers = [each for each in map(read_real, equation.invars) if each]
-        if name not in _SUMS or len(numbers) != 1:
+        size = _grows_by(equation)
+        if size is None:
             return [self.nothing] * len(equation.outvars)
-        size = numbers[0]
         grown = {
-            ShareCounter(each.slot, int(size), self.line(equation))
+            ShareCounter(each.slot, size, self.line(equation))
             for each in self.join(operands)
-            if each.size == 0 and size == int(size)
+            if each.size == 0
         }
         return [frozenset(grown)]
+
+
+def _grows_by(equation: Any) -> int | None:
+    """Returns the whole number that a sum adds to something else, if it is one."""
+    if equation.primitive.name not in _SUMS:
+        return None
+    numbers = [each for each in map(read_real, equation.invars) if each is not None]
+    is_whole = len(numbers) == 1 and numbers[0].is_integer()
+    return int(numbers[0]) if is_whole else None
