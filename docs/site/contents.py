@@ -15,12 +15,22 @@ LISTS = (
     "docs/cluster.md",
     "docs/controller.md",
     "docs/data.md",
+    "docs/errors.md",
+    "docs/estimator.md",
+    "docs/from_plain_jax.md",
     "docs/from_tensorflow.md",
     "docs/internals/index.md",
+    "docs/keras.md",
     "docs/launch.md",
+    "docs/metrics.md",
+    "docs/parameter_server.md",
+    "docs/plan.md",
+    "docs/pure_step.md",
     "docs/recipes.md",
+    "docs/sharding.md",
     "docs/strategies.md",
     "docs/trainer.md",
+    "docs/watching.md",
 )
 
 _HEADING = re.compile(r"^## (.+)$")
