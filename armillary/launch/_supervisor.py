@@ -76,12 +76,13 @@ class _Supervisor:
         self.output = output
         self.say = output.say
         self.addresses: list[str] = []
-        self.workers, self.evaluator = _Group(self), _Group(self, is_evaluator=True)
+        self.workers = _Group(self)
+        self.evaluator = _Group(self, is_evaluator=True)
         self.evaluation: asyncio.Task[ExitCode] | None = None
-        # The signal that stops the job, and when processes were first asked to end.
+        # The signal that stops the job, and the time when it was first passed on.
         self.stop: int | None = None
         self._asked_at: float | None = None
-        # Set when nothing is to be started any more.
+        # Set when no further process may be started.
         self.is_ending = asyncio.Event()
 
     async def run(self) -> ExitCode:

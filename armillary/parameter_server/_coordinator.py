@@ -157,7 +157,7 @@ class ClusterCoordinator:
     def done(self) -> bool:
         """Returns whether every scheduled call has ended.
 
-        Raises what a call has raised, once all have ended.
+        If a call has failed, its error is raised when all calls have ended.
         """
         if not self._scheduler.is_done():
             return False
@@ -178,16 +178,17 @@ class ClusterCoordinator:
         If a worker is lost, its replacement builds a new data set from the beginning.
 
         Args:
-            dataset_fn: Called on each worker, with an `InputContext` that tells which
-                one it is, if it takes an argument. It returns anything that a strategy
-                distributes, in batches of the size that one call takes. Such a data set
-                itself is sent to every worker, whole.
+            dataset_fn: A function that is called on each worker. If it takes an
+                argument, this is an `InputContext` with the number of the worker. It
+                returns any data that a strategy can distribute, in batches of the size
+                that one call takes. If you pass such data in place of a function, all
+                of the data is sent to every worker.
 
         Returns:
             A data set whose iterator is for scheduled functions.
 
         Raises:
-            TypeError: If it gives no batches, or cannot be sent to workers.
+            TypeError: If `dataset_fn` gives no batches, or cannot be sent to workers.
         """
         make = dataset_fn
         if not callable(make):

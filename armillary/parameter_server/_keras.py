@@ -1,8 +1,8 @@
-"""Models and optimizers of Keras on their way to workers and parameter servers.
+"""Rules to send models and optimizers of Keras to workers and parameter servers.
 
-Keras pickles a model by saving it, without what makes variables the same in two places.
-Here its objects are sent as any Python object is. Its optimizers are transformations of
-Optax, whose update is their own, where the variables live.
+Keras pickles a model by saving it, which loses the identity of shared variables. With
+these rules, its objects are sent like other Python objects. On parameter servers, a
+Keras optimizer becomes an Optax transformation that calls the optimizer's own update.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import optax
 from armillary.parameter_server._optimizers import make_stand_in
 from armillary.state import _keras
 
-# Compiled functions and what `fit` keeps between steps; workers make their own.
+# Compiled functions, and the state of `fit` between steps. Workers make their own.
 _LOCAL = frozenset(
     """
     _eval_epoch_iterator _jax_state history predict_function test_function
@@ -22,7 +22,7 @@ _LOCAL = frozenset(
 
 
 def reduce_keras(obj: Any) -> Any:
-    """Returns how to pickle an object of Keras, or `NotImplemented` for any other."""
+    """Returns the reduced form of a Keras object, or `NotImplemented` for others."""
     if _keras.keras_module() is None:
         return NotImplemented
     from keras.src.saving.keras_saveable import KerasSaveable
@@ -32,7 +32,7 @@ def reduce_keras(obj: Any) -> Any:
         held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
         return make_blank, (type(obj),), held
     if isinstance(obj, backend_utils.DynamicBackend):
-        # Without a rule, it asks itself for each attribute while it is made.
+        # Without a rule, unpickling looks attributes up in the unfinished object.
         return type(obj), (obj._backend,)
     containers: Any = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
     if isinstance(obj, containers):
@@ -55,7 +55,7 @@ def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
 
 
 def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the update of a Keras optimizer as Optax has it, of lists in order."""
+    """Returns a Keras optimizer as an Optax transformation of lists of arrays."""
     update = _KerasUpdate(optimizer)
     return optax.GradientTransformationExtraArgs(update.init, update)
 
@@ -64,7 +64,7 @@ class _KerasUpdate:
     def __init__(self, optimizer: Any) -> None:
         _check_optimizer(optimizer)
         self.optimizer = optimizer
-        # By number: identities are others in another process.
+        # Variables are known by number, because ids differ in another process.
         before = set(vars(optimizer))
         variables = optimizer._trainable_variables
         self._decayed = [optimizer._use_weight_decay(v) for v in variables]

@@ -121,7 +121,7 @@ class TaskProgram:
                 self.spec.additions, outputs[count:], self._signs, strict=True
             )
         ]
-        # What is added may be a number for a whole array.
+        # The addition to an array may be a single number.
         return outputs[:count], list(map(jnp.broadcast_to, changes, self._shapes))
 
 
@@ -199,7 +199,7 @@ class _Origins:
 
     def is_updated(self, out: Any, slot: int, origin: tuple[int, int]) -> bool:
         """Returns whether `out` is the variable plus the update of `origin`."""
-        # In half precision, the sum is rounded, here as on the servers.
+        # In half precision the sum is rounded, as it is on the servers.
         name, terms = self._terms(out, may_round=True)
         if not name.startswith("add"):
             return False
@@ -213,7 +213,7 @@ class _Origins:
         )
 
     def find_addition(self, out: Any, slot: int) -> _Addition | None:
-        """Returns what is added to a variable, if that is all."""
+        """Returns the addition to a variable; `None` if it changes in another way."""
         name, terms = self._terms(out)
         old = self._invars[slot]
         if name and self._same(terms[0]) is old:
@@ -222,14 +222,14 @@ class _Origins:
             found = _Addition(1, terms[0])
         else:
             return None
-        # Of a narrower type, the sum would be rounded otherwise.
+        # With an addition of a narrower type, the sum would be rounded differently.
         return found if found.output.aval.dtype == old.aval.dtype else None
 
     def _equation(self, var: Any) -> Any:
         return None if isinstance(var, core.Literal) else self._made.get(var)
 
     def _same(self, var: Any, *, may_round: bool = False) -> Any:
-        """Returns the variable of the program that `var` is a plain copy of."""
+        """Follows plain copies of a value back to the first variable."""
         while (eqn := self._equation(var)) is not None:
             if eqn.primitive.name not in {"convert_element_type", "copy", "copy_p"}:
                 break
@@ -257,8 +257,8 @@ def _check_updates_unused(program: core.ClosedJaxpr, name: str) -> None:
 def _prune(
     program: core.ClosedJaxpr, outputs: list[Any], kept: bool | list[bool] = False
 ) -> tuple[core.ClosedJaxpr, list[int]]:
-    """Returns the part of a program that makes some of its values, and its inputs."""
-    # The names of its outputs are no longer as many as they.
+    """Returns the part of a program that computes some values, and its inputs."""
+    # The names of the outputs are removed, because their number changes.
     info = program.jaxpr.debug_info.with_unknown_names()
     whole = program.jaxpr.replace(debug_info=info, outvars=outputs)
     part, used = partial_eval.dce_jaxpr(whole, [True] * len(outputs), kept)

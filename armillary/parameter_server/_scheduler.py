@@ -1,4 +1,4 @@
-"""Gives scheduled calls to workers, by a thread for each, and learns how they end."""
+"""Sends scheduled calls to workers, with a thread for each, and takes the results."""
 
 import atexit
 import collections
@@ -24,11 +24,11 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._variables import Variables
 from armillary.parameter_server._worker import Failed, NotKnown, Worker
 
-# Messages that a worker has at a time.
+# The number of messages that a worker has at a time.
 _DEPTH = 2
-# Calls that are shorter go to a worker several in a message, for so long.
+# Short calls share a message, up to this total time.
 _MESSAGE_SECONDS = 0.02
-# After so many lost workers in a row, it is the call that ends them.
+# If a call loses this many workers in a row, the call itself is the cause.
 _MOST_LOSSES = 5
 _RETRY_SECONDS = 0.2
 
@@ -63,19 +63,20 @@ class Scheduler:
     """The calls of one coordinator, and the threads that serve its workers."""
 
     def __init__(self, strategy: ParameterServerStrategy, variables: Variables) -> None:
-        self._strategy, self._variables = strategy, variables
+        self._strategy = strategy
+        self._variables = variables
         self.servers = list(map(self._make_server, range(strategy.num_ps)))
         self.workers = list(map(self._make_worker, range(strategy.num_workers)))
         self.statistics = Statistics()
         self.is_stopped = False
-        # Guards all that is written here; told whenever a thread may go on.
+        # Guards all attributes that threads write; notified when a thread may continue.
         self._changed = threading.Condition()
         self._queue: collections.deque[Closure] = collections.deque()
         # All calls that have not ended, by number, in order.
         self._open: dict[int, Closure] = {}
         self._error: BaseException | None = None
         self._num_added = 0
-        # Each worker builds them, before the next call that it runs.
+        # Each worker builds new data sets before its next call.
         self.datasets: list[tuple[int, Any]] = []
         self._is_broken = False
         self._threads = [

@@ -202,7 +202,7 @@ def _read_tf_config() -> ClusterResolver | None:
 
 
 def _check_left_to(source: str, num_workers: int | None, num_ps: int | None) -> None:
-    """Raises if numbers of tasks are given which `source` counts."""
+    """Raises if numbers of tasks are given although `source` defines them."""
     if num_workers is not None or num_ps is not None:
         raise ValueError(
             f"`num_workers` is {num_workers!r} and `num_ps` is {num_ps!r}, but "
@@ -240,7 +240,7 @@ def _read_parameters(state: State) -> dict[Any, Any]:
             continue
         try:
             leaves = slot.read()
-        except StateStructureError:  # It holds something else by now.
+        except StateStructureError:  # The slot has a different structure by now.
             continue
         found |= {(id(slot), place): leaf for place, leaf in enumerate(leaves)}
     return found

@@ -28,7 +28,7 @@ from armillary.state._holders import is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree
 
-# What the function that is traced on this worker may take, by data set.
+# The batches that a function may take while it is traced on this worker, by data set.
 _offered: list[dict[int, StepIterator]] = []
 
 
@@ -39,12 +39,12 @@ class PerWorkerDataset:
         self._build = build
 
     def __iter__(self) -> "PerWorkerIterator":
-        """Returns an iterator to give to scheduled functions, from the beginning."""
+        """Returns an iterator over the data from its beginning, for scheduled calls."""
         return PerWorkerIterator(self._build())
 
 
 class PerWorkerIterator:
-    """Iterators of the workers: in a scheduled function, `next` takes a batch."""
+    """The iterators of all workers; `next` in a scheduled function takes a batch."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -68,7 +68,7 @@ class PerWorkerIterator:
 
 @contextmanager
 def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
-    """Lets a function take batches, by data set, while it is traced."""
+    """Offers batches, by data set, to a function while it is traced."""
     _offered.append(
         {number: StepIterator(number, held) for number, held in batches.items()}
     )
@@ -79,7 +79,7 @@ def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
 
 
 class WorkerStrategy(SingleStrategy):
-    """One replica, which knows what share of the data is its worker's."""
+    """One replica, with the share of the data that its worker reads."""
 
     def __init__(self, index: int, num_workers: int, axis_name: str) -> None:
         super().__init__(axis_name=axis_name)
@@ -93,7 +93,8 @@ class WorkerStrategy(SingleStrategy):
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         del state
-        # Not as a call of its own: what it does to each variable is looked at.
+        # The call is not a program of its own, because the effect of the whole function
+        # on each variable is examined.
         return run_alone(self, fn, args, kwargs)
 
 
@@ -112,9 +113,9 @@ class _Ahead(NamedTuple):
             except StopIteration:
                 raise OutOfRangeError(
                     f"The data of a worker has ended ({self.name}). Workers take "
-                    "batches as they are free, so none knows how many it will need: "
-                    "give them data that repeats (`repeat=True`), or schedule fewer "
-                    "calls."
+                    "batches when they are free, so the number for one worker is "
+                    "unknown: give them data that repeats (`repeat=True`), or schedule "
+                    "fewer calls."
                 ) from None
         return [self.held[i] for i in range(count)]
 
@@ -127,12 +128,12 @@ class Datasets:
         self._found: dict[int, _Ahead | Exception] = {}
 
     def make(self, number: int, find_dataset_fn: Callable[[], Any]) -> None:
-        """Builds a data set; what is wrong is told when it is used."""
+        """Builds a data set; an error is kept, and raised when the data is used."""
         strategy = self._strategy
         try:
             dataset_fn = find_dataset_fn()
             with strategy.scope():
-                # As in TensorFlow, it may do without.
+                # As in TensorFlow, the function need not take the context.
                 takes_context = bool(inspect.signature(dataset_fn).parameters)
                 dataset = dataset_fn(*[strategy.input_context] * takes_context)
             if not isinstance(dataset, DistributedDataset):
@@ -155,11 +156,11 @@ class Datasets:
         return found
 
     def peek(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
-        """Returns the next batches, as many as are asked for of each data set."""
+        """Returns the next batches of data sets, without taking them."""
         return {number: self._find(number).peek(n) for number, n in counts.items()}
 
     def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
-        """Returns the next batches, and moves behind them."""
+        """Returns the next batches, and moves past them."""
         batches = self.peek(counts)
         for number, taken in batches.items():
             for _ in taken:
@@ -178,7 +179,7 @@ NOWHERE = PlacedTask({}, ())
 
 
 class Dynamic:
-    """Stands for an argument that each call has of its own: an array."""
+    """A placeholder for an array that differs from call to call."""
 
 
 class Task:
@@ -194,9 +195,11 @@ class Task:
         self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         objects = [leaf for leaf in self._leaves if is_claimed(leaf)]
         state = State([(self._fn, ""), *((leaf, "") for leaf in objects)])
-        self._strategy, self._types = strategy, types
+        self._strategy = strategy
+        self._types = types
         self._flat = FlatState(state, strategy)
-        # How many batches a call takes from each data set, by kind of its arguments.
+        # The number of batches that a call takes from each data set, by the types of
+        # its arguments.
         self._counts: dict[Any, dict[int, int]] = {}
         self._programs: dict[Any, TaskProgram] = {}
         self.placed = NOWHERE
@@ -204,7 +207,7 @@ class Task:
     def trace(
         self, arrays: Sequence[Any], datasets: Datasets
     ) -> tuple[TaskProgram, dict[int, int]]:
-        """Returns the program for such arrays, and how many batches it takes."""
+        """Returns the program for arrays of these types, and its numbers of batches."""
         counts = self._counts.setdefault(_kinds(list(arrays)), {})
         while True:
             arguments = datasets.peek(counts), list(arrays)
@@ -235,7 +238,7 @@ class Task:
         for slot in spec.reads:
             for place in places_to_read(self.placed.places[slot]):
                 reads[place.server].append(place.part)
-        # To send anything, a call must know at which version it began.
+        # A call that sends changes must know the version of the server at its start.
         for slot in (*spec.updated, *spec.additions):
             for place in self.placed.places[slot]:
                 reads[place.server] += ()
@@ -253,15 +256,16 @@ class Task:
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
         for slot in spec.reads:
-            whole, type_ = join(self.placed.places[slot], found), self._types[slot]
-            # The program uses an array where it lies; to make one of JAX would copy.
+            whole = join(self.placed.places[slot], found)
+            type_ = self._types[slot]
+            # The program can use the NumPy array in place; a JAX array would be a copy.
             values[slot] = whole if type_.impl is None else type_.from_host(whole)
         return values
 
     def divide(
         self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
     ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
-        """Returns what is to be sent to each server: updates and additions."""
+        """Returns the message for each server: updates and additions."""
         sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
         for update, key, leaves in zip(
             spec.updates, self.placed.updates, gradients, strict=True

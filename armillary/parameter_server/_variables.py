@@ -41,10 +41,10 @@ class _Variable:
     offset: int
     path: str
     type: ArrayType
-    num_parts: int  # That the partitioner wants.
-    # Its parts; or, if it is whole, one place or several with a copy each.
+    num_parts: int  # The number of parts that the partitioner has chosen.
+    # The places of its parts; or, if it is whole, the places of its copies.
     places: tuple[Place, ...] = ()
-    # What the coordinator's object held when it was last in step with the servers.
+    # The value of the coordinator's object at the last exchange with the servers.
     held: Any = None
 
 
@@ -62,7 +62,7 @@ class Variables:
         # By key: an optimizer, and the servers that run it.
         self._updates: dict[Any, tuple[LocalUpdate, list[int]]] = {}
         self.lock = threading.RLock()
-        """Held by whoever reads the coordinator's objects, or puts something there."""
+        """Held while a thread reads or writes the coordinator's objects."""
 
     def adopt(self, state: State) -> list[int]:
         """Returns the number of each array of a state."""
@@ -82,7 +82,8 @@ class Variables:
     def _adopt(
         self, known: dict[str, int], name: str, slot: Slot, offset: int, leaf: Any
     ) -> int:
-        type_, number = type_of(as_array(leaf)), known.get(name)
+        type_ = type_of(as_array(leaf))
+        number = known.get(name)
         if number is None or self._variables[number].type != type_:
             if number is not None:
                 self._retire(number)
@@ -91,21 +92,23 @@ class Variables:
             number = known[name] = len(self._variables)
             self._variables.append(_Variable(slot, offset, path, type_, count))
         variable = self._variables[number]
-        variable.slot, variable.offset = slot, offset
+        variable.slot = slot
+        variable.offset = offset
         return number
 
     def _retire(self, number: int) -> None:
-        """Forgets a variable whose place holds something else by now."""
+        """Forgets the places of a variable that was replaced by another one."""
         self._variables[number].places = ()
 
     def place(
         self, task: ScheduledTask, spec: TaskSpec, servers: Sequence[Any]
     ) -> None:
-        """Puts what a scheduled function needs on servers, unless that was done."""
+        """Puts the variables of a scheduled function on servers, once."""
         with self.lock:
             if task.placed is not None:
                 return
-            numbers, new = task.numbers, list[int]()
+            numbers = task.numbers
+            new = list[int]()
             keys = tuple((task.number, index) for index in range(len(spec.updates)))
             for key, update in zip(keys, spec.updates, strict=True):
                 dumped = task.transformations[update.transformation]

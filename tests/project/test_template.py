@@ -147,7 +147,7 @@ def test_nothing_is_written_over(tmp_path):
         ("file", "is not a directory"),
         ("link", "is not a directory"),
     ):
-        with pytest.raises(ValueError, match=f"{name}', which {what}, and nothing"):
+        with pytest.raises(ValueError, match=f"{name}', which {what}, and no file"):
             check_target(tmp_path / name)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
 
