@@ -86,7 +86,7 @@ def _run(directory: Path) -> ExitCode:
     num_files = len(write_project(directory))
     place = shlex.quote(str(directory))
     sys.stdout.write(
-        f"Wrote {num_files} files to {directory}. Go on with:\n"
+        f"Wrote {num_files} files to {directory}. Continue with:\n"
         f"  cd {place}\n  pip install -e . pytest\n"
         f"  python -m {directory.resolve().name}.main\n"
         "  python -m pytest\n"
