@@ -6,6 +6,7 @@ carries facts through calls, branches, loops and references.
 """
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -87,8 +88,17 @@ def source_line(equation: Any) -> str:
     for frame in () if traceback is None else traceback.frames:
         if not is_library_file(frame.file_name):
             name = frame.function_name.rpartition(".")[2]
-            return f"{frame.file_name}:{frame.line_num} ({name})"
+            return f"{_name_file(frame.file_name)}:{frame.line_num} ({name})"
     return source_info_util.summarize(equation.source_info)
+
+
+def _name_file(file: str) -> str:
+    """Returns a file, or `Cell In[3]` for the temporary file of a notebook's cell."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    find = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = None if find is None else find(file)
+    return file if cell is None else " ".join(cell)
 
 
 def is_called_by_library(equation: Any) -> bool:

@@ -13,7 +13,7 @@ from tests.patience import wait_until
 
 
 class Handle:
-    """What `display` returns: it displays an output again."""
+    """Stands for the handle that `display` returns, which displays an output again."""
 
     def __init__(self, texts):
         self.texts = texts
