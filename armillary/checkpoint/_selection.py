@@ -151,7 +151,7 @@ def match(
             f"`path` is {path!r}, and {len(refused)} leaves differ between it and the "
             f"program, but they must be the same:\n{list_lines(refused.values())}\n"
             "Build the objects in the same way as at the save. If they changed on "
-            f"purpose, {fix}. Nothing was restored."
+            f"purpose, {fix}. For a new run, use a new directory. Nothing was restored."
         )
     left = [each for each in allowed if any(is_inside(n, [each]) for n in differences)]
     taken = sorted(name for name in matching if not is_inside(name, left))
