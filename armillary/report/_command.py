@@ -69,11 +69,8 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     taken = [max(map(len, cells)) for cells in zip(head[:-1], *rows, strict=True)]
     room = max(_LINE - sum(taken) - 3 * len(head) - 1, _FEWEST)
     for row, run in zip(rows, runs, strict=True):
-        values = _last_values(run)
         fewest = 1 if run.best is None else 2
-        while len(values) > fewest and len(", ".join(values)) > room:
-            values[-2:] = ["..."]
-        row.append(", ".join(values))
+        row.append(_fit(_last_values(run), fewest, room))
     table = make_table(head, rows, numbers=["step", "time", "goodput"])
     return lambda: print_out(table)
 
@@ -104,6 +101,16 @@ def _describe(run: Run) -> dict[str, Any]:
 def _as_row(run: Run) -> list[str]:
     known = [printable(run.name), format_time(run.began), run.state]
     return [*known, show_number(run.step), *goodput_cells(run)[1:]]
+
+
+def _fit(values: list[str], fewest: int, room: int) -> str:
+    """Returns as many values as fit, and at least the fewest."""
+    shown = ", ".join(values)
+    for count in range(len(values) - 1, fewest - 1, -1):
+        if len(shown) <= room:
+            break
+        shown = ", ".join([*values[:count], "..."])
+    return shown
 
 
 def _last_values(run: Run) -> list[str]:
