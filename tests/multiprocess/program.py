@@ -342,6 +342,9 @@ def mismatches(strategy: Any) -> dict[str, Any]:
     program.scale = 1.0 + index
     batches = [{"x": rows} for rows in np.split(numbers, 8)[: 8 - index]]
     shorter = Adder(strategy, strategy.distribute_dataset(batches))
+    # As after a shuffle without a seed.
+    order = [{"x": rows} for rows in np.split(np.roll(numbers, index), 8)]
+    shuffled = Adder(strategy, strategy.distribute_dataset(order))
     peeked = make_adder(numbers)
     if index:
         next(iter(peeked.train_dataset))
@@ -354,6 +357,7 @@ def mismatches(strategy: Any) -> dict[str, Any]:
         "gathered": catch(lambda: strategy.gather({"own": own}, axis=0)),
         "reduced": catch(lambda: strategy.reduce("mean", 1.0 + index)),
         "data": catch(lambda: shorter.train(20)),
+        "shuffled": catch(lambda: shuffled.train(8)),
         "peeked": catch(lambda: peeked.train(2)),
         "again": catch(
             lambda: armillary.MultiWorkerMirroredStrategy(

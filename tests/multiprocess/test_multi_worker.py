@@ -257,6 +257,8 @@ def check_mismatches(results: list[Any]) -> None:
         assert "  value['own']: process 0 has float32 (2,) #" in result["gathered"]
         assert "  value: process 0 has float64 () #" in result["reduced"]
         assert "different data for `train_step`" in result["data"]
+        assert "different data for `train_step`" in result["shuffled"]
+        assert "shuffle(1000, seed=0)" in result["shuffled"]
         shape = f"x: float32 ({count}, {8 // count})"
         assert f"process 0: 8 steps of {shape}" in result["data"]
         assert f"process {count - 1}: 7 steps of {shape}" in result["data"]

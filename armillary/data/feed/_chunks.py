@@ -43,6 +43,7 @@ class Chunk:
     num_replicas: tuple[int, ...]  # the number of replicas that share a batch
     positions: list[tuple[Position, ...]] = field(default_factory=list)  # after steps
     ends: list[bool] = field(default_factory=list)  # whether a step ends its batch
+    marks: tuple[str, ...] = ()  # of the first batches, if processes compare them
 
     @property
     def inputs(self) -> list[tuple[PyTree, PyTree]]:
@@ -53,7 +54,9 @@ class Chunk:
         """Describes the chunk; the text is equal if processes may run it together."""
         shapes = "; ".join(describe_shapes(types) for types in self.types)
         active = ", ".join(map(str, self.num_active))
-        return f"{self.num_steps} steps of {shapes}; replicas with data: {active}"
+        text = f"{self.num_steps} steps of {shapes}; replicas with data: {active}"
+        marks = ", ".join(filter(None, self.marks))
+        return f"{text}; checksum of the first examples: {marks}" if marks else text
 
 
 class ChunkBuilder:
@@ -141,6 +144,7 @@ class ChunkBuilder:
             signature=signature,
             num_active=tuple(first.num_active for first in firsts),
             num_replicas=tuple(first.num_replicas for first in firsts),
+            marks=tuple(first.mark for first in firsts),
         )
 
     def count_steps(self, sent_types: Sequence[PyTree]) -> int:

@@ -127,7 +127,8 @@ class Feed(Generic[T]):
                 raise PeerError(
                     f"The processes have different data for `{self._name}`:\n"
                     f"{list_lines(shown)}\nA data set that is distributed over all "
-                    "processes must be the same in each process, in the same order. If "
+                    "processes must be the same in each process, in the same order. A "
+                    "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
                     "each process reads data of its own, use a function with an "
                     "`input_context`."
                 )

@@ -14,6 +14,7 @@ devices. In an evaluation, where steps add up, it becomes several smaller pieces
 """
 
 import math
+import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ import numpy as np
 
 from armillary.data._layout import Active, hosted_replicas
 from armillary.data.feed._stream import Position, SourceBatch
+from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._batch import get_signature
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
@@ -46,6 +48,7 @@ class Piece:
     num_replicas: int  # replicas that share it: all of them, or a divisor
     position: Position  # the position after it
     is_last: bool  # whether it is the last piece of its group
+    mark: str = ""  # tells its global batch from others, if processes compare them
 
     @property
     def positions(self) -> list[tuple[Position, ...]]:
@@ -75,6 +78,9 @@ class Splitter:
                 self._num_replicas = len(layout.local_replicas)
             else:
                 self._local = layout.local_replicas
+        # The examples of an indexed data set were compared when it was distributed.
+        is_indexed = isinstance(dataset.source, IndexedDataset)
+        self._is_marked = self._local is not None and not is_indexed
         self._num_shares = self._num_replicas if layout.stacked else 1
         self._group_size = self._num_shares if self._of_replicas else 1
         # Whether a group that does not fit is one piece for fewer replicas.
@@ -87,6 +93,7 @@ class Splitter:
         """Yields all pieces of batches that begin at the position `before`."""
         for group, after in self._read_groups(batches):
             pieces = self._split_group(group, after.full_size or 0)
+            mark = _mark(group) if self._is_marked else ""
             for index, (arrays, num_active) in enumerate(pieces, start=1):
                 is_last = index == len(pieces)
                 count = count_rows(arrays) if self._stacked else self._num_replicas
@@ -95,7 +102,7 @@ class Splitter:
                     arrays = _take_rows(arrays, own.start, own.stop)
                 # A program that stops within a group runs the whole group again.
                 position = after if is_last else before
-                yield Piece(arrays, num_active, count, position, is_last)
+                yield Piece(arrays, num_active, count, position, is_last, mark)
             before = after
 
     def describe(self, spec: PyTree, full_size: int) -> PyTree:
@@ -209,6 +216,16 @@ class Splitter:
 
 def count_rows(arrays: PyTree) -> int:
     return jax.tree.leaves(arrays)[0].shape[0]
+
+
+def _mark(batches: list[PyTree]) -> str:
+    """Returns a checksum of the first and the last example of each batch."""
+    checksum = 0
+    for leaf in jax.tree.leaves(batches):
+        for row in (leaf[:1], leaf[-1:]):
+            array = np.ascontiguousarray(row).reshape(-1)
+            checksum = zlib.crc32(array.view(np.uint8).data, checksum)
+    return f"{checksum:08x}"
 
 
 def _take_rows(arrays: PyTree, start: int, stop: int) -> PyTree:
