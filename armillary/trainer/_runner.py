@@ -258,6 +258,17 @@ class Run(OfOneProcess):
                 new.set_state(old.get_state())
         return parts
 
+    def hold(self, strategy: Strategy) -> Sequence[DistributedDataset]:
+        """Returns the datasets as they are distributed, by a strategy if they are not.
+
+        Their positions are the same under every strategy. A save may be outside of the
+        strategy that trains, and must not end the loop.
+        """
+        parts = self._parts
+        if parts is None or self._nest is not self.datasets:
+            return self.distribute(strategy)
+        return parts
+
 
 def make_run(
     argument: str, datasets: PyTree, options: LoopOptions | None, kind: type

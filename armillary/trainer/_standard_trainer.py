@@ -172,7 +172,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                 return [None] * len(parts)  # Workers have data of their own.
             is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
             if is_raw and not self._has_own_train():
-                parts = run.distribute(strategy)
+                parts = run.hold(strategy)
         ours = [each for each in parts if isinstance(each, DistributedDataset)]
         lost = [each.source_name for each in ours if not each.is_repositionable]
         if lost and not run.has_warned and not run.options.read_ahead:

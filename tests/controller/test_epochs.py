@@ -9,6 +9,7 @@ from armillary import Controller
 from armillary.data import from_arrays
 from armillary.errors import DatasetStateError
 from tests.mistakes import mistakes
+from tests.problems import Notes
 
 
 class Sum(armillary.StandardTrainer):
@@ -149,3 +150,36 @@ def train_own():
 def test_epochs_that_cannot_be_counted_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+class Noted(Sum):
+    """Notes each trace of its step."""
+
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.traces = Notes()
+
+    def train_step(self, iterator):
+        self.traces.append(None)
+        super().train_step(iterator)
+
+
+def test_a_save_outside_of_the_strategy_traces_nothing_again(tmp_path):
+    """A save once distributed the data over another strategy, which ended the loop."""
+    trainer = Noted(from_arrays(np.arange(24.0, dtype=np.float32), batch_size=4))
+    controller = Controller(
+        trainer=trainer,
+        global_step=lambda: trainer.step,
+        steps_per_loop=3,
+        strategy=armillary.OneDeviceStrategy("cpu:1"),
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), tmp_path, checkpoint_interval=3
+        ),
+    )
+    controller.train(epochs=1)
+    num_traces = len(trainer.traces)
+
+    controller.train(epochs=3)
+
+    assert len(trainer.traces) == num_traces
+    assert int(trainer.step) == 18
