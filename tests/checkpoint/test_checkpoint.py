@@ -129,7 +129,7 @@ class Frozen:
 
 
 FROZEN = Frozen([jnp.zeros(1)])
-PARTLY = "`thing` is of type tuple, .*an array in a tuple: .*%s.*{'value': value}"
+PARTLY = "`thing` is of type tuple, .*an array in a tuple.*%s.*{'value': value}"
 NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
 
 
