@@ -45,7 +45,10 @@ BROKEN: dict[str, tuple[Callable[[epath.Path], object], str]] = {
     "no arrays": (lambda path: (path / "arrays").rmtree(), "`arrays` is missing"),
     "no manifest": (lambda path: (path / "manifest").rmtree(), "`manifest` is missing"),
     **{
-        f"header {text}": (lambda path, text=text: write_header(path, text), "is not")
+        f"header {text}": (
+            lambda path, text=text: write_header(path, text),
+            "has changed",
+        )
         for text in ["{", "[]", "{}"]
     },
     "another version": (other_value("version", 1), "is of another version"),

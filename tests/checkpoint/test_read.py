@@ -162,7 +162,7 @@ def restore(
         CheckpointMismatchError: {
             "(?s)2 leaves differ .*`may_differ='model/head'`. Nothing": restore(),
             # Nothing fits, so that nothing can be left out either.
-            "(?s)~ model/backbone/bias: .*name what to restore": restore(
+            "(?s)~ model/backbone/bias: .*name the parts to restore": restore(
                 num_classes=2, width=4
             ),
             "(?s)nothing of it would be restored.*`only`.*~ model/head/bias": restore(

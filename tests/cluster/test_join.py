@@ -36,9 +36,9 @@ def test_a_single_process_refuses_options_that_its_platform_cannot_follow(
     option, value
 ):
     options = CommunicationOptions(**{option: value})
-    with pytest.raises(ValueError, match=f"`{option}` is .* on gpu alone"):
+    with pytest.raises(ValueError, match=f"`{option}` is .* only on gpu"):
         armillary.MultiWorkerMirroredStrategy(communication_options=options)
-    with pytest.raises(ValueError, match=f"`{option}` is .* on gpu alone"):
+    with pytest.raises(ValueError, match=f"`{option}` is .* only on gpu"):
         armillary.ShardedStrategy(communication_options=options)
 
 
@@ -84,7 +84,7 @@ LATE = CommunicationOptions(timeout_seconds=5)
         (None, False, "after JAX's devices had been used"),
         # The program joined others itself.
         (None, True, "process 1 of 2, but .* process 0 of 1"),
-        (LATE, True, r"is CommunicationOptions\(.*Leave the"),
+        (LATE, True, r"is CommunicationOptions\(.*Remove the"),
     ],
 )
 def test_joining_late_or_another_job_is_an_error(

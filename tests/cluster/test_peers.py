@@ -140,7 +140,9 @@ def test_the_others_are_told_of_an_interrupt_of_a_process_that_waits():
 
 def test_a_text_that_is_too_long_is_an_error_before_anything_is_sent():
     first, second = make_peers()
-    with pytest.raises(ValueError, match=r"`end` takes 4,194,305 char.* at most 4,1"):
+    with pytest.raises(
+        ValueError, match=r"sends 4,194,305 characters for end, .* at most 4,1"
+    ):
         first.gather("end", "x" * ((1 << 22) + 1))
     second._lifeline.say(["value", "end", "2"])
     assert first.gather("end", "1") == ["1", "2"]

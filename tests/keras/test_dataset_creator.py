@@ -64,5 +64,5 @@ def test_targets_beside_it_are_refused(problem):
     creator = armillary.keras.DatasetCreator(lambda context: None)
     with STRATEGIES["mirrored"]().scope():
         model = problem.make_model()
-    with pytest.raises(ValueError, match=r"`model\.fit` was given `y` beside"):
+    with pytest.raises(ValueError, match=r"`model\.fit` was given `y` together"):
         model.fit(creator, problem.y)

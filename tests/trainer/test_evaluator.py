@@ -238,7 +238,7 @@ def test_an_iterator_that_was_used_up_is_an_error_each_time():
     evaluator = Evaluator(iter(make_batches(3)))
     assert evaluator.evaluate(-1)["seen"] == [1, 2, 3]
     for _ in range(3):
-        with pytest.raises(DatasetStateError, match="gives its batches once"):
+        with pytest.raises(DatasetStateError, match="gives its batches only once"):
             evaluator.evaluate(-1)
 
 

@@ -647,7 +647,7 @@ def test_a_raw_key_is_answered_with_its_kind():
         ({"stats": 3}, ValueError, '"none", "sum", "mean", "only_first_replica"'),
         ({"bach_stats": "mean"}, ValueError, "paths:\n  state/batch_stats/norm\n"),
         ({nnx.State: "mean"}, ValueError, "`State`, found in none of these types"),
-        ({"flag": "sum"}, ValueError, "holds bool, and there is no sum of it"),
+        ({"flag": "sum"}, ValueError, "holds bool, which has no sum"),
     ],
 )
 def test_bad_kinds(kinds, error, message):

@@ -90,7 +90,9 @@ def test_data_that_are_read_ahead_may_not_read_the_state(prefetch):
     games = Games()
     strategy = armillary.MirroredStrategy(jax.devices()[:1])
     data = strategy.distribute_dataset(games, InputOptions(prefetch=prefetch))
-    message = r"read `trainer.state`, but .*`StandardTrainerOptions\(read_ahead=False\)"
+    message = (
+        r"reads `trainer.state`, but .*`StandardTrainerOptions\(read_ahead=False\)"
+    )
     with pytest.raises(StaleStateError, match=message):
         train(games, data=data, options=None)
 
