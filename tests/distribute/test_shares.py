@@ -63,6 +63,16 @@ def distances(w, batch):
     return jnp.abs(hidden[:, None] - hidden[None]).mean()
 
 
+def labels_losses(w, batch):
+    labels = (batch["y"] > 0).astype(int)
+    logits = batch["x"] * w[None]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def labels_loss(w, batch):
+    return labels_losses(w, batch).mean()
+
+
 def clipped(w, batch):
     gradient = jax.grad(mean_loss)(w, batch)
     clip = optax.clip_by_global_norm(0.1)
@@ -156,6 +166,12 @@ WRONG = {
         metric_step(lambda losses, *_: losses.std()),
         ("`sqrt`",),
     ),
+    "the exponential of a mean of labels": (
+        metric_step(
+            lambda _, batch, __: jnp.exp(labels_losses(jnp.ones(3), batch).mean())
+        ),
+        ("`exp`",),
+    ),
     "a product of means": (
         metric_step(lambda losses, batch, _: losses.mean() * batch["x"].mean()),
         ("`mul`",),
@@ -238,6 +254,16 @@ RIGHT = {
     "a penalty": loss_step(lambda w, batch: mean_loss(w, batch) + 0.1 * (w @ w)),
     "a nonlinear penalty": loss_step(
         lambda w, batch: mean_loss(w, batch) + jnp.sqrt(1 + w @ w)
+    ),
+    "labels": loss_step(labels_loss),
+    "weights of labels": loss_step(
+        lambda w, batch: (labels_losses(w, batch) * batch["mask"]).mean()
+    ),
+    "a weighted mean of labels": loss_step(
+        lambda w, batch: armillary.weighted_mean(labels_losses(w, batch), batch["mask"])
+    ),
+    "pairs": loss_step(
+        lambda w, batch: jnp.tanh(losses_of(w, batch).reshape(-1, 2).max(1)).mean()
     ),
     "a scaled loss": loss_step(lambda w, batch: 1024 * mean_loss(w, batch) / 1024),
     "sums of parts": loss_step(tokens_loss),

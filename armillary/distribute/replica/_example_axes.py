@@ -56,10 +56,9 @@ def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
         if index == 0 and place == numbers.lhs_spec[0]:
             yield numbers.out_spec[0] - len(result)
     elif name == "gather":
-        offset = params["dimension_numbers"].offset_dims
-        kept = [each for each in range(len(result)) if each not in offset]
-        if index == 1 and place < len(kept):
-            yield kept[place] - len(result)
+        yield from _axes_of_gathered(equation, index, place)
+    elif name.startswith("scatter"):
+        yield from _axes_of_scattered(equation, index, place)
     elif name in _REMOVED:
         removed = params[_REMOVED[name]]
         if place not in removed:
@@ -88,6 +87,54 @@ def _axes_of_reshaped(
         end = begin * result[target]
         if max(first, begin) < min(last, end):
             yield target - len(result)
+
+
+def _axes_of_gathered(equation: Any, index: int, place: int) -> Iterator[int]:
+    """Yields the axis of gathered values, of an axis of the operand or the indices."""
+    numbers = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    result = equation.outvars[0].aval.shape
+    kept = [axis for axis in range(len(result)) if axis not in numbers.offset_dims]
+    batching = _batching_of(numbers, "operand")
+    if index == 1:
+        if place < len(kept):
+            yield kept[place] - len(result)
+    elif place in batching:
+        paired = _batching_of(numbers, "start_indices")[batching.index(place)]
+        yield kept[paired] - len(result)
+    elif equation.params["slice_sizes"][place] == shape[place]:
+        gone = (*numbers.collapsed_slice_dims, *batching)
+        windows = [axis for axis in range(len(shape)) if axis not in gone]
+        if place in windows:
+            yield numbers.offset_dims[windows.index(place)] - len(result)
+
+
+def _axes_of_scattered(equation: Any, index: int, place: int) -> Iterator[int]:
+    """Yields the axis of the result that an axis of examples is scattered along.
+
+    It is known only if each example is scattered into its own row.
+    """
+    numbers = equation.params["dimension_numbers"]
+    result = equation.outvars[0].aval.shape
+    batching = _batching_of(numbers, "operand")
+    paired = _batching_of(numbers, "scatter_indices")
+    if index == 0:
+        yield place - len(result)
+        return
+    if index == 2:
+        windows = numbers.update_window_dims
+        num_axes = equation.invars[2].aval.ndim
+        kept = [axis for axis in range(num_axes) if axis not in windows]
+        if place not in kept:
+            return
+        place = kept.index(place)
+    if place in paired:
+        yield batching[paired.index(place)] - len(result)
+
+
+def _batching_of(numbers: Any, name: str) -> tuple[int, ...]:
+    """Returns the axes of a gather or scatter that index each example separately."""
+    return tuple(getattr(numbers, f"{name}_batching_dims"))
 
 
 def _axes_of_product(equation: Any, index: int, place: int) -> Iterator[int]:

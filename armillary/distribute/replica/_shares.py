@@ -251,6 +251,9 @@ class _Search(Dataflow[Share]):
             return [_COMBINED] * num_results
         if name in DRAWS and any(each.reach for each in operands):
             return [_UNKNOWN] * num_results
+        if name.startswith("scatter"):
+            # Its program combines single numbers.
+            return [self.mix(equation, operands)] * num_results
         return None
 
     def _look_at_mark(self, equation: Any, metric: Share) -> None:
@@ -301,10 +304,14 @@ class _Search(Dataflow[Share]):
         divisors = gradient.divisors
         if not is_followed or _ANY in divisors:
             return False
-        # The mean of parts of a batch divides by the size and by the number of parts.
-        candidates = {*divisors, math.prod(divisors)}
+        # The mean of parts of a batch divides by the size and by the number of parts,
+        # and a mean of pairs of examples by their number. Half a square is no mean.
         sizes = {*gradient.sizes, *self._sizes}
-        return not any(each % size == 0 for each in candidates for size in sizes)
+        no_means = {1, 2} - gradient.sizes
+        for divisor in {*divisors, math.prod(divisors)} - no_means:
+            if any(divisor % size == 0 or size % divisor == 0 for size in sizes):
+                return False
+        return True
 
     def _follow_examples(self, equation: Any, operands: list[Share]) -> list[Share]:
         """Follows a scan, which may take examples one by one."""
