@@ -111,7 +111,7 @@ def test_copies_that_cannot_work_say_what_to_do(kind, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manager_says_what_to_do(way, tmp_path):
     manager = armillary.CheckpointManager(make_checkpoint(), tmp_path)
-    with pytest.raises(TypeError, match=r"`CheckpointManager` .*another"):
+    with pytest.raises(TypeError, match=r"`CheckpointManager` .*Make a new"):
         WAYS[way](manager)
 
 
