@@ -38,8 +38,8 @@ _TOPICS = {
     "state": (
         "Arrays of the state differ between processes",
         "Begin with the same values: use the same random seed on all processes "
-        "(`nnx.Rngs(0)`, `keras.utils.set_random_seed(0)`), and nothing that depends on "
-        "the process.",
+        "(`nnx.Rngs(0)`, `keras.utils.set_random_seed(0)`), and nothing that depends "
+        "on the process.",
     ),
     "the values for `reduce` or `gather`": (
         "`strategy.reduce` or `strategy.gather` was given values that all replicas "
