@@ -1,4 +1,4 @@
-"""Which cases are measured: by default, in a hurry, in full, or as chosen."""
+"""The measured cases: by default, in a hurry, in full, or as chosen."""
 
 import itertools
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """Whether peers take part: one device and data in memory."""
+        """True if peers take part: with one device and data in memory."""
         return self.options.devices == 1 and self.options.data == "memory"
 
 

@@ -16,7 +16,7 @@ from benchmarks.ratios import choose_burst, find_faster, pair_ratios
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How long to measure.
+    """The length of a measurement.
 
     Attributes:
         rounds: Bursts of each contestant.

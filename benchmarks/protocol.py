@@ -25,7 +25,7 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a contestant runs its task.
+    """The settings with which a contestant runs its task.
 
     Attributes:
         steps_per_loop: Steps between two moments at which the mean loss is reported.

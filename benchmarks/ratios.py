@@ -1,4 +1,4 @@
-"""How bursts become figures."""
+"""The figures of a series of bursts."""
 
 import math
 import statistics

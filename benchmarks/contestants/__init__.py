@@ -1,4 +1,4 @@
-"""Who runs a task: two references written by hand, Armillary, and the peers.
+"""The contestants of a task: two references written by hand, Armillary, and the peers.
 
 A contestant is a class with `setup(task, options)` and `run(num_steps)`. Modules are
 imported when a contestant is made, so that each process holds one framework only.
@@ -25,7 +25,7 @@ CONTESTANTS = {
 }
 REFERENCES = ("reference-step", "reference-scan")
 SAVE_INTERVAL = 100
-"""How often `armillary-saving` saves."""
+"""The interval of the saves of `armillary-saving`."""
 PEERS = ("keras", "orbit", "lightning")
 
 

@@ -68,7 +68,7 @@ _ANY = 0
 
 
 class Reach(enum.IntEnum):
-    """How a value depends on the examples of a share: see the table above."""
+    """The dependence of a value on the examples of a share: see the table above."""
 
     EQUAL = 0
     REDUCED = 1
