@@ -198,9 +198,13 @@ _FOREIGN = re.compile(
 )
 
 
-def check_hooks(owner: Any, base: type, *hooks: str) -> None:
-    """Raises if a method's name is close to a hook, or is a hook of another library."""
-    kinds = [kind for kind in type(owner).__mro__ if kind not in base.__mro__]
+def check_hooks(owner: type, base: type, *hooks: str) -> None:
+    """Raises if a method's name is close to a hook, or is a hook of another library.
+
+    It runs before Python says that an abstract method is missing, because a method
+    with the name of another library is the reason for that.
+    """
+    kinds = [kind for kind in owner.__mro__ if kind not in base.__mro__]
     own = {name: each for kind in kinds for name, each in vars(kind).items()}
     left_out = set(hooks).difference(own)
     own = {name: each for name, each in own.items() if inspect.isfunction(each)}
@@ -214,7 +218,7 @@ def check_hooks(owner: Any, base: type, *hooks: str) -> None:
             continue
         fix = f"the method is called `{near[0]}`" if near else _HOOKS
         raise TypeError(
-            f"`{type(owner).__name__}.{name}` would never be called: {fix}. Rename it. "
+            f"`{owner.__name__}.{name}` would never be called: {fix}. Rename it. "
             f"If you call it yourself, name it `_{name}`."
         )
 

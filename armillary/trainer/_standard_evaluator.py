@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -63,11 +63,15 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         options: How to run; see `StandardEvaluatorOptions`.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        del args, kwargs
+        hooks = ("eval_begin", "eval_step", "eval_reduce", "eval_end")
+        check_hooks(cls, StandardEvaluator, *hooks)
+        return super().__new__(cls)
+
     def __init__(
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
-        hooks = "eval_begin", "eval_step", "eval_reduce", "eval_end"
-        check_hooks(self, StandardEvaluator, *hooks)
         kind = StandardEvaluatorOptions
         self._eval_run = make_run("eval_dataset", eval_dataset, options, kind)
 

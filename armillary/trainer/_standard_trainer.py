@@ -4,7 +4,7 @@ import abc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -65,10 +65,14 @@ class StandardTrainer(Runner, AbstractTrainer):
         TypeError: If `train_dataset` or `options` is of the wrong type.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        del args, kwargs
+        check_hooks(cls, StandardTrainer, BEGIN, "train_step", END)
+        return super().__new__(cls)
+
     def __init__(
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
-        check_hooks(self, StandardTrainer, BEGIN, "train_step", END)
         kind = StandardTrainerOptions
         self._train_run = make_run("train_dataset", train_dataset, options, kind)
 
