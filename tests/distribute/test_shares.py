@@ -184,6 +184,24 @@ WRONG = {
         metric_step(lambda *_: Sum(1)),
         ("equal on all 4 replicas", "counts 4 times"),
     ),
+    "a sum of means": (
+        metric_step(lambda losses, *_: Sum(losses.mean())),
+        ("adds up the means of 4 replicas", "4 times larger"),
+    ),
+    "a sum of maxima": (
+        metric_step(lambda losses, *_: Sum(losses.max())),
+        ("The metric at ", "`reduce_max`"),
+    ),
+    "a ratio with a nonlinear sum": (
+        metric_step(lambda losses, *_: Ratio(jnp.exp(losses.mean()), 1.0)),
+        ("The metric at ", "`exp`"),
+    ),
+    "a reduced exponential": (
+        metric_step(
+            lambda losses, *_: armillary.all_reduce("mean", jnp.exp(losses.mean()))
+        ),
+        ("`exp`", "loop_end"),
+    ),
     "a sum of losses": (
         loss_step(lambda w, batch: losses_of(w, batch).sum()),
         ("sum over the 4 examples", "4 times smaller", "loss.mean()"),
@@ -233,6 +251,15 @@ RIGHT = {
     "a map": metric_step(lambda losses, *_: jax.lax.map(jnp.tanh, losses).mean()),
     "a norm after the reduction": metric_step(
         lambda _, __, gradient: jnp.linalg.norm(armillary.all_reduce("mean", gradient))
+    ),
+    "the exponential of a reduced mean": metric_step(
+        lambda losses, *_: jnp.exp(armillary.all_reduce("mean", losses.mean()))
+    ),
+    "a quotient of reduced sums": metric_step(
+        lambda losses, batch, _: (
+            armillary.all_reduce("sum", losses @ batch["mask"])
+            / armillary.all_reduce("sum", batch["mask"].sum())
+        )
     ),
     "the largest of all": metric_step(
         lambda losses, *_: armillary.all_reduce("max", losses.max())

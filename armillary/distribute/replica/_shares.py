@@ -34,9 +34,11 @@ from armillary._jax_compat import count_scan_operands, read_real
 from armillary._jaxpr import Dataflow, named_axes
 from armillary.distribute.replica._example_axes import axes_of_result
 from armillary.distribute.replica._proof import (
+    DENOMINATOR,
     DRAWS,
     EXCHANGES,
     METRIC,
+    NUMERATOR,
     REDUCTIONS,
     SOURCES,
     SUMMED,
@@ -110,6 +112,7 @@ class Share(NamedTuple):
         sizes: Numbers of examples that were summed.
         is_gradient: Whether it was made in a backward pass.
         is_carried: Whether a loop over examples hands it from one to the next.
+        combined: The causes of values that a reduction over replicas has combined.
     """
 
     reach: Reach = Reach.EQUAL
@@ -119,6 +122,7 @@ class Share(NamedTuple):
     sizes: frozenset[int] = frozenset()
     is_gradient: bool = False
     is_carried: bool = False
+    combined: frozenset[Cause] = frozenset()
 
 
 _EQUAL = Share()
@@ -128,7 +132,7 @@ _COMBINED = Share(divisors=frozenset({_ANY}))
 
 
 class MetricOfShare(NamedTuple):
-    """A plain metric that depends on the share."""
+    """A metric that depends on the share: its name, or its line."""
 
     name: str
     cause: Cause
@@ -154,7 +158,13 @@ class SumOfEqual(NamedTuple):
     line: str
 
 
-Finding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual
+class SumOfMeans(NamedTuple):
+    """A metric that adds up the means of the replicas."""
+
+    line: str
+
+
+Finding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
 
 
 def find_shares(
@@ -195,6 +205,7 @@ class _Search(Dataflow[Share]):
         self._reductions: dict[str, set[Cause]] = {}
         self._means_of_sums: dict[str, int] = {}
         self._equal_sums: set[str] = set()
+        self._sums_of_means: set[str] = set()
 
     def findings(self) -> list[Finding]:
         found: list[Finding] = []
@@ -205,6 +216,7 @@ class _Search(Dataflow[Share]):
         for line, num_examples in self._means_of_sums.items():
             found.append(MeanOfSums(line, num_examples))
         found += map(SumOfEqual, sorted(self._equal_sums))
+        found += map(SumOfMeans, sorted(self._sums_of_means))
         return found
 
     def join(self, facts: Iterable[Share]) -> Share:
@@ -219,6 +231,7 @@ class _Search(Dataflow[Share]):
             sizes=frozenset().union(*(each.sizes for each in several)),
             is_gradient=any(each.is_gradient for each in several),
             is_carried=any(each.is_carried for each in several),
+            combined=frozenset().union(*(each.combined for each in several)),
         )
 
     def decide(self, equation: Any, decides: Share) -> Share:
@@ -235,9 +248,10 @@ class _Search(Dataflow[Share]):
             return self._follow_examples(equation, operands)
         if (by_ops := kind_of(equation)) is not None:
             # Arrays that a `CrossDeviceOps` has captured come before those to reduce.
-            for operand in operands[-num_results:]:
+            given = operands[-num_results:]
+            for operand in given:
                 self._look_at_reduction(equation, operand, by_ops, None)
-            return [_COMBINED] * num_results
+            return [_combine(operand) for operand in given]
         if name in SOURCES or name.startswith(EXCHANGES):
             return [_UNKNOWN] * num_results
         if name.startswith(REDUCTIONS):
@@ -245,10 +259,12 @@ class _Search(Dataflow[Share]):
             is_over_all = self._axis_name in named_axes(equation) and not has_groups
             if not is_over_all:
                 return [_UNKNOWN] * num_results
-            if name.startswith("psum"):
-                for operand, made in zip(operands, equation.outvars, strict=True):
-                    self._look_at_reduction(equation, operand, "", made)
-            return [_COMBINED] * num_results
+            if not name.startswith("psum"):
+                return [_COMBINED] * num_results
+            pairs = list(zip(operands, equation.outvars, strict=True))
+            for operand, made in pairs:
+                self._look_at_reduction(equation, operand, "", made)
+            return [_combine(operand) for operand, _ in pairs]
         if name in DRAWS and any(each.reach for each in operands):
             return [_UNKNOWN] * num_results
         if name.startswith("scatter"):
@@ -259,16 +275,23 @@ class _Search(Dataflow[Share]):
     def _look_at_mark(self, equation: Any, metric: Share) -> None:
         """Notes a metric that the step returns, or a part of one."""
         name = equation.params["name"]
-        if name.startswith(METRIC) and metric.causes:
-            key = name.removeprefix(METRIC)
-            self._metrics.setdefault(key, set()).update(metric.causes)
-        if name == SUMMED and metric.reach is Reach.EQUAL:
+        causes = metric.causes | metric.combined
+        if name.startswith(METRIC) and causes:
+            key = f"`{name.removeprefix(METRIC)}`"
+            self._metrics.setdefault(key, set()).update(causes)
+        if name in (SUMMED, NUMERATOR, DENOMINATOR) and causes:
+            self._metrics.setdefault(f"at {self.line(equation)}", set()).update(causes)
+        if name != SUMMED:
+            return
+        if metric.reach is Reach.EQUAL:
             # The size of the share is a constant, too, and its sum is right.
             number = read_real(equation.invars[0])
             is_one = number == 1 and 1 not in self._sizes
             is_size = number is not None and not is_one
             if not is_size:
                 self._equal_sums.add(self.line(equation))
+        elif self._is_mean(metric):
+            self._sums_of_means.add(self.line(equation))
 
     def _look_at_reduction(
         self, equation: Any, operand: Share, by_ops: str, made: Any
@@ -297,6 +320,15 @@ class _Search(Dataflow[Share]):
         is_mean = by_ops == "mean" or (bool(users) and all(map(is_of_mean, users)))
         if is_mean and operand.is_gradient and self._is_sum(operand):
             self._means_of_sums[line] = max(operand.sizes)
+
+    def _is_mean(self, metric: Share) -> bool:
+        """Returns whether a number was summed over a share, and divided by its size."""
+        is_scaled = any(
+            divisor % size == 0
+            for divisor in metric.divisors - {_ANY, 1, 2}
+            for size in metric.sizes
+        )
+        return metric.reach is Reach.REDUCED and is_scaled and not metric.axes
 
     def _is_sum(self, gradient: Share) -> bool:
         """Returns whether a gradient was summed, and divided by no number of rows."""
@@ -366,7 +398,7 @@ class _Search(Dataflow[Share]):
         if any(each.reach is Reach.EXAMPLES for each in operands):
             # Statistics of a share may normalize examples.
             kept = {each for each in both.causes if each.way in _LASTING}
-            both = both._replace(causes=frozenset(kept))
+            both = both._replace(causes=frozenset(kept), combined=frozenset())
         if both.reach is Reach.EXAMPLES:
             return self._mix_examples(equation, operands, both)
         return both._replace(axes=frozenset())
@@ -437,6 +469,15 @@ class _Search(Dataflow[Share]):
     def _with_cause(self, facts: Share, way: Way, equation: Any) -> Share:
         cause = Cause(way, equation.primitive.name, self.line(equation))
         return facts._replace(causes=facts.causes | {cause})
+
+
+def _combine(operand: Share) -> Share:
+    """Returns the facts about the sum or mean of a value over replicas.
+
+    The mean of gradients gets a warning of its own.
+    """
+    causes = frozenset() if operand.is_gradient else operand.causes
+    return _COMBINED._replace(combined=operand.combined | causes)
 
 
 def _bends(equation: Any, operands: list[Share]) -> bool:

@@ -29,6 +29,7 @@ from armillary.distribute.replica._shares import (
     MetricOfShare,
     ReductionOfShare,
     SumOfEqual,
+    SumOfMeans,
     Way,
     find_shares,
 )
@@ -59,6 +60,7 @@ Finding = (
     | ReductionOfShare
     | MeanOfSums
     | SumOfEqual
+    | SumOfMeans
 )
 
 
@@ -167,6 +169,8 @@ def _explain_shares(
             yield found, _explain_sums(found, num_replicas)
         elif isinstance(found, SumOfEqual):
             yield found, _explain_equal(found, num_replicas)
+        elif isinstance(found, SumOfMeans):
+            yield found, _explain_means(found, num_replicas)
         elif isinstance(found, ReductionOfShare):
             yield found, _explain_reduction(found, num_replicas)
         else:
@@ -188,6 +192,14 @@ def _explain_equal(found: SumOfEqual, num_replicas: int) -> str:
         f"replicas, so the number counts {num_replicas} times. Return it as a plain "
         "number, or divide it by "
         "`armillary.get_replica_context().num_replicas_in_sync`."
+    )
+
+
+def _explain_means(found: SumOfMeans, num_replicas: int) -> str:
+    return (
+        f"The metric at {found.line} adds up the means of {num_replicas} replicas, so "
+        f"it is {num_replicas} times larger than on one device. Give it the values of "
+        "the examples, or return the mean as a plain number."
     )
 
 
@@ -246,7 +258,8 @@ def _explain_reduction(found: ReductionOfShare, num_replicas: int) -> str:
 
 
 def _explain_metric(found: MetricOfShare, num_replicas: int) -> str:
-    key = found.name.rpartition("/")[2]
+    is_plain = found.name.startswith("`")
+    key = found.name.strip("`").rpartition("/")[2] if is_plain else "metric"
     fixes = {
         Way.NONLINEAR: "Return the number before this operation, and apply the "
         "operation in `loop_end`, or reduce the number first: "
@@ -260,7 +273,7 @@ def _explain_metric(found: MetricOfShare, num_replicas: int) -> str:
         Way.LOOP: _NOT_TIME,
     }
     return (
-        f"The metric `{found.name}` depends on how {num_replicas} replicas share a "
+        f"The metric {found.name} depends on how {num_replicas} replicas share a "
         f"batch: it is made by {_explain_cause(found.cause)}. The mean over replicas "
         f"is not the number of a single device. {fixes[found.cause.way]}"
     )
