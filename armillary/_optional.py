@@ -11,8 +11,8 @@ def import_optional(module: str, title: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{title} is not installed. Install it with "
-            f'`pip install "armillary[{extra}]"`.'
+            f"{title} is not installed. Install the extra `{extra}` of Armillary: "
+            f"`pip install '.[{extra}]'` in its checkout."
         ) from error
 
 

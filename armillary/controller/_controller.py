@@ -105,7 +105,8 @@ class Controller(OfOneProcess):
         hang_timeout_seconds: Seconds without progress after which the program prints
             the stacks of all its processes, and exits with
             `ExitCode.RESTART_REQUESTED`. `None` takes five times the longest loop,
-            evaluation, save or action so far, at least 300; `math.inf` waits forever.
+            evaluation, save or action so far, at least 300, and a single process may
+            wait without a limit for its own data and actions; `math.inf` waits forever.
             XLA's compiler may take any time.
         progress: Whether to keep one live line in a terminal. If stderr is not a
             terminal, phases that take longer than 30 seconds are logged instead.

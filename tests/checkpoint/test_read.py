@@ -160,7 +160,7 @@ def restore(
 @mistakes(
     {
         CheckpointMismatchError: {
-            "(?s)2 leaves differ .*`may_differ='model/head'`.*new directory. Nothing": restore(),
+            "(?s)2 leaves .*`may_differ='model/head'`.*new directory. N": restore(),
             # Nothing fits, so that nothing can be left out either.
             "(?s)~ model/backbone/bias: .*name the parts to restore": restore(
                 num_classes=2, width=4

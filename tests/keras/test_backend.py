@@ -57,4 +57,4 @@ def test_without_keras_the_extra_is_named():
     )
     error = run(code).stderr.splitlines()[-1]
     assert error.startswith("ImportError: Keras, on which `armillary.keras` runs, is")
-    assert 'pip install "armillary[keras]"' in error
+    assert "pip install '.[keras]'" in error

@@ -107,7 +107,7 @@ def test_the_recipe_for_mlflow_writes_to_one_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
-    reason = 'Needs `pip install "armillary[wandb]"`'
+    reason = "Needs `pip install '.[wandb]'`"
     wandb = pytest.importorskip("wandb", reason=reason)
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = wandb.Settings(silent=True, disable_git=True)
