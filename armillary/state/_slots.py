@@ -39,13 +39,17 @@ ANY_ARRAY = object()
 """Stands for an array in messages that do not describe it."""
 
 
+# A look that begins at each level of a deep nest must not go to its end each time.
+_MOST_LEVELS = 16
+
+
 def are_plain(values: Iterable[object]) -> bool:
     """Returns whether none of many values is a holder or an array."""
     return PLAIN.issuperset(map(type, values))
 
 
 def are_constant(values: Collection[object]) -> bool:
-    """Returns whether many values are plain, or tuples of plain values at any depth.
+    """Returns whether many values are plain, or shallow tuples of plain values.
 
     For example, a list of files with their labels may have a million entries, so the
     loops over the values run in C.
@@ -54,13 +58,13 @@ def are_constant(values: Collection[object]) -> bool:
 
 
 def hold_no_arrays(values: Collection[object]) -> bool:
-    """Returns whether many values are plain, or nests of plain values at any depth."""
+    """Returns whether many values are plain, or shallow nests of plain values."""
     return _are_nests_of_plain(values, (tuple, list, dict))
 
 
 def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> bool:
     seen: set[int] = set()  # A list can hold itself.
-    while True:
+    for _ in range(_MOST_LEVELS):
         kinds = set(map(type, values))
         if kinds <= PLAIN:
             return True
@@ -80,6 +84,7 @@ def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> 
                 inner = by_id.values()
             contents += map(dict.values, inner) if kind is dict else inner
         values = list(itertools.chain.from_iterable(contents))
+    return False
 
 
 def is_array(value: object) -> bool:

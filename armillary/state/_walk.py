@@ -66,6 +66,9 @@ from armillary.state._tree import (
 
 # JAX cannot flatten nests that are deeper than this, or that contain themselves.
 _MAX_TREE_DEPTH = 100
+# From so many values on, a look at all of them at once is faster than one by one. In a
+# deep nest, such a look at each level would take time that grows with the cube of it.
+_MANY = 16
 _MANY_BYTES = 1 << 20
 _END = object()
 
@@ -349,7 +352,8 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     children = children_of(value)
     if are_plain(children):  # as most values have none
         return False
-    if isinstance(children, Collection) and hold_no_arrays(children):
+    has_many = isinstance(children, Collection) and len(children) > _MANY
+    if has_many and hold_no_arrays(children):
         return False
     above = (*above, id(value))
     found = [

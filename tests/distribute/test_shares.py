@@ -353,10 +353,11 @@ class Normalized(nnx.Module):
         rngs = nnx.Rngs(0)
         self.first = nnx.Linear(3, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs, **options)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.last = nnx.Linear(4, 1, rngs=rngs)
 
     def __call__(self, x):
-        return self.last(nnx.relu(self.norm(self.first(x))))[:, 0]
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))[:, 0]
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_each_worker_makes_the_data_that_it_reads(keras, coordinator, kind):
     assert int(model.optimizer.iterations.value) == 60
     with pytest.raises(ValueError, match=r"`steps_per_epoch` is None.*steps_per_epoch"):
         model.fit(data, verbose=0)
-    with pytest.raises(ValueError, match=r"`model\.fit` was given `y` beside"):
+    with pytest.raises(ValueError, match=r"`model\.fit` was given `y` together"):
         model.fit(data, Y, steps_per_epoch=2, verbose=0)
 
 

@@ -395,10 +395,13 @@ class _Search(Dataflow[Share]):
             both = self._with_cause(both, Way.LOOP, equation)
         if both.reach is Reach.REDUCED:
             return self._mix_reduced(equation, operands, both)
-        if any(each.reach is Reach.EXAMPLES for each in operands):
-            # Statistics of a share may normalize examples.
-            kept = {each for each in both.causes if each.way in _LASTING}
-            both = both._replace(causes=frozenset(kept), combined=frozenset())
+        # Statistics of a share may normalize examples, also after a dropout, which is
+        # not followed.
+        kept = {each for each in both.causes if each.way in _LASTING}
+        if not any(each.reach is Reach.EXAMPLES for each in operands):
+            unknown = (each for each in operands if each.reach is Reach.UNKNOWN)
+            kept |= self.join(unknown).causes
+        both = both._replace(causes=frozenset(kept), combined=frozenset())
         if both.reach is Reach.EXAMPLES:
             return self._mix_examples(equation, operands, both)
         return both._replace(axes=frozenset())
