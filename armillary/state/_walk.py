@@ -352,8 +352,8 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     children = children_of(value)
     if are_plain(children):  # as most values have none
         return False
-    has_many = isinstance(children, Collection) and len(children) > _MANY
-    if has_many and hold_no_arrays(children):
+    several = children if isinstance(children, Collection) else ()
+    if len(several) > _MANY and hold_no_arrays(several):
         return False
     above = (*above, id(value))
     found = [
