@@ -348,7 +348,7 @@ class Machines:
         self._is_tired = False
         self._places = [i for i in range(self._num_workers) if i not in away]
         if gpus := self._all_gpus:
-            # The GPUs after those of all workers belong to the evaluator.
+            # The evaluator has the GPUs that come after the GPUs of all workers.
             chosen = [gpus[place] for place in self._places]
             chosen += gpus[self._num_workers :]
             self.devices = dataclasses.replace(self.devices, gpus=tuple(chosen))

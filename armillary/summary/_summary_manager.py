@@ -72,7 +72,7 @@ class TensorBoardWriter:
         self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
     ) -> None:
         """Writes a histogram: the number of values between neighboring `edges`."""
-        # Of several empty buckets in a row, only the last one is kept.
+        # Only the last of several empty buckets in a row is kept.
         kept = (counts > 0) | np.append(counts[1:] > 0, True)
         middles = (edges[:-1] + edges[1:]) / 2
         histogram = {

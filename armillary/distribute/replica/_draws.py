@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from armillary._jaxpr import Dataflow, named_axes, walk_equations
+from armillary._jaxpr import Dataflow, walk_equations
 from armillary.distribute.replica._example_axes import axes_of_result
 from armillary.distribute.replica._proof import (
     DRAWS,
     EXCHANGES,
     REDUCTIONS,
     SOURCES,
+    is_over_all,
 )
 from armillary.distribute.replica._sameness import kind_of
 
@@ -119,9 +120,7 @@ class _Draws(Dataflow[Origin]):
             return [self._draw(equation, operands[0])] * num_results
         if name in SOURCES:
             return [Origin(is_own=True)] * num_results
-        has_groups = equation.params.get("axis_index_groups") is not None
-        is_over_all = self._axis_name in named_axes(equation) and not has_groups
-        if name.startswith(REDUCTIONS) and is_over_all:
+        if name.startswith(REDUCTIONS) and is_over_all(equation, self._axis_name):
             return [self._reduce(equation, each) for each in operands]
         if name.startswith((*REDUCTIONS, *EXCHANGES)):
             return [Origin(is_own=True)] * num_results

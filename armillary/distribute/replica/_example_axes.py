@@ -33,7 +33,8 @@ def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
         index: The number of the operand.
         axis: The axis of the operand, counted from the last one.
     """
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     shape = equation.invars[index].aval.shape
     result = equation.outvars[0].aval.shape if equation.outvars else ()
     place = axis + len(shape)

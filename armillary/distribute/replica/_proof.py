@@ -327,9 +327,7 @@ class Proof(Dataflow[Facts]):
         if name in SOURCES:
             reasons = self.join(operands).reasons | SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
-        has_groups = equation.params.get("axis_index_groups") is not None
-        is_over_all = self._axis_name in named_axes(equation) and not has_groups
-        if name.startswith(REDUCTIONS) and is_over_all:
+        if name.startswith(REDUCTIONS) and is_over_all(equation, self._axis_name):
             pairs = zip(operands, equation.outvars, strict=True)
             return [self._reduce(equation, *pair) for pair in pairs]
         if name.startswith((*REDUCTIONS, *EXCHANGES)):
@@ -579,6 +577,12 @@ def _goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) 
     if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
         return False
     return kind is not Kind.REDUCED or not reasons
+
+
+def is_over_all(equation: Any, axis_name: str) -> bool:
+    """Returns whether a collective is over all replicas, and not over groups."""
+    has_groups = equation.params.get("axis_index_groups") is not None
+    return axis_name in named_axes(equation) and not has_groups
 
 
 def _has_collective(program: Any) -> bool:

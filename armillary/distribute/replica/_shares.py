@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import count_scan_operands, read_real
-from armillary._jaxpr import Dataflow, named_axes
+from armillary._jaxpr import Dataflow
 from armillary.distribute.replica._example_axes import axes_of_result
 from armillary.distribute.replica._proof import (
     DENOMINATOR,
@@ -42,6 +42,7 @@ from armillary.distribute.replica._proof import (
     REDUCTIONS,
     SOURCES,
     SUMMED,
+    is_over_all,
 )
 from armillary.distribute.replica._sameness import kind_of
 from armillary.distribute.replica._users import Users, is_of_mean
@@ -255,9 +256,7 @@ class _Search(Dataflow[Share]):
         if name in SOURCES or name.startswith(EXCHANGES):
             return [_UNKNOWN] * num_results
         if name.startswith(REDUCTIONS):
-            has_groups = equation.params.get("axis_index_groups") is not None
-            is_over_all = self._axis_name in named_axes(equation) and not has_groups
-            if not is_over_all:
+            if not is_over_all(equation, self._axis_name):
                 return [_UNKNOWN] * num_results
             if not name.startswith("psum"):
                 return [_COMBINED] * num_results
@@ -328,7 +327,7 @@ class _Search(Dataflow[Share]):
             for divisor in metric.divisors - {_ANY, 1, 2}
             for size in metric.sizes
         )
-        return metric.reach is Reach.REDUCED and is_scaled and not metric.axes
+        return metric.reach is Reach.REDUCED and is_scaled
 
     def _is_sum(self, gradient: Share) -> bool:
         """Returns whether a gradient was summed, and divided by no number of rows."""

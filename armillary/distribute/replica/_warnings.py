@@ -33,6 +33,7 @@ from armillary.distribute.replica._shares import (
     Way,
     find_shares,
 )
+from armillary.distribute.replica._shares import Finding as ShareFinding
 from armillary.distribute.replica._values import count_active
 
 if TYPE_CHECKING:
@@ -52,16 +53,7 @@ class Input(NamedTuple):
     is_meant: bool = False
 
 
-Finding = (
-    SharedDraw
-    | IdleReplicas
-    | ShareCounter
-    | MetricOfShare
-    | ReductionOfShare
-    | MeanOfSums
-    | SumOfEqual
-    | SumOfMeans
-)
+Finding = SharedDraw | IdleReplicas | ShareCounter | ShareFinding
 
 
 def warn_of_step(
