@@ -79,7 +79,7 @@ def test_summaries_must_be_in_the_directory_of_the_run(tmp_path, wandb_runs):
 
 def test_a_missing_package_is_an_error_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"Weights & Biases is .*armillary\[wandb\]"):
+    with pytest.raises(ImportError, match=r"Weights & Biases is .*\.\[wandb\]"):
         WandbWriter(tmp_path)
 
 
