@@ -158,6 +158,7 @@ def test_a_model_with_remat_is_exported(polymorphic_batch_size, tmp_path):
     np.testing.assert_allclose(load(path).call(images), predict(images), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
     strategy = make_strategy(2)
     trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1))

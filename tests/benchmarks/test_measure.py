@@ -32,6 +32,7 @@ def test_peers_take_part_with_one_device_and_data_in_memory():
     assert [case.is_plain for case in cases] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_figures_are_relative_to_the_faster_reference():
     entry = measure(
         reference_step=(0.004, "run"),
@@ -47,6 +48,7 @@ def test_figures_are_relative_to_the_faster_reference():
         assert len(record["seconds"]) == len(record["losses"]) == 3
 
 
+@pytest.mark.slow
 def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on():
     entry = measure(
         reference_step=(0.001, "die"),

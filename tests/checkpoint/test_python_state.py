@@ -203,6 +203,7 @@ STATES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(state=STATES, repeats=st.integers(1, 300))
 def test_any_state_comes_back_as_it_was(state, repeats):

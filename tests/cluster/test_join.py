@@ -133,6 +133,7 @@ JOIN = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
     program = tmp_path / "train.py"
     seconds = round(patience(3))

@@ -107,6 +107,7 @@ def test_a_silent_process_is_named_in_time():
         raise outcome
 
 
+@pytest.mark.slow
 def test_the_others_are_told_who_is_silent():
     def talk(peers: Peers) -> object:
         return None if peers.index == 1 else peers.gather("end", "")

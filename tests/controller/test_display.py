@@ -110,6 +110,7 @@ def test_the_line_is_for_terminals_that_can_show_it(monkeypatch, caplog):
     assert not any(has_terminal(**other) for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 @pytest.mark.parametrize("stream", [SimpleNamespace(isatty=lambda: True), None])
 def test_any_object_may_stand_for_a_stream(monkeypatch, name, stream):

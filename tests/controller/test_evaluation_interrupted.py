@@ -333,6 +333,7 @@ def test_the_steps_before_a_failing_evaluation_are_not_lost(tmp_path):
     assert again.best.best_value is None
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     for patience, step in ((1, 15), (1, 15), (9, 40)):
         program = Program(tmp_path, **{**FIXED, "patience": patience}).run()

@@ -344,6 +344,7 @@ def make_messages(draw, features, *, is_odd):
     return encode(1, *draw(st.permutations(parts)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_many_records_are_read_as_each_of_them(tmp_path_factory, data):

@@ -123,6 +123,7 @@ def test_a_mean_of_half_precision_is_not_too_large_on_the_way(strategy):
     np.testing.assert_array_equal(found, half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("dtype", [bool, "int8", "int32", "float16", "float32"])

@@ -14,6 +14,7 @@ from armillary.distribute import (
 )
 from armillary.parameter_server._tasks import WorkerStrategy
 from tests.distribute.contract import TPUOnCPU
+from tests.tiers import slow_after_first
 
 ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 MAKERS = {
@@ -92,7 +93,7 @@ def test_a_model_that_names_the_axis_trains_under_every_strategy(kind):
     check_like_one_device(MAKERS[kind]("batch"))
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@slow_after_first("kind", MAKERS)
 def test_everything_in_run_is_over_the_named_axis(kind):
     strategy = MAKERS[kind]("batch")
     total = nnx.metrics.Average("loss")

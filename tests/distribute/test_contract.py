@@ -285,6 +285,7 @@ def test_a_step_compiled_by_function_gives_the_same(strategy, ids):
     assert float(metric.compute()) == pytest.approx((n - 1) / 2)
 
 
+@pytest.mark.slow
 def test_a_function_with_state_is_part_of_the_run_that_calls_it(strategy):
     count = armillary.create_global_step()
     linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

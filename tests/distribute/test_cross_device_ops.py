@@ -92,6 +92,7 @@ def test_every_way_gives_the_numbers_of_xla(kind, op):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("kind", ["nccl", "groups", "one device", "own"])
 def test_largest_and_smallest_values_go_the_same_way(kind, op):
@@ -322,6 +323,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nccl", "groups", "one device", "own"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_reduced_once_is_right(kind, name):

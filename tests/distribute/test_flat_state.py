@@ -260,6 +260,7 @@ def test_a_variable_may_hold_a_python_number():
     assert int(counter[...]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keys", "numbers"])
 @pytest.mark.parametrize("place", ["free", "second device", "both devices"])
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -62,6 +62,7 @@ MEANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_of_examples_with_penalties_takes_the_mean(name, count, make_mirrored):
@@ -112,6 +113,7 @@ def is_early(b):
     return jnp.any(b["y"][:, None] == bound, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 13, 21, 22])
 @pytest.mark.parametrize("name", ["a mask of tokens", "weights of parameters"])
 def test_weighted_parts_of_an_uneven_batch_do_too(name, num_rows, make_mirrored):
@@ -175,7 +177,7 @@ NO_MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MEANS)
+@slow_after_first("name", NO_MEANS)
 def test_a_sharded_strategy_gives_the_numbers_of_one_device(name):
     strategy = armillary.ShardedStrategy(devices=jax.devices()[:4])
     plain, _ = NO_MEANS[name]
@@ -185,6 +187,7 @@ def test_a_sharded_strategy_gives_the_numbers_of_one_device(name):
 PARTS = {**WEIGHTED, **NO_MEANS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", PARTS)
 def test_the_mean_of_weighted_parts_and_ways_out_is_right(name, count, make_mirrored):
@@ -219,6 +222,7 @@ SCALED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", SCALED)
 def test_a_sum_is_of_what_the_step_has_divided(name, count, make_mirrored):

@@ -9,6 +9,7 @@ import pytest
 import armillary
 from armillary import all_reduce
 from armillary.errors import DoubleReductionError
+from tests.tiers import slow_after_first
 
 # `dpsgd` of Optax passes `seed` to its own aggregate.
 pytestmark = pytest.mark.filterwarnings('ignore:"seed" is deprecated')
@@ -96,7 +97,7 @@ def train(strategy, optimizer, update, num_steps=2):
     return np.asarray(trainer.state[0])
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@slow_after_first("kind", RIGHT)
 def test_replicas_add_the_noise_of_one_device(kind):
     make, update = RIGHT[kind]
     expected = train(armillary.OneDeviceStrategy("cpu:0"), make(), update)

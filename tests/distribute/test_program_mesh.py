@@ -129,6 +129,7 @@ def own_loop(strategy):
     )
 
 
+@pytest.mark.slow
 @slow_after_first("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 @slow_after_first("strategy", MAKERS)
 def test_training_in_a_mesh_of_the_program_is_as_without(strategy, kind, tmp_path):
@@ -228,7 +229,7 @@ def noted(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "one device", "sharded"])
+@slow_after_first("strategy", ["mirrored", "one device", "sharded"])
 def test_a_precision_reaches_into_the_step_of_a_trainer(strategy, noted):
     trainer = make_step_trainer(MAKERS[strategy](), jax.config.note_precision)
 

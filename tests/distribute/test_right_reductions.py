@@ -268,6 +268,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_right_is_right_behind(name, around, make_mirrored):

@@ -10,6 +10,7 @@ from flax import nnx
 
 import armillary
 from armillary.distribute import VariableAggregation
+from tests.tiers import slow_after_first
 
 ROWS = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
 KERNEL = jnp.ones((6, 6))
@@ -123,7 +124,7 @@ def warnings_of(fn, caplog, num_replicas=4, rows=ROWS):
     return [message for message in messages if "random numbers" in message]
 
 
-@pytest.mark.parametrize("kind", MISTAKES)
+@slow_after_first("kind", MISTAKES)
 def test_equal_numbers_for_different_examples_are_found(kind, caplog):
     (message,) = warnings_of(MISTAKES[kind], caplog)
 
@@ -132,7 +133,7 @@ def test_equal_numbers_for_different_examples_are_found(kind, caplog):
     assert 'jax.random.fold_in(key, jax.lax.axis_index("replica"))' in message
 
 
-@pytest.mark.parametrize("kind", MEANT)
+@slow_after_first("kind", MEANT)
 def test_numbers_that_all_examples_share_are_fine(kind, caplog):
     assert warnings_of(MEANT[kind], caplog) == []
 

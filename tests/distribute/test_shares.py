@@ -360,7 +360,7 @@ class Normalized(nnx.Module):
         return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))[:, 0]
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     "options",
     [{}, {"use_fast_variance": False}, {"use_scale": False}, {"momentum": 0.5}],
     ids=str,

@@ -10,6 +10,7 @@ from armillary import estimator
 from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._columns import InputLayer, as_dense
 from tests.estimator.problems import make_config
+from tests.tiers import slow_after_first
 
 
 def read(column, features):
@@ -113,7 +114,7 @@ def test_hashed_categories_share_buckets():
     assert found.sum(axis=0).min() > 150
 
 
-@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+@slow_after_first("combiner", ["mean", "sum", "sqrtn"])
 def test_an_embedding_combines_the_vectors_of_an_example(combiner):
     column = estimator.embedding_column(
         estimator.categorical_column_with_identity("c", 4), 2, combiner

@@ -16,6 +16,7 @@ from tests.examples.bert_reference import (
 )
 from tests.examples.bundle_writer import write_bundle
 from tests.examples.loading import load_example
+from tests.tiers import slow_after_first
 
 bert = load_example("bert.model")
 pretrained = load_example("bert.pretrained")
@@ -110,7 +111,7 @@ def test_checkpoints_of_tensorflow_give_the_same_arrays_with_both_kinds_of_names
                 assert np.array_equal(one, another) or not (is_whole or one.any())
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     ("preset", "expected"),
     # Those that are published, with the classifier.
     [("tiny", 4_386_178), ("mini", 11_171_074), ("base", 109_483_778)],

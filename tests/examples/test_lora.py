@@ -26,6 +26,7 @@ def read_base(model):
     return [np.array(array) for array in arrays]
 
 
+@pytest.mark.slow
 def test_new_adapters_do_not_change_the_output():
     model = lora.Network(nnx.Rngs(0), width=16)
     images = make_images(5)

@@ -27,6 +27,7 @@ def simulate_half(random, count, jitter, slow, phase, extra):
     return [Times(*row) for row in sums]
 
 
+@pytest.mark.slow
 def test_of_1000_runs_with_jitter_no_process_is_accused():
     random = np.random.default_rng(0)
     for run in range(1000):

@@ -37,6 +37,7 @@ def restore(how, folder, path, **objects):
         armillary.CheckpointManager(checkpoint, folder).restore_or_initialize()
 
 
+@pytest.mark.slow
 @slow_after_first("how", ["read", "restore_or_initialize"])
 def test_a_model_may_be_restored_before_and_after_it_is_fitted(
     fit, problem, tmp_path, how

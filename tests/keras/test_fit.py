@@ -302,6 +302,7 @@ def test_a_way_to_reduce_that_fit_does_not_use_is_a_warning(problem, caplog):
     assert "ReductionToOneDevice()" in warning and "KerasTrainer" in warning
 
 
+@pytest.mark.slow
 @slow_after_first("strategy", STRATEGIES)
 def test_a_mesh_of_the_program_is_left(problem, strategy):
     expected = run(problem, problem.make_model("sequential"))

@@ -61,6 +61,7 @@ def fit(keras, strategy, data, **options):
     return weights, history.history
 
 
+@pytest.mark.slow
 @slow_after_first("spoils", [True, False])
 @slow_after_first("strategy", STRATEGIES)
 def test_a_generator_may_fill_one_buffer_again(keras, strategy, spoils):

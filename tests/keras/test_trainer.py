@@ -133,6 +133,7 @@ def test_a_step_of_the_models_own_is_not_dropped(problem, keras):
         armillary.keras.KerasTrainer(model, make_data(problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frequency", [None, 3])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_averaged_weights_are_those_of_fit(problem, keras, frequency, num_replicas):

@@ -30,6 +30,7 @@ from armillary.lifeline._tree import (
     receive_all,
 )
 from tests.patience import patience, wait_until
+from tests.tiers import slow_after_first
 
 TOKEN = "secret"
 
@@ -197,6 +198,7 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
     assert "process 0 of 2: step for" in (job.reasons[1] or "")
 
 
+@pytest.mark.slow
 def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
     start, monkeypatch
 ):
@@ -326,7 +328,7 @@ def test_whoever_comes_late_goes_on_where_the_service_of_jax_is():
             assert waiting.result() == []
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     "greeting",
     [
         b"00000001wrong!",

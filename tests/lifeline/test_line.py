@@ -58,6 +58,7 @@ def test_a_thread_that_has_ended_has_no_stack():
     assert _ending.read_stack(thread.ident) == []
 
 
+@pytest.mark.slow
 def test_a_stack_is_read_at_one_moment():
     has_begun, is_over = threading.Event(), threading.Event()
     kept = sys.getswitchinterval(), gc.get_threshold()

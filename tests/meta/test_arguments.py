@@ -31,6 +31,7 @@ from armillary import data, estimator
 from armillary._checks import list_lines
 from tests.meta.test_public_names import PACKAGES
 from tests.records import make_record, write_records
+from tests.tiers import slow_after_first
 
 LIBRARY_MAKES_IT = "the library makes it"
 NOT_TESTED = {
@@ -448,7 +449,7 @@ def folder(tmp_path_factory):
         make_sample.cache_clear()
 
 
-@pytest.mark.parametrize("name", TESTED)
+@slow_after_first("name", TESTED)
 def test_every_value_is_taken_or_refused_by_name(name):
     problems = []
     for parameter in list_arguments(CALLABLES[name]):

@@ -12,6 +12,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from armillary import metrics
 from armillary.state._lift import find_slots
 from tests.mistakes import mistakes
+from tests.tiers import slow_after_first
 
 LOGITS = jnp.array([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]])
 LABELS = jnp.array([1, 0, 1])
@@ -45,7 +46,7 @@ def test_a_mask_of_examples_holds_for_all_their_elements():
     assert metric.compute() == 4.0
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     ("make", "labels", "logits", "counted"),
     [
         (lambda: metrics.ConfusionMatrix(3), LABELS.at[0].set(3), LOGITS, (1, 0)),

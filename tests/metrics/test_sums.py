@@ -69,7 +69,7 @@ def test_a_value_without_weight_may_be_anything():
         assert metrics.WeightedMean(values, weights).compute() == 2.0
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     ("values", "expected"),
     [
         (np.arange(-(2**16), 2**16, dtype="int32") * 2**14, -(2**30)),

@@ -9,6 +9,7 @@ from flax import nnx
 import armillary
 from armillary.cluster import SimpleClusterResolver
 from armillary.parameter_server import _strategy
+from tests.tiers import slow_after_first
 
 CLUSTER = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:4"]}
 
@@ -49,7 +50,7 @@ def run_compiled(strategy, step):
     compiled(BATCH)
 
 
-@pytest.mark.parametrize("run", [run_as_it_is, run_compiled])
+@slow_after_first("run", [run_as_it_is, run_compiled])
 def test_a_run_that_trains_here_names_schedule_once(strategy, caplog, run):
     model = Model()
     before = np.asarray(model.layer.kernel[...])

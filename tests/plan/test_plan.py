@@ -30,6 +30,7 @@ from tests.plan.digits_mlp import (
     make_arrays,
     make_trainer,
 )
+from tests.tiers import slow_after_first
 
 MB = 10**6
 
@@ -171,7 +172,7 @@ class InParts(Trainer):
         self.optimizer.update(self.model, gradients)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@slow_after_first("parts", [1, 4])
 def test_a_step_in_parts_is_planned_in_parts(parts):
     trainer = make_trainer(kind=InParts, accumulate_steps=parts)
     with described(trainer, 8, "cpu", per_replica_batch=32) as loop:

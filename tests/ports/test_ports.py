@@ -53,8 +53,8 @@ PORTS = {
     "vae": vae.PORT,
     "vision_transformer": vision_transformer.PORT,
 }
-# Their first setup stays in the short tier.
-QUICK = ("dqn", "imagenet", "multi_steps", "nnx_own_optimizer")
+# Its first setup stays in the short tier.
+QUICK = ("imagenet",)
 SETUPS = ("one device", "four mirrored", "four sharded")
 
 

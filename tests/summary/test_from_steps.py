@@ -118,6 +118,7 @@ def test_replicas_write_the_same(tmp_path, expected):
     np.testing.assert_allclose(actual["accuracy"], expected["accuracy"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_what_one_run_does(tmp_path, expected):
     train(tmp_path, 1, 4)
     train(tmp_path, 1, 8)

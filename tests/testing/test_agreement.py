@@ -102,6 +102,7 @@ class AveragesItsShare(Regression):
         return jnp.mean(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # The library warns of this mistake too.
 def test_a_reduction_that_does_not_fit_the_loss_differs_after_one_step():
     message = differ(AveragesItsShare, mirrored(2))

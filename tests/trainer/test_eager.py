@@ -38,6 +38,7 @@ def test_steps_see_values():
     assert trainer.data_exhausted
 
 
+@pytest.mark.slow
 def test_eager_steps_equal_compiled_ones():
     # A default strategy: on replicas JAX compiles each operation on its own.
     strategy = armillary.OneDeviceStrategy("cpu:0")

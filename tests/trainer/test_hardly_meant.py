@@ -120,6 +120,7 @@ def test_it_is_told_in_a_loop_of_ones_own(caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -141,6 +142,7 @@ def test_a_mean_is_told_where_batches_differ(
     assert __file__ in record.getMessage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize(
     "prepare",

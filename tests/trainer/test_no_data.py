@@ -147,6 +147,7 @@ def test_replicas_with_the_same_data_train_as_one(num_replicas):
     np.testing.assert_allclose(w, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @slow_after_first("num_replicas", [1, 4])
 def test_a_run_that_is_stopped_continues_bit_for_bit(num_replicas, tmp_path, caplog):
     def run(directory, target):
@@ -173,6 +174,7 @@ def test_a_run_that_is_stopped_continues_bit_for_bit(num_replicas, tmp_path, cap
     assert not caplog.records  # No word about a position in the data.
 
 
+@pytest.mark.slow
 def test_an_evaluation_runs_so_many_steps():
     trainer = make_trainer()
     evaluator = armillary.StepEvaluator(evaluate, trainer)

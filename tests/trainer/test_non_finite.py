@@ -117,6 +117,7 @@ def test_good_steps_give_the_same_bits_as_without_the_option(
 # Skipped steps
 
 
+@pytest.mark.slow
 @ways
 def test_a_skipped_step_changes_counters_only(num_replicas, way):
     data = {"bad_steps": [0, 4, 5]}

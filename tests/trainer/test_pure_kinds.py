@@ -313,6 +313,7 @@ def test_one_device_equals_plain_jax(name, program):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @slow_after_first("name", PROGRAMS)
 def test_a_stopped_run_continues_bit_for_bit(name, request, tmp_path):
     def run(directory, *stops):

@@ -65,6 +65,7 @@ def call_model(state, batch):
     return (model, counts), {"mean": jnp.mean(x)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", [Counter, Outer])
 def test_a_step_may_use_a_state_of_equinox_up(kind, num_replicas):

@@ -63,6 +63,7 @@ def train(trainer, *lengths):
 # Training
 
 
+@pytest.mark.slow
 @slow_after_first("model", [MLP, CNN])
 def test_training_is_bit_identical_over_epochs(strategy, model):
     lengths = (1, 9, 13, 7)

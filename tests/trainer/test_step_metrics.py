@@ -122,6 +122,7 @@ def test_metrics_are_those_of_all_examples_in_an_evaluation(strategy, batch_size
         check(evaluator.evaluate(-1), expect(np.arange(NUM)))
 
 
+@pytest.mark.slow
 @slow_after_first("options", [{"compile_loop": False}, {"compile_step": False}])
 def test_metrics_are_the_same_in_steps_of_other_kinds(options):
     strategy = STRATEGIES["one device"]()
@@ -190,6 +191,7 @@ def test_metrics_of_accumulated_gradients_are_those_of_the_batch():
         assert output["loss"] == pytest.approx(expected["weighted"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_means_over_many_small_batches_are_exact():
     count = 2_000
     data = {"value": np.full(count, 0.7, "float32")}
@@ -223,6 +225,7 @@ def test_counts_beyond_what_floats_and_integers_hold_are_exact():
     assert output == {"pixels": 0.5, "all": 2.0**32, "one": 4 * (2**24 + 1)}
 
 
+@pytest.mark.slow
 def test_any_number_of_metrics_has_room():
     def many(state, batch):
         return state + 1, {f"m{i}": batch["loss"] * i for i in range(100)}
@@ -242,6 +245,7 @@ def test_a_step_without_metrics_has_an_empty_output():
     assert trainer.train(2) in ({}, None)
 
 
+@pytest.mark.slow
 def test_a_loop_that_resumes_has_the_metrics_of_its_own_steps(tmp_path):
     def run(directory, *stops):
         outputs = []
@@ -269,6 +273,7 @@ def test_a_loop_that_resumes_has_the_metrics_of_its_own_steps(tmp_path):
     assert len(whole) == 3
 
 
+@pytest.mark.slow
 def test_no_checkpoint_has_the_totals_of_a_loop(tmp_path):
     trainer = make_trainer(None)
     trainer.train(1)
@@ -305,7 +310,7 @@ def test_arrays_in_half_precision_and_numbers_of_python_are_means():
     assert np.isnan(output["empty"])
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@slow_after_first("value", [np.inf, -np.inf, np.nan])
 def test_a_value_that_is_not_finite_shows(value):
     def measure(state, batch):
         mean = jnp.where(state == 1, value, 1.0)
@@ -384,7 +389,7 @@ def test_metrics_may_change_between_loops():
 REDUCE = functools.partial(armillary.all_reduce, "sum")
 
 
-@pytest.mark.parametrize(
+@slow_after_first(
     ("measure", "message"),
     [
         (lambda b: metrics.Sum(REDUCE(b["loss"].sum())), "would be 4 times too large"),
@@ -407,6 +412,7 @@ def test_sums_that_were_reduced_before_are_errors(measure, message):
     assert np.isfinite(make_trainer(None, train).train(1)["metric"])
 
 
+@pytest.mark.slow
 def test_a_ratio_of_two_reduced_sums_is_right():
     def train(state, batch):
         weighted = batch["loss"] * batch["weight"]
@@ -531,7 +537,7 @@ def gradient_norm(batch):
     return sum((leaf**2).sum() for leaf in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize("name", [*SUMS, *RIGHT])
+@slow_after_first("name", [*SUMS, *RIGHT])
 def test_only_sums_over_a_batch_are_asked_about(name, caplog):
     measure = {**SUMS, **RIGHT}[name]
     trainer = make_trainer(

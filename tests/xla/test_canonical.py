@@ -17,6 +17,7 @@ from armillary.xla import _lowerings
 from armillary.xla._compile import compile_step, has_slow_loop
 from armillary.xla._convolutions import Form, choose_form, convolve, is_supported
 from armillary.xla._lowerings import Lowered, canonically, has_rules
+from tests.tiers import slow_after_first
 from tests.xla.arrays import IMAGES, assert_close, make
 
 
@@ -137,6 +138,7 @@ def count_lowered(patch: pytest.MonkeyPatch) -> list[Any]:
     return lowered
 
 
+@pytest.mark.slow
 def test_a_program_is_not_confused_with_one_of_the_other_kind(
     problem, restored, monkeypatch
 ):
@@ -239,7 +241,7 @@ def break_rules(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(mlir._platform_specific_lowerings, "cpu", rules)
 
 
-@pytest.mark.parametrize("break_jax", [break_tables, break_rules])
+@slow_after_first("break_jax", [break_tables, break_rules])
 def test_an_unknown_jax_is_left_alone(break_jax, monkeypatch, restored):
     registered: list[Any] = []
     monkeypatch.setattr(
@@ -254,6 +256,7 @@ def test_an_unknown_jax_is_left_alone(break_jax, monkeypatch, restored):
     assert has_slow_loop(program, "cpu")
 
 
+@pytest.mark.slow
 def test_operations_with_other_parameters_are_left_alone():
     program = jax.make_jaxpr(train)((make((3, 3, 2, 3)),), make((1, 4, 4, 2)))
     found = {each.primitive: each for each in program.eqns}
