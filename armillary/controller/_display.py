@@ -41,7 +41,7 @@ from armillary.errors import ClusterError
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._ending import DEBUGGER, MAKERS, is_in, read_stack
 from armillary.state._summarize import ModelSummary, summarize
-from armillary.trainer._runner import flatten_datasets
+from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 
 # Attributes in which a trainer without variables of a library keeps its parameters.

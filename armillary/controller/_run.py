@@ -31,7 +31,7 @@ from armillary.state._slots import Role, Slot
 from armillary.state._summarize import as_step_counter
 from armillary.state._walk import slots_of
 from armillary.trainer._contract import AbstractTrainer
-from armillary.trainer._runner import flatten_datasets
+from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._standard_evaluator import StandardEvaluator, check_ends
 from armillary.typing import Action
 

@@ -46,7 +46,7 @@ from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.goodput._stopwatch import Category
 from armillary.state._holders import held_by
 from armillary.state._slots import is_equal
-from armillary.trainer._runner import flatten_datasets
+from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Action
 

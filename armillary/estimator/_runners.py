@@ -24,7 +24,7 @@ from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.metrics._sums import Mean, Pending
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.trainer._runner import StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_evaluator import predict as predict_batches
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops

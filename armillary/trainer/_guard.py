@@ -30,7 +30,7 @@ from armillary.distribute.program._compare import (
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
 from armillary.state._slots import LeafKind, Role, Trait, has_trait
-from armillary.trainer._runner import StepMethod
+from armillary.trainer._step_method import StepMethod
 
 _HOW_TO_FIND = (
     "To find the operation, begin the program with "

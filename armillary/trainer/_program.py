@@ -22,7 +22,7 @@ from armillary.distribute.program._trace import TracedStep
 from armillary.lifeline._lifeline import waiting
 from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks
-from armillary.trainer._runner import StepMethod
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 

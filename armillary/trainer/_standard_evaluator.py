@@ -24,15 +24,12 @@ from armillary.distribute.program._function import Function
 from armillary.distribute.replica._context import get_strategy
 from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractEvaluator
+from armillary.trainer._datasets import distribute
 from armillary.trainer._loop import Loop, find_loop
-from armillary.trainer._runner import (
-    Run,
-    Runner,
-    StandardEvaluatorOptions,
-    check_hooks,
-    distribute,
-    make_run,
-)
+from armillary.trainer._method_names import check_hooks
+from armillary.trainer._options import StandardEvaluatorOptions
+from armillary.trainer._runner import Runner
+from armillary.trainer._setup import Run, make_run
 from armillary.trainer._tracer import check_evaluation
 from armillary.typing import Batch, Output, PyTree
 

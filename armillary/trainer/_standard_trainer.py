@@ -20,19 +20,15 @@ from armillary.errors import DatasetStateError, OutOfRangeError
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
+from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import BEGIN, END
 from armillary.trainer._loop import Loop, find_loop
+from armillary.trainer._method_names import check_hooks
 from armillary.trainer._no_data import NoBatches
-from armillary.trainer._runner import (
-    LoopOptions,
-    Run,
-    Runner,
-    StandardTrainerOptions,
-    check_hooks,
-    flatten_datasets,
-    make_run,
-)
+from armillary.trainer._options import LoopOptions, StandardTrainerOptions
+from armillary.trainer._runner import Runner
+from armillary.trainer._setup import Run, make_run
 from armillary.typing import Output, PyTree
 
 

@@ -38,7 +38,7 @@ from armillary.trainer._means import (
     with_room_for_metrics,
 )
 from armillary.trainer._no_data import check_step_arguments, take_batches
-from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
+from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
 from armillary.typing import Batch, Output, PyTree

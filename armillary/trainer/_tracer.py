@@ -46,7 +46,8 @@ from armillary.state._lift import State, as_array
 from armillary.state._slots import Role, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
-from armillary.trainer._runner import StepMethod, recorded_reads
+from armillary.trainer._recorded_reads import recorded_reads
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 

@@ -15,7 +15,7 @@ from armillary.controller._controller import Controller
 from armillary.controller._loops import StartedLoops
 from armillary.controller._outputs import format_output
 from armillary.data import from_arrays
-from armillary.trainer._runner import StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
 from tests.controller.loops import make_controller
 from tests.patience import patience
