@@ -50,7 +50,7 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
     if dataset.layout != strategy.layout:
         raise ValueError(
             f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
-            f"by another strategy than {strategy!r}, under which the step runs. Run "
+            f"by another strategy than {strategy!r}, under which the step runs. Setup "
             "the step under the strategy of the dataset (`with strategy.scope():`, or "
             "`strategy=strategy` of the `Controller` or of `predict`), or pass the "
             "data set from before `distribute_dataset`."

@@ -63,14 +63,14 @@ def described(
             "library that could be planned. Write its step as `train_step`."
         )
     with trainer._in_strategy() as strategy:
-        run = trainer._get_train()
-        method = trainer._get_method(run, strategy, "train_step")
-        leaves, structure = flatten_datasets(run.datasets)
+        setup = trainer._get_train()
+        method = trainer._get_method(setup, strategy, "train_step")
+        leaves, structure = flatten_datasets(setup.datasets)
         datasets = [distribute(data, strategy) for data in leaves]
         num_shares = strategy.layout.num_shares
         shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
         options = method.options
-        num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
+        num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
             gathers = [replace(each.gather, layout=layout) for each in datasets]

@@ -10,7 +10,7 @@ from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.errors import ReplicaContextError
 from armillary.state._holders import held_by
 from armillary.trainer._recorded_reads import RecordedReads
-from armillary.trainer._setup import Run
+from armillary.trainer._setup import Setup
 from armillary.trainer._step_method import StepMethod
 
 
@@ -31,7 +31,7 @@ class Runner(RecordedReads):
         with scope, strategy.leave_program_mesh():
             yield strategy
 
-    def _get_run(self, attribute: str, argument: str) -> Run:
+    def _get_setup(self, attribute: str, argument: str) -> Setup:
         if attribute not in vars(self):
             raise TypeError(
                 f"`{type(self).__name__}.__init__` did not call `super().__init__`, "
@@ -40,9 +40,9 @@ class Runner(RecordedReads):
         return vars(self)[attribute]
 
     def _get_method(
-        self, run: Run, strategy: Strategy, name: str, *, keep_results: bool = False
+        self, setup: Setup, strategy: Strategy, name: str, *, keep_results: bool = False
     ) -> StepMethod:
-        """Returns a step of this object, with the options of its `Run`."""
+        """Returns a step of this object, with the options of its `Setup`."""
         if hasattr(inspect.getattr_static(self, name), "lower"):
             raise TypeError(
                 f"`{type(self).__name__}.{name}` is decorated with `jit`, which "
@@ -61,7 +61,7 @@ class Runner(RecordedReads):
             fn=step,
             name=getattr(step, "__name__", name),
             strategy=strategy,
-            options=run.options,
+            options=setup.options,
             is_evaluation=name.startswith("eval"),
             keep_results=keep_results,
         )

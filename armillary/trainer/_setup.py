@@ -19,7 +19,7 @@ from armillary.typing import PyTree
 
 
 @dataclass
-class Run(OfOneProcess):
+class Setup(OfOneProcess):
     """The data, options and loop of a step, separate from the user's attributes."""
 
     _why_not_copied = "its loop has threads and programs of this process"
@@ -69,10 +69,10 @@ class Run(OfOneProcess):
         return parts
 
 
-def make_run(
+def make_setup(
     argument: str, datasets: PyTree, options: LoopOptions | None, kind: type
-) -> Run:
-    """Returns the `Run` for the datasets that a user gave as `argument`."""
+) -> Setup:
+    """Returns the `Setup` for the datasets that a user gave as `argument`."""
     if options is not None:
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
@@ -90,4 +90,4 @@ def make_run(
                 "must hold data sets. Use `armillary.data.from_arrays(arrays, "
                 "batch_size=...)`, or an iterable of batches."
             )
-    return Run(datasets, options or kind())
+    return Setup(datasets, options or kind())

@@ -29,7 +29,7 @@ from armillary.trainer._loop import Loop, find_loop
 from armillary.trainer._method_names import check_hooks
 from armillary.trainer._options import StandardEvaluatorOptions
 from armillary.trainer._runner import Runner
-from armillary.trainer._setup import Run, make_run
+from armillary.trainer._setup import Setup, make_setup
 from armillary.trainer._tracer import check_evaluation
 from armillary.typing import Batch, Output, PyTree
 
@@ -70,7 +70,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
         kind = StandardEvaluatorOptions
-        self._eval_run = make_run("eval_dataset", eval_dataset, options, kind)
+        self._eval_setup = make_setup("eval_dataset", eval_dataset, options, kind)
 
     @property
     def eval_dataset(self) -> PyTree:
@@ -81,8 +81,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     def eval_dataset(self, eval_dataset: PyTree) -> None:
         self._get_eval().datasets = eval_dataset
 
-    def _get_eval(self) -> Run:
-        return self._get_run("_eval_run", "eval_dataset")
+    def _get_eval(self) -> Setup:
+        return self._get_setup("_eval_setup", "eval_dataset")
 
     def eval_begin(self) -> Any:
         """Returns the initial state for `eval_reduce`; override as needed.
@@ -153,21 +153,21 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         return self._evaluate(num_steps)
 
     def _evaluate(self, num_steps: int) -> Output:
-        run = self._get_eval()
+        setup = self._get_eval()
         with claimed(self, "evaluates"), self._in_strategy() as strategy:
             state = self.eval_begin()
-            last = run.loop
+            last = setup.loop
             keeps = state is not None
-            method = self._get_method(run, strategy, "eval_step", keep_results=keeps)
-            loop = find_loop(run, method)
+            method = self._get_method(setup, strategy, "eval_step", keep_results=keeps)
+            loop = find_loop(setup, method)
             check_ends("num_steps", num_steps, loop.datasets)
-            if loop is last and _begins_anew(loop, run.options):
+            if loop is last and _begins_anew(loop, setup.options):
                 loop.reopen()
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
-            if num_steps == -1 and not run.has_warned and (left := loop.find_left()):
-                run.has_warned = True
+            if num_steps == -1 and not setup.has_warned and (left := loop.find_left()):
+                setup.has_warned = True
                 logger.warning(
                     "An evaluation ended when a data set had no further batch, and "
                     "left out batches of dataset %s. To evaluate all batches of "

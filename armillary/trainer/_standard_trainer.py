@@ -28,7 +28,7 @@ from armillary.trainer._method_names import check_hooks
 from armillary.trainer._no_data import NoBatches
 from armillary.trainer._options import LoopOptions, StandardTrainerOptions
 from armillary.trainer._runner import Runner
-from armillary.trainer._setup import Run, make_run
+from armillary.trainer._setup import Setup, make_setup
 from armillary.typing import Output, PyTree
 
 
@@ -70,7 +70,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
         kind = StandardTrainerOptions
-        self._train_run = make_run("train_dataset", train_dataset, options, kind)
+        self._train_setup = make_setup("train_dataset", train_dataset, options, kind)
 
     @property
     def train_dataset(self) -> PyTree:
@@ -165,26 +165,26 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     def _positions(self) -> list[DistributedDataset | None]:
         """Returns the datasets that have positions, and `None` for all others."""
-        run = self._get_train()
-        parts, _ = flatten_datasets(run.datasets)
+        setup = self._get_train()
+        parts, _ = flatten_datasets(setup.datasets)
         with self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
                 return [None] * len(parts)  # Workers have data of their own.
             is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
             if is_raw and not self._has_own_train():
-                parts = run.hold(strategy)
+                parts = setup.hold(strategy)
         ours = [each for each in parts if isinstance(each, DistributedDataset)]
         lost = [each.source_name for each in ours if not each.is_repositionable]
-        if lost and not run.has_warned and not run.options.read_ahead:
-            run.has_warned = True
+        if lost and not setup.has_warned and not setup.options.read_ahead:
+            setup.has_warned = True
             logger.info(
                 "The training data (%s) has no position, so a run that resumes reads "
                 "it from its beginning. Name the objects that make the data in the "
                 "checkpoint: `Checkpoint(trainer=trainer, game=game)`.",
                 ", ".join(lost),
             )
-        elif lost and not run.has_warned:
-            run.has_warned = True
+        elif lost and not setup.has_warned:
+            setup.has_warned = True
             logger.warning(
                 "No checkpoint holds the position in the training data (%s), because "
                 "the data has no position. A run that resumes reads it from its "
@@ -233,25 +233,25 @@ class StandardTrainer(Runner, AbstractTrainer):
             return super().start(num_steps, num_loops)
         return self._start(num_steps, num_loops)
 
-    def _get_train(self) -> Run:
-        return self._get_run("_train_run", "train_dataset")
+    def _get_train(self) -> Setup:
+        return self._get_setup("_train_setup", "train_dataset")
 
     def _has_own_train(self) -> bool:
         return type(self).train is not StandardTrainer.train or "train" in vars(self)
 
     def _find_loop(self, strategy: Strategy) -> Loop:
-        run = self._get_train()
-        method = self._get_method(run, strategy, "train_step")
-        return find_loop(run, method)
+        setup = self._get_train()
+        method = self._get_method(setup, strategy, "train_step")
+        return find_loop(setup, method)
 
     def _start(self, num_steps: int, num_loops: int) -> "StartedLoops":
         check_positive_int("num_steps", num_steps)
-        run = self._get_train()
+        setup = self._get_train()
         with claimed(self, "trains"), self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
-                return self._start_asynchronously(run, strategy, num_steps)
+                return self._start_asynchronously(setup, strategy, num_steps)
             loop = self._find_loop(strategy)
-            loop.set_chunk_size(run.steps_per_loop or num_steps)
+            loop.set_chunk_size(setup.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
                 return StartedLoops(0, (), lambda _: [None])
@@ -270,11 +270,11 @@ class StandardTrainer(Runner, AbstractTrainer):
             return StartedLoops(num_run, (), lambda _: [output], check)
 
     def _start_asynchronously(
-        self, run: Run, strategy: ParameterServerStrategy, num_steps: int
+        self, setup: Setup, strategy: ParameterServerStrategy, num_steps: int
     ) -> "StartedLoops":
-        loop = run.loop
-        if not isinstance(loop, AsynchronousLoop) or not loop.serves(run, strategy):
-            loop = run.loop = AsynchronousLoop(self, strategy, run)
+        loop = setup.loop
+        if not isinstance(loop, AsynchronousLoop) or not loop.serves(setup, strategy):
+            loop = setup.loop = AsynchronousLoop(self, strategy, setup)
         self.train_loop_begin()
         num_run = loop.run(num_steps)
         self.data_exhausted = num_run < num_steps
@@ -324,27 +324,27 @@ class AsynchronousLoop:
     """The loop of one trainer over its datasets, on the workers of one strategy."""
 
     def __init__(
-        self, trainer: Any, strategy: ParameterServerStrategy, run: Run
+        self, trainer: Any, strategy: ParameterServerStrategy, setup: Setup
     ) -> None:
         # Optax and Ray are imported where they are used.
         from armillary.parameter_server._coordinator import ClusterCoordinator
 
-        _check_options(run.options)
+        _check_options(setup.options)
         self._step = trainer.train_step
         self._strategy = strategy
-        self._datasets = run.datasets
+        self._datasets = setup.datasets
         self._coordinator = ClusterCoordinator(strategy)
         # Workers do not need the datasets and loops of the trainer, or of an evaluator
         # that it holds.
-        local = (Run, DistributedDataset)
+        local = (Setup, DistributedDataset)
         held = [value for value in vars(trainer).values() if isinstance(value, local)]
         self._coordinator.leave_out([self, *held])
-        self._iterators = jax.tree.map(self._make_iterator, run.datasets)
-        if run.datasets is None:
+        self._iterators = jax.tree.map(self._make_iterator, setup.datasets)
+        if setup.datasets is None:
             self._iterators = NoBatches("train_dataset", self._step.__name__)
 
-    def serves(self, run: Run, strategy: Strategy) -> bool:
-        return self._datasets is run.datasets and self._strategy is strategy
+    def serves(self, setup: Setup, strategy: Strategy) -> bool:
+        return self._datasets is setup.datasets and self._strategy is strategy
 
     def run(self, num_steps: int) -> int:
         coordinator = self._coordinator
