@@ -240,7 +240,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         method = self._get_method(setup, strategy, "train_step")
         return find_loop(setup, method)
 
-    def _start(self, num_steps: int, num_loops: int) -> "StartedLoops":
+    def _start(self, num_steps: int, num_loops: int) -> "LoopsOnDevice":
         check_positive_int("num_steps", num_steps)
         setup = self._get_train()
         with claimed(self, "trains"), self._in_strategy() as strategy:
@@ -250,10 +250,10 @@ class StandardTrainer(Runner, AbstractTrainer):
             loop.set_chunk_size(setup.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return StartedLoops(0, (), lambda _: [None])
+                return LoopsOnDevice(0, (), lambda _: [None])
             if count := loop.count_loops(num_steps, num_loops):
                 arrays, make = loop.run_loops(num_steps, count)
-                return StartedLoops(num_steps * count, arrays, make)
+                return LoopsOnDevice(num_steps * count, arrays, make)
             self.train_loop_begin()
             num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps
@@ -263,11 +263,11 @@ class StandardTrainer(Runner, AbstractTrainer):
             except BaseException as error:
                 loop.fail(error)
                 raise
-            return StartedLoops(num_run, (), lambda _: [output], check)
+            return LoopsOnDevice(num_run, (), lambda _: [output], check)
 
     def _start_asynchronously(
         self, setup: Setup, strategy: ParameterServerStrategy, num_steps: int
-    ) -> "StartedLoops":
+    ) -> "LoopsOnDevice":
         loop = setup.loop
         if not isinstance(loop, AsynchronousLoop) or not loop.serves(setup, strategy):
             loop = setup.loop = AsynchronousLoop(self, strategy, setup)
@@ -276,10 +276,10 @@ class StandardTrainer(Runner, AbstractTrainer):
         self.data_exhausted = num_run < num_steps
         output = self.train_loop_end() if num_run else None
         output = loop.add_staleness(output)
-        return StartedLoops(num_run, (), lambda _: [output])
+        return LoopsOnDevice(num_run, (), lambda _: [output])
 
 
-class StartedLoops(PendingLoops):
+class LoopsOnDevice(PendingLoops):
     """Loops whose outputs are `make(arrays)`, with arrays on the device."""
 
     may_overlap = True
