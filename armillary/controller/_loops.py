@@ -23,15 +23,11 @@ from armillary._records import find_numbers
 from armillary._stack import with_room
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._display import Display
-from armillary.controller._outputs import (
-    add_record,
-    call_actions,
-    fetch_output,
-    format_output,
-    log_line,
-)
-from armillary.controller._run import Run, Stragglers, is_reached
+from armillary.controller._history import add_record
+from armillary.controller._outputs import fetch_output, format_output, log_line
+from armillary.controller._run import Run, call_actions, is_reached
 from armillary.controller._saving import Saving
+from armillary.controller._stragglers import Stragglers
 from armillary.errors import GlobalStepError
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._lifeline import waiting
