@@ -16,7 +16,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
-from armillary._copies import OfOneProcess
+from armillary._copy_refusal import OfOneProcess
 from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint

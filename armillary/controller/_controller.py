@@ -18,7 +18,7 @@ from armillary._checks import (
     check_path,
     check_positive_int,
 )
-from armillary._copies import OfOneProcess
+from armillary._copy_refusal import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
 from armillary.actions._conditions import as_actions, tell

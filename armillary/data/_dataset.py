@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from armillary._copies import OfOneProcessOnceUsed
+from armillary._copy_refusal import OfOneProcessOnceUsed
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions

@@ -11,12 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from armillary._traceback import (
-    Owner,
-    owner_of_class,
-    owner_of_function,
-    owner_of_module,
-)
+from armillary._owners import Owner, owner_of_class, owner_of_function, owner_of_module
 from armillary.state._holders import FUNCTION_TYPES, entries_of, global_names
 from armillary.state._slots import ABSENT, PLAIN
 

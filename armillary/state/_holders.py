@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from armillary._traceback import Owner, owner_of_class, owner_of_function
+from armillary._owners import Owner, owner_of_class, owner_of_function
 from armillary.state import _keras, _nnx
 from armillary.state._slots import ABSENT, PLAIN, join, join_keys
 

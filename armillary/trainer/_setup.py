@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary._checks import check_instance
-from armillary._copies import OfOneProcess, refuse_copy
+from armillary._copy_refusal import OfOneProcess, refuse_copy
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from armillary._answers import NAMES
 from armillary._checks import counted, list_lines
+from armillary._foreign_names import NAMES
 from armillary._jaxpr import read_settings
 from armillary._logging import logger
-from armillary._traceback import Owner, owner_of_class
+from armillary._owners import Owner, owner_of_class
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk, check_pieces
 from armillary.data.feed._feed import Feed

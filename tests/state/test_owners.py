@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary._traceback import (
+from armillary._owners import (
     Owner,
     is_library_file,
     owner_of_class,
