@@ -32,7 +32,7 @@ _TRANSPARENT = {
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",
     "armillary.estimator._runners.EstimatorTrainer",
-    "armillary.trainer._means.Means",
+    "armillary.trainer._returned_metrics.ReturnedMetrics",
     "armillary.trainer._step_trainer.StepEvaluator",
     "armillary.trainer._step_trainer.StepTrainer",
     "argparse.Namespace",

@@ -19,9 +19,9 @@ from armillary.distribute.strategies._layouts import SingleLayout
 from armillary.trainer._datasets import distribute, flatten_datasets
 from armillary.trainer._guard import Health
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
-from armillary.trainer._means import with_room_for_metrics
 from armillary.trainer._options import LoopOptions
 from armillary.trainer._program import Program
+from armillary.trainer._returned_metrics import with_room_for_metrics
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree

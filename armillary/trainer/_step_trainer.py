@@ -28,17 +28,17 @@ from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import map_output
-from armillary.trainer._means import (
+from armillary.trainer._no_data import check_step_arguments, take_batches
+from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
+from armillary.trainer._returned_metrics import (
     LoopEnd,
-    Means,
+    ReturnedMetrics,
     add_derived,
     add_metrics,
     make_metrics,
     read_totals,
     with_room_for_metrics,
 )
-from armillary.trainer._no_data import check_step_arguments, take_batches
-from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Batch, Output, PyTree
@@ -226,7 +226,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             )
         start = functools.partial(super()._start, num_steps, num_loops)
         started = with_room_for_metrics(start)
-        if isinstance(self._metrics, Means):
+        if isinstance(self._metrics, ReturnedMetrics):
             started.change(functools.partial(read_totals, self._metrics.seen.spec))
         if self._loop_end is not None:
             self._add_derived(self._loop_end, started)
