@@ -27,7 +27,7 @@ from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import Writer, announcing_errors, decide
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 
 
 class CheckpointManager(OfOneProcess):

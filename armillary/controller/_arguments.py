@@ -13,7 +13,7 @@ from armillary._checks import (
     check_positive_int,
     check_seconds,
 )
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 from armillary.trainer._contract import AbstractTrainer
 from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._standard_evaluator import StandardEvaluator, check_ends

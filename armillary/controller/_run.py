@@ -11,7 +11,7 @@ from armillary.controller._curves import Curves
 from armillary.controller._history import History
 from armillary.controller._stop_request import StopRequest
 from armillary.goodput._journal import make_recorder
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 from armillary.typing import Action
 
 

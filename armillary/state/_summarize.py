@@ -1,13 +1,12 @@
-"""A table of a model's arrays with their shapes and sizes; a reader of global steps.
+"""A table of a model's arrays with their shapes and sizes.
 
 Only shapes and dtypes are read. So the arrays may be abstract, and no device is used.
 """
 
 import collections
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,40 +22,6 @@ from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class StepCounter:
-    """Reads a global step, which may wait for the device."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-
-    def __call__(self) -> int:
-        return self.snapshot()()
-
-    def snapshot(self) -> Callable[[], int]:
-        """Returns a function that returns the step of now, even after more steps.
-
-        No program reuses the memory of a scalar, so the array can still be read later.
-        """
-        step = self._read()
-        return lambda: int(np.asarray(step))
-
-
-def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
-    """Returns a reader of the global step that a user gave as the argument `name`."""
-    if _keras.is_variable(global_step):
-        return StepCounter(functools.partial(_keras.value_of, global_step))
-    if _nnx.is_variable(global_step):
-        return StepCounter(global_step.get_value)
-    if callable(global_step):
-        return StepCounter(global_step)
-    raise TypeError(
-        f"`{name}` is {global_step!r} of type {type(global_step).__name__}, but "
-        "it must be a variable that the steps advance, or a function that returns the "
-        "step. Use `optimizer.step`, `armillary.create_global_step()`, or "
-        "`lambda: trainer.step`."
-    )
 
 
 @dataclass(frozen=True)
