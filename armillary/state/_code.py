@@ -16,8 +16,8 @@ from armillary.state._holders import FUNCTION_TYPES, entries_of, global_names
 from armillary.state._slots import ABSENT, PLAIN
 
 
-class Place(NamedTuple):
-    """A name in a namespace, and its value when the code was read."""
+class Lookup(NamedTuple):
+    """A name that code looks up, and its value when the code was read."""
 
     path: str
     read: Callable[[], Any]
@@ -25,14 +25,14 @@ class Place(NamedTuple):
 
 
 class Code:
-    """The places that functions, and the functions that they call, may read.
+    """The names that functions, and the functions that they call, may look up.
 
     `objects` are the objects that the functions work with. The code reaches their
     classes.
     """
 
     def __init__(self, functions: Iterable[Any], objects: Iterable[Any]) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.lookups: dict[tuple[int, str], Lookup] = {}
         self._functions: set[int] = set()
         self._names: set[str] = set()
         # Classes and modules in which the code may look up names.
@@ -78,7 +78,7 @@ class Code:
         if code is not None:
             self._names |= names_in(code)
             for name in global_names(function) & entries.keys():
-                self._add_place(function.__globals__, function.__globals__, name, name)
+                self._add_name(function.__globals__, function.__globals__, name, name)
             cells = function.__closure__ or ()
             for name, cell in zip(code.co_freevars, cells, strict=True):
                 self._add_cell(name, cell)
@@ -95,19 +95,19 @@ class Code:
                 self._add_function(called)
             elif not (is_class and hasattr(type(value), "__get__")):
                 path = f"{space.__name__}/{name}"
-                self._add_place(space, vars(space), name, path)
+                self._add_name(space, vars(space), name, path)
                 self._add(value)
         for name in _SPECIAL & vars(space).keys() if is_class else ():
             called = _function_of(vars(space)[name])
             if called is not None:
                 self._add_function(called)
 
-    def _add_place(
+    def _add_name(
         self, owner: Any, names: Mapping[str, Any], name: str, path: str
     ) -> None:
-        if (id(owner), name) not in self.places:
+        if (id(owner), name) not in self.lookups:
             read = functools.partial(names.get, name, ABSENT)
-            self.places[id(owner), name] = Place(path, read, names[name])
+            self.lookups[id(owner), name] = Lookup(path, read, names[name])
 
     def _add_cell(self, name: str, cell: types.CellType) -> None:
         def read() -> Any:
@@ -116,16 +116,16 @@ class Code:
             except ValueError:  # The name is not assigned.
                 return ABSENT
 
-        if (id(cell), name) not in self.places:
-            self.places[id(cell), name] = Place(name, read, read())
+        if (id(cell), name) not in self.lookups:
+            self.lookups[id(cell), name] = Lookup(name, read, read())
 
     def values(self) -> Iterator[tuple[Any, str]]:
-        """Yields the mutable values of the places, with their paths."""
-        for place in self.places.values():
-            kind = type(place.value)
+        """Yields the mutable values of the names, with their paths."""
+        for lookup in self.lookups.values():
+            kind = type(lookup.value)
             is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
             if kind not in PLAIN and not is_code:
-                yield place.value, place.path
+                yield lookup.value, lookup.path
 
 
 # Python calls these methods without a mention of their names.

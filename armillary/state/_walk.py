@@ -446,7 +446,7 @@ class CodeWatch:
         held = [walk.nodes[key].value for key in walk.reached_from(names)]
         found = [each for each in held if issubclass(type(each), FUNCTION_TYPES)]
         code = Code([*functions, *found], held)
-        self._places = list(code.places.values())
+        self._lookups = list(code.lookups.values())
         values = [
             (value, path)
             for value, path in code.values()
@@ -457,14 +457,14 @@ class CodeWatch:
 
     def is_current(self) -> bool:
         """Returns whether the names still stand for the same, unchanged values."""
-        is_same = all(place.read() is place.value for place in self._places)
+        is_same = all(each.read() is each.value for each in self._lookups)
         return is_same and self._watch.is_current()
 
     def facts(self) -> dict[tuple[str, Any], Any]:
         """Returns the values that the names stood for, by path."""
         facts = find_facts(self._walk, None)
-        for place in self._places:
-            facts.setdefault((place.path, None), self._walk.fact(place.value))
+        for lookup in self._lookups:
+            facts.setdefault((lookup.path, None), self._walk.fact(lookup.value))
         return facts
 
 
