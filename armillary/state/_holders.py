@@ -54,7 +54,7 @@ FUNCTION_TYPES = (
 _INNER = ("function", "wrapped")
 
 
-class Kind(NamedTuple):
+class Way(NamedTuple):
     """One way in which objects hold others; without `put`, arrays are constants."""
 
     look: Callable[[Any], tuple[list[Any], list[Any]]]
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     """
 
     source: Any
-    kind: Kind
+    way: Way
     names: list[Any]
     values: list[Any]
 
@@ -127,25 +127,25 @@ def _get_member(source: Any, name: str) -> Any:
         return ABSENT
 
 
-ITEMS = Kind(_look_at_items, put=operator.setitem)
-ATTRIBUTES = Kind(_look_at_items, put=operator.setitem)
-METADATA = Kind(_look_at_items)
-SEQUENCE = Kind(_look_at_sequence, put=operator.setitem)
-_TUPLE = Kind(_look_at_sequence)
-_CHILDREN = Kind(_look_at_children)
-_KERAS_ATTRIBUTES = Kind(
+ITEMS = Way(_look_at_items, put=operator.setitem)
+ATTRIBUTES = Way(_look_at_items, put=operator.setitem)
+METADATA = Way(_look_at_items)
+SEQUENCE = Way(_look_at_sequence, put=operator.setitem)
+_TUPLE = Way(_look_at_sequence)
+_CHILDREN = Way(_look_at_children)
+_KERAS_ATTRIBUTES = Way(
     _look_at_keras,
     put=operator.setitem,
     join=lambda path, name: join(path, _keras.public_name(name)),
 )
-_KERAS_VARIABLE = Kind(
+_KERAS_VARIABLE = Way(
     lambda variable: _look_at_items(_keras.variable_attributes(variable))
 )
-_MEMBERS = Kind(_look_at_members, _get_member, object.__setattr__)
-_CAPTURED = Kind(
+_MEMBERS = Way(_look_at_members, _get_member, object.__setattr__)
+_CAPTURED = Way(
     lambda function: _look_at_items(entries_of(function)), join=join_captured
 )
-_CONTAINERS: tuple[tuple[Any, Kind], ...] = (
+_CONTAINERS: tuple[tuple[Any, Way], ...] = (
     (dict, ITEMS),
     (list | collections.deque, SEQUENCE),
     (tuple, _TUPLE),
@@ -161,9 +161,9 @@ def is_opaque(kind: type) -> bool:
     return owner_of_class(kind) is Owner.LIBRARY
 
 
-def part_of(source: Any, kind: Kind) -> Part:
+def part_of(source: Any, way: Way) -> Part:
     """Returns the names and values that an object holds in one way."""
-    return Part(source, kind, *kind.look(source))
+    return Part(source, way, *way.look(source))
 
 
 def parts_of(value: Any) -> list[Part]:
@@ -215,10 +215,10 @@ def _is_leaf(kind: type) -> bool:
 
 def is_unchanging(part: Part) -> bool:
     """Returns whether a part cannot change: a tuple, or a frozen class's slots."""
-    if part.kind is _TUPLE:
+    if part.way is _TUPLE:
         return True
     parameters = getattr(type(part.source), "__dataclass_params__", None)
-    return part.kind is _MEMBERS and parameters is not None and parameters.frozen
+    return part.way is _MEMBERS and parameters is not None and parameters.frozen
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:

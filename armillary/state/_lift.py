@@ -189,7 +189,7 @@ class State:
             yield
         finally:
             for part in parts:
-                if part.kind is ATTRIBUTES:
+                if part.way is ATTRIBUTES:
                     for name in part.source.keys() - part.held.keys():
                         del part.source[name]
                     part.source.update(part.held)

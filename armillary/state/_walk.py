@@ -170,7 +170,7 @@ class Walk:
                 continue
             for name, held in reversed(part.pairs):
                 if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
-                    place = part.kind.join(path, name)
+                    place = part.way.join(path, name)
                     above = (id(value), name)
                     self._tasks.append(_Task(held, place, part, name, above))
 
@@ -178,7 +178,7 @@ class Walk:
         """Adds a place if it holds an array or a pytree with arrays; returns if so."""
         value = task.value
         part = task.part
-        if part is None or part.kind.put is None:
+        if part is None or part.way.put is None:
             return False
         is_pure = self._owner_of_pure_state(task) is not None
         try:
@@ -201,8 +201,8 @@ class Walk:
         name = task.name
         path = task.path
         assert part is not None
-        get = part.kind.get
-        put = part.kind.put
+        get = part.way.get
+        put = part.way.put
         assert put is not None
         owner = self._owner_of_pure_state(task)
         if owner is not None:
@@ -214,7 +214,7 @@ class Walk:
         if task.above is None or task.name != PURE_STATE or task.part is None:
             return None
         holder = self.nodes[task.above[0]].value
-        is_attribute = task.part.kind is ATTRIBUTES
+        is_attribute = task.part.way is ATTRIBUTES
         is_pure = is_attribute and isinstance(holder, PureStateOwner)
         return holder if is_pure else None
 
@@ -398,11 +398,11 @@ class Watch:
                     self._looks.append((part, (), only))
                 elif is_unchanging(part):
                     continue  # Its contents are watched on their own.
-                elif part.kind is METADATA:
+                elif part.way is METADATA:
                     self._metadata.append((part.source, part.held))
-                elif left_out or part.kind not in (ITEMS, ATTRIBUTES, SEQUENCE):
+                elif left_out or part.way not in (ITEMS, ATTRIBUTES, SEQUENCE):
                     self._looks.append((part, left_out, None))
-                elif part.kind is SEQUENCE:
+                elif part.way is SEQUENCE:
                     self._views.append(part.source)
                     held += part.values
                 else:
@@ -421,7 +421,7 @@ class Watch:
     def is_current(self) -> bool:
         """Returns whether the holders hold what they held at first."""
         looks = (
-            _pick(part_of(part.source, part.kind), left_out, only)
+            _pick(part_of(part.source, part.way), left_out, only)
             for part, left_out, only in self._looks
         )
         # `_END` comes last and is unique, so a shorter or longer list is a difference.
@@ -475,7 +475,7 @@ def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list
         return [held.get(name, ABSENT) for name in only]
     kept = [value for name, value in part.pairs if name not in left_out]
     # The names in a list are its indices, and numbers have no identity.
-    return kept if part.kind is SEQUENCE else [*part.names, *kept]
+    return kept if part.way is SEQUENCE else [*part.names, *kept]
 
 
 def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any], Any]:
@@ -490,11 +490,11 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
                 is_other = holder == root and name not in (names or ())
                 if is_other or (holder, name) in walk.globals or _nnx.is_internal(name):
                     continue
-                place = part.kind.join(walk.nodes[holder].path, name)
+                place = part.way.join(walk.nodes[holder].path, name)
                 slot = walk.slots.get((id(part.source), name))
                 if slot is None:
                     # A dictionary may have an attribute and an item of the same name.
-                    key = (name, part.kind) if (place, name) in facts else name
+                    key = (name, part.way) if (place, name) in facts else name
                     facts[place, key] = walk.fact(value)
                     continue
                 facts[place, name] = Found(value, (slot.treedef, slot.is_dynamic), "")
