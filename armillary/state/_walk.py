@@ -293,12 +293,12 @@ class Walk:
         """Returns a value in the form in which two walks are compared."""
         node = self.nodes.get(id(value))
         if node is not None and node.parts:
-            return Found(value, type(value), node.path)
+            return HolderFact(value, type(value), node.path)
         return self._copies.get(id(value), value)
 
 
-class Found(NamedTuple):
-    """A holder, with its type and the first path that leads to it."""
+class HolderFact(NamedTuple):
+    """A holder as walks compare it: its type, and the first path that leads to it."""
 
     value: Any
     kind: Any
@@ -497,7 +497,9 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
                     key = (name, part.way) if (place, name) in facts else name
                     facts[place, key] = walk.fact(value)
                     continue
-                facts[place, name] = Found(value, (slot.treedef, slot.is_dynamic), "")
+                facts[place, name] = HolderFact(
+                    value, (slot.treedef, slot.is_dynamic), ""
+                )
                 for leaf_path, leaf in slot.others:
                     facts[leaf_path, None] = walk.fact(leaf)
     return facts
@@ -524,7 +526,7 @@ def find_differences(
 
 
 def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
-    if isinstance(old, Found) and isinstance(new, Found):
+    if isinstance(old, HolderFact) and isinstance(new, HolderFact):
         is_same = old.value is new.value or id(old.value) not in fixed
         return is_same and old[1:] == new[1:]
     return is_equal(old, new)
@@ -532,7 +534,9 @@ def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
 
 def _became(old: Any, new: Any) -> str:
     """Returns a sentence on the old and the new value of a place."""
-    old, new = (each.value if isinstance(each, Found) else each for each in (old, new))
+    old, new = (
+        each.value if isinstance(each, HolderFact) else each for each in (old, new)
+    )
     if old is ABSENT:
         return f"{describe(new)} was put there"
     if new is ABSENT:
