@@ -21,7 +21,7 @@ from armillary._logging import logger
 from armillary.actions._conditions import tell
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._store import Content
-from armillary.checkpoint._writer import decide
+from armillary.checkpoint._writer import agree_on
 from armillary.cluster._join import get_peers
 from armillary.controller._directory import read_end
 from armillary.controller._run import Run, is_reached
@@ -174,7 +174,7 @@ class Saving:
         yield
         now = self.manager.read_content()
         topic = "whether an evaluation has changed saved values"
-        self._is_outdated = decide(topic, lambda: _differs(before, now), get_peers())
+        self._is_outdated = agree_on(topic, lambda: _differs(before, now), get_peers())
 
     def watch(
         self, timeout: float | None, timeout_fn: Callable[[], bool] | None
