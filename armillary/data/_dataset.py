@@ -208,7 +208,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
             )
         types, position = self._first
         splitter = Splitter(self, in_pieces=False)
-        return self.gather.rows(splitter.describe(types, position.full_size or 0))
+        return self.gather.rows(
+            splitter.distributed_types(types, position.full_size or 0)
+        )
 
     @property
     def is_repositionable(self) -> bool:

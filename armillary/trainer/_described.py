@@ -31,7 +31,7 @@ from armillary.xla._lowerings import Split
 class DescribedLoop(NamedTuple):
     """The program of a loop, to be lowered under `partitioned(split)`."""
 
-    fn: Any  # from `Program.describe`
+    fn: Any  # from `Program.abstract_call`
     types: tuple[list[Any], list[Any]]  # of its arguments, with shardings over `mesh`
     mesh: AbstractMesh
     step: Any  # one of its steps, as a traced program
@@ -90,8 +90,8 @@ def described(
             health = None
             if options.on_non_finite is not None:
                 health = Health.start(len(flat.state.paths))
-                health = SingleLayout(everywhere(mesh)).describe(health)
-            fn, types = program.describe(chunk.inputs, health)
+                health = SingleLayout(everywhere(mesh)).placed_types(health)
+            fn, types = program.abstract_call(chunk.inputs, health)
             yield DescribedLoop(
                 fn=fn,
                 types=types,
@@ -128,7 +128,7 @@ def _describe_chunk(
     most_steps: int,
     mesh: AbstractMesh,
 ) -> Chunk:
-    types = [layout.describe(share) for share in shares]
+    types = [layout.placed_types(share) for share in shares]
     active = (layout.num_replicas,) * len(types)
     per_step = programs.count_batches(types, active)
     builder = ChunkBuilder(
@@ -137,17 +137,17 @@ def _describe_chunk(
         max_chunk_bytes=options.max_chunk_bytes,
     )
     pairs = zip(gathers, shares, strict=True)
-    described = [gather.describe(share) for gather, share in pairs]
+    described = [gather.sent_types(share) for gather, share in pairs]
     sent = [types for types, _ in described]
     resident = [types for _, types in described]
-    capacity = builder.count_steps([layout.describe(each) for each in sent])
+    capacity = builder.count_steps([layout.placed_types(each) for each in sent])
     arrays = [
-        layout.describe(each, (capacity * taken,))
+        layout.placed_types(each, (capacity * taken,))
         for each, taken in zip(sent, per_step, strict=True)
     ]
     return Chunk(
         arrays=arrays,
-        resident=[SingleLayout(everywhere(mesh)).describe(each) for each in resident],
+        resident=list(map(SingleLayout(everywhere(mesh)).placed_types, resident)),
         types=types,
         num_steps=capacity,
         capacity=capacity,

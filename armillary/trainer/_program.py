@@ -142,7 +142,7 @@ class Program:
         with waiting(), jax.transfer_guard_host_to_device("allow"):
             return self._compiled(donated, inputs)  # On a CPU, this runs the steps.
 
-    def describe(
+    def abstract_call(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None
     ) -> tuple[Any, tuple[list[Any], list[Any]]]:
         """Returns this program, to be lowered, and the types of its two arguments.
