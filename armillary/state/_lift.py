@@ -242,7 +242,7 @@ class State:
             try:
                 new = slot.read()
             except StateStructureError as error:
-                changes.extend(str(error).splitlines())
+                changes.extend(error.changes)
                 continue
             for path, a, b in zip(slot.paths, before[start:stop], new, strict=True):
                 b = as_array(b)
@@ -269,7 +269,8 @@ class State:
             f"`{step_name}` changed {len(changes)} of "
             f"{len(self.paths) + len(new_places)} slots, and a compiled loop needs the "
             "same places with the same shape and dtype after every step:\n"
-            f"{lines}\n{way_out}"
+            f"{lines}\n{way_out}",
+            changes=changes,
         )
 
     def find_new_places(self, after: Walk) -> list[str]:

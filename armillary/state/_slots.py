@@ -251,9 +251,8 @@ class Slot:
             return [value]
         leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_claimed)
         if treedef != self.treedef and not self._is_alike(value, treedef):
-            raise StateStructureError(
-                f"{self.path}: tree structure {self.treedef} became {treedef}"
-            )
+            change = f"{self.path}: tree structure {self.treedef} became {treedef}"
+            raise StateStructureError(change, changes=[change])
         rows = zip(self._leaf_paths, self.is_dynamic, self._static, leaves, strict=True)
         changes = [
             f"{path}: {became(ANY_ARRAY if dynamic else old, new)}"
@@ -262,7 +261,7 @@ class Slot:
             or not (dynamic or self._is_same(old, new))
         ]
         if changes:
-            raise StateStructureError("\n".join(changes))
+            raise StateStructureError("\n".join(changes), changes=changes)
         return [leaves[i] for i in self._positions]
 
     def _is_alike(self, value: Any, treedef: Any) -> bool:
