@@ -41,9 +41,10 @@ class Code:
             self._add(function)
         for value in objects:
             self._add_classes(type(value))
-        known = None
-        while known != (len(self._names), len(self._spaces)):
-            known = (len(self._names), len(self._spaces))
+        # A new space may use names that the earlier spaces have as well.
+        num_known = None
+        while num_known != (len(self._names), len(self._spaces)):
+            num_known = (len(self._names), len(self._spaces))
             for space in list(self._spaces.values()):
                 self._look_into(space)
 
@@ -69,16 +70,19 @@ class Code:
         if id(function) in self._functions:
             return
         self._functions.add(id(function))
+
         is_python = isinstance(function, types.FunctionType)
         if is_python and owner_of_function(function) is not Owner.USER:
             # Installed packages do not change while a program runs, and are large.
             return
+
         entries = entries_of(function)
         code = entries.pop("code", None)
         if code is not None:
             self._names |= names_in(code)
+            space = function.__globals__
             for name in global_names(function) & entries.keys():
-                self._add_name(function.__globals__, function.__globals__, name, name)
+                self._add_name(space, space, name, path=name)
             cells = function.__closure__ or ()
             for name, cell in zip(code.co_freevars, cells, strict=True):
                 self._add_cell(name, cell)
@@ -88,17 +92,22 @@ class Code:
     def _look_into(self, space: Any) -> None:
         """Follows the names of a class or module that code mentions."""
         is_class = isinstance(space, type)
-        for name in self._names & vars(space).keys():
-            value = vars(space)[name]
+        held = vars(space)
+        for name in self._names & held.keys():
+            value = held[name]
             called = _function_of(value)
+            is_descriptor = is_class and hasattr(type(value), "__get__")
             if called is not None:
                 self._add_function(called)
-            elif not (is_class and hasattr(type(value), "__get__")):
+            elif not is_descriptor:
                 path = f"{space.__name__}/{name}"
-                self._add_name(space, vars(space), name, path)
+                self._add_name(space, held, name, path)
                 self._add(value)
-        for name in _SPECIAL & vars(space).keys() if is_class else ():
-            called = _function_of(vars(space)[name])
+        if not is_class:
+            return
+
+        for name in _SPECIAL & held.keys():
+            called = _function_of(held[name])
             if called is not None:
                 self._add_function(called)
 
@@ -121,10 +130,10 @@ class Code:
 
     def values(self) -> Iterator[tuple[Any, str]]:
         """Yields the mutable values of the names, with their paths."""
+        of_code = (*FUNCTION_TYPES, types.ModuleType, type)
         for lookup in self.lookups.values():
             kind = type(lookup.value)
-            is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
-            if kind not in PLAIN and not is_code:
+            if kind not in PLAIN and not issubclass(kind, of_code):
                 yield lookup.value, lookup.path
 
 

@@ -106,18 +106,34 @@ def _look_at_children(source: Any) -> tuple[list[Any], list[Any]]:
     entries, _ = jax.tree_util.tree_flatten_with_path(
         source, is_leaf=lambda part: part is not source
     )
-    return [join_keys("", keys) for keys, _ in entries], [v for _, v in entries]
+    names = [join_keys("", keys) for keys, _ in entries]
+    values = [value for _, value in entries]
+    return names, values
 
 
 def _look_at_keras(source: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     names = _keras.visible_names(source)
-    return names, [source[name] for name in names]
+    values = [source[name] for name in names]
+    return names, values
 
 
 def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
-    held = {name: _get_member(source, name) for name in _slot_names(type(source))}
-    held = {name: value for name, value in held.items() if value is not ABSENT}
-    return list(held), list(held.values())
+    names: list[Any] = []
+    values: list[Any] = []
+    for name in _slot_names(type(source)):
+        value = _get_member(source, name)
+        if value is not ABSENT:
+            names.append(name)
+            values.append(value)
+    return names, values
+
+
+def _look_at_keras_variable(source: Any) -> tuple[list[Any], list[Any]]:
+    return _look_at_items(_keras.variable_attributes(source))
+
+
+def _look_at_captured(source: Any) -> tuple[list[Any], list[Any]]:
+    return _look_at_items(entries_of(source))
 
 
 def _get_member(source: Any, name: str) -> Any:
@@ -127,24 +143,20 @@ def _get_member(source: Any, name: str) -> Any:
         return ABSENT
 
 
+def _join_keras(path: str, name: Any) -> str:
+    return join(path, _keras.public_name(name))
+
+
 ITEMS = Way(_look_at_items, put=operator.setitem)
 ATTRIBUTES = Way(_look_at_items, put=operator.setitem)
 METADATA = Way(_look_at_items)
 SEQUENCE = Way(_look_at_sequence, put=operator.setitem)
 _TUPLE = Way(_look_at_sequence)
 _CHILDREN = Way(_look_at_children)
-_KERAS_ATTRIBUTES = Way(
-    _look_at_keras,
-    put=operator.setitem,
-    join=lambda path, name: join(path, _keras.public_name(name)),
-)
-_KERAS_VARIABLE = Way(
-    lambda variable: _look_at_items(_keras.variable_attributes(variable))
-)
+_KERAS_ATTRIBUTES = Way(_look_at_keras, put=operator.setitem, join=_join_keras)
+_KERAS_VARIABLE = Way(_look_at_keras_variable)
 _MEMBERS = Way(_look_at_members, _get_member, object.__setattr__)
-_CAPTURED = Way(
-    lambda function: _look_at_items(entries_of(function)), join=join_captured
-)
+_CAPTURED = Way(_look_at_captured, join=join_captured)
 _CONTAINERS: tuple[tuple[Any, Way], ...] = (
     (dict, ITEMS),
     (list | collections.deque, SEQUENCE),
@@ -194,8 +206,10 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
         held = attributes_of(value)
         if not (parts or is_node or jax.tree_util.all_leaves([value])):
             children = part_of(value, _CHILDREN)
-            # First, as its names are those of paths; and not twice.
-            own, pairs = held or {}, children.held.items()
+            # Before the attributes, because paths have these names. If the children
+            # are the attributes, they are not listed twice.
+            own = held or {}
+            pairs = children.held.items()
             if not all(own.get(name, ABSENT) is child for name, child in pairs):
                 parts.append(children)
         if held is not None and held is not value:
@@ -250,13 +264,15 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slot_names(kind: type) -> tuple[str, ...]:
-    return tuple(
-        name
-        for base in reversed(kind.__mro__)
-        if "__slots__" in vars(base) and not is_opaque(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+    """Returns the names in the `__slots__` of a class and its bases."""
+    names: list[str] = []
+    for base in reversed(kind.__mro__):
+        if "__slots__" not in vars(base) or is_opaque(base):
+            continue
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                names.append(name)
+    return tuple(names)
 
 
 def is_claimed(value: Any) -> bool:
@@ -295,8 +311,9 @@ def is_frozen(value: Any) -> bool:
     held = attributes_of(value)
     if not held or is_claimed(value) or not dataclasses.is_dataclass(value):
         return False
+    name, own = next(iter(held.items()))
     try:
-        setattr(value, *next(iter(held.items())))  # the value that it has already
+        setattr(value, name, own)  # the value that it has already
     except dataclasses.FrozenInstanceError:
         return True
     return False
@@ -340,15 +357,19 @@ def global_names(fn: Any) -> frozenset[str]:
 
 def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
     entries: dict[str, Any] = {"code": fn.__code__}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+    cells = fn.__closure__ or ()
+    for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
         try:
             entries[name] = cell.cell_contents
         except ValueError:  # a name that is assigned only later
             continue
+
     defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    entries |= {f"default #{i}": value for i, value in enumerate(defaults)}
-    names = sorted(global_names(fn) & fn.__globals__.keys())
-    entries |= {name: fn.__globals__[name] for name in names}
+    for index, value in enumerate(defaults):
+        entries[f"default #{index}"] = value
+    for name in sorted(global_names(fn) & fn.__globals__.keys()):
+        entries[name] = fn.__globals__[name]
+
     # The objects of `armillary.function` are not searched for the function they wrap.
     wrapped = getattr(fn, "__wrapped__", None)
     return entries if wrapped is None else entries | {"wrapped": wrapped}
