@@ -25,8 +25,8 @@ from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.metrics._sums import Mean, Pending
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._prediction import predict as predict_batches
 from armillary.trainer._standard_evaluator import StandardEvaluator
-from armillary.trainer._standard_evaluator import predict as predict_batches
 from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Output, PyTree
 

@@ -17,12 +17,12 @@ from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.strategies._layouts import SingleLayout
 from armillary.trainer._datasets import distribute, flatten_datasets
-from armillary.trainer._guard import Health
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
 from armillary.trainer._options import LoopOptions
 from armillary.trainer._program import Program
 from armillary.trainer._returned_metrics import with_room_for_metrics
 from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._step_guard import Health
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split

@@ -22,13 +22,14 @@ from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.trainer._data_wait import waiting_for_data
 from armillary.trainer._datasets import flatten_datasets
-from armillary.trainer._guard import LoopCheck, LoopGuard
+from armillary.trainer._eager import run_eagerly
 from armillary.trainer._hooks import map_output
 from armillary.trainer._last_batch import check_last_batch
+from armillary.trainer._loop_guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
 from armillary.trainer._setup import Setup
 from armillary.trainer._step_method import StepMethod
-from armillary.trainer._tracer import StepPrograms, run_eagerly
+from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 
 # If steps are small, programs with fewer steps cost more to start than to run.

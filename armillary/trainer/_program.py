@@ -20,8 +20,8 @@ from armillary.data.feed._gather import Gather
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
 from armillary.lifeline._lifeline import waiting
-from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks
+from armillary.trainer._step_guard import Health, StepGuard
 from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step

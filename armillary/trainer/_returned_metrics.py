@@ -15,7 +15,7 @@ import numpy as np
 
 from armillary._checks import check_methods
 from armillary.state._slots import Trait, describe, join_keys, with_trait
-from armillary.trainer._hooks import without_python
+from armillary.trainer._hook_code import without_python
 from armillary.typing import Batch, Output
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from armillary.trainer._asynchronous_loop import AsynchronousLoop
 from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._datasets import flatten_datasets
-from armillary.trainer._guard import LoopCheck
-from armillary.trainer._hooks import BEGIN, END
+from armillary.trainer._hook_code import BEGIN, END
 from armillary.trainer._loop import Loop, find_loop
+from armillary.trainer._loop_guard import LoopCheck
 from armillary.trainer._method_names import check_hooks
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._runner import Runner
