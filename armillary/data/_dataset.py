@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from armillary._copies import OfOneProcessOnceUsed
+from armillary._copy_refusal import OfOneProcessOnceUsed
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
@@ -208,7 +208,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
             )
         types, position = self._first
         splitter = Splitter(self, in_pieces=False)
-        return self.gather.rows(splitter.describe(types, position.full_size or 0))
+        return self.gather.rows(
+            splitter.distributed_types(types, position.full_size or 0)
+        )
 
     @property
     def is_repositionable(self) -> bool:

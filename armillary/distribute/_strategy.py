@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from armillary._checks import check_callable, check_instance
-from armillary._copies import OfOneProcess
+from armillary._copy_refusal import OfOneProcess
 from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver

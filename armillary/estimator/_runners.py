@@ -24,10 +24,10 @@ from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.metrics._sums import Mean, Pending
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.trainer._runner import StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._prediction import predict as predict_batches
 from armillary.trainer._standard_evaluator import StandardEvaluator
-from armillary.trainer._standard_evaluator import predict as predict_batches
-from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
+from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Output, PyTree
 
 _BATCHES = (
@@ -244,7 +244,7 @@ class EstimatorTrainer(StandardTrainer):
             )
         return {"loss": loss}
 
-    def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
+    def _start(self, num_steps: int, num_loops: int) -> LoopsOnDevice:
         started = super()._start(num_steps, num_loops)
         started.change(_read_loss)
         return started

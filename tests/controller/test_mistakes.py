@@ -97,7 +97,7 @@ def test_others_are_not(factor, output, caplog):
 
 
 def test_large_arrays_are_not_looked_at_when_small_ones_tell(caplog, monkeypatch):
-    monkeypatch.setattr(armillary.controller._run, "_MOST_BYTES", 4)
+    monkeypatch.setattr(armillary.controller._warnings, "_MOST_BYTES", 4)
     trainer = Trainer(make_strategy(1), np.nan)
     make(trainer).train(2)
     (message,) = warnings(caplog)

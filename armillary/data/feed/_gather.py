@@ -75,7 +75,7 @@ class Gather:
             return placed
         return _compiled_gather(self.layout, self.resident, placed)
 
-    def describe(self, types: Batch) -> tuple[Batch, PyTree]:
+    def sent_types(self, types: Batch) -> tuple[Batch, PyTree]:
         """Returns the types of a program's inputs for one batch; places nothing."""
         if self.placed is None:
             return types, None

@@ -105,7 +105,7 @@ class Splitter:
                 yield Piece(arrays, num_active, count, position, is_last, mark)
             before = after
 
-    def describe(self, spec: PyTree, full_size: int) -> PyTree:
+    def distributed_types(self, spec: PyTree, full_size: int) -> PyTree:
         """Converts the types of a source batch to types of a distributed batch."""
         num_rows = count_rows(spec)
         if self._remainder == "pad":
