@@ -73,7 +73,7 @@ def described(
         num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
-            gathers = [replace(each.gather, layout=layout) for each in datasets]
+            gathers = [replace(each.input.gather, layout=layout) for each in datasets]
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
 
             def trace() -> tuple[FlatState, Chunk, Program]:

@@ -60,5 +60,5 @@ def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
     """Yields the batches of a reader on their devices, and adds them to `taken`."""
     for batch in reader:
         taken.append(batch)
-        gather = reader.gather
+        gather = reader.data.gather
         yield gather.layout.wrap(gather.place(batch), batch.num_active)

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from armillary._logging import logger
+from armillary.data._dataset import open_feed
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._split import Piece
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._stream import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
@@ -72,7 +73,7 @@ class Loop:
             self._prefetch = 0
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
-        gathers = [data.gather for data in self.datasets]
+        gathers = [data.input.gather for data in self.datasets]
         self._programs = StepPrograms(method, gathers, self._structure)
 
     def serves(self, method: StepMethod, setup: Setup) -> bool:
@@ -86,7 +87,7 @@ class Loop:
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
         method = self._method
-        return Feed(
+        return open_feed(
             self.datasets,
             in_pieces=method.is_evaluation,
             begins_anew=begins_anew,
@@ -130,7 +131,7 @@ class Loop:
         return [
             index
             for index, reader in enumerate(self.feed.readers)
-            if not (reader.dataset.is_endless or reader.dataset.is_agreed)
+            if not (reader.data.is_endless or reader.data.is_agreed)
             and (index in self.feed.rests or reader.peek() is not None)
         ]
 
@@ -168,7 +169,7 @@ class Loop:
         """Traces the step for the first batches, and starts to build chunks."""
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
-        types = [reader.gather.types(batch) for reader, batch in pairs]
+        types = [reader.data.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.num_active for batch in first)
         assert self._steps_per_chunk is not None
         batches_per_step = self._programs.count_batches(types, active)
@@ -189,7 +190,7 @@ class Loop:
 
     def _trace_for(self, piece: Piece) -> None:
         """Traces the step for a batch of the only data set."""
-        gather = self.feed.readers[0].gather
+        gather = self.feed.readers[0].data.gather
         self._programs.trace([gather.types(piece)], (piece.num_active,))
 
     # Loops with the hooks of the trainer

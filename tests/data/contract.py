@@ -91,7 +91,7 @@ def _check_exact_evaluation(make: Callable[[], Any], layout: BatchLayout) -> Non
     reader = open_reader(DistributedDataset(make(), layout), in_pieces=True)
     seen = []
     for batch in reader:
-        (array,) = jax.tree.leaves(reader.gather.on_host(batch.arrays))
+        (array,) = jax.tree.leaves(reader.data.gather.on_host(batch.arrays))
         seen += np.asarray(array)[: batch.num_active].ravel().tolist()
     assert sorted(seen) == list(range(10))
 
