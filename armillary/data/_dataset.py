@@ -11,19 +11,19 @@ from armillary._copy_refusal import OfOneProcessOnceUsed
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._input import Input
 from armillary.data.feed._piece import Piece
-from armillary.data.feed._reader import BatchReader, place_pieces
-from armillary.data.feed._split import Splitter
-from armillary.data.feed._stream import (
+from armillary.data.feed._position import (
     Position,
-    Prefetcher,
-    SourceBatch,
     check_same_order,
     decode_position,
     encode_position,
 )
+from armillary.data.feed._reader import BatchReader, place_pieces
+from armillary.data.feed._split import Splitter
+from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._libraries import as_source
 from armillary.errors import CapturedStateError, DatasetStateError
 from armillary.typing import Batch, PyTree
@@ -159,7 +159,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         # The reader whose position is the position of this data set.
         self._loan: _Loan | None = None
         # Unused batches that were opened for a look, or at a restored position.
-        self._waiting: tuple[Position, Prefetcher[SourceBatch]] | None = None
+        self._waiting: tuple[Position, Peekable[SourceBatch]] | None = None
         self._position = Position()
         self._next_epoch = 0
 
@@ -237,7 +237,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
     def _find_start(
         self, *, begins_anew: bool, continues: bool
-    ) -> tuple[Position, Prefetcher[SourceBatch]]:
+    ) -> tuple[Position, Peekable[SourceBatch]]:
         """Returns the position that the next reader begins at, and its batches."""
         waiting = self._waiting
         if continues and self.is_repositionable and not begins_anew:
@@ -249,7 +249,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
             return self._open_next()
         return waiting
 
-    def _open_next(self) -> tuple[Position, Prefetcher[SourceBatch]]:
+    def _open_next(self) -> tuple[Position, Peekable[SourceBatch]]:
         position = Position(epoch=self._next_epoch)
         return position, self.input.read(position)
 

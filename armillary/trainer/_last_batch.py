@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from armillary.data.feed._piece import Piece
+from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Splitter
-from armillary.data.feed._stream import Position, SourceBatch
+from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import BatchSizeError
 

@@ -18,7 +18,7 @@ from armillary.data._dataset import open_feed
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._piece import Piece
-from armillary.data.feed._stream import Position
+from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.trainer._data_wait import waiting_for_data

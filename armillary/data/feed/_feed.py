@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
+from armillary.data.feed._ahead import Peekable, read_ahead
 from armillary.data.feed._piece import Piece
+from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._stream import Position, Prefetcher
 from armillary.errors import DatasetStateError, PeerError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Feed(Generic[T]):
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
-        self.queue: Prefetcher[T] | None = None  # The chunks, after the first read.
+        self.queue: Peekable[T] | None = None  # The chunks, after the first read.
         self._is_cut_off = False
         self.offset = 0  # The number of steps of the current chunk that were used.
         self.is_started = False
@@ -141,7 +142,7 @@ class Feed(Generic[T]):
         self._recover()
         if self.queue is None:
             assert self._build is not None
-            self.queue = Prefetcher(self._build(self.readers), self._prefetch, self)
+            self.queue = read_ahead(self._build(self.readers), self._prefetch, self)
         # Ctrl-C does not interrupt a background thread, so it loses no batches.
         with contextlib.nullcontext() if self._prefetch else self.reading():
             try:

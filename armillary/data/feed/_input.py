@@ -5,13 +5,10 @@ from dataclasses import dataclass, field
 import jax
 
 from armillary.data._layout import BatchLayout, InputOptions
+from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._gather import Gather, make_gather
-from armillary.data.feed._stream import (
-    Position,
-    Prefetcher,
-    SourceBatch,
-    read_batches,
-)
+from armillary.data.feed._position import Position
+from armillary.data.feed._stream import SourceBatch, read_batches
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._source import Source
 from armillary.typing import PyTree
@@ -75,7 +72,7 @@ class Input:
         """The types of the first batch of the source; `None` before it was read."""
         return None if self.first is None else self.first.arrays
 
-    def read(self, position: Position) -> Prefetcher[SourceBatch]:
+    def read(self, position: Position) -> Peekable[SourceBatch]:
         """Returns the batches of one pass over the source, from a position on."""
         return read_batches(self.read_source, position, self._note_first)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from armillary.data._layout import Active
-from armillary.data.feed._stream import Position
+from armillary.data.feed._position import Position
 from armillary.data.sources._batch import get_signature
 from armillary.typing import PyTree
 

@@ -27,10 +27,12 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.data._layout import Active, BatchLayout
+from armillary.data.feed._ahead import Peekable, read_ahead
 from armillary.data.feed._input import Input
 from armillary.data.feed._piece import Piece
+from armillary.data.feed._position import Position
 from armillary.data.feed._split import Splitter
-from armillary.data.feed._stream import Position, Prefetcher, SourceBatch
+from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
@@ -46,7 +48,7 @@ class BatchReader:
         self,
         data: Input,
         position: Position,
-        batches: Prefetcher[SourceBatch],
+        batches: Peekable[SourceBatch],
         *,
         in_pieces: bool,
         reads_ahead: bool = True,
@@ -66,20 +68,20 @@ class BatchReader:
         self.used = position  # the position after the last batch that was used
         self.open(position, batches)
 
-    def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
+    def open(self, position: Position, batches: Peekable[SourceBatch]) -> None:
         data = self.data
-        self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
+        self.batches: Peekable[SourceBatch] | None = batches  # None once closed
         self.position = position  # the position after the last batch that was taken
         pieces = Splitter(data, in_pieces=self._in_pieces).split(batches, position)
-        self._ahead: Prefetcher[Piece] | None = None
+        self._ahead: Peekable[Piece] | None = None
         if data.is_agreed:
             # A thread reads ahead the pieces that the processes must agree on.
             has_thread = self._reads_ahead and data.options.prefetch > 0
             num_ahead = self._most_offers if has_thread else 0
-            ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
+            ahead = self._ahead = read_ahead(pieces, num_ahead, self)
             lockstep = _Lockstep(ahead, data.layout, self._in_pieces, self._most_offers)
             pieces = lockstep.align(position)
-        self._pieces = Prefetcher(pieces, 0, self)
+        self._pieces = Peekable(pieces)
 
     def reopen(self, position: Position) -> None:
         """Drops batches that were read, and goes to another position."""
@@ -132,7 +134,7 @@ class _Lockstep:
 
     def __init__(
         self,
-        pieces: Prefetcher[Piece],
+        pieces: Peekable[Piece],
         layout: BatchLayout,
         in_pieces: bool,
         most_offers: int,

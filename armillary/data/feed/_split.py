@@ -23,7 +23,8 @@ import numpy as np
 from armillary.data._layout import hosted_replicas
 from armillary.data.feed._input import Input
 from armillary.data.feed._piece import Piece, add_mask, count_rows
-from armillary.data.feed._stream import Position, SourceBatch
+from armillary.data.feed._position import Position
+from armillary.data.feed._stream import SourceBatch
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
