@@ -22,9 +22,8 @@ from armillary.xla._convolutions import (
     choose_form,
     convolve,
     example_axes,
-    is_supported,
-    scatter_to_winners,
 )
+from armillary.xla._pooling import is_supported, scatter_to_winners
 
 Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
 """A function of a shape and its axis of examples, if any, that returns a sharding."""
