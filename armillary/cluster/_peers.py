@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from armillary.errors import PeerError
 from armillary.lifeline._lifeline import Lifeline, waiting
-from armillary.lifeline._tree import Run
+from armillary.lifeline._tree import Span
 
 _SLICE_SECONDS = 1.0
 _MOST_CHARACTERS = 1 << 22  # Of one value.
@@ -56,10 +56,10 @@ class Peers:
                 f"between processes has at most {_MOST_CHARACTERS:,}. Send less."
             )
         with waiting():
-            runs = self._exchange(topic, value)
+            spans = self._exchange(topic, value)
         failures = [
             f"  process {index} of {self.count}: {text}"
-            for index, _, (kind, _, text) in runs
+            for index, _, (kind, _, text) in spans
             if kind == "error"
         ]
         if failures:
@@ -67,10 +67,10 @@ class Peers:
                 "Another process has failed:\n" + "\n".join(failures) + "\nFix this "
                 "error, and start all processes again."
             )
-        if len({topic for _, _, (_, topic, _) in runs}) > 1:
+        if len({topic for _, _, (_, topic, _) in spans}) > 1:
             places = "\n".join(
                 f"  process {index} of {self.count}: {topic}"
-                for start, stop, (_, topic, _) in runs
+                for start, stop, (_, topic, _) in spans
                 for index in range(start, stop)
             )
             self._fail(
@@ -78,7 +78,7 @@ class Peers:
                 "must run the same program with the same arguments, and take the same "
                 "decisions in it. Base decisions on values that all processes share."
             )
-        return [text for start, stop, (*_, text) in runs for _ in range(start, stop)]
+        return [text for start, stop, (*_, text) in spans for _ in range(start, stop)]
 
     def fail(self, error: BaseException) -> None:
         """Tells the others, at their next round, that this process has failed."""
@@ -108,7 +108,7 @@ class Peers:
             self.fail(error)
             raise
 
-    def _exchange(self, topic: str, value: str) -> list[Run]:
+    def _exchange(self, topic: str, value: str) -> list[Span]:
         """Returns the values of all processes, or raises if one does not answer."""
         self._lifeline.say(["value", topic, value])
         # The others wait longer than process 0, whose error names the late process.

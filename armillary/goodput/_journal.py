@@ -21,7 +21,7 @@ from typing import Any
 from armillary._checks import check_path
 from armillary._records import LinesFile, read_lines
 from armillary.goodput._stopwatch import Category, Stopwatch
-from armillary.lifeline._lifeline import Place
+from armillary.lifeline._lifeline import Phase
 
 FILE_NAME = "goodput.jsonl"
 _FORMAT = "armillary-goodput-1"
@@ -207,10 +207,10 @@ class Recorder(Stopwatch):
         with super().phase(category):
             yield
 
-    def find_place(self) -> Place:
+    def find_phase(self) -> Phase:
         """Returns the place of the program; other threads may call it, too."""
         names = {None: "outside of loops", Category.OTHER: "action"}
-        return Place(names.get(self.category, str(self.category)), self.moves)
+        return Phase(names.get(self.category, str(self.category)), self.moves)
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:

@@ -97,7 +97,7 @@ class Sighting(NamedTuple):
         return text
 
 
-class Place(NamedTuple):
+class Phase(NamedTuple):
     """The phase in which a program is, as its loops report it."""
 
     phase: str
@@ -116,13 +116,13 @@ class Pace:
     """The time that a program has spent at its present place, and the limit for it."""
 
     def __init__(self, now: float) -> None:
-        self.place = Place(OUTSIDE)
+        self.place = Phase(OUTSIDE)
         self.began = now
         self._worked_at = now
         self._work_seconds = 0.0
         self._longest: dict[str, float] = {}
 
-    def look(self, place: Place, work_seconds: float, now: float) -> None:
+    def look(self, place: Phase, work_seconds: float, now: float) -> None:
         """Records the place of the program and its processor time at one moment."""
         is_other = place != self.place
         if is_other:

@@ -23,7 +23,7 @@ from armillary.lifeline._ending import (
     END,
     OUTSIDE,
     Pace,
-    Place,
+    Phase,
     Report,
     Sighting,
     end_process,
@@ -37,7 +37,7 @@ from armillary.lifeline._ending import (
     set_timer,
     waits_for_itself,
 )
-from armillary.lifeline._tree import Ends, Tree, find_place
+from armillary.lifeline._tree import Ends, Tree, find_neighbors
 
 _BEAT_SECONDS = 1.0
 _SEND_SECONDS = 1.0
@@ -57,7 +57,7 @@ class Watched(NamedTuple):
     """The work of a program: its limit, its place and its thread."""
 
     rule: float | None  # Seconds; `None` for the limit that `Pace` finds.
-    find_place: Callable[[], Place]
+    find_phase: Callable[[], Phase]
     thread: threading.Thread = threading.main_thread()
 
 
@@ -83,7 +83,7 @@ class Lifeline:
         # The calls of controllers that run, newest last. If there is none, `_between`
         # counts, which `watch` sets.
         self._calls: dict[object, Watched] = {}
-        self._between = Watched(math.inf, lambda: Place(OUTSIDE))
+        self._between = Watched(math.inf, lambda: Phase(OUTSIDE))
         self._last_rule: float | None = None
         self._timer_rule: float | None = math.inf
         self._pace = Pace(time.monotonic())
@@ -112,7 +112,7 @@ class Lifeline:
 
     @contextlib.contextmanager
     def watching(
-        self, rule: float | None, find_place: Callable[[], Place]
+        self, rule: float | None, find_phase: Callable[[], Phase]
     ) -> Iterator[None]:
         """Reports the place of the program, and ends it if it stays there too long.
 
@@ -121,24 +121,24 @@ class Lifeline:
 
         Args:
             rule: The limit in seconds; `None` for the limit that `Pace` finds.
-            find_place: Returns the present place.
+            find_phase: Returns the present place.
         """
         token = object()
         self._last_rule = rule
         # ORDER: the limit counts from the first look at the new place.
         self._pace.restart(time.monotonic())
         thread = threading.current_thread()
-        self._calls[token] = Watched(rule, find_place, thread)
+        self._calls[token] = Watched(rule, find_phase, thread)
         self._begin(rule)
         try:
             yield
         finally:
             self._calls.pop(token, None)
 
-    def watch(self, rule: float | None, find_place: Callable[[], Place]) -> None:
+    def watch(self, rule: float | None, find_phase: Callable[[], Phase]) -> None:
         """Watches the program from now on, while no call of `watching` runs."""
         self._pace.restart(time.monotonic())
-        self._between = Watched(rule, find_place)
+        self._between = Watched(rule, find_phase)
         self._begin(rule)
 
     def _begin(self, rule: float | None) -> None:
@@ -152,7 +152,7 @@ class Lifeline:
 
     def rest(self) -> None:
         """Ends the watch over the code before a controller."""
-        self.watch(math.inf, lambda: Place(OUTSIDE))
+        self.watch(math.inf, lambda: Phase(OUTSIDE))
 
     @property
     def _now(self) -> "Watched":
@@ -231,7 +231,7 @@ class Lifeline:
         if self._count == 1:
             return  # No other process waits for it.
         self._calls.clear()
-        self.watch(self._last_rule, lambda: Place(END))
+        self.watch(self._last_rule, lambda: Phase(END))
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.tell_failure(error)
@@ -311,7 +311,7 @@ class Lifeline:
         """Returns the report of this process, and the rule for its timer."""
         watched = self._now
         pace = self._pace
-        place = watched.find_place()
+        place = watched.find_phase()
         rule = watched.rule
         stack = read_stack(watched.thread.ident)
         if rule is None and has_company(place.phase, stack):
@@ -320,7 +320,7 @@ class Lifeline:
             rule = math.inf
         timer_rule = rule
         if is_in(COMPILER, stack):
-            place = Place("compiling")
+            place = Phase("compiling")
             rule = math.inf
         pace.look(place, read_work_seconds(place.phase, watched.thread), now)
         limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
@@ -357,7 +357,7 @@ class Lifeline:
         traced = dict(self._sightings)
         for index, seen in traced.items():
             place = index if index in self._tree.members else self._index
-            by = find_place(place, self._count)[0]
+            by = find_neighbors(place, self._count)[0]
             if index == self._index or by is None or by in (index, self._index):
                 continue
             if self._sightings[by].is_silent(now):

@@ -27,7 +27,7 @@ _INDEX_DIGITS = 8
 _NEWS_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
 
 # The first index, the index after the last one, and the entry that the processes sent.
-Run = tuple[int, int, list[str]]
+Span = tuple[int, int, list[str]]
 
 
 class Ends(NamedTuple):
@@ -43,12 +43,12 @@ class Tree:
 
     def __init__(self, index: int, count: int, ends: Ends | None = None) -> None:
         self.ends = ends or Ends()
-        self.parent, self.members, self.children = find_place(index, count)
+        self.parent, self.members, self.children = find_neighbors(index, count)
         self.links: dict[int, Any] = {}  # Objects that can `write` to a neighbor.
-        self.answers: queue.SimpleQueue[list[Run]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[list[Span]] = queue.SimpleQueue()
         self.note: Callable[[int, str, Any], None] = lambda *_: None
         self._index = index
-        self._said: list[Run] = []  # The entries of a round that are not passed on yet.
+        self._said: list[Span] = []  # The entries of a round that are not passed on yet.
         self._num_said = 0
         self._server: asyncio.Server | None = None
 
@@ -77,9 +77,9 @@ class Tree:
             self.send([self.parent], "said", self._said)
             self._said = []
 
-    def answer(self, runs: list[Run]) -> None:
+    def answer(self, spans: list[Span]) -> None:
         """Ends the round in all processes below, and gives them its entries."""
-        self._hand_down(runs, json.dumps(["all", runs]).encode())
+        self._hand_down(spans, json.dumps(["all", spans]).encode())
 
     def find_missing(self) -> list[int]:
         """Returns the processes without an entry in this round."""
@@ -112,20 +112,20 @@ class Tree:
                 os.dup2(nothing, each.fileno())
         os.close(nothing)
 
-    def _add(self, runs: list[Run]) -> None:
-        self._said = _join([*self._said, *runs])
-        self._num_said += sum(stop - start for start, stop, _ in runs)
+    def _add(self, spans: list[Span]) -> None:
+        self._said = _join([*self._said, *spans])
+        self._num_said += sum(stop - start for start, stop, _ in spans)
         if self._num_said >= len(self.members):
             if self.parent is None:
                 self.answer(self._said)
             else:
                 self.pass_on()
 
-    def _hand_down(self, runs: list[Run], line: bytes) -> None:
+    def _hand_down(self, spans: list[Span], line: bytes) -> None:
         # ORDER: the next round begins here before it begins in a child.
         self._said, self._num_said = [], 0
         self._write(self.children, line)
-        self.answers.put(runs)
+        self.answers.put(spans)
 
     def _write(self, indices: Iterable[int | None], line: bytes) -> None:
         for index in indices:
@@ -185,10 +185,10 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
 
-def find_place(index: int, count: int) -> tuple[int | None, range, list[int]]:
+def find_neighbors(index: int, count: int) -> tuple[int | None, range, list[int]]:
     """Returns the parent of a process, the process with all below it, its children."""
     # The processes below a process have the next indices, so that equal entries of
-    # neighbors become one short `Run`.
+    # neighbors become one short `Span`.
     parent = None
     members = range(count)
     while True:
@@ -199,9 +199,9 @@ def find_place(index: int, count: int) -> tuple[int | None, range, list[int]]:
         parent, members = members.start, next(p for p in parts if index in p)
 
 
-def _join(runs: list[Run]) -> list[Run]:
-    joined: list[Run] = []
-    for start, stop, entry in sorted(runs, key=lambda run: run[0]):
+def _join(spans: list[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for start, stop, entry in sorted(spans, key=lambda span: span[0]):
         if joined and joined[-1][1:] == (start, entry):
             start = joined.pop()[0]
         joined.append((start, stop, entry))

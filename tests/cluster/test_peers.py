@@ -7,7 +7,7 @@ import pytest
 
 from armillary.cluster._peers import Peers
 from armillary.errors import PeerError
-from armillary.lifeline._tree import find_place
+from armillary.lifeline._tree import find_neighbors
 from tests import peers
 from tests.patience import patience
 from tests.peers import make_peers, run_together
@@ -15,7 +15,7 @@ from tests.peers import make_peers, run_together
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 16, 100, 1024])
 def test_a_text_passes_few_processes_and_few_connections(count):
-    places = [find_place(index, count) for index in range(count)]
+    places = [find_neighbors(index, count) for index in range(count)]
     behind = [index for _, _, children in places for index in children]
     assert sorted(behind) == list(range(1, count))  # Each is behind one other.
     for index, (parent, members, children) in enumerate(places):
