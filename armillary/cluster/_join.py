@@ -31,8 +31,9 @@ from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError, PeerError
-from armillary.lifeline._ending import JOIN, START, Phase, find_line, put_off_aborts
+from armillary.lifeline._ending import JOIN, START, Phase, put_off_aborts
 from armillary.lifeline._lifeline import Lifeline, get_lifeline, set_lifeline
+from armillary.lifeline._lines import find_line
 from armillary.lifeline._tree import (
     Ends,
     attend,

@@ -39,7 +39,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
 from armillary.goodput._stopwatch import Category
-from armillary.lifeline._ending import DEBUGGER, MAKERS, is_in, read_stack
+from armillary.lifeline._lines import DEBUGGER, MAKERS, is_in, read_stack
 from armillary.state._summarize import ModelSummary, summarize
 from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer

@@ -19,8 +19,9 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._ending import COMPILER, Line, Phase, Report
+from armillary.lifeline._ending import Phase, Report
 from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lines import COMPILER, Line
 from armillary.lifeline._tree import (
     Ends,
     attend,
@@ -410,6 +411,7 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
 ENDS = """
     import sys
     from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lines import COMPILER, Line
     from armillary.lifeline._tree import Ends, connect
 
     connection = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)
