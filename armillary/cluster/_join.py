@@ -331,7 +331,7 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
             "`CommunicationOptions(timeout_seconds=...)`."
         )
         set_process(Process(index, count))
-        get_lifeline().conclude(text)
+        get_lifeline().conclude(text, cause=late[0])
         raise PeerError(text)
 
 

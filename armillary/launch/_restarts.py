@@ -19,12 +19,6 @@ MOST_ALIKE = 3
 _MOST_CRASHES = 2
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The parts of the lifeline's messages that name the process which ended the others.
-_NAMED = re.compile(
-    r"Process (\d+) of \d+ (?:is gone|has failed|has not joined)|"
-    r"process (\d+) of .*\(stopped\?\)|"
-    r"Another process has failed:\s+process (\d+) of"
-)
 
 
 class Attempt(NamedTuple):
@@ -38,33 +32,28 @@ class Attempt(NamedTuple):
 
 
 def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | None:
-    """Returns the index of the worker that failed first; `endings` has their order."""
+    """Returns the index of the worker that failed first.
+
+    Args:
+        endings: The ends of the workers, in their order.
+        named: The workers that others name as the cause of the end.
+    """
     asked = [i for i, ending in endings.items() if ending.is_asked]
     alone = [i for i in endings if i not in asked]
     failed = [i for i in alone if endings[i].returncode != 0]
-    own = [i for i in failed if not endings[i].is_reaction]
     if not failed and not asked:
         return None
-    blamed = [i for i in endings if i in named and (i in own or i not in failed)]
+
+    own = [i for i in failed if not endings[i].is_reaction]
+    blamed: list[int] = []
+    for index in endings:
+        is_reaction = index in failed and index not in own
+        if index in named and not is_reaction:
+            blamed.append(index)
     saved = [i for i in failed[:1] if endings[i].cause is ExitCode.PREEMPTED]
     # A worker that ended with 0 while others needed it.
     early = [i for i in alone[:1] if endings[i].returncode == 0]
     return [*blamed, *own, *saved, *early, *asked, *failed][0]
-
-
-def find_named(words: Sequence[str]) -> set[int]:
-    """Returns the processes that others name as the cause of the end."""
-    return {
-        int(match[match.lastindex or 0])
-        for index, said in enumerate(words)
-        for match in _NAMED.finditer(said)
-        if int(match[match.lastindex or 0]) != index
-    }
-
-
-def find_stopped(said: str) -> set[int]:
-    """Returns the processes that do not answer, from the message of another one."""
-    return {int(match[2]) for match in _NAMED.finditer(said) if match[2]}
 
 
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:

@@ -25,9 +25,7 @@ from armillary.launch._restarts import (
     Attempt,
     Restarts,
     find_first,
-    find_named,
     find_stop_code,
-    find_stopped,
     waits_in_vain,
 )
 
@@ -171,6 +169,8 @@ class _Group:
         most, pause = self._job.max_restarts, self._job.pause_seconds
         self.restarts = Restarts(most, pause, is_evaluator=is_evaluator)
         self.children: list[Process] = []
+        # The workers that others have named as the cause of the end.
+        self._named: set[int] = set()
         self._tails: dict[str, deque[str]] = {}
         # True if the running workers wait to join a worker that will never come.
         self._is_in_vain = False
@@ -246,6 +246,7 @@ class _Group:
     async def _run_attempt(self) -> Attempt:
         """Runs all processes once; returns the outcome."""
         self.children = []
+        self._named = set()
         self._is_in_vain = False
         supervisor = self._supervisor
         machines = self._job.machines
@@ -268,7 +269,7 @@ class _Group:
                 machines.release()
         endings = {index: self.children[index].ended.result() for index in order}
         words = [self._find_words(child) for child in self.children]
-        first = find_first(endings, find_named(words))
+        first = find_first(endings, self._named)
         is_over = self._is_evaluator and supervisor.is_ending.is_set()
         if first is not None and not is_over:
             self._show_failure(first)
@@ -336,22 +337,29 @@ class _Group:
         child.listen(functools.partial(self._hear, child))
 
     def _hear(self, child: Process, word: str, *values: Any) -> None:
+        """Handles a message of a process."""
         # A late message belongs to an earlier attempt.
-        if child in self.children:
-            self.restarts.hear(word, *values)
-            if word == "joined":
-                self._job.machines.meet(self.children.index(child))
-            elif word == "failed" and not self._is_evaluator:
-                self._end_stopped(find_stopped(values[0]))
-            self._give_up_join()
+        if child not in self.children:
+            return
+        sender = self.children.index(child)
+        self.restarts.hear(word, *values)
+        if word == "joined":
+            self._job.machines.meet(sender)
+        elif word == "caused_by" and values[0] != sender:
+            self._named.add(values[0])
+        elif word == "stopped" and not self._is_evaluator:
+            self._end_stopped(values[0])
+        self._give_up_join()
 
-    def _end_stopped(self, stopped: set[int]) -> None:
-        """Immediately kills the workers that the others report as stopped."""
-        for index, child in enumerate(self.children):
-            if index in stopped and child in self.running:
-                self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
-                child.is_asked = True
-                child.send_signal(signal.SIGKILL)
+    def _end_stopped(self, index: int) -> None:
+        """Immediately kills a worker that others report as stopped."""
+        if not 0 <= index < len(self.children):
+            return
+        child = self.children[index]
+        if child in self.running:
+            self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
+            child.is_asked = True
+            child.send_signal(signal.SIGKILL)
 
     def _give_up_join(self) -> None:
         """Ends the workers if they wait for a worker that will never join them."""

@@ -173,6 +173,16 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
     )
 
 
+def find_stopped(sightings: Mapping[int, Sighting], now: float) -> list[int]:
+    """Returns the processes that do not answer, although their messages could come."""
+    stopped: list[int] = []
+    for index, each in sightings.items():
+        is_running = not each.report.has_ended
+        if is_running and each.is_silent(now) and each.by is None:
+            stopped.append(index)
+    return stopped
+
+
 def _find_least_limit(sightings: Iterable[Sighting]) -> float:
     """Returns the least limit of some processes, infinite if none has a limit."""
     least = math.inf

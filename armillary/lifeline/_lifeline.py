@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from armillary._launcher import tell
@@ -28,6 +28,7 @@ from armillary.lifeline._ending import (
     Sighting,
     end_process,
     find_hang,
+    find_stopped,
     has_company,
     leave,
     read_work_seconds,
@@ -60,13 +61,28 @@ class Watched(NamedTuple):
     thread: threading.Thread = threading.main_thread()
 
 
+class Verdict(NamedTuple):
+    """The reason for which a job ends, and the processes that are the cause."""
+
+    reason: str
+    causes: Sequence[int] = ()
+    stopped: Sequence[int] = ()  # The processes among them that do not answer.
+
+    def tell(self) -> None:
+        """Names the causes to the launcher, which restarts the job."""
+        for index in self.causes:
+            tell("caused_by", index)
+        for index in self.stopped:
+            tell("stopped", index)
+
+
 class Lifeline:
     """Watches the processes of a job, or one process that is alone."""
 
     def __init__(
         self, index: int = 0, count: int = 1, ends: Ends | None = None
     ) -> None:
-        self.verdict: str | None = None
+        self._verdict: Verdict | None = None
         self._index = index
         self._count = count
         self._tree = Tree(index, count, ends)
@@ -161,10 +177,15 @@ class Lifeline:
         calls = list(self._calls.values())  # A copy, as threads may begin and end.
         return calls[-1] if calls else self._between
 
-    def conclude(self, text: str) -> None:
-        """Ends this process for a reason, unless a person is there."""
+    @property
+    def verdict(self) -> str | None:
+        """The reason for which the job ends, if it does."""
+        return None if self._verdict is None else self._verdict.reason
+
+    def conclude(self, reason: str, cause: int) -> None:
+        """Ends this process because of another one, unless a person is there."""
         if not hasattr(sys, "ps1"):
-            self._call(self._conclude, text)
+            self._call(self._conclude, Verdict(reason, [cause]))
             self._has_verdict.wait(_VERDICT_SECONDS)
 
     def close(self) -> None:
@@ -268,13 +289,15 @@ class Lifeline:
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
 
         # The next lines take some seconds. The timer stays, in case they get stuck.
-        if self.verdict is not None:
-            self._tree.send(list(self._tree.links), "verdict", self.verdict)
+        if self._verdict is not None:
+            self._tree.send(list(self._tree.links), "verdict", self._verdict)
+            # Each process names the causes to the launcher, in case another one cannot.
+            self._verdict.tell()
             self._has_verdict.set()
             if self._has_failed:
                 # The others end because of this process, which has shown its error.
                 leave(ExitCode.FAILED)
-            end_process(self.verdict)
+            end_process(self._verdict.reason)
         set_timer(math.inf)
         self._tree.close()
 
@@ -292,13 +315,14 @@ class Lifeline:
 
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
-                self._conclude(
-                    f"Process {index} of {self._count} has failed: {failure}"
-                )
+                reason = f"Process {index} of {self._count} has failed: {failure}"
+                self._conclude(Verdict(reason, [index]))
         if self._index == _CHIEF or self._replaces_chief(own, now):
-            text = find_hang(self._trace_silence(now), self._count, now)
-            if text is not None:
-                self._conclude(text)
+            sightings = self._trace_silence(now)
+            reason = find_hang(sightings, self._count, now)
+            if reason is not None:
+                stopped = find_stopped(sightings, now)
+                self._conclude(Verdict(reason, stopped, stopped))
 
     def _replaces_chief(self, own: Report, now: float) -> bool:
         """Returns whether process 0, which decides for all, is itself stopped."""
@@ -404,14 +428,15 @@ class Lifeline:
         elif kind == "failure":
             self._note_failure(*value)
         elif kind == "verdict":
-            self._conclude(value)
+            self._conclude(Verdict(*value))
         elif index not in self._failures and not self.has_ended(index):
             report = self._sightings[index].report
-            self._conclude(
+            reason = (
                 f"Process {index} of {self._count} is gone ({report.phase}, "
                 f"{report.line}). It was killed, has crashed, or its machine or "
                 "network is down. Its own output may show the reason."
             )
+            self._conclude(Verdict(reason, [index]))
 
     def _note_failure(self, index: int, text: str) -> None:
         """Passes a failure on to process 0, which ends the round with it.
@@ -430,9 +455,10 @@ class Lifeline:
         elif index in tree.members:
             tree.send([tree.parent], *message)
 
-    def _conclude(self, text: str) -> None:
-        if self.verdict is None:
-            self.verdict = text
+    def _conclude(self, verdict: Verdict) -> None:
+        """Ends the watch with a verdict; the first one counts."""
+        if self._verdict is None:
+            self._verdict = verdict
             self._is_done.set()
 
 

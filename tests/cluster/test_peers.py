@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from armillary.cluster import _peers
 from armillary.cluster._peers import Peers
 from armillary.errors import PeerError
 from armillary.lifeline._tree import find_neighbors
@@ -96,6 +97,19 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
             assert f"process {failing} of {count}: ValueError: no disk" in str(
                 caught.value
             )
+
+
+def test_a_failure_is_named_to_the_launcher(monkeypatch):
+    told = []
+    monkeypatch.setattr(_peers, "tell", lambda *message: told.append(message))
+
+    def talk(peers: Peers) -> object:
+        if peers.index == 1:
+            peers.fail(ValueError("no disk"))
+        return peers.gather("end", "")
+
+    run_together(talk)
+    assert told == [("caused_by", 1)]
 
 
 def test_a_silent_process_is_named_in_time():

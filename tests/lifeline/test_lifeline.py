@@ -108,6 +108,26 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
         assert job.lifelines[index].wait_for_verdict(0.0) == reason
 
 
+def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    job = start(3)
+    close(job.lifelines[2])
+    wait_until(lambda: len(told) == 2)
+    assert told == [("caused_by", 2)] * 2
+
+
+def test_a_stopped_process_is_named_to_the_launcher(start, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", 0.2)
+    job = start(2)
+    monkeypatch.setattr(job.lifelines[1], "_beat", lambda now: None)
+    with job.lifelines[0].watching(0.5, lambda: Phase("step", 1)):
+        wait_until(lambda: ("stopped", 1) in told)
+    assert told[:2] == [("caused_by", 1), ("stopped", 1)]
+
+
 def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     job, timers, is_broken = start(2), [], True
     own = [lifeline._thread for lifeline in job.lifelines]

@@ -40,6 +40,17 @@ def test_a_job_is_stuck_when_no_process_goes_on():
     )
 
 
+def test_only_a_running_process_that_could_answer_is_stopped():
+    silent = see(silent=9)
+    sightings = [
+        see(),
+        silent,
+        silent._replace(by=1),
+        silent._replace(report=silent.report._replace(has_ended=True)),
+    ]
+    assert _ending.find_stopped(dict(enumerate(sightings)), NOW) == [1]
+
+
 def test_a_process_that_goes_on_is_waited_for():
     assert find_hang(see(), see(quiet=3)) is None
 
