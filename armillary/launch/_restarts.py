@@ -78,11 +78,13 @@ class Restarts:
         self._evaluated = set[str]()
         # The checkpoint that the attempt restored, until its first loop has ended.
         self._restored = ""
-        self._go_on()
+        self._forget()
 
-    def _go_on(self) -> None:
+    def _forget(self) -> None:
         """Starts the counts since the last progress again."""
-        self._attempts = self._failures = self._alike = 0
+        self._attempts = 0
+        self._failures = 0
+        self._alike = 0
         self._last: tuple[int, str] | None = None
         self._crashes: Counter[str] = Counter()
         self._has_skipped = False
@@ -91,8 +93,10 @@ class Restarts:
     def pause_seconds(self) -> float:
         """The seconds before the next restart: they double, up to a bound."""
         # The bound of the exponent keeps the power a number that a float can hold.
-        seconds = self._first_seconds * 2 ** min(max(0, self._attempts - 1), 30)
-        return min(seconds, max(MAX_PAUSE_SECONDS, self._first_seconds))
+        num_doublings = min(max(0, self._attempts - 1), 30)
+        seconds = self._first_seconds * 2**num_doublings
+        longest = max(MAX_PAUSE_SECONDS, self._first_seconds)
+        return min(seconds, longest)
 
     def hear(self, word: str, *values: Any) -> None:
         """Handles a message of a process."""
@@ -101,12 +105,12 @@ class Restarts:
             self.skipped = ""
             if number > self._highest:
                 self._highest = number
-                self._go_on()
+                self._forget()
         elif word == "restored":
             self._restored = values[0]
             if self._is_evaluator and self._restored not in self._evaluated:
                 self._evaluated.add(self._restored)
-                self._go_on()
+                self._forget()
         elif word == "trained":
             self._restored = ""
 
@@ -118,20 +122,21 @@ class Restarts:
         # A wrong command line is also wrong in the next attempt.
         if cause in {ExitCode.OK, ExitCode.USAGE} or not self._most:
             return cause, "", ""
+
         self._attempts += 1
         if absence or ending.loss or cause is ExitCode.PREEMPTED:
             self.count += 1
             return None, "restart", absence or "a machine was taken away"
+
         self._failures += 1
         # A kill from outside need not come again, however often it came.
         is_own = -ending.returncode not in _FROM_OUTSIDE
-        last = (ending.returncode, _NUMBERS.sub("#", words))
-        self._alike = self._alike + 1 if is_own and last == self._last else 1
-        self._last = last
+        self._count_alike(ending.returncode, words, is_own=is_own)
         if is_own and restored and not self._is_evaluator:
             self._crashes[restored] += 1
         is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
-        if self._failures <= self._most and (is_bad or self._alike < MOST_ALIKE):
+        is_hopeless = self._alike >= MOST_ALIKE and not is_bad
+        if self._failures <= self._most and not is_hopeless:
             self.count += 1
             why = ""
             if is_bad:
@@ -139,22 +144,32 @@ class Restarts:
                 self.skipped = restored
                 why = f"the first steps after `{restored}` failed twice: without it"
             return None, f"restart {self._failures} of {self._most}", why
+
         why = f"the last of {self._failures} failures"
         if self._alike >= MOST_ALIKE:
             why = f"the same failure {self._alike} times"
-        said = f": {words.rstrip('.')}" if words else ""
-        return ExitCode.TOO_MANY_RESTARTS, "", f"{why} without a newer checkpoint{said}"
+        error = f": {words.rstrip('.')}" if words else ""
+        why = f"{why} without a newer checkpoint{error}"
+        return ExitCode.TOO_MANY_RESTARTS, "", why
+
+    def _count_alike(self, returncode: int, words: str, *, is_own: bool) -> None:
+        """Counts equal failures in a row; numbers in the error may differ."""
+        last = (returncode, _NUMBERS.sub("#", words))
+        self._alike = self._alike + 1 if is_own and last == self._last else 1
+        self._last = last
 
 
 def waits_in_vain(children: Sequence[Process]) -> bool:
     """Returns whether running workers wait, or will wait, for one that has ended."""
-    joins = any("joining" in child.told for child in children)
     ended = [child for child in children if child.ended.done()]
     running = [child for child in children if child not in ended]
     if not (running and ended):
         return False
+    if all(child.is_joining for child in running):
+        return True
+    if any("joined" in child.told for child in children):
+        return False
     # A worker failed before it came, although the processes of its program join.
+    joins = any("joining" in child.told for child in children)
     failed = [child for child in ended if child.ended.result().returncode]
-    never_came = joins and any("joining" not in child.told for child in failed)
-    has_joined = any("joined" in child.told for child in children)
-    return (never_came and not has_joined) or all(each.is_joining for each in running)
+    return joins and any("joining" not in child.told for child in failed)
