@@ -43,7 +43,7 @@ class _Message:
 
 
 @dataclass(eq=False)
-class _Worker:
+class _ServedWorker:
     index: int
     actor: Any
     label: str
@@ -95,12 +95,12 @@ class Scheduler:
         actor = import_ray().remote(ParameterServer)
         return actor.options(**self._strategy.actor_options("ps", index)).remote()
 
-    def _make_worker(self, index: int) -> _Worker:
+    def _make_worker(self, index: int) -> _ServedWorker:
         options = self._strategy.actor_options("worker", index)
         actor = import_ray().remote(Worker).options(**options)
         strategy = self._strategy
         made = actor.remote(index, strategy.num_workers, strategy.axis_name)
-        return _Worker(index, made, self._strategy.name_task("worker", index))
+        return _ServedWorker(index, made, self._strategy.name_task("worker", index))
 
     def _watch_servers(self) -> None:
         """Warns about parameter servers that have not started in time.
@@ -201,7 +201,7 @@ class Scheduler:
 
     # The thread of a worker calls these methods.
 
-    def _serve(self, worker: _Worker) -> None:
+    def _serve(self, worker: _ServedWorker) -> None:
         while not self.is_stopped:
             try:
                 self._go_on(worker)
@@ -218,7 +218,7 @@ class Scheduler:
                     self._cancel_queue()
                     self._changed.notify_all()
 
-    def _go_on(self, worker: _Worker) -> None:
+    def _go_on(self, worker: _ServedWorker) -> None:
         """Greets a new worker, sends calls, or waits for the end of some calls."""
         if not worker.pid:
             greeting = worker.actor.greet.remote()
@@ -241,7 +241,7 @@ class Scheduler:
         except Exception as error:  # An argument may have been deleted, for example.
             self._end(worker, message, [Failed(error)] * len(message.closures))
 
-    def _take(self, worker: _Worker) -> _Message | None:
+    def _take(self, worker: _ServedWorker) -> _Message | None:
         """Returns the next calls for a worker; if it has none, waits for some."""
         with self._changed:
             if not worker.messages:
@@ -254,7 +254,7 @@ class Scheduler:
             worker.messages.append(message)
             return message
 
-    def _find(self, worker: _Worker) -> Closure | None:
+    def _find(self, worker: _ServedWorker) -> Closure | None:
         """Returns the next call that a worker may begin."""
         ahead = len(worker.messages)
         if not self._queue or ahead >= _DEPTH:
@@ -265,7 +265,7 @@ class Scheduler:
             return None
         return next((call for call in self._queue if call.is_ready), None)
 
-    def _take_more(self, worker: _Worker, first: Closure) -> list[Closure]:
+    def _take_more(self, worker: _ServedWorker, first: Closure) -> list[Closure]:
         """Returns the next short calls of a function, to go in one message."""
         task, taken = first.task, list[Closure]()
         if task.number not in worker.known:
@@ -279,7 +279,7 @@ class Scheduler:
             taken.append(self._queue.popleft())
         return taken
 
-    def _send(self, worker: _Worker, message: _Message) -> None:
+    def _send(self, worker: _ServedWorker, message: _Message) -> None:
         closures = message.closures
         task = closures[0].task
         if worker.servers is not self.servers:
@@ -310,12 +310,14 @@ class Scheduler:
         results = run.remote(worker.pid, task.number, numbers, oldest, *arguments)
         message.statuses, *message.values = results
 
-    def _finish(self, worker: _Worker, message: _Message) -> None:
+    def _finish(self, worker: _ServedWorker, message: _Message) -> None:
         first = message.closures[0]
         doing = f"runs call {first.number} of `{first.task.name}`"
         self._end(worker, message, self._get(worker, message.statuses, doing))
 
-    def _end(self, worker: _Worker, message: _Message, statuses: list[Any]) -> None:
+    def _end(
+        self, worker: _ServedWorker, message: _Message, statuses: list[Any]
+    ) -> None:
         """Sets the results or the errors of the calls of a message."""
         with self._changed:
             if self.is_stopped:
@@ -336,7 +338,7 @@ class Scheduler:
             worker.messages.remove(message)  # Last, because an error may end this.
             self._changed.notify_all()
 
-    def _wait_for(self, worker: _Worker, error: Exception) -> None:
+    def _wait_for(self, worker: _ServedWorker, error: Exception) -> None:
         """Waits before a worker is greeted again; warns once if it does not start."""
         seconds = time.monotonic() - worker.down_since
         if seconds > self._strategy.report_seconds:
@@ -345,7 +347,7 @@ class Scheduler:
             worker.down_since = math.inf
         time.sleep(_RETRY_SECONDS)
 
-    def _lose(self, worker: _Worker, error: Exception) -> None:
+    def _lose(self, worker: _ServedWorker, error: Exception) -> None:
         """Puts the calls of a lost worker back at the front of the queue."""
         with self._changed:
             lost = [closure for each in worker.messages for closure in each.closures]
@@ -393,7 +395,7 @@ class Scheduler:
             "and fills all servers from the coordinator's objects."
         )
 
-    def _get(self, worker: _Worker, reference: Any, doing: str | None) -> Any:
+    def _get(self, worker: _ServedWorker, reference: Any, doing: str | None) -> Any:
         """Returns the answer of a worker; logs a warning if it takes long.
 
         Args:

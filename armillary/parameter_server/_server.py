@@ -53,7 +53,7 @@ def to_host(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The server that holds one part of a variable."""
 
     server: int
@@ -64,13 +64,13 @@ class Place(NamedTuple):
         return array if self.rows is None else array[slice(*self.rows)]
 
 
-def places_to_read(places: Sequence[Place]) -> Sequence[Place]:
-    """Returns the places that together hold a variable once."""
-    return places[:1] if places[0].rows is None else places
+def locations_to_read(locations: Sequence[Location]) -> Sequence[Location]:
+    """Returns the locations that together hold a variable once."""
+    return locations[:1] if locations[0].rows is None else locations
 
 
-def join(places: Sequence[Place], found: Mapping[Part, np.ndarray]) -> np.ndarray:
-    rows = [found[place.part] for place in places_to_read(places)]
+def join(locations: Sequence[Location], found: Mapping[Part, np.ndarray]) -> np.ndarray:
+    rows = [found[location.part] for location in locations_to_read(locations)]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 

@@ -22,11 +22,11 @@ from armillary.parameter_server._optimizers import (
 from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
+    Location,
     Part,
-    Place,
     fetch,
     join,
-    places_to_read,
+    locations_to_read,
     to_host,
     type_of,
 )
@@ -42,8 +42,8 @@ class _Variable:
     path: str
     type: ArrayType
     num_parts: int  # The number of parts that the partitioner has chosen.
-    # The places of its parts; or, if it is whole, the places of its copies.
-    places: tuple[Place, ...] = ()
+    # The locations of its parts; or, if it is whole, the locations of its copies.
+    locations: tuple[Location, ...] = ()
     # The value of the coordinator's object at the last exchange with the servers.
     held: Any = None
 
@@ -97,8 +97,8 @@ class Variables:
         return number
 
     def _retire(self, number: int) -> None:
-        """Forgets the places of a variable that was replaced by another one."""
-        self._variables[number].places = ()
+        """Forgets the locations of a variable that was replaced by another one."""
+        self._variables[number].locations = ()
 
     def place(
         self, task: ScheduledTask, spec: TaskSpec, servers: Sequence[Any]
@@ -115,14 +115,16 @@ class Variables:
                 self._place_update(key, update.renumbered(numbers), dumped, new)
             slots = sorted({*spec.additions, *spec.reads})
             for number in (numbers[slot] for slot in slots):
-                if not self._variables[number].places:
+                if not self._variables[number].locations:
                     self._assign(number, 1, self._variables[number].type.num_bytes)
                     new.append(number)
             self._put(new, servers)
             self._define(keys, servers)
             slots += spec.updated
-            places = {slot: self._variables[numbers[slot]].places for slot in slots}
-            task.placed = PlacedTask(places, keys)
+            locations = {
+                slot: self._variables[numbers[slot]].locations for slot in slots
+            }
+            task.placed = PlacedTask(locations, keys)
 
     def _place_update(
         self, key: Any, spec: UpdateSpec, dumped: bytes, new: list[int]
@@ -137,18 +139,20 @@ class Variables:
             if owner is not None:
                 sizes[owner] += types[slot].num_bytes
         for param in sorted(sizes, key=lambda param: (-sizes[param], param)):
-            if not known[param].places:
+            if not known[param].locations:
                 self._assign(param, self._count_parts(param, split), sizes[param])
                 new.append(param)
-        servers = {place.server for param in sizes for place in known[param].places}
-        shared = [Place(server, (0, 0)) for server in sorted(servers)]
+        servers = {
+            location.server for param in sizes for location in known[param].locations
+        }
+        shared = [Location(server, (0, 0)) for server in sorted(servers)]
         for slot, owner in split.owners.items():
-            of = shared if owner is None else known[owner].places
-            places = tuple(p._replace(part=(slot, p.part[1])) for p in of)
-            if not known[slot].places:
-                known[slot].places = places
+            of = shared if owner is None else known[owner].locations
+            locations = tuple(p._replace(part=(slot, p.part[1])) for p in of)
+            if not known[slot].locations:
+                known[slot].locations = locations
                 new.append(slot)
-            elif not set(known[slot].places).issuperset(places):
+            elif not set(known[slot].locations).issuperset(locations):
                 raise RuntimeError(
                     f"{paths[slot]} of an optimizer was placed on a parameter server "
                     "by another function, before the one that updates its variables. "
@@ -173,12 +177,12 @@ class Variables:
         variable = self._variables[number]
         loads = self._loads
         rows = cut(variable.type.shape[0], num_parts) if num_parts > 1 else [None]
-        places: list[Place] = []
+        locations: list[Location] = []
         for index, part in enumerate(rows):
             server = min(range(len(loads)), key=lambda i: (loads[i], i))
             loads[server] += num_bytes // num_parts
-            places.append(Place(server, (number, index), part))
-        variable.places = tuple(places)
+            locations.append(Location(server, (number, index), part))
+        variable.locations = tuple(locations)
 
     def _define(self, keys: Iterable[Any], servers: Sequence[Any]) -> None:
         import_ray().get(
@@ -198,10 +202,10 @@ class Variables:
             variable = self._variables[number]
             leaf = leaves[number] = variable.slot.read()[variable.offset]
             array = to_host(as_array(leaf))
-            for place in variable.places:
-                types, values = sent.setdefault(place.server, ({}, {}))
+            for location in variable.locations:
+                types, values = sent.setdefault(location.server, ({}, {}))
                 types[number] = variable.type
-                values[place.part] = place.cut(array)
+                values[location.part] = location.cut(array)
         import_ray().get([servers[i].put.remote(*each) for i, each in sent.items()])
         for number, leaf in leaves.items():
             self._variables[number].held = leaf
@@ -211,7 +215,7 @@ class Variables:
         changed: list[int] = []
         with self.lock:
             for number, variable in enumerate(self._variables):
-                if not variable.places:
+                if not variable.locations:
                     continue
                 try:
                     leaf = variable.slot.read()[variable.offset]
@@ -229,18 +233,18 @@ class Variables:
 
     def put_all(self, servers: Sequence[Any]) -> None:
         with self.lock:
-            placed = (i for i, each in enumerate(self._variables) if each.places)
+            placed = (i for i, each in enumerate(self._variables) if each.locations)
             self._put(placed, servers)
             self._define(self._updates, servers)
 
     def fetch(self, servers: Sequence[Any]) -> None:
         """Copies the values of the servers into the coordinator's objects."""
         with self.lock:
-            placed = [variable for variable in self._variables if variable.places]
+            placed = [variable for variable in self._variables if variable.locations]
             parts: dict[int, list[Part]] = {}
             for variable in placed:
-                for place in places_to_read(variable.places):
-                    parts.setdefault(place.server, []).append(place.part)
+                for location in locations_to_read(variable.locations):
+                    parts.setdefault(location.server, []).append(location.part)
             found: dict[Part, np.ndarray] = {}
             answers = import_ray().get(
                 [servers[i].read.remote(tuple(held)) for i, held in parts.items()]
@@ -250,7 +254,7 @@ class Variables:
             leaves: dict[int, tuple[Slot, list[Any]]] = {}
             for variable in placed:
                 # The array is copied, because its memory belongs to the object store.
-                whole = jnp.array(join(variable.places, found))
+                whole = jnp.array(join(variable.locations, found))
                 variable.held = variable.type.from_host(whole)
                 slot = variable.slot
                 _, held = leaves.setdefault(id(slot), (slot, slot.read()))

@@ -25,8 +25,8 @@ from armillary.parameter_server._tasks import (
     NOWHERE,
     Datasets,
     PlacedTask,
-    Task,
     WorkerStrategy,
+    WorkerTask,
 )
 
 
@@ -55,7 +55,7 @@ class _ServerLostError(Exception):
         self.server = server
 
 
-Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
+ReadAhead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 """Values that were read before their call began, by server: parts and answer."""
 
 
@@ -64,10 +64,10 @@ class Worker(Actor):
         self._strategy = WorkerStrategy(index, num_workers, axis_name)
         self._datasets = Datasets(self._strategy)
         self._servers: list[Any] = []
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, WorkerTask] = {}
 
     def connect(self, servers: list[Any]) -> None:
-        """Takes new parameter servers, and forgets the places of variables."""
+        """Takes new parameter servers, and forgets the locations of variables."""
         self._servers = servers
         for task in self._tasks.values():
             task.placed = NOWHERE
@@ -85,7 +85,7 @@ class Worker(Actor):
             if number not in self._tasks:
                 held = [type_.zeros() for type_ in shipped.types]
                 call = unship(shipped.payload, held, self._strategy)
-                self._tasks[number] = Task(call, shipped.types, self._strategy)
+                self._tasks[number] = WorkerTask(call, shipped.types, self._strategy)
             return self._tasks[number].trace(arrays, self._datasets)[0].spec
         except Exception as error:
             return _failed(error)
@@ -102,7 +102,7 @@ class Worker(Actor):
         size = len(arrays) // len(calls)
         ended: list[Done | Failed] = []
         results: list[Any] = [None] * len(calls)
-        ahead: Ahead = {}
+        ahead: ReadAhead = {}
         for i, call in enumerate(calls):
             start = time.perf_counter()
             own = arrays[i * size : (i + 1) * size]
@@ -121,8 +121,14 @@ class Worker(Actor):
         return [ended, *results]
 
     def _run(
-        self, task: Task, call: int, oldest: int, arrays: Any, ahead: Any, last: bool
-    ) -> tuple[int, Any, Ahead]:
+        self,
+        task: WorkerTask,
+        call: int,
+        oldest: int,
+        arrays: Any,
+        ahead: Any,
+        last: bool,
+    ) -> tuple[int, Any, ReadAhead]:
         """Runs one call; returns its staleness, its result, and values read ahead."""
         program, counts = task.trace(arrays, self._datasets)
         reads = task.reads(program.spec)
