@@ -61,7 +61,9 @@ class PerWorkerIterator:
                 "`ClusterCoordinator.schedule`, and call `next` in the function."
             )
         iterators = _offered[-1]
-        return next(iterators.setdefault(self._number, StepIterator(self._number, ())))
+        # An iterator without batches ends the trace, which is repeated with one more.
+        empty = StepIterator(self._number, ())
+        return next(iterators.setdefault(self._number, empty))
 
     get_next = __next__
 
@@ -132,10 +134,11 @@ class Datasets:
         strategy = self._strategy
         try:
             dataset_fn = find_dataset_fn()
+            # As in TensorFlow, the function need not take the context.
+            takes_context = bool(inspect.signature(dataset_fn).parameters)
+            arguments = [strategy.input_context] if takes_context else []
             with strategy.scope():
-                # As in TensorFlow, the function need not take the context.
-                takes_context = bool(inspect.signature(dataset_fn).parameters)
-                dataset = dataset_fn(*[strategy.input_context] * takes_context)
+                dataset = dataset_fn(*arguments)
             if not isinstance(dataset, DistributedDataset):
                 dataset = strategy.distribute_dataset(dataset)
             ahead = _Lookahead(dataset.source_name, iter(dataset), collections.deque())
@@ -212,11 +215,9 @@ class WorkerTask:
         while True:
             arguments = datasets.peek(counts), list(arrays)
             key = _shapes_and_dtypes(arguments)
-            if (program := self._programs.get(key)) is not None:
-                return program, counts
-            types = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(*_shape_and_dtype(leaf)), arguments
-            )
+            if key in self._programs:
+                return self._programs[key], counts
+            types = jax.tree.map(_as_type, arguments)
             try:
                 with self._strategy.scope():
                     program = TaskProgram(self._call, self._flat, types, self._fn)
@@ -226,22 +227,27 @@ class WorkerTask:
                 self._programs[key] = program
 
     def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
-        given = iter(arrays)
-        args, kwargs = self._tree.unflatten(
-            next(given) if isinstance(leaf, Dynamic) else leaf for leaf in self._leaves
-        )
+        """Calls the function, with arrays in the places of the stand-ins."""
+        remaining = iter(arrays)
+        leaves = [
+            next(remaining) if isinstance(leaf, Dynamic) else leaf
+            for leaf in self._leaves
+        ]
+        args, kwargs = self._tree.unflatten(leaves)
         with offered(batches):
             return self._fn(*args, **kwargs)
 
     def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
+        """Returns the parts that a call reads from each server."""
         reads: dict[int, list[Part]] = collections.defaultdict(list)
         for slot in spec.reads:
             for location in locations_to_read(self.placed.locations[slot]):
                 reads[location.server].append(location.part)
-        # A call that sends changes must know the version of the server at its start.
+        # A call that sends changes must know the version of the server at its start, so
+        # it asks the server even if it reads nothing.
         for slot in (*spec.updated, *spec.additions):
             for location in self.placed.locations[slot]:
-                reads[location.server] += ()
+                reads.setdefault(location.server, [])
         return {server: tuple(parts) for server, parts in reads.items()}
 
     def join(
@@ -266,25 +272,35 @@ class WorkerTask:
         self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
     ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
         """Returns the message for each server: updates and additions."""
-        sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
+        messages: dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]] = {}
+
+        def message_for(location: Location) -> Any:
+            return messages.setdefault(location.server, ({}, {}))
+
         for update, key, leaves in zip(
             spec.updates, self.placed.updates, gradients, strict=True
         ):
             for slot, leaf in zip(update.param_slots, leaves, strict=True):
+                array = np.asarray(leaf)
                 for location in self.placed.locations[slot]:
-                    cut = location.cut(np.asarray(leaf))
-                    sent[location.server][0][key][location.part] = cut
+                    updates, _ = message_for(location)
+                    parts = updates.setdefault(key, {})
+                    parts[location.part] = location.cut(array)
         for slot, leaf in zip(spec.additions, additions, strict=True):
+            array = np.asarray(leaf)
             for location in self.placed.locations[slot]:
-                sent[location.server][1][location.part] = location.cut(np.asarray(leaf))
-        return {
-            server: (dict(updates), added) for server, (updates, added) in sent.items()
-        }
+                _, added = message_for(location)
+                added[location.part] = location.cut(array)
+        return messages
 
 
 def _shapes_and_dtypes(tree: PyTree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple(map(_shape_and_dtype, leaves))
+
+
+def _as_type(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(*_shape_and_dtype(leaf))
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
