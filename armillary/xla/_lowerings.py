@@ -140,10 +140,11 @@ def _lower_canonically(
     rhs: Any,
     parameters: dict[str, Any],
 ) -> Any:
-    (result,) = context.avals_out
-    form = choose_form(parameters, *context.avals_in, result)
+    lhs_aval, rhs_aval = context.avals_in
+    (out_aval,) = context.avals_out
+    form = choose_form(parameters, lhs_aval, rhs_aval, out_aval)
     # JAX makes three real convolutions of a complex one, which come here again.
-    is_complex = jnp.issubdtype(result.dtype, jnp.complexfloating)
+    is_complex = jnp.issubdtype(out_aval.dtype, jnp.complexfloating)
     if form is Form.UNCHANGED or is_complex:
         return own(context, lhs, rhs, **parameters)
     lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
