@@ -31,13 +31,14 @@ from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError, PeerError
-from armillary.lifeline._ending import JOIN, START, Place, find_line, put_off_aborts
+from armillary.lifeline._ending import JOIN, START, Phase, put_off_aborts
 from armillary.lifeline._lifeline import Lifeline, get_lifeline, set_lifeline
+from armillary.lifeline._lines import find_line
 from armillary.lifeline._tree import (
     Ends,
     attend,
     connect,
-    find_place,
+    find_neighbors,
     listen,
     receive_all,
 )
@@ -204,7 +205,7 @@ def join_cluster(
         tell("joining")
         seconds = options.timeout_seconds or _JOIN_SECONDS
         alone = get_lifeline()
-        with alone.watching(seconds + _MORE_SECONDS, lambda: Place(JOIN)):
+        with alone.watching(seconds + _MORE_SECONDS, lambda: Phase(JOIN)):
             _meet(arguments, seconds)
             has_joined = _initialize(arguments)
         if not has_joined:
@@ -230,7 +231,7 @@ def join_cluster(
     service = distributed.global_state
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
-    lifeline.watch(options.timeout_seconds, lambda: Place(START))
+    lifeline.watch(options.timeout_seconds, lambda: Phase(START))
     tell("joined")
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     peers = Peers(index, count, timeout_seconds, lifeline)
@@ -330,7 +331,7 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
             "`CommunicationOptions(timeout_seconds=...)`."
         )
         set_process(Process(index, count))
-        get_lifeline().conclude(text)
+        get_lifeline().conclude(text, cause=late[0])
         raise PeerError(text)
 
 
@@ -401,7 +402,7 @@ def _connect_gloo(peers: Peers) -> None:
 
 def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline:
     """Connects this process to its parent in the tree, and waits for its children."""
-    parent, _, children = find_place(index, count)
+    parent, _, children = find_neighbors(index, count)
     host, port = split_address(address)
     # Like JAX's service, process 0 listens only on loopback if its address is there.
     at = host if index or is_loopback(address) else None

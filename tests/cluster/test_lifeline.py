@@ -12,7 +12,7 @@ import pytest
 from armillary.cluster import _join as module
 from armillary.cluster._peers import Peers
 from armillary.errors import ClusterError
-from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lifeline import Lifeline, Verdict
 from tests.lifeline.test_lifeline import close
 from tests.patience import patience, wait_until
 
@@ -112,7 +112,8 @@ class Knowing(Lifeline):
 
     def __init__(self, *, ended: bool = False, verdict: str | None = None) -> None:
         super().__init__(0, 2)
-        self._ended, self.verdict = ended, verdict
+        self._ended = ended
+        self._verdict = None if verdict is None else Verdict(verdict)
         self.failures: list[BaseException] = []
 
     def has_ended(self, index: int) -> bool:

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from armillary.cluster import _peers
 from armillary.cluster._peers import Peers
 from armillary.errors import PeerError
-from armillary.lifeline._tree import find_place
+from armillary.lifeline._tree import find_neighbors
 from tests import peers
 from tests.patience import patience
 from tests.peers import make_peers, run_together
@@ -15,7 +16,7 @@ from tests.peers import make_peers, run_together
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 16, 100, 1024])
 def test_a_text_passes_few_processes_and_few_connections(count):
-    places = [find_place(index, count) for index in range(count)]
+    places = [find_neighbors(index, count) for index in range(count)]
     behind = [index for _, _, children in places for index in children]
     assert sorted(behind) == list(range(1, count))  # Each is behind one other.
     for index, (parent, members, children) in enumerate(places):
@@ -96,6 +97,19 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
             assert f"process {failing} of {count}: ValueError: no disk" in str(
                 caught.value
             )
+
+
+def test_a_failure_is_named_to_the_launcher(monkeypatch):
+    told = []
+    monkeypatch.setattr(_peers, "tell", lambda *message: told.append(message))
+
+    def talk(peers: Peers) -> object:
+        if peers.index == 1:
+            peers.fail(ValueError("no disk"))
+        return peers.gather("end", "")
+
+    run_together(talk)
+    assert told == [("caused_by", 1)]
 
 
 def test_a_silent_process_is_named_in_time():

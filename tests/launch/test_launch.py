@@ -140,6 +140,42 @@ def test_the_first_cause_wins(launcher):
     assert "worker 0 of 3 failed first: exit code 3 after" in stderr
 
 
+def test_a_worker_that_others_report_as_stopped_is_killed_and_blamed(launcher):
+    code, _, stderr = launcher.run(
+        """
+        from armillary._launcher import tell
+        if index == 1:
+            mark("ready")
+            time.sleep(300)
+        wait_for_mark("ready")
+        tell("caused_by", 1)
+        tell("stopped", 1)
+        wait_for_end_of(1)
+        sys.exit(75)
+        """,
+        "--workers 2 --grace-seconds 300",
+    )
+    assert code == ExitCode.RESTART_REQUESTED, stderr
+    assert "SIGKILL: sent to worker 1, which does not answer" in stderr
+    assert "worker 1 of 2 failed first: did not go on" in stderr
+
+
+def test_the_worker_that_others_name_is_blamed_and_no_other(launcher):
+    code, _, stderr = launcher.run(
+        """
+        from armillary._launcher import tell
+        if index == 0:
+            tell("caused_by", 2)
+            sys.exit(3)
+        wait_for_end_of(index - 1)
+        sys.exit(3)
+        """,
+        "--workers 3 --grace-seconds 300",
+    )
+    assert code == ExitCode.FAILED, stderr
+    assert "worker 2 of 3 failed first: exit code 3" in stderr
+
+
 @pytest.mark.slow
 def test_a_worker_that_ignores_everything_is_killed(launcher):
     code, _, stderr = launcher.run(

@@ -19,13 +19,14 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._ending import COMPILER, Line, Place, Report
+from armillary.lifeline._ending import Phase, Report
 from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lines import COMPILER, Line
 from armillary.lifeline._tree import (
     Ends,
     attend,
     connect,
-    find_place,
+    find_neighbors,
     listen,
     receive_all,
 )
@@ -43,7 +44,7 @@ class Job:
         ports = [listener.getsockname()[1] for listener in listeners]
         self.port, self.lifelines = ports[0], []
         for index, listener in enumerate(listeners):
-            parent, *_ = find_place(index, count)
+            parent, *_ = find_neighbors(index, count)
             connection = None
             if parent is not None:
                 connection = connect("127.0.0.1", ports[parent], TOKEN, index)
@@ -107,6 +108,26 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
         assert job.lifelines[index].wait_for_verdict(0.0) == reason
 
 
+def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    job = start(3)
+    close(job.lifelines[2])
+    wait_until(lambda: len(told) == 2)
+    assert told == [("caused_by", 2)] * 2
+
+
+def test_a_stopped_process_is_named_to_the_launcher(start, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", 0.2)
+    job = start(2)
+    monkeypatch.setattr(job.lifelines[1], "_beat", lambda now: None)
+    with job.lifelines[0].watching(0.5, lambda: Phase("step", 1)):
+        wait_until(lambda: ("stopped", 1) in told)
+    assert told[:2] == [("caused_by", 1), ("stopped", 1)]
+
+
 def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     job, timers, is_broken = start(2), [], True
     own = [lifeline._thread for lifeline in job.lifelines]
@@ -129,7 +150,7 @@ def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     wait_until(lambda: all(failures[thread] >= 3 for thread in own))
     assert {(thread, math.inf) for thread in own} <= set(timers)
     is_broken = False
-    job.lifelines[0].watch(7.0, lambda: Place("step", 1))
+    job.lifelines[0].watch(7.0, lambda: Phase("step", 1))
     wait_until(lambda: (own[0], 7.0) in timers)
     assert job.reasons == [None] * 2
     text = "The watch over this process has failed: OSError('too many open files')"
@@ -145,7 +166,7 @@ def test_a_program_may_compile_for_as_long_as_that_takes(start, monkeypatch):
     def report():
         return job.lifelines[0]._sightings[0].report
 
-    with job.lifelines[0].watching(0.3, lambda: Place("step", 1)):
+    with job.lifelines[0].watching(0.3, lambda: Phase("step", 1)):
         wait_until(lambda: report().phase == "compiling")
         assert report().limit_seconds is None
         time.sleep(1.0)
@@ -177,8 +198,8 @@ def test_a_stuck_job_ends_with_the_place_of_every_process(start):
     job = start(2)
     with contextlib.ExitStack() as stack:
         for index, lifeline in enumerate(job.lifelines):
-            place = Place(["step", "data"][index], 7)
-            stack.enter_context(lifeline.watching(0.5, lambda place=place: place))
+            phase = Phase(["step", "data"][index], 7)
+            stack.enter_context(lifeline.watching(0.5, lambda phase=phase: phase))
         job.wait(0, 1)
     for reason in job.reasons:
         assert "No process has made progress for 0.5 seconds:" in reason
@@ -193,7 +214,7 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
     seen = job.lifelines[1]._sightings[0]
     report = seen.report._replace(limit_seconds=0.3, phase="step")
     job.lifelines[1]._sightings[0] = seen._replace(report=report)
-    with job.lifelines[1].watching(0.3, lambda: Place("step", 1)):
+    with job.lifelines[1].watching(0.3, lambda: Phase("step", 1)):
         job.wait(1)
     assert "process 0 of 2: step for" in (job.reasons[1] or "")
 
@@ -209,7 +230,7 @@ def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
     monkeypatch.setattr(job.lifelines[3], "_beat", lambda now: None)
     with contextlib.ExitStack() as stack:
         for lifeline in job.lifelines:
-            stack.enter_context(lifeline.watching(limit, lambda: Place("step", 1)))
+            stack.enter_context(lifeline.watching(limit, lambda: Phase("step", 1)))
         job.wait(*range(12))
     for reason in (job.reasons[0] or "", job.reasons[4] or ""):
         assert re.search(
@@ -224,10 +245,10 @@ def test_process_0_decides_while_it_answers(start):
     # Process 1 decides if it does not hear of process 0 for so long.
     limit = patience(2.0)
     moves = iter(range(10**9))
-    places = [lambda: Place("step", 1)] * 2 + [lambda: Place("step", next(moves))]
+    phases = [lambda: Phase("step", 1)] * 2 + [lambda: Phase("step", next(moves))]
     with contextlib.ExitStack() as stack:
-        for lifeline, find_place in zip(job.lifelines, places, strict=True):
-            stack.enter_context(lifeline.watching(limit, find_place))
+        for lifeline, find_phase in zip(job.lifelines, phases, strict=True):
+            stack.enter_context(lifeline.watching(limit, find_phase))
         # Process 1 knows nothing of process 2, and waits for it nevertheless.
         time.sleep(1.5 * limit)
     assert job.reasons == [None] * 3
@@ -235,7 +256,7 @@ def test_process_0_decides_while_it_answers(start):
 
 def test_a_program_alone_is_watched_too(start):
     job = start(1)
-    with job.lifelines[0].watching(0.3, lambda: Place("action", 1)):
+    with job.lifelines[0].watching(0.3, lambda: Phase("action", 1)):
         job.wait(0)
     assert "process 0 of 1: action for" in (job.reasons[0] or "")
 
@@ -249,15 +270,15 @@ def report_of(lifeline: Lifeline) -> Report:
 )
 def test_a_program_alone_may_wait_for_itself_without_a_limit(start, phase, limit):
     job = start(1)
-    with job.lifelines[0].watching(None, lambda: Place(phase, 1)):
+    with job.lifelines[0].watching(None, lambda: Phase(phase, 1)):
         report = report_of(job.lifelines[0])
     assert report.limit_seconds == limit
 
 
 def test_calls_of_two_threads_end_in_any_order(start):
     lifeline = start(1).lifelines[0]
-    first = lifeline.watching(30.0, lambda: Place("step", 1))
-    second = lifeline.watching(20.0, lambda: Place("data", 2))
+    first = lifeline.watching(30.0, lambda: Phase("step", 1))
+    second = lifeline.watching(20.0, lambda: Phase("data", 2))
     first.__enter__()
     second.__enter__()
     assert report_of(lifeline).phase == "data"
@@ -277,7 +298,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
     )
 
     def train_in_a_thread():
-        with lifeline.watching(30.0, lambda: Place("step", 1)):
+        with lifeline.watching(30.0, lambda: Phase("step", 1)):
             is_there.set()
             is_done.wait()
 
@@ -293,7 +314,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
 
 def test_a_time_in_which_all_were_suspended_does_not_count(start):
     lifeline = start(2).lifelines[0]
-    with lifeline.watching(30.0, lambda: Place("step", 1)):
+    with lifeline.watching(30.0, lambda: Phase("step", 1)):
         wait_until(lambda: lifeline._sightings[1].report.phase != "start")
         now = time.monotonic()
         lifeline._beat(now)
@@ -410,6 +431,7 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
 ENDS = """
     import sys
     from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lines import COMPILER, Line
     from armillary.lifeline._tree import Ends, connect
 
     connection = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from armillary.lifeline import _ending
-from armillary.lifeline._ending import Pace, Place, Report, Sighting
+from armillary.lifeline._ending import Pace, Phase, Report, Sighting
 from tests.patience import wait_until
 
 NOW = 1000.0
@@ -38,6 +38,17 @@ def test_a_job_is_stuck_when_no_process_goes_on():
         "evaluation, save and action. By default, it is five times the longest so "
         "far, and at least 300 seconds."
     )
+
+
+def test_only_a_running_process_that_could_answer_is_stopped():
+    silent = see(silent=9)
+    sightings = [
+        see(),
+        silent,
+        silent._replace(by=1),
+        silent._replace(report=silent.report._replace(has_ended=True)),
+    ]
+    assert _ending.find_stopped(dict(enumerate(sightings)), NOW) == [1]
 
 
 def test_a_process_that_goes_on_is_waited_for():
@@ -85,8 +96,8 @@ class Program:
         while self.next_look < end:
             self.now = self.next_look
             busy = self.worked + work * (seconds - (end - self.now))
-            place = Place(phase, self.moves)
-            self.pace.look(place, busy, self.now)
+            observed = Phase(phase, self.moves)
+            self.pace.look(observed, busy, self.now)
             limit = self.pace.find_limit(None) + self.pace.busy_seconds
             may_be = None if phase == "compiling" else limit
             report = Report(phase, "x.py:1", self.now - self.pace.began, may_be)
@@ -127,7 +138,7 @@ def test_a_stopped_process_is_called_so_when_the_timeout_is_short():
 
 def test_a_time_in_which_the_whole_process_was_stopped_does_not_count():
     pace = Pace(0.0)
-    pace.look(Place("data", 1), 0.0, 0.0)
+    pace.look(Phase("data", 1), 0.0, 0.0)
     pace.skip(1000.0)  # Ctrl-Z, and `fg`
     assert 1010.0 - pace.began == 10.0
     assert pace.busy_seconds == 0.0

@@ -46,7 +46,7 @@ def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
     kernel = next(
         v for v in coordinator._variables._variables if v.path.endswith("kernel")
     )
-    assert sorted(place.server for place in kernel.places) == [0, 1]
+    assert sorted(location.server for location in kernel.locations) == [0, 1]
 
 
 @pytest.mark.slow

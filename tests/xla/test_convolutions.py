@@ -17,8 +17,8 @@ from armillary.xla._convolutions import (
     Form,
     choose_form,
     convolve,
-    scatter_to_winners,
 )
+from armillary.xla._pooling import scatter_to_winners
 from tests.tiers import slow_after_first
 from tests.xla.arrays import IMAGES, assert_close, make
 
