@@ -15,17 +15,16 @@ from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import make_gather
-from armillary.data.feed._reader import BatchReader, place_pieces
-from armillary.data.feed._split import Piece, Splitter
-from armillary.data.feed._stream import (
+from armillary.data.feed._position import (
     Position,
-    Prefetcher,
-    SourceBatch,
     check_same_order,
     decode_position,
     encode_position,
-    read_batches,
 )
+from armillary.data.feed._prefetcher import Prefetcher
+from armillary.data.feed._reader import BatchReader, place_pieces
+from armillary.data.feed._split import Piece, Splitter
+from armillary.data.feed._stream import SourceBatch, read_batches
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._libraries import as_source
 from armillary.errors import CapturedStateError, DatasetStateError

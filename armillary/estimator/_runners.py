@@ -15,7 +15,7 @@ from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
-from armillary.data.feed._stream import Position, decode_position, encode_position
+from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from armillary.data.feed._stream import Prefetcher
+from armillary.data.feed._prefetcher import Prefetcher
 from armillary.distribute._strategy import Strategy
 from armillary.goodput._stopwatch import Category, get_stopwatch
 from armillary.lifeline._lifeline import waiting

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece, Splitter
-from armillary.data.feed._stream import Position, SourceBatch
+from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import BatchSizeError
 

@@ -15,8 +15,8 @@ import jax
 from armillary._logging import logger
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._position import Position
 from armillary.data.feed._split import Piece
-from armillary.data.feed._stream import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.trainer._data_wait import waiting_for_data

@@ -14,7 +14,7 @@ import numpy as np
 
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
-from armillary.data.feed._stream import Position
+from armillary.data.feed._position import Position
 from armillary.distribute.program._compare import (
     ReplicaComparison,
     check_equal,

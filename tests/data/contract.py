@@ -11,7 +11,7 @@ import pytest
 
 from armillary.data import DistributedDataset, Source, as_source
 from armillary.data._layout import BatchLayout
-from armillary.data.feed._stream import Position, decode_position, encode_position
+from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.errors import DatasetStateError
 from tests.feeds import open_reader
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.data.feed._stream import Prefetcher
+from armillary.data.feed._prefetcher import Prefetcher
 from tests.feeds import wait_until
 
 pytestmark = pytest.mark.usefixtures("prefetch_threads")

@@ -11,9 +11,9 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary.data._layout import Active
 from armillary.data.feed._gather import empty_aligned
+from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
-from armillary.data.feed._stream import Position
 from armillary.data.sources._batch import describe_shapes
 from armillary.data.sources._stale import reading_ahead
 from armillary.errors import BatchSizeError

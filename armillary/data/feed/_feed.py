@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from armillary._checks import list_lines
+from armillary.data.feed._position import Position
+from armillary.data.feed._prefetcher import Prefetcher
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
-from armillary.data.feed._stream import Position, Prefetcher
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import DatasetStateError, PeerError
 

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 from armillary.data._layout import Active, hosted_replicas
-from armillary.data.feed._stream import Position, SourceBatch
+from armillary.data.feed._position import Position
+from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._batch import get_signature
 from armillary.errors import BatchSizeError

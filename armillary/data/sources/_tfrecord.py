@@ -14,14 +14,10 @@ import numpy as np
 
 from armillary._checks import check_path
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
-from armillary.data.sources._example import (
-    FixedLenFeature,
-    check_features,
-    example_class,
-    parse_examples,
-    read_values,
-)
+from armillary.data.sources._features import FixedLenFeature, check_features
 from armillary.data.sources._files import find_files, opened
+from armillary.data.sources._message import example_class, read_values
+from armillary.data.sources._message_batches import parse_examples
 from armillary.errors import TFRecordError
 from armillary.typing import Batch
 
