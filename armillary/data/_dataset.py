@@ -126,23 +126,20 @@ class DistributedDataset(OfOneProcessOnceUsed):
         reads_ahead: bool = True,
     ) -> BatchReader:
         """Returns the reader for a feed; the arguments are the same as of `Feed`."""
-        last = self._reader
-        first = Position()
         if in_pieces and self.is_repositionable:
             # An evaluation reads the first pass each time, and moves no position.
+            first = Position()
             return BatchReader(self, first, self.read(first), in_pieces=True)
+
         is_owners = owner is not None and self._owner() is owner
         continues = is_owners and self.is_repositionable and not begins_anew
-        waiting = self._waiting
-        if last is not None and continues and not last.used.is_exhausted:
-            waiting = (last.used, self.read(last.used))
-        if waiting is None or (waiting[0].is_exhausted and begins_anew):
-            waiting = self._open_next()
-        reader = BatchReader(
-            self, *waiting, in_pieces=in_pieces, reads_ahead=reads_ahead
+        position, batches = self._find_start(
+            continues=continues, begins_anew=begins_anew
         )
-        feed = last.feed() if last is not None and self._owner() is not None else None
-        if last and feed is not None and not (feed.is_closed or last.used.is_exhausted):
+        reader = BatchReader(
+            self, position, batches, in_pieces=in_pieces, reads_ahead=reads_ahead
+        )
+        if self._is_read_by_trainer():
             if owner is None:
                 return reader  # This iterator only looks at data that a trainer reads.
             if not is_owners:
@@ -151,11 +148,40 @@ class DistributedDataset(OfOneProcessOnceUsed):
                     "position to save, the position of the second trainer. Distribute "
                     "the source for each trainer."
                 )
+
+        # From now on, the position of the new reader is the position to save.
         self._reader = reader
         self._waiting = None
         self._owner = (lambda: None) if owner is None else weakref.ref(owner)
-        self._next_epoch = waiting[0].epoch + 1
+        self._next_epoch = position.epoch + 1
         return reader
+
+    def _find_start(
+        self, *, continues: bool, begins_anew: bool
+    ) -> tuple[Position, Prefetcher[SourceBatch]]:
+        """Returns the position at which a reader begins, and the batches from there.
+
+        With `continues`, it is where the last reader ended, unless its pass is over.
+        Otherwise, it is a restored position, or the next pass.
+        """
+        last = self._reader
+        if last is not None and continues and not last.used.is_exhausted:
+            return last.used, self.read(last.used)
+        if self._waiting is None:
+            return self._open_next()
+        position, _ = self._waiting
+        if position.is_exhausted and begins_anew:
+            return self._open_next()
+        return self._waiting
+
+    def _is_read_by_trainer(self) -> bool:
+        """Returns whether a trainer that is alive is in the middle of a pass."""
+        last = self._reader
+        if last is None or self._owner() is None:
+            return False
+        feed = last.feed()
+        is_open = feed is not None and not feed.is_closed
+        return is_open and not last.used.is_exhausted
 
     def read(self, position: Position) -> Prefetcher[SourceBatch]:
         return read_batches(self._source, position, self._note_first)
@@ -166,9 +192,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
     def _note_first(self, batch: SourceBatch) -> None:
         if self._first is None:
-            types = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch.arrays
-            )
+            types = jax.tree.map(_type_of, batch.arrays)
             self._first = SourceBatch(types, batch.position)
 
     @property
@@ -194,12 +218,13 @@ class DistributedDataset(OfOneProcessOnceUsed):
             batches = None if self._reader is None else self._reader.batches
             if batches is None:
                 self._waiting = self._waiting or self._open_next()
-                batches = self._waiting[1]
+                _, batches = self._waiting
             with contextlib.suppress(StopIteration):
                 batches.head()
         if self._first is None and self.is_repositionable:
             # The position is after the last batch of a pass, so read the next pass.
-            next(self._open_next()[1], None)
+            _, batches = self._open_next()
+            next(batches, None)
         if self._first is None:
             raise ValueError(
                 f"The source ({self.source_name}) has no batches, so there is no "
@@ -207,9 +232,8 @@ class DistributedDataset(OfOneProcessOnceUsed):
             )
         types, position = self._first
         splitter = Splitter(self, in_pieces=False)
-        return self.gather.rows(
-            splitter.distributed_types(types, position.full_size or 0)
-        )
+        distributed = splitter.distributed_types(types, position.full_size or 0)
+        return self.gather.rows(distributed)
 
     @property
     def is_repositionable(self) -> bool:
@@ -242,12 +266,14 @@ class DistributedDataset(OfOneProcessOnceUsed):
         self.check_repositionable()
         position = self._position if self._reader is None else self._reader.used
         state = encode_position(position, self.source_name)
-        if not position.is_between_passes and (order := self._order):
+        order = {} if position.is_between_passes else self._order
+        if order:
             state[_ORDER] = order
-        if not self.is_agreed or self.layout.peers is None:
+        peers = self.layout.peers
+        if not self.is_agreed or peers is None:
             return state
-        states = self.layout.peers.gather("the position in the data", json.dumps(state))
-        return {_PIPELINES: [json.loads(text) for text in states]}
+        texts = peers.gather("the position in the data", json.dumps(state))
+        return {_PIPELINES: [json.loads(text) for text in texts]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that `get_state` returned.
@@ -273,10 +299,14 @@ class DistributedDataset(OfOneProcessOnceUsed):
             if is_ours and not self.is_endless and "epoch" in position.source:
                 # The state of a repeating source counts all epochs as one pass.
                 position = replace(position, epoch=position.source["epoch"])
+
         reader = self._reader
         feed = None if reader is None else reader.feed()
         if feed is not None and not feed.is_closed:
-            feed.seek([position if it is reader else it.used for it in feed.readers])
+            positions = [
+                position if each is reader else each.used for each in feed.readers
+            ]
+            feed.seek(positions)
             self._waiting = None
         else:
             self._waiting = (position, self.read(position))
@@ -295,13 +325,18 @@ class DistributedDataset(OfOneProcessOnceUsed):
         peers = self.layout.peers if self.is_agreed else None
         count = 1 if peers is None else peers.count
         index = 0 if peers is None else peers.index
-        if len(states) != count or (_PIPELINES in state) != (peers is not None):
+        is_of_several = _PIPELINES in state
+        if len(states) != count or is_of_several != (peers is not None):
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
                 f"the program has {count}, one for each process that reads data of its "
                 "own. Restore on the same number of processes."
             )
         return states[index]
+
+
+def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 @dataclass(frozen=True)

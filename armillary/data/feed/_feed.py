@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from armillary._checks import list_lines
+from armillary.cluster._peers import Peers
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetcher import Prefetcher
 from armillary.data.feed._reader import BatchReader
@@ -120,22 +121,26 @@ class Feed(Generic[T]):
         with self._announcing():
             chunk = self._read()
         if self._peers is not None and not self._is_alike:
-            texts = self._peers.boundary.take(self._say) or self._peers.gather(
-                f"the data of {self._name}", self._describe(chunk)
-            )
-            if len(set(texts)) > 1:
-                shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
-                raise PeerError(
-                    f"The processes have different data for `{self._name}`:\n"
-                    f"{list_lines(shown)}\nA data set that is distributed over all "
-                    "processes must be the same in each process, in the same order. A "
-                    "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
-                    "each process reads data of its own, use a function with an "
-                    "`input_context`."
-                )
-            # If processes agree on each batch, equal first chunks mean equal chunks.
-            self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
+            self._check_alike(self._peers, chunk)
         return chunk
+
+    def _check_alike(self, peers: Peers, chunk: T | None) -> None:
+        """Raises if the processes have different next chunks."""
+        texts = peers.boundary.take(self._say)
+        if not texts:
+            texts = peers.gather(f"the data of {self._name}", self._describe(chunk))
+        if len(set(texts)) > 1:
+            shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
+            raise PeerError(
+                f"The processes have different data for `{self._name}`:\n"
+                f"{list_lines(shown)}\nA data set that is distributed over all "
+                "processes must be the same in each process, in the same order. A "
+                "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
+                "each process reads data of its own, use a function with an "
+                "`input_context`."
+            )
+        # If processes agree on each batch, equal first chunks mean equal chunks.
+        self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
 
     def _describe(self, chunk: T | None) -> str:
         """Returns a text that is equal for chunks that processes may run together."""
@@ -143,10 +148,11 @@ class Feed(Generic[T]):
             return "no more data"
         places = []
         for dataset, position in zip(self._datasets, chunk.positions[0], strict=True):
-            if not dataset.is_agreed:
-                places.append(f"epoch {position.epoch}")
+            if dataset.is_agreed:
+                continue
+            places.append(f"epoch {position.epoch}")
             # Not for other libraries, whose positions may differ between processes.
-            if not dataset.is_agreed and isinstance(dataset.source, IndexedDataset):
+            if isinstance(dataset.source, IndexedDataset):
                 places.append(str(position.source))
         return "; ".join([str(chunk), *places])
 
@@ -164,7 +170,8 @@ class Feed(Generic[T]):
             assert self._build is not None
             self.queue = Prefetcher(self._build(self.readers), self._prefetch, self)
         # Ctrl-C does not interrupt a background thread, so it loses no batches.
-        with contextlib.nullcontext() if self._prefetch else self.reading():
+        context = contextlib.nullcontext() if self._prefetch else self.reading()
+        with context:
             try:
                 return self.queue.head()
             except StopIteration:
@@ -208,6 +215,7 @@ class Feed(Generic[T]):
             # The answers that were exchanged describe the chunk we dropped, so discard
             # them.
             self._peers.boundary.take(self._say)
+
         try:
             self._reopen(positions)
         except Exception:
@@ -220,9 +228,10 @@ class Feed(Generic[T]):
 
     def _reopen(self, positions: Sequence[Position]) -> None:
         for reader, position in zip(self.readers, positions, strict=True):
-            if reader.dataset.is_repositionable:
+            dataset = reader.dataset
+            if dataset.is_repositionable:
                 reader.close()
-                reader.open(position, reader.dataset.read(position))
+                reader.open(position, dataset.read(position))
 
     def close(self) -> None:
         """Releases the data; the positions are kept."""

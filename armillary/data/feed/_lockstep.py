@@ -71,13 +71,15 @@ class Lockstep:
         last: Piece | None = None
         offers = self._ask()
         without = [index for index, own in enumerate(offers) if not own]
-        if self._in_pieces and without and len(without) < len(offers):
+        is_only_some = 0 < len(without) < len(offers)
+        if self._in_pieces and is_only_some:
             # It cannot make copies, because it has never seen an example.
             raise BatchSizeError(
                 f"Process {without[0]} of {len(offers)} has no example at all, so it "
                 "cannot take part in a step. Give every process at least one batch, or "
                 "distribute one data set over all processes."
             )
+
         while turns := list(_find_turns(offers, self._in_pieces)):
             self._num_turns = len(turns)
             for num_rows, processes, active, is_last in turns:
@@ -87,6 +89,7 @@ class Lockstep:
                     position = last.position
                     arrays = last.arrays
                 else:
+                    # This process has no effect on the step.
                     known = last or self._waiting[0]
                     arrays = _copy_rows(known.arrays, num_rows)
                 count = self._layout.num_replicas
@@ -100,29 +103,35 @@ class Lockstep:
             with self._peers.announcing_errors():
                 missing = self._most_offers - len(self._waiting)
                 self._waiting.extend(itertools.islice(self._pieces, missing))
-            text = json.dumps([self._offer(piece) for piece in self._waiting])
-            texts = self._peers.gather("the next batches", text)
+            own = json.dumps([self._offer(piece) for piece in self._waiting])
+            texts = self._peers.gather("the next batches", own)
             answers = [json.loads(text) for text in texts]
-        return [[_Offer(*offer) for offer in own] for own in answers]
+        return [[_Offer(*offer) for offer in offers] for offers in answers]
 
     def _say(self) -> list[_Offer] | None:
         """Returns the offers for the other processes, if all of them were read."""
         most = self._most_offers
         while len(self._waiting) < most and self._pieces.ahead is not None:
             self._waiting.append(next(self._pieces))
-        is_all = len(self._waiting) == most or self._pieces.has_ended
-        if self._num_turns or not is_all:
+
+        are_all_read = len(self._waiting) == most or self._pieces.has_ended
+        if self._num_turns or not are_all_read:
             return None
         return [self._offer(piece) for piece in self._waiting]
 
     def _offer(self, piece: Piece) -> _Offer:
         leaves, treedef = jax.tree.flatten(piece.arrays)
-        described = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
-        kind = hashlib.sha256(f"{treedef} {described}".encode()).hexdigest()[:16]
+        types = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
+        digest = hashlib.sha256(f"{treedef} {types}".encode()).hexdigest()
         assert isinstance(piece.num_active, int)
         active = list(self._layout.local_replicas[: piece.num_active])
-        shapes = describe_shapes(piece.arrays)[:500]
-        return _Offer(leaves[0].shape[1], active, piece.is_last, kind, shapes)
+        return _Offer(
+            num_rows=leaves[0].shape[1],
+            active=active,
+            is_last=piece.is_last,
+            kind=digest[:16],
+            shapes=describe_shapes(piece.arrays)[:500],
+        )
 
 
 def _find_turns(
@@ -138,8 +147,10 @@ def _find_turns(
     while any(queues):
         heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
         empty = [index for index in range(len(queues)) if index not in heads]
-        if empty and (not in_pieces or any(has_more[index] for index in empty)):
+        is_unknown = any(has_more[index] for index in empty)
+        if empty and (is_unknown or not in_pieces):
             return
+
         kinds = {(head.kind, in_pieces or head.num_rows) for head in heads.values()}
         if len(kinds) > 1:
             shown = list_lines(
@@ -151,6 +162,8 @@ def _find_turns(
                 "Batch the data of all processes in the same way, with "
                 "`drop_remainder=True` for training."
             )
+
+        # The processes with the largest batches run first, alone if others have less.
         most = max(head.num_rows for head in heads.values())
         processes = [index for index, head in heads.items() if head.num_rows == most]
         taken = [queues[index].popleft() for index in processes]

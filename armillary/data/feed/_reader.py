@@ -44,16 +44,20 @@ class BatchReader:
         self.open(position, batches)
 
     def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
+        """Begins to read `batches`, which follow `position`."""
         dataset = self.dataset
         self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
         self.position = position  # the position after the last batch that was taken
-        pieces = Splitter(dataset, in_pieces=self._in_pieces).split(batches, position)
+        splitter = Splitter(dataset, in_pieces=self._in_pieces)
+        pieces = splitter.split(batches, position)
+
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead the pieces that the processes must agree on.
             has_thread = self._reads_ahead and dataset.options.prefetch > 0
             num_ahead = self._most_offers if has_thread else 0
-            ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
+            ahead = Prefetcher(pieces, num_ahead, self)
+            self._ahead = ahead
             lockstep = Lockstep(
                 ahead, dataset.layout, self._in_pieces, self._most_offers
             )

@@ -55,7 +55,9 @@ class FixedLenFeature:
                 f"`dtype` is {self.dtype!r}, but a feature holds numbers or bytes. Use "
                 "a dtype such as `np.int64`, `np.float32` or `bytes`."
             )
-        dtype = dtype if dtype.kind != "S" else np.dtype("O")
+        if dtype.kind == "S":
+            dtype = np.dtype("O")
+
         default = self.default_value
         if default is not None:
             try:
@@ -81,10 +83,9 @@ def list_for(dtype: np.dtype) -> str | None:
 
 
 def check_features(features: Any) -> dict[str, FixedLenFeature]:
-    is_named = isinstance(features, Mapping) and len(features)
-    if not is_named or not all(
-        isinstance(feature, FixedLenFeature) for feature in features.values()
-    ):
+    is_named = isinstance(features, Mapping) and len(features) > 0
+    values = features.values() if is_named else ()
+    if not is_named or not all(isinstance(each, FixedLenFeature) for each in values):
         raise TypeError(
             f"`features` is {features!r:.200}, but it must be a dictionary of at least "
             "one `armillary.data.FixedLenFeature`. Use `features={'label': "

@@ -23,6 +23,7 @@ def read_values(
                 "or give a `default_value`."
             )
         return feature.default_value
+
     values = getattr(stored[name], kind).value
     dtype = feature.dtype
     count = math.prod(feature.shape)
@@ -56,7 +57,8 @@ def read_values(
     written = np.asarray(values)
     with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
         read = written.astype(dtype)
-    if kind == "int64_list" and (wrong := written[read != written]).size:
+    wrong = written[read != written] if kind == "int64_list" else ()
+    if len(wrong):
         raise TFRecordError(
             f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
             "Use a wider dtype, such as `np.int64`."
