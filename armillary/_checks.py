@@ -35,7 +35,8 @@ def check_positive_int(
     name: str, value: Any, most: int | None = None, fix: str = ""
 ) -> int:
     """Returns `value` as an `int`, or raises if it is not positive, or above `most`."""
-    if not is_positive_int(value) or (most is not None and value > most):
+    is_too_large = most is not None and is_positive_int(value) and value > most
+    if is_too_large or not is_positive_int(value):
         limit = "" if most is None else f" of at most {most:,}"
         usual = f"Use `{name}=1` or more{_as_int(name, value)}."
         _refuse(name, value, f"a positive integer{limit}. {usual} {fix}".rstrip())
@@ -85,7 +86,7 @@ def check_seconds(name: str, value: Any, fix: str) -> float:
 def check_one_of(
     name: str, value: Any, allowed: Collection[Any], fix: str = "Use one of these."
 ) -> None:
-    """Raises if `value` is not one of the `allowed` values; `fix` says what to do."""
+    """Raises if `value` is not one of the `allowed` values; `fix` is the advice."""
     # Not `in`, because 1 equals True, and `==` of an array is not a bool.
     if not any(_is_kind(value, type(each)) and value == each for each in allowed):
         _refuse(name, value, f"one of {', '.join(map(repr, allowed))}. {fix}")
@@ -99,7 +100,7 @@ def _is_kind(value: Any, kind: type) -> bool:
 def check_instance(
     name: str, value: Any, kind: type | types.UnionType, fix: str
 ) -> None:
-    """Raises if `value` is not an instance of `kind`; `fix` says what to pass."""
+    """Raises if `value` is not an instance of `kind`; `fix` is the advice."""
     if not isinstance(value, kind):
         every: tuple[Any, ...] = get_args(kind) or (kind,)
         kinds = [each.__name__ for each in every]
@@ -116,7 +117,8 @@ def check_path(name: str, value: Any, *, only_python_opens: bool = False) -> str
     """
     if not isinstance(value, str | os.PathLike):
         _refuse_kind(name, value, "a path. Use a string or a `pathlib.Path`.")
-    if not (text := os.fspath(value)).strip() or "\0" in text:
+    text = os.fspath(value)
+    if not text.strip() or "\0" in text:
         fix = f'Use `{name}="."` for the working directory.'
         _refuse(name, text, f"a path that is not empty and has no NUL. {fix}")
     if "://" in text:

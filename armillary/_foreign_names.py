@@ -320,23 +320,35 @@ _PLACES = {
     "armillary.summary": "Histogram Image SummaryManager SummaryWriter Text",
     "armillary.trainer": "EpochHelper PendingLoops",
 }
-HOMES = {name: home for home, names in _PLACES.items() for name in names.split()}
+
+
+def _find_homes() -> dict[str, str]:
+    """Returns the package that holds each name of the table."""
+    homes: dict[str, str] = {}
+    for home, names in _PLACES.items():
+        homes.update(dict.fromkeys(names.split(), home))
+    return homes
+
+
+HOMES = _find_homes()
 
 
 def find_module_answer(module: str, name: str) -> str | None:
     """Returns the advice for a name that a package does not have, or `None`."""
     owner = module.rpartition(".")[2]
     answer = NAMES.get(f"{owner}.{name}") or NAMES.get(name)
-    if answer is None and name in HOMES and HOMES[name] != module:
-        return f"Write `{HOMES[name]}.{name}`."
-    return answer
+    if answer is not None:
+        return answer
+    home = HOMES.get(name, module)
+    return None if home == module else f"Write `{home}.{name}`."
 
 
 def find_answer(kind: type, name: str) -> str | None:
     """Returns the advice for a name that objects of a class do not have, or `None`."""
     for each in kind.__mro__:
         owner = each.__name__.rpartition(".")[2]  # "jaxlib._jax.Array" of JAX
-        if answer := NAMES.get(f"{owner}.{name}"):
+        answer = NAMES.get(f"{owner}.{name}")
+        if answer:
             return answer
     return None
 

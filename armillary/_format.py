@@ -36,9 +36,11 @@ def format_scaled(number: float | None, unit: str) -> str:
     """Returns a number with three digits and a prefix: `1.24 MB`, `3.5 ms`, `0 B`."""
     if not number:
         return f"0 {unit}"
-    fitting = (each for each in _PREFIXES.items() if number >= 0.9995 * each[1])
-    prefix, scale = next(fitting, ("n", 1e-9))
-    return f"{number / scale:.3g} {prefix}{unit}"
+    for prefix, scale in _PREFIXES.items():
+        # Rounded to three digits, 0.9995 is 1.
+        if number >= 0.9995 * scale:
+            return f"{number / scale:.3g} {prefix}{unit}"
+    return f"{number / 1e-9:.3g} n{unit}"
 
 
 def format_bytes(number: float | None) -> str:
@@ -50,11 +52,11 @@ def format_seconds(seconds: float) -> str:
     """Returns a duration, such as `12.5 s`, `12 s`, `1 min 5 s` or `2 h 5 min`."""
     if seconds < 60:
         return f"{seconds:.3g} s"
-    large, small, units = *divmod(int(seconds), 60), ("min", "s")
-    if large >= 60:
-        large, small, units = *divmod(large, 60), ("h", "min")
-    rest = f" {small} {units[1]}" if small else ""
-    return f"{large} {units[0]}{rest}"
+    minutes, left = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {left} s" if left else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
 
 
 def format_time(seconds: float | None) -> str:
@@ -117,5 +119,6 @@ def as_text(table: "Table", width: int = 100) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    Console(file=text, width=width, highlight=False, markup=False).print(table)
+    console = Console(file=text, width=width, highlight=False, markup=False)
+    console.print(table)
     return text.getvalue().rstrip("\n")

@@ -142,6 +142,7 @@ def call_program(
         arguments = [*program.consts, *arguments]
         invars = [*inner.constvars, *inner.invars]
         program = core.ClosedJaxpr(inner.replace(constvars=[], invars=invars), ())
+
     # XLA is slow for loops and branches with unused arrays.
     jaxpr = program.jaxpr
     reads = itertools.chain(jaxpr.outvars, *(each.invars for each in jaxpr.eqns))
@@ -149,6 +150,7 @@ def call_program(
     is_used = [id(variable) in used for variable in jaxpr.invars]
     program = take_inputs(program, is_used)
     arguments = list(itertools.compress(arguments, is_used))
+
     params = {**call.params, "jaxpr": program, "name": name}
     params |= {name: params[name] * len(arguments) for name in _PER_INPUT}
     params |= {name: params[name] * len(program.out_avals) for name in _PER_OUTPUT}
@@ -292,13 +294,14 @@ class Dataflow(Generic[Fact]):
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
         constants = operands[:first]
+        body_constants = operands[first:last]
         carry = operands[last:]
         while True:
             (decides,) = self._enter(equation, decide, [*constants, *carry])
             gained = self.decide(equation, decides)
             if any(map(_is_reference, equation.invars)):
                 self._written = self.join([self._written, gained])
-            made = self._enter(equation, body, [*operands[first:last], *carry])
+            made = self._enter(equation, body, [*body_constants, *carry])
             now = [self.join([a, b, gained]) for a, b in zip(carry, made, strict=True)]
             if now == carry:
                 return carry
@@ -328,9 +331,11 @@ class Dataflow(Generic[Fact]):
 def _is_call(equation: Any, program: Any) -> bool:
     """Returns whether an equation runs its program once and does no more."""
     jaxpr = getattr(program, "jaxpr", program)
-    return len(jaxpr.outvars) == len(equation.outvars) and [
-        atom.aval.strip_weak_type() for atom in equation.invars
-    ] == [variable.aval.strip_weak_type() for variable in jaxpr.invars]
+    if len(jaxpr.outvars) != len(equation.outvars):
+        return False
+    given = [atom.aval.strip_weak_type() for atom in equation.invars]
+    taken = [variable.aval.strip_weak_type() for variable in jaxpr.invars]
+    return given == taken
 
 
 def _is_reference(atom: Any) -> bool:

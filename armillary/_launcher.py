@@ -19,6 +19,7 @@ def tell(word: str, *values: str | int) -> None:
     if pid != str(os.getpid()):
         return
     descriptor, inode = map(int, numbers)
+    line = f"{json.dumps([word, *values])}\n"
     with contextlib.suppress(OSError):  # The launcher is gone, or no longer reads.
         if os.fstat(descriptor).st_ino == inode:
-            os.write(descriptor, f"{json.dumps([word, *values])}\n".encode())
+            os.write(descriptor, line.encode())

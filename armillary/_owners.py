@@ -105,8 +105,10 @@ def owner_of_module(module: Any) -> Owner:
     origin = getattr(known.get("__spec__"), "origin", None)
     if origin in ("built-in", "frozen"):
         return Owner.LIBRARY
+
     # A compiled library makes modules without a file inside its own.
-    above = str(known.get("__name__", "")).rpartition(".")[0]
+    name = str(known.get("__name__", ""))
+    above = name.rpartition(".")[0]
     return owner_of_module(sys.modules[above]) if above in sys.modules else Owner.USER
 
 

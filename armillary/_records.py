@@ -37,7 +37,9 @@ def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | f
     for name, value in output.items():
         if isinstance(value, Mapping):
             found |= find_numbers(value, f"{path}{name}/")
-        elif (number := _as_number(value)) is not None:
+            continue
+        number = _as_number(value)
+        if number is not None:
             found[f"{path}{name}"] = number
     return found
 
@@ -46,8 +48,9 @@ def _as_number(value: Any) -> int | float | None:
     if type(value) is float:
         return value
     if isinstance(value, jax.Array | np.ndarray | np.generic):
-        kind = value.dtype
-        if value.shape or not (jnp.issubdtype(kind, jnp.number) or kind == np.bool_):
+        dtype = value.dtype
+        is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+        if value.shape or not is_number:
             return None
         value = np.asarray(value).item()
     if isinstance(value, bool | Integral):
@@ -74,7 +77,9 @@ def as_json(value: Any) -> Any:
         return getattr(value, "__name__", None) or str(value)
     if math.isfinite(number):
         return number
-    return "NaN" if math.isnan(number) else "-Infinity" if number < 0 else "Infinity"
+    if math.isnan(number):
+        return "NaN"
+    return "Infinity" if number > 0 else "-Infinity"
 
 
 def from_json(value: Any) -> Any:
@@ -106,9 +111,11 @@ def flatten(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _flatten(item, f"{path}/{name}" if path else name)
-    else:
-        yield path, value if isinstance(value, int | float | str) else str(value)
+            inner = f"{path}/{name}" if path else name
+            yield from _flatten(item, inner)
+        return
+    is_plain = isinstance(value, int | float | str)
+    yield path, value if is_plain else str(value)
 
 
 class RisingClock:

@@ -11,7 +11,7 @@ import linecache
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from armillary._foreign_names import answer_names, find_answer
 from armillary._owners import Owner, is_own_file, owner_of_class
@@ -60,22 +60,29 @@ def mark_public(namespace: dict[str, Any]) -> None:
     kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
     own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
     for name in namespace.setdefault("__all__", own):
-        value = home = namespace.get(name)
+        value = namespace.get(name)
         if isinstance(value, type):
-            name = "__init__"
-            home = next(cls for cls in value.__mro__ if name in vars(cls))
-            value = vars(home)[name]
-        if not isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
-            continue
-        code = value.__code__
-        count = code.co_argcount - code.co_posonlyargcount + code.co_kwonlyargcount
-        if value.__module__.startswith("armillary") and count > 0:
+            home = next(kind for kind in value.__mro__ if "__init__" in vars(kind))
+            constructor = vars(home)["__init__"]
+            if _can_be_marked(constructor):
+                setattr(home, "__init__", hides_frames(constructor))  # noqa: B010
+        elif _can_be_marked(value):
             marked = hides_frames(value)
-            if home is value:
-                home = sys.modules[value.__module__]
-                namespace[name] = marked
-            setattr(home, name, marked)
+            namespace[name] = marked
+            setattr(sys.modules[value.__module__], name, marked)
     answer_names(namespace)
+
+
+def _can_be_marked(value: Any) -> TypeGuard[Callable[..., Any]]:
+    """Returns whether a value is a function of this library that takes keywords.
+
+    A function that is marked already, or wraps another function, is left alone.
+    """
+    if not isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
+        return False
+    code = value.__code__
+    count = code.co_argcount - code.co_posonlyargcount + code.co_kwonlyargcount
+    return value.__module__.startswith("armillary") and count > 0
 
 
 def _leave(
@@ -104,10 +111,11 @@ def _note_name(error: AttributeError) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(error.obj, jax.Array):
         kind = jax.Array
-    answer = None
-    if error.name is not None and owner_of_class(kind) is Owner.LIBRARY:
-        answer = find_answer(kind, error.name)
-    if answer is not None and answer not in getattr(error, "__notes__", ()):
+    if error.name is None or owner_of_class(kind) is not Owner.LIBRARY:
+        return
+    answer = find_answer(kind, error.name)
+    notes = getattr(error, "__notes__", ())
+    if answer is not None and answer not in notes:
         error.add_note(answer)
 
 
@@ -121,6 +129,7 @@ def _hide(error: BaseException) -> None:
         notes.append(_NOTE)
     if notes != getattr(error, "__notes__", []):
         error.__notes__ = notes
+
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -128,13 +137,18 @@ def _hide(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        kept = None
-        for entry in reversed(list(_entries(current.__traceback__))):
-            if not _is_own(entry):
-                line = entry.tb_lineno
-                kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, line)
-        current.__traceback__ = kept
+        current.__traceback__ = _without_own(current.__traceback__)
         pending += [current.__cause__, current.__context__]
+
+
+def _without_own(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns a traceback without the frames of this library."""
+    kept = None
+    for entry in reversed(list(_entries(trace))):
+        if not _is_own(entry):
+            line = entry.tb_lineno
+            kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, line)
+    return kept
 
 
 def _is_raised(entry: types.TracebackType) -> bool:

@@ -47,37 +47,35 @@ def _explain_call(
 ) -> str | None:
     owner = function.__qualname__.removesuffix(".__init__")
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = [p.name for p in parameters if p.kind in by_name]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    in_order = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    only_named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    kinds = {p.kind for p in parameters}
+
+    known = [p.name for p in (*in_order, *only_named)]
     unknown = [name for name in kwargs if name not in known]
-    if unknown and not takes_any:
-        return _explain_keyword(owner, unknown[0], kwargs[unknown[0]], known)
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        name = unknown[0]
+        return _explain_keyword(owner, name, kwargs[name], known)
 
     given = args[1:] if "self" in signature.parameters else args
-    in_order = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    others = [
-        p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs
-    ]
-    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(given) > len(in_order) and others and not takes_more:
+    has_too_many = len(given) > len(in_order)
+    others = [p for p in only_named if p.name not in kwargs]
+    if has_too_many and others and inspect.Parameter.VAR_POSITIONAL not in kinds:
         first = min(others, key=lambda p: p.default is not p.empty).name
         counted = f"{len(in_order)} argument{'' if len(in_order) == 1 else 's'}"
         fix = _BY_NAME.get(owner) or f"Pass the others by name, as in `{first}=...`."
         return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
 
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind in by_name
-    ]
+    required = [p.name for p in (*in_order, *only_named) if p.default is p.empty]
     filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
     missing = [name for name in required if name not in filled]
     if not missing:
         return None
     names = ", ".join(f"`{name}`" for name in missing)
     call = ", ".join(f"{name}=..." for name in required)
-    what = owner if given is args else _as_variable(owner)
+    callee = owner if given is args else _as_variable(owner)
     verb = "is" if len(missing) == 1 else "are"
-    return f"`{owner}` needs {names}, which {verb} missing. Write `{what}({call})`."
+    return f"`{owner}` needs {names}, which {verb} missing. Write `{callee}({call})`."
 
 
 def _as_variable(owner: str) -> str:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import armillary
-from armillary.data.sources._example import example_class
+from armillary.data.sources._message import example_class
 from benchmarks.report import add_measurement, make_parser
 
 _BATCH_SIZE = 256

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tensorboardX.record_writer import RecordWriter
 
-from armillary.data.sources._example import example_class
+from armillary.data.sources._message import example_class
 
 
 def make_record(features: Mapping[str, Any]) -> bytes:

@@ -32,7 +32,7 @@ Metric: TypeAlias = str | Callable[[Output], Any]
 """A key of an output, a path such as `"validation/loss"`, or a function."""
 
 
-def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
+def notify(actions: Iterable[Any], method: str, *arguments: Any) -> None:
     """Calls a method of all parts of actions; raises the first error at the end."""
     errors: list[Exception] = []
     for part in find_parts(actions):
@@ -51,12 +51,13 @@ def find_parts(actions: Iterable[Any]) -> list[Any]:
     for action in actions:
         inner: tuple[Any, ...] = ()
         if isinstance(action, ConditionalAction):
-            inner = action.condition, *action.actions
+            inner = (action.condition, *action.actions)
         elif isinstance(action, PeriodicAction):
             inner = action.actions
         elif isinstance(action, MethodType):
             inner = (action.__self__,)
-        found |= {id(part): part for part in (action, *find_parts(inner))}
+        for part in (action, *find_parts(inner)):
+            found[id(part)] = part
     return list(found.values())
 
 
@@ -196,10 +197,14 @@ class _BestValue:
         self.best_value = state["best_value"]
 
     def _is_better(self, value: float, margin: float = 0.0) -> bool:
+        if np.isnan(value):
+            return False
         best = self.best_value
-        if best is None or np.isnan(value):
-            return not np.isnan(value)
-        return value > best + margin if self.higher_is_better else value < best - margin
+        if best is None:
+            return True
+        if self.higher_is_better:
+            return value > best + margin
+        return value < best - margin
 
 
 def _find(path: str, output: Mapping[str, Any]) -> Any:
@@ -282,12 +287,14 @@ class NewBestMetric(_BestValue):
             return False
         self.best_value = self.metric_value(output)
         if self.file is not None and get_process().is_chief:
-            content = {**self.get_state(), "higher_is_better": self.higher_is_better}
-            path = epath.Path(self.file)
-            data = json.dumps(content).encode()
-            # A reader finds either the old file or the new file.
-            write_whole(path, data, f".{path.name}.{os.getpid()}")
+            self._write(self.file)
         return True
+
+    def _write(self, file: Path) -> None:
+        content = {**self.get_state(), "higher_is_better": self.higher_is_better}
+        data = json.dumps(content).encode()
+        # A reader finds either the old file or the new file.
+        write_whole(epath.Path(file), data, f".{file.name}.{os.getpid()}")
 
     def _read(self, file: Path) -> float:
         try:

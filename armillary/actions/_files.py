@@ -30,7 +30,7 @@ from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local
 from armillary.state._lift import State
-from armillary.state._step_counter import as_step_counter
+from armillary.state._step_counter import StepCounter, as_step_counter
 from armillary.typing import Output, PyTree
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -67,9 +67,9 @@ class ExportFileManager:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
         self._base = as_absolute("base_name", base_name)
         self._max_to_keep = max_to_keep
-        self._next_id = (
-            None if next_id_fn is None else as_step_counter(next_id_fn, "next_id_fn")
-        )
+        self._next_id: StepCounter | None = None
+        if next_id_fn is not None:
+            self._next_id = as_step_counter(next_id_fn, "next_id_fn")
         self._last_name: str | None = None
 
     @property
@@ -82,7 +82,8 @@ class ExportFileManager:
         if self._next_id is not None:
             number = self._next_id()
         else:
-            number = max((n for n, _ in self._find()), default=-1) + 1
+            numbers = [found for found, _ in self._find()]
+            number = max(numbers, default=-1) + 1
         self._last_name = f"{self._base}-{number}"
         return self._last_name
 
@@ -96,11 +97,15 @@ class ExportFileManager:
             epath.Path(path).unlink(missing_ok=True)
 
     def _find(self) -> list[tuple[int, epath.Path]]:
+        """Returns the numbers and paths of the files, by increasing number."""
         pattern = re.compile(rf"{re.escape(self._base.name)}-(\d+)")
         folder = self._base.parent
-        paths = folder.iterdir() if folder.is_dir() else ()
-        found = [(pattern.fullmatch(path.name), path) for path in paths]
-        return sorted((int(m[1]), path) for m, path in found if m and path.is_file())
+        found: list[tuple[int, epath.Path]] = []
+        for path in folder.iterdir() if folder.is_dir() else ():
+            match = pattern.fullmatch(path.name)
+            if match is not None and path.is_file():
+                found.append((int(match[1]), path))
+        return sorted(found)
 
 
 class ExportModel:
@@ -152,7 +157,7 @@ class ExportModel:
             check_one_of("platforms", platform, _PLATFORMS, _USE_PLATFORMS)
         self.model = model
         self.file_manager = file_manager
-        self._specs = _describe(args, is_polymorphic=polymorphic_batch_size)
+        self._specs = _types_of(args, is_polymorphic=polymorphic_batch_size)
         self._platforms = platforms
 
     def __call__(self, output: Output = None) -> None:
@@ -184,14 +189,21 @@ class ExportModel:
             with state.swapped(leaves):
                 result = self.model(*args)
                 now = state.read()
-            pairs = enumerate(zip(leaves, now, strict=True))
-            return {i: new for i, (old, new) in pairs if old is not new}, result
+            written: dict[int, Any] = {}
+            for index, (old, new) in enumerate(zip(leaves, now, strict=True)):
+                if old is not new:
+                    written[index] = new
+            return written, result
 
         # Not `self.model`, because JAX traces each function only once.
         def program(*args: Any) -> Any:
             written, result = call(constants, *args)
             touched[:] = written
             return result
+
+        def find_written(leaves: list[Any], *args: Any) -> list[Any]:
+            written, _ = call(leaves, *args)
+            return list(written.values())
 
         touched: list[int] = []
         with state.attributes_kept():
@@ -200,9 +212,9 @@ class ExportModel:
             if touched:
                 # `nnx.remat` writes arrays that it only reads. The program shows which
                 # arrays really change.
-                traced = jax.make_jaxpr(lambda *given: list(call(*given)[0].values()))
-                written = traced(constants, *self._specs)
-                self._check_unchanged(state, touched, find_unchanged(written, touched))
+                traced = jax.make_jaxpr(find_written)(constants, *self._specs)
+                is_same = find_unchanged(traced, touched)
+                self._check_unchanged(state, touched, is_same)
         if exported.nr_devices > 1:
             raise ValueError(
                 f"`model` became a program for {exported.nr_devices} devices, but an "
@@ -213,11 +225,10 @@ class ExportModel:
     def _check_unchanged(
         self, state: State, touched: list[int], is_same: list[bool]
     ) -> None:
-        changed = [
-            state.paths[number]
-            for number, same in zip(touched, is_same, strict=True)
-            if not same
-        ]
+        changed: list[str] = []
+        for number, same in zip(touched, is_same, strict=True):
+            if not same:
+                changed.append(state.paths[number])
         if changed:
             raise ValueError(
                 f"`model` changes {len(changed)} of the arrays that it reaches, "
@@ -227,18 +238,19 @@ class ExportModel:
             )
 
 
-def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree, ...]:
+def _types_of(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree, ...]:
     """Returns the shapes and dtypes to trace a program with."""
     (batch,) = export.symbolic_shape("batch")
 
-    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+    def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             leaf = jax.eval_shape(jnp.asarray, leaf)
         shape = tuple(leaf.shape)
-        shape = (batch, *shape[1:]) if is_polymorphic and shape else shape
+        if is_polymorphic and shape:
+            shape = (batch, *shape[1:])
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    return jax.tree.map(describe, args)
+    return jax.tree.map(type_of, args)
 
 
 class Profile(StepAction):
@@ -287,12 +299,15 @@ class Profile(StepAction):
             if now >= self._begun_at + self.steps:
                 self.end_training()
         elif last < self.at <= now and get_process().is_chief:
-            Path(self.directory).mkdir(parents=True, exist_ok=True)
-            options = jax.profiler.ProfileOptions()
-            # Calls of Python functions would fill the trace, and slow down the run.
-            options.python_tracer_level = 0
-            jax.profiler.start_trace(self.directory, profiler_options=options)
-            self._begun_at = now
+            self._begin(now)
+
+    def _begin(self, step: int) -> None:
+        Path(self.directory).mkdir(parents=True, exist_ok=True)
+        options = jax.profiler.ProfileOptions()
+        # Calls of Python functions would fill the trace, and slow down the run.
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(self.directory, profiler_options=options)
+        self._begun_at = step
 
     def end_training(self) -> None:
         """Ends the trace if it is running; a `Controller` calls this."""

@@ -83,9 +83,11 @@ class SaveCheckpointIfPreempted:
         # Any notice from now on is a new notice.
         self._has_acted = False
         self._notice.source = None
+
         code = ExitCode.PREEMPTED
         ending = f"ends with exit code {code.value} ({code.name})"
-        ending = "calls `exit_fn`" if self._exit_fn else ending
+        if self._exit_fn:
+            ending = "calls `exit_fn`"
         logger.info("preempted: %s; saved %s; %s.", found, path, ending)
         # A later signal must not change the exit code while the processes disconnect.
         kept.add(self._notice)
@@ -116,13 +118,12 @@ class SaveCheckpointIfPreempted:
             return self._notice.source
         topic = "whether a machine will be taken away"
         sources = peers.boundary.exchange(topic, self._say)
-        found = [
-            f"{source} in process {index} of {peers.count}"
-            for index, source in enumerate(sources)
-            if source
-        ]
-        more = f", and in {len(found) - 1} more" if len(found) > 1 else ""
-        return found[0] + more if found else None
+        noticed = [index for index, source in enumerate(sources) if source]
+        if not noticed:
+            return None
+        first = noticed[0]
+        more = f", and in {len(noticed) - 1} more" if len(noticed) > 1 else ""
+        return f"{sources[first]} in process {first} of {peers.count}{more}"
 
     def _save(self) -> str | None:
         """Saves, unless this step is saved already; returns the path."""

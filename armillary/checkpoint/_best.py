@@ -66,12 +66,14 @@ def write_best(directory: epath.Path, saved: Saved, mark: Mark) -> None:
     before = read_best(directory)
     if before is not None and before.saved != saved:
         found.append(before)
-    text = json.dumps(
-        [
-            {"checkpoint": s.path.name, "saved_at": s.saved_at, **m._asdict()}
-            for s, m in found
-        ]
-    )
+    records: list[dict[str, Any]] = []
+    for best in found:
+        name = best.saved.path.name
+        saved_at = best.saved.saved_at
+        records.append(
+            {"checkpoint": name, "saved_at": saved_at, **best.mark._asdict()}
+        )
+    text = json.dumps(records)
     file = directory / _FILE_NAME
     write_whole(file, text.encode(), f".{_FILE_NAME}.{os.getpid()}")
     sync_name(directory)
@@ -84,7 +86,8 @@ def check_best(
     if metric is None and higher_is_better is None:
         return None
     given = f"`keep_best` is {metric!r} and `higher_is_better` is {higher_is_better!r}"
-    if not (isinstance(metric, str) and metric and isinstance(higher_is_better, bool)):
+    name = metric if isinstance(metric, str) else ""
+    if not name or not isinstance(higher_is_better, bool):
         raise ValueError(
             f"{given}, but they must be the name of a metric and True or False. Use "
             '`keep_best="accuracy", higher_is_better=True`.'
@@ -96,26 +99,29 @@ def check_best(
             f"{best.mark[1]}. Use these values, or delete the file `{_FILE_NAME}` "
             "there to start again."
         )
-    return metric, higher_is_better
+    return name, higher_is_better
 
 
 def make_mark(best_by: tuple[str, bool], output: Mapping[str, Any]) -> Mark:
     """Returns the value of the metric in an output."""
+    metric, higher_is_better = best_by
     numbers = find_numbers(output)
-    if best_by[0] not in numbers:
+    if metric not in numbers:
         names = ", ".join(f"`{name}`" for name in numbers)
         raise ValueError(
-            f"`keep_best` is {best_by[0]!r}, which the output of the evaluation does "
+            f"`keep_best` is {metric!r}, which the output of the evaluation does "
             f"not have. Use one of its numbers ({names or 'there are none'})."
         )
-    return Mark(*best_by, float(numbers[best_by[0]]))
+    return Mark(metric, higher_is_better, float(numbers[metric]))
 
 
 def is_best(mark: Mark, directory: epath.Path, step: int | None) -> bool:
     """Returns whether the values at a step are the best so far."""
     best = read_best(directory)
-    if best is None or math.isnan(mark.value):
-        return not math.isnan(mark.value)
+    if math.isnan(mark.value):
+        return False
+    if best is None:
+        return True
     if mark.value == best.mark.value:
         # Ties keep the earlier checkpoint, unless the same step is saved again.
         return best.saved.number == step

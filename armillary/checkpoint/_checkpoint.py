@@ -105,7 +105,8 @@ class Checkpoint(OfOneProcess):
         self.states: dict[str, Any] = {}
         """Objects with `get_state` and `set_state`, or their adapters, by name."""
         for name, value in objects.items():
-            if (stateful := _find_state(name, value)) is not None:
+            stateful = _find_state(name, value)
+            if stateful is not None:
                 self.states[name] = stateful
             if not isinstance(stateful, HostArray | Described):
                 _check_holds_state(name, value, name in self.states)
@@ -172,7 +173,8 @@ class Checkpoint(OfOneProcess):
         folder = as_absolute("path", path)
         restored = restore(self, folder.parent, selection, folder)
         assert restored is not None  # or there is an error
-        return restored[0]
+        report, _ = restored
+        return report
 
     @hides_frames
     def restore(
@@ -258,16 +260,20 @@ class Checkpoint(OfOneProcess):
             content = self.read_content()
         has_leaves = any(0 not in spec.shape for spec in content.specs.values())
         has_arrays = has_leaves or bool(content.state_arrays)
-        return write_once(
-            lambda: dataclasses.replace(choose(), has_arrays=has_arrays), content
-        )
+
+        def choose_for_content() -> Saved:
+            return dataclasses.replace(choose(), has_arrays=has_arrays)
+
+        return write_once(choose_for_content, content)
 
     def find_missing(self, trainer: Any) -> list[str]:
         """Returns the paths in a trainer that this checkpoint lacks, except metrics."""
         own = {slot.key for slot in self._find_slots()}
-        slots = [slot for slot in find_slots(trainer) if slot.key not in own]
-        kept = [slot for slot in slots if slot.role is not Role.METRIC]
-        return [path for slot in kept for path in slot.paths]
+        missing: list[str] = []
+        for slot in find_slots(trainer):
+            if slot.key not in own and slot.role is not Role.METRIC:
+                missing += slot.paths
+        return missing
 
     def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.
@@ -288,11 +294,15 @@ class Checkpoint(OfOneProcess):
                 "Assign the results of a step before saving. After a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
+
         packed = {name: _read_state(name, obj) for name, obj in self.states.items()}
-        if (peers := get_peers()) is not None:
+        peers = get_peers()
+        if peers is not None:
             self._check_agreed(packed, peers)
         states = {name: each.state for name, each in packed.items()}
-        arrays = {key: a for each in packed.values() for key, a in each.arrays.items()}
+        arrays: dict[str, np.ndarray] = {}
+        for each in packed.values():
+            arrays |= each.arrays
         return Content(leaves, describe_leaves(leaves), states, arrays)
 
     def _check_agreed(self, packed: Mapping[str, Packed], peers: Peers) -> None:
@@ -329,7 +339,8 @@ class Checkpoint(OfOneProcess):
         twice: list[str] = []
         for slot in self._find_slots():
             for path, leaf in zip(slot.paths, slot.read(), strict=True):
-                if (stored := path.rstrip("/")) in seen:
+                stored = path.rstrip("/")
+                if stored in seen:
                     twice.append(path)
                 seen.add(stored)
                 leaves[path] = leaf
@@ -365,8 +376,8 @@ class Checkpoint(OfOneProcess):
                 try:
                     self.states[name].set_state(state)
                 except Exception as error:
-                    is_refusal = isinstance(error, ValueError)
-                    if not (is_refusal and name in may_refuse):
+                    is_refusal = isinstance(error, ValueError) and name in may_refuse
+                    if not is_refusal:
                         error.add_note(
                             f"That is `{name}`, so nothing was restored. If it changed "
                             "on purpose, it can stay as the program makes it: "
@@ -408,13 +419,13 @@ class Checkpoint(OfOneProcess):
         These are the metrics of a compiled Keras model, and the metrics of a loop in
         checkpoints of older releases.
         """
-        nodes = Walk([(value, name) for name, value in self.objects.items()]).nodes
-        return [
-            node.path
-            for node in nodes.values()
-            if _keras.is_compiled_metrics(node.value)
-            or has_trait(node.value, Trait.ONE_LOOP)
-        ]
+        walk = Walk([(value, name) for name, value in self.objects.items()])
+        paths: list[str] = []
+        for node in walk.nodes.values():
+            is_of_keras = _keras.is_compiled_metrics(node.value)
+            if is_of_keras or has_trait(node.value, Trait.ONE_LOOP):
+                paths.append(node.path)
+        return paths
 
     def _find_slots(self) -> Sequence[Slot]:
         roots = [(value, name) for name, value in self.objects.items()]
@@ -442,9 +453,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 def has_position(value: Any) -> bool:
     """Returns whether an object has a state of its own to save."""
-    return not isinstance(value, type) and all(
-        _has_method(value, name) for name in ("get_state", "set_state")
-    )
+    if isinstance(value, type):
+        return False
+    return _has_method(value, "get_state") and _has_method(value, "set_state")
 
 
 def _has_method(value: Any, name: str) -> bool:
@@ -467,12 +478,12 @@ def _find_state(name: str, value: Any) -> Any:
 
 
 def _read_state(name: str, value: Any) -> Packed:
-    # `pack` makes a copy, because the object may change its state during the write.
-    return pack(
-        name,
-        value.get_state(),
-        lambda: f"`get_state` of `{name}`, of type {type(value).__name__},",
-    )
+    """Returns a copy of a state, because the object may change during the write."""
+
+    def describe() -> str:
+        return f"`get_state` of `{name}`, of type {type(value).__name__},"
+
+    return pack(name, value.get_state(), describe)
 
 
 def _is_ours(value: Any) -> bool:
@@ -485,10 +496,8 @@ def _is_ours(value: Any) -> bool:
 
 def _way_to_save(name: str, value: Any) -> str:
     """Returns the line that saves a value without places that can be assigned."""
-    is_of_host = isinstance(value, dict) and any(
-        isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)
-    )
-    if is_of_host:
+    leaves = jax.tree.leaves(value) if isinstance(value, dict) else []
+    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         arguments = ", ".join(f"{key}={name}[{key!r}]" for key in list(value)[:2])
         return f"Name each array of NumPy by itself: `Checkpoint({arguments})`."
     return (
@@ -498,12 +507,14 @@ def _way_to_save(name: str, value: Any) -> str:
 
 
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
+    """Raises if nothing of an object, or only a part of it, would be saved."""
     slots = find_slots(value, name)
     is_partial = False
     if isinstance(value, tuple):  # It may also hold dictionaries, which are saved.
         lost = {id(each) for _, each in Walk([(value, name)]).constants}
         is_partial = not lost.isdisjoint(map(id, jax.tree.leaves(value)))
-    if not has_state and (not slots or is_partial):
+    is_saved = has_state or (slots and not is_partial)
+    if not is_saved:
         shown = value if isinstance(value, type) else type(value)
         what = "an array in a tuple" if is_partial else "nothing to save"
         raise TypeError(

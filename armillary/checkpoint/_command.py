@@ -62,14 +62,17 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
         ) from error
     best = read_best(saved.path.parent)
     mark = f"; {best}" if best is not None and best.saved == saved else ""
-    rows = [
-        (name, leaves[name].dtype, str(leaves[name].shape)) for name in sorted(leaves)
-    ]
-    return lambda: print_out(
-        f"{saved.path}: step {saved.number}, {_when(saved)}{mark}",
-        make_table(["path", "dtype", "shape"], rows),
-        *(f"{name}: {json.dumps(summarize(states[name]))}" for name in sorted(states)),
-    )
+    title = f"{saved.path}: step {saved.number}, {_when(saved)}{mark}"
+    rows: list[tuple[str, str, str]] = []
+    for name in sorted(leaves):
+        spec = leaves[name]
+        rows.append((name, spec.dtype, str(spec.shape)))
+    table = make_table(["path", "dtype", "shape"], rows)
+    lines: list[str] = []
+    for name in sorted(states):
+        shown = json.dumps(summarize(states[name]))
+        lines.append(f"{name}: {shown}")
+    return lambda: print_out(title, table, *lines)
 
 
 def _when(saved: Saved) -> str:

@@ -138,7 +138,8 @@ def list_directory(
     saved: list[Saved] = []
     broken: dict[epath.Path, str] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
-        if not (name := _NAME.fullmatch(path.name)):
+        name = _NAME.fullmatch(path.name)
+        if name is None:
             continue
         found = read_header(path)
         if isinstance(found, Saved) and found.number != int(name[1]):
@@ -164,7 +165,7 @@ def _is_ours(path: epath.Path) -> bool:
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
     """Returns the complete checkpoints in the order of saving, one for each number."""
-    saved = list_directory(directory)[0]
+    saved, _ = list_directory(directory)
     newest = {entry.number: entry for entry in saved}
     return [entry for entry in saved if newest[entry.number] is entry]
 
@@ -173,11 +174,12 @@ def find_all(directory: epath.Path) -> list[Saved]:
     """Returns the complete checkpoints with any name, in the order of saving."""
     found: list[Saved] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        is_named = _UNFINISHED not in path.name and _REMOVED_SUFFIX not in path.name
-        if is_named and (path / _HEADER).exists():
-            saved = read_header(path)
-            if isinstance(saved, Saved):
-                found.append(saved)
+        is_leftover = _UNFINISHED in path.name or _REMOVED_SUFFIX in path.name
+        if is_leftover or not (path / _HEADER).exists():
+            continue
+        saved = read_header(path)
+        if isinstance(saved, Saved):
+            found.append(saved)
     return sorted(found, key=lambda entry: entry.saved_at)
 
 
@@ -185,9 +187,12 @@ def number_after(prefix: epath.Path) -> int:
     """Returns the next number for a name that begins with a prefix, from 1."""
     rule = re.compile(rf"{re.escape(prefix.name)}-(\d+)(\..*)?")
     folder = prefix.parent
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    numbers = [int(match[1]) for match in map(rule.fullmatch, names) if match]
-    return max(numbers, default=0) + 1
+    last = 0
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = rule.fullmatch(path.name)
+        if match is not None:
+            last = max(last, int(match[1]))
+    return last + 1
 
 
 def describe_new(path: epath.Path, number: int) -> Saved:
@@ -202,8 +207,10 @@ def describe_new(path: epath.Path, number: int) -> Saved:
     if name is not None:
         number = int(name[1])  # as a manager of this directory would find it
     earlier = find_all(path.parent)
-    # Times are compared, so they must rise strictly, even if a clock is set back.
-    saved_at = max(time(), earlier[-1].saved_at + 1e-3 if earlier else 0.0)
+    saved_at = time()
+    if earlier:
+        # Times are compared, so they must rise strictly, even if a clock is set back.
+        saved_at = max(saved_at, earlier[-1].saved_at + 1e-3)
     serial = max((entry.serial for entry in earlier), default=0) + 1
     return Saved(path, number, serial, saved_at, saved_at, has_arrays=True)
 
@@ -218,9 +225,11 @@ def choose_path(
     directory: epath.Path, number: int, saved: Sequence[Saved]
 ) -> epath.Path:
     """Returns an unused path for a checkpoint of this number."""
-    names = [_NAME.fullmatch(entry.path.name) for entry in saved]
-    revisions = [int(name[2] or 0) for name in names if name and int(name[1]) == number]
-    revision = max(revisions, default=-1) + 1
+    revision = 0
+    for entry in saved:
+        name = _NAME.fullmatch(entry.path.name)
+        if name is not None and int(name[1]) == number:
+            revision = max(revision, int(name[2] or 0) + 1)
     while True:
         suffix = f".{revision}" if revision else ""
         path = directory / f"checkpoint_{number}{suffix}"
@@ -246,9 +255,13 @@ def remove_leftovers(directory: epath.Path, of: str = "checkpoint_") -> None:
 
 def sync_tree(folder: epath.Path) -> None:
     """Waits until a folder and everything in it are on the disk."""
-    if "://" not in str(folder):
-        walk = os.walk(folder)
-        _sync_all(Path(top, name) for top, _, names in walk for name in ("", *names))
+    if "://" in str(folder):
+        return
+    paths: list[Path] = []
+    for top, _, names in os.walk(folder):
+        paths.append(Path(top))
+        paths += [Path(top, name) for name in names]
+    _sync_all(paths)
 
 
 def sync_name(folder: epath.Path) -> None:
@@ -256,7 +269,8 @@ def sync_name(folder: epath.Path) -> None:
     if "://" in str(folder):
         return
     path = Path(folder)
-    _sync_all([*(file for file in path.iterdir() if file.is_file()), path, path.parent])
+    files = [file for file in path.iterdir() if file.is_file()]
+    _sync_all([*files, path, path.parent])
     for above in path.parent.parents:
         # They may be new as well. Folders of other users may not be readable.
         with contextlib.suppress(OSError):
@@ -284,9 +298,13 @@ def write_checksums(folder: epath.Path) -> None:
     """Writes the size and checksum of every file of the items into one more file."""
     # Files next to the items are left out. Orbax still changes them, and nobody reads
     # them.
-    items = [path for path in folder.iterdir() if path.is_dir()]
-    files = [file for item in items for file in _find_files(item)]
-    sums = {file.relative_to(folder).as_posix(): _measure(file) for file in files}
+    sums: dict[str, tuple[int, int]] = {}
+    for item in folder.iterdir():
+        if not item.is_dir():
+            continue
+        for file in _find_files(item):
+            name = file.relative_to(folder).as_posix()
+            sums[name] = _measure(file)
     content = {"crc": _sum_up(sums), "files": sums}
     (folder / CHECKSUM_FILE).write_text(json.dumps(content))
 
@@ -327,27 +345,36 @@ def find_damage(folder: epath.Path) -> str | None:
                 return f"`{name}` was added after it was saved"
     except (ValueError, OSError) as error:
         return str(error)
+
+    def compare(item: tuple[str, tuple[int, int]]) -> str | None:
+        name, saved = item
+        return _compare(folder, name, saved)
+
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        problems = pool.map(lambda item: _compare(folder, *item), expected.items())
+        problems = pool.map(compare, expected.items())
         return next((problem for problem in problems if problem is not None), None)
 
 
 def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | None:
+    """Returns a sentence on a file that does not match its size and checksum."""
+    saved_size, saved_crc = saved
     try:
         size, crc = _measure(folder / name)
     except FileNotFoundError:
         return f"`{name}` is missing"
     except OSError as error:
         return f"`{name}` cannot be read ({type(error).__name__}: {error})"
-    if size != saved[0]:
-        return f"`{name}` has {size} bytes instead of {saved[0]}"
-    if crc != saved[1]:
+    if size != saved_size:
+        return f"`{name}` has {size} bytes instead of {saved_size}"
+    if crc != saved_crc:
         return f"the content of `{name}` has changed (its checksum differs)"
     return None
 
 
 def _measure(file: epath.Path) -> tuple[int, int]:
-    size = crc = 0
+    """Returns the size and the CRC-32 of a file."""
+    size = 0
+    crc = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
             size += len(block)

@@ -118,6 +118,7 @@ class CheckpointManager(OfOneProcess):
             )
         if init_fn is not None:
             check_callable("init_fn", init_fn)
+
         self.checkpoint = checkpoint
         """The `Checkpoint` that is saved."""
         self.checkpoint_interval = interval
@@ -130,6 +131,7 @@ class CheckpointManager(OfOneProcess):
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
         self.step_counter = step_counter
+
         # The step and number of the last save or restore. The number is `None` if an
         # older checkpoint was restored.
         self._last_step: int | None = None
@@ -219,11 +221,16 @@ class CheckpointManager(OfOneProcess):
             saved = find_checkpoints(self._directory)
             number = max((entry.number for entry in saved), default=0) + 1
         number = check_not_negative_int("checkpoint_number", number)
+
         step = self._step()
-        mark = self._mark[1] if self._mark and self._mark[0] == step else None
+        mark = None
+        if self._mark is not None:
+            marked_step, found = self._mark
+            mark = found if marked_step == step else None
         path = self._writer.start(number, self.read_content(), mark)
-        if self._is_paced and (interval := self._writer.find_interval(step or 0)):
-            self.checkpoint_interval = interval
+        if self._is_paced:
+            interval = self._writer.find_interval(step or 0)
+            self.checkpoint_interval = interval or self.checkpoint_interval
         self._last_step = step
         self._last_number = number
         self._is_marking = mark is not None
@@ -264,11 +271,11 @@ class CheckpointManager(OfOneProcess):
 
         self._mark = (step, mark)
         evaluated_here = path is None
-        held = self._holder
-        if held is not None and step is not None and held[0] == step:
-            path = held[1]
+        if self._holder is not None and step is not None:
+            held_step, folder = self._holder
+            path = folder if held_step == step else path
         if path is None:
-            return True
+            return True  # not saved yet
 
         self.sync()
         write = functools.partial(self._writer.mark, path, mark, removes=evaluated_here)
@@ -381,12 +388,17 @@ class CheckpointManager(OfOneProcess):
         restored = restore(self.checkpoint, self._directory, selection, folder)
         if restored is None:
             return None
+
         report, evaluation = restored
         # After a partial restore, no checkpoint holds these values, so a save is due.
-        self._last_number = self._holder = self._mark = None
+        self._last_number = None
+        self._holder = None
+        self._mark = None
         is_here = os.path.dirname(report.path) == self.directory
-        if self._read_step is not None and is_here and not report.kept:
-            self._holder = self._read_step(), report.path
+        holds_all = is_here and not report.kept
+        if self._read_step is not None and holds_all:
+            self._holder = (self._read_step(), report.path)
+
         # A position that was refused does not make a save due before the interval ends.
         others = {*report.kept, *report.unused} - self.checkpoint.states.keys()
         if self._read_step is not None and not others:
@@ -408,7 +420,8 @@ class CheckpointManager(OfOneProcess):
         try:
             self._writer.sync()
         except CheckpointError:
-            self._last_number = self._holder = None
+            self._last_number = None
+            self._holder = None
             raise
 
     def close(self) -> None:

@@ -33,14 +33,16 @@ class Packed(NamedTuple):
 
     def unpack(self) -> Any:
         """Returns the original state, with copies of its arrays."""
-        return unpack(self.state, {k: v.copy() for k, v in self.arrays.items()})
+        copies = {name: array.copy() for name, array in self.arrays.items()}
+        return unpack(self.state, copies)
 
     def fingerprint(self) -> str:
         """Returns a short text, equal for equal states."""
-        found = hashlib.blake2b(json.dumps(self.state).encode(), digest_size=16)
+        text = json.dumps(self.state)
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
         for array in self.arrays.values():
-            found.update(array.reshape(-1).view(np.uint8).data)
-        return found.hexdigest()
+            digest.update(array.reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
 
 def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
@@ -78,7 +80,8 @@ def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
 
     def pack_dictionary(held: Mapping[Any, Any], path: str) -> dict[str, Any]:
         parts = [pack_value(part, _join(path, key)) for key, part in held.items()]
-        if MARK not in held and all(type(key) is str for key in held):
+        has_texts = all(type(key) is str for key in held)
+        if has_texts and MARK not in held:
             return dict(zip(held, parts, strict=True))
         keys = [pack_value(key, path) for key in held]
         return {MARK: "dictionary", "keys": keys, "values": parts}
@@ -135,15 +138,17 @@ def _unpack_marked(
         return tuple(unpack(rest["items"], arrays))
     if kind == "dictionary":
         keys = [unpack(key, arrays) for key in rest["keys"]]
-        return dict(zip(keys, unpack(rest["values"], arrays), strict=True))
+        values = unpack(rest["values"], arrays)
+        return dict(zip(keys, values, strict=True))
+
     dtype = np.dtype(rest["dtype"])
-    shape = rest["shape"]
     if "name" in rest:
         array = arrays[rest["name"]].astype(dtype, copy=False)
-        array = array if array.flags["W"] else array.copy()
+        if not array.flags["W"]:
+            array = array.copy()
     else:
         data = base64.b64decode(rest["data"])
-        array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+        array = np.frombuffer(bytearray(data), dtype).reshape(rest["shape"])
     return array[()] if kind == "scalar" else array
 
 
@@ -173,7 +178,8 @@ def summarize(state: Any) -> Any:
 def is_storable(dtype: np.dtype) -> bool:
     """Returns whether arrays of a dtype can be saved: numbers of at most 64 bits."""
     # Not by NumPy, which does not count types such as `bfloat16` among numbers.
-    is_number = any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.number))
+    is_bool = jax.dtypes.issubdtype(dtype, np.bool_)
+    is_number = is_bool or jax.dtypes.issubdtype(dtype, np.number)
     return is_number and dtype.char not in "gG"
 
 

@@ -54,16 +54,10 @@ def is_generator(value: Any) -> bool:
 
 def adapt_loader(name: str, value: Any) -> Stateful | None:
     """Returns an adapter for an object with `state_dict` and `load_state_dict`."""
-    if isinstance(value, type) or not has_methods(
-        value, "state_dict", "load_state_dict"
-    ):
+    is_loader = has_methods(value, "state_dict", "load_state_dict")
+    if isinstance(value, type) or not is_loader:
         return None
-    return Described(
-        name,
-        value,
-        lambda own: own.state_dict(),
-        lambda own, state: own.load_state_dict(state),
-    )
+    return Described(name, value, _get_dictionary, _set_dictionary)
 
 
 class HostArray:
@@ -86,7 +80,8 @@ class HostArray:
 
     def set_state(self, state: Any) -> None:
         array = self._array
-        has, needs = (_describe(each) for each in (state, array))
+        has = _describe(state)
+        needs = _describe(array)
         if has != needs:
             raise CheckpointMismatchError(
                 f"`{self._name}` is {needs} in the program, but {has} in the "
@@ -130,6 +125,14 @@ def _get_bits(bits: Any) -> Any:
 
 def _set_bits(bits: Any, state: Any) -> None:
     bits.state = state
+
+
+def _get_dictionary(loader: Any) -> Any:
+    return loader.state_dict()
+
+
+def _set_dictionary(loader: Any, state: Any) -> None:
+    loader.load_state_dict(state)
 
 
 def _get_random(generator: Any) -> Any:

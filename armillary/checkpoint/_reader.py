@@ -68,6 +68,7 @@ def restore(
                 raise
             # The training job has just removed it, because there are newer ones.
             return restore(checkpoint, directory, selection)
+
     agree_on("a checkpoint", lambda: _check_is_checkpoint(chosen), peers)
     damage = verify(chosen, chosen.parent, peers)
     if damage is not None:
@@ -100,7 +101,9 @@ def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | Non
         if folder is None or damage is None:
             break
         damaged[folder] = damage
-    for path, problem in damaged.items() if peers is None or not peers.index else ():
+
+    is_first = peers is None or peers.index == 0
+    for path, problem in damaged.items() if is_first else ():
         logger.warning(
             f"`{path}` is damaged and was skipped: {problem}. Taking `{folder}` "
             "instead; the steps after it are trained again."
@@ -145,8 +148,8 @@ def _restore_intact(
         leaves = checkpoint.read_leaves()
         with _reading(folder):
             saved, states, evaluation = read_description(folder)
-        program = _describe(describe_leaves(leaves), checkpoint.states)
-        all_saved = _describe(saved, states)
+        program = _as_specs(describe_leaves(leaves), checkpoint.states)
+        all_saved = _as_specs(saved, states)
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = selection._replace(may_differ=may_differ)
         new = checkpoint.missing_before - states.keys()
@@ -154,6 +157,8 @@ def _restore_intact(
         taken, differences = match(
             str(folder), selection, saved=all_saved, program=expected
         )
+
+        # Arrays without elements are not stored.
         full = [name for name in taken if name in saved and 0 not in saved[name].shape]
         shardings = {name: stored_sharding(leaves[name]) for name in full}
         taken_states = {name: states[name] for name in taken if name in states}
@@ -164,11 +169,13 @@ def _restore_intact(
             new_states = {
                 name: unpack(state, stored) for name, state in taken_states.items()
             }
+
         restored = {name: as_restored(stored[name], leaves[name]) for name in full}
         may_refuse = [n for n in new_states if is_inside(n, selection.may_differ)]
         refused = checkpoint.write_content(
             {**leaves, **restored}, new_states, may_refuse
         )
+
     done = tuple(name for name in taken if name not in refused)
     # The last line of a long message is the fix, which is not needed here.
     texts = {name: text.rpartition("\n")[0] or text for name, text in refused.items()}
@@ -186,7 +193,8 @@ def _restore_intact(
     return report, evaluation
 
 
-def _describe(specs: Mapping[str, LeafSpec], states: Iterable[str]) -> dict[str, str]:
+def _as_specs(specs: Mapping[str, LeafSpec], states: Iterable[str]) -> dict[str, str]:
+    """Returns a text for each leaf and state; equal texts fit each other."""
     leaves = {path: str(spec) for path, spec in specs.items()}
     return {**dict.fromkeys(states, "saved state"), **leaves}
 
@@ -228,8 +236,10 @@ def verify(
             "Give `CheckpointManager` a directory that all processes see, such as a "
             "directory on a shared file system. Nothing was restored."
         )
+
     damages = {i: text for i, (text, is_damaged, _) in enumerate(found) if is_damaged}
-    if len(damages) == peers.count and len(set(damages.values())) == 1:
+    is_same_in_all = len(damages) == peers.count and len(set(damages.values())) == 1
+    if is_same_in_all:
         return damages[0]
     who = [f"in process {i} of {peers.count}, {text}" for i, text in damages.items()]
     return "; ".join(who) or None
@@ -239,13 +249,16 @@ def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
     """Describes a checkpoint as this process sees it; returns whether it is damaged."""
     damage = None
     if chosen is None:
-        chosen = next((e.path for e in find_checkpoints(directory)[::-1]), directory)
+        saved = find_checkpoints(directory)
+        chosen = saved[-1].path if saved else directory
     elif chosen.exists():
         damage = find_damage(chosen)
     if damage is not None:
         return damage, True
     if not isinstance(read_header(chosen), Saved):
         return "nothing", False
+
     # All files match this list, so an equal list means equal content.
-    sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]
-    return f"{chosen.name} (`{CHECKSUM_FILE}` #{sums})", False
+    content = (chosen / CHECKSUM_FILE).read_bytes()
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    return f"{chosen.name} (`{CHECKSUM_FILE}` #{digest})", False

@@ -137,22 +137,19 @@ def match(
     allowed = selection.may_differ
     refused = {n: line for n, line in differences.items() if not is_inside(n, allowed)}
     if refused:
-        fix = "name the parts to restore: `only=[...]`"
-        if matching:
+        fix = _find_renamed(saved, program)
+        if fix is None and matching:
             parts = _find_parts(refused, matching)
             fix = f"name the parts that may differ: `may_differ={parts!r}`"
-        gone, new = (
-            {name.partition("/")[0] for name in names} for names in (saved, program)
-        )
-        for name in new - gone:
-            for other in difflib.get_close_matches(name, gone - new, n=1):
-                fix = f"use the saved name: `Checkpoint({other}=...)`, not `{name}`"
+        elif fix is None:
+            fix = "name the parts to restore: `only=[...]`"
         raise CheckpointMismatchError(
             f"`path` is {path!r}, and {len(refused)} leaves differ between it and the "
             f"program, but they must be the same:\n{list_lines(refused.values())}\n"
             "Build the objects in the same way as at the save. If they changed on "
             f"purpose, {fix}. For a new run, use a new directory. Nothing was restored."
         )
+
     left = [each for each in allowed if any(is_inside(n, [each]) for n in differences)]
     taken = sorted(name for name in matching if not is_inside(name, left))
     lines = tuple(differences.values())
@@ -180,13 +177,27 @@ def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
     return lines
 
 
+def _find_renamed(saved: Specs, program: Specs) -> str | None:
+    """Returns the advice for an object that has a similar name in the checkpoint."""
+    saved_names = {path.partition("/")[0] for path in saved}
+    own_names = {path.partition("/")[0] for path in program}
+    fix = None
+    for name in own_names - saved_names:
+        unused = saved_names - own_names
+        for other in difflib.get_close_matches(name, unused, n=1):
+            fix = f"use the saved name: `Checkpoint({other}=...)`, not `{name}`"
+    return fix
+
+
 def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
     """Returns the first few of the largest parts that hold only `differing` paths."""
-    above = {part for name in matching for part in _parts_with(name)}
-    parts = {
-        next((part for part in _parts_with(name) if part not in above), name)
-        for name in differing
-    }
+    above: set[str] = set()
+    for name in matching:
+        above.update(_parts_with(name))
+    parts: set[str] = set()
+    for name in differing:
+        apart = [part for part in _parts_with(name) if part not in above]
+        parts.add(apart[0] if apart else name)
     names = sorted(parts)[:8]
     return names[0] if len(names) == 1 else names
 

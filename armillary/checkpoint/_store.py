@@ -83,8 +83,7 @@ def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
             continue
         is_host = not isinstance(leaf, jax.Array)
         array = np.asarray(leaf) if is_host else leaf
-        # Not by NumPy, which does not count types such as `bfloat16` among numbers.
-        if any(jax.dtypes.issubdtype(array.dtype, k) for k in (np.bool_, np.number)):
+        if _is_numeric(array.dtype):
             specs[path] = LeafSpec(array.dtype.name, tuple(array.shape), is_host)
         else:
             bad.append(f"{path}: {type(leaf).__name__} {leaf!r}")
@@ -95,6 +94,12 @@ def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
             "Keep such values in plain attributes, outside variables."
         )
     return specs
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    # Not by NumPy, which does not count types such as `bfloat16` among numbers.
+    is_bool = jax.dtypes.issubdtype(dtype, np.bool_)
+    return is_bool or jax.dtypes.issubdtype(dtype, np.number)
 
 
 def _is_widened(leaf: Any) -> bool:
@@ -115,8 +120,10 @@ def as_stored(leaf: Any, peers: Peers | None = None) -> Any:
         return None if peers.index else np.array(whole)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
+
     is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
-    if is_on_cpu and leaf.is_fully_addressable and leaf.is_fully_replicated:
+    is_whole_here = leaf.is_fully_addressable and leaf.is_fully_replicated
+    if is_on_cpu and is_whole_here:
         # Replicas on CPUs share the host's memory. Orbax would compile programs to cut
         # the array into a slice for each device, which helps only if each device has a
         # memory of its own.
@@ -142,6 +149,7 @@ def as_restored(stored: Any, target: Any) -> Any:
         # JAX's integers have 32 bits, but integers of Python and NumPy may need more.
         is_array = isinstance(target, np.ndarray)
         return jnp.array(stored) if is_array else type(target)(stored.item())
+
     if not target.committed:
         (device,) = target.devices()
         with jax.default_device(device):
@@ -232,11 +240,12 @@ def read_description(
     path: epath.Path,
 ) -> tuple[dict[str, LeafSpec], dict[str, Any], Any]:
     """Returns the descriptions of leaves, the states, and an evaluation's progress."""
-    manifest = json.loads((path / "manifest" / _MANIFEST_FILE).read_bytes())
-    specs = {
-        name: LeafSpec(spec["dtype"], tuple(spec["shape"]), spec["is_host"])
-        for name, spec in manifest["leaves"].items()
-    }
+    file = path / "manifest" / _MANIFEST_FILE
+    manifest = json.loads(file.read_bytes())
+    specs: dict[str, LeafSpec] = {}
+    for name, spec in manifest["leaves"].items():
+        shape = tuple(spec["shape"])
+        specs[name] = LeafSpec(spec["dtype"], shape, spec["is_host"])
     return specs, manifest["states"], manifest.get("evaluation")
 
 
@@ -248,12 +257,13 @@ def read_arrays(
 
     if not shardings:
         return {}
-    args = {
-        name: ocp.RestoreArgs(restore_type=np.ndarray)
-        if sharding is None
-        else ocp.ArrayRestoreArgs(sharding=sharding)
-        for name, sharding in shardings.items()
-    }
+    args: dict[str, Any] = {}
+    for name, sharding in shardings.items():
+        if sharding is None:
+            args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+        else:
+            args[name] = ocp.ArrayRestoreArgs(sharding=sharding)
+
     alone = _alone()
     # Only this item is read, because Orbax's files next to it have no checksum.
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -281,8 +291,11 @@ def _quiet_failures() -> None:
     """Drops log lines of Orbax on a failed save, because the final error has them."""
 
     def is_kept(record: logging.LogRecord) -> bool:
-        frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
-        return not any("orbax" in frame.f_code.co_filename for frame, _ in frames)
+        if not record.exc_info:
+            return True
+        _, _, trace = record.exc_info
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+        return not any("orbax" in file for file in files)
 
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_kept)

@@ -159,21 +159,24 @@ class Writer:
             if not self._has_cleaned and is_first():
                 _folder.remove_leftovers(self._directory)
             self._has_cleaned = True
-            saved = _folder.list_directory(self._directory)[0]
+
+            saved, _ = _folder.list_directory(self._directory)
             path = _folder.choose_path(self._directory, number, saved)
-            saved.append(self._describe(path, number, saved, bool(arrays)))
+            new = self._make_header(path, number, saved, bool(arrays))
+            saved.append(new)
             if mark is not None:
-                write_best(self._directory, saved[-1], mark)
+                write_best(self._directory, new, mark)
             wait = write_folder(
                 path,
                 arrays=arrays,
                 manifest=_as_manifest(content),
-                header=saved[-1].as_json(),
+                header=new.as_json(),
                 # Its header counts these saves, so they must get their names first.
                 earlier=find_running(),
             )
         except Exception as error:
             raise self._fail(path, error) from error
+
         _finish_before_exit()
         _writers.add(self)
         self.thread = threading.Thread(
@@ -182,9 +185,10 @@ class Writer:
         self.thread.start()
         return str(path)
 
-    def _describe(
+    def _make_header(
         self, path: epath.Path, number: int, earlier: list[Saved], has_arrays: bool
     ) -> Saved:
+        """Returns the header of the next checkpoint, after `earlier` ones."""
         last = earlier[-1] if earlier else None
         if last is not None:
             # A restarted run continues from the last checkpoint that was kept for good.
@@ -220,18 +224,22 @@ class Writer:
                 "evaluated. Set a larger `max_to_keep` in the other program."
             )
         if removes:
-            self._remove_expired(_folder.list_directory(self._directory)[0])
+            complete, _ = _folder.list_directory(self._directory)
+            self._remove_expired(complete)
 
     def _find_expired(self, saved: list[Saved]) -> list[Saved]:
         """Returns the checkpoints to remove, and notes the last one that is kept."""
-        hours = self._keep_every_hours
         newest = {entry.number: entry for entry in saved}
         # Checkpoints whose number was saved again.
         expired = [entry for entry in saved if newest[entry.number] is not entry]
         active = [entry for entry in saved if entry not in expired]
+        # Older checkpoints are kept for good.
         active = [entry for entry in active if entry.saved_at > self._preserved_at]
         most = len(active) if self._max_to_keep is None else self._max_to_keep
-        for entry in active[: max(0, len(active) - most)]:
+        num_surplus = max(0, len(active) - most)
+
+        hours = self._keep_every_hours
+        for entry in active[:num_surplus]:
             age = entry.saved_at - self._preserved_at
             if hours is not None and age >= 3600 * hours:
                 self._preserved_at = entry.saved_at
@@ -240,7 +248,9 @@ class Writer:
         return expired
 
     def _remove_expired(self, saved: list[Saved]) -> None:
-        for entry in self._find_expired(saved) if is_first() else ():
+        if not is_first():
+            return
+        for entry in self._find_expired(saved):
             try:
                 # Read each time, because another job may evaluate.
                 best = read_best(self._directory)
@@ -314,14 +324,16 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
 
 
 def _as_arrays(content: Content, peers: Peers | None) -> dict[str, Any]:
-    arrays = {
-        name: as_stored(leaf, peers)
-        for name, leaf in content.leaves.items()
-        if 0 not in content.specs[name].shape
-    }
+    """Returns the arrays to store. All processes must call it."""
+    arrays: dict[str, Any] = {}
+    for name, leaf in content.leaves.items():
+        has_elements = 0 not in content.specs[name].shape
+        if has_elements:
+            arrays[name] = as_stored(leaf, peers)
     is_writer = peers is None or peers.index == 0
-    for name, array in content.state_arrays.items() if is_writer else ():
-        arrays[name] = as_stored(array)
+    if is_writer:
+        for name, array in content.state_arrays.items():
+            arrays[name] = as_stored(array)
     return arrays
 
 

@@ -61,9 +61,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name in ("summary_dir", "eval_summary_dir"):
         if arguments[name] is not None:
             check_path(name, arguments[name])
+
     seconds = arguments["hang_timeout_seconds"]
-    is_for_ever = isinstance(seconds, float) and seconds == math.inf
-    if seconds is not None and not is_for_ever:
+    is_forever = isinstance(seconds, float) and seconds == math.inf
+    if seconds is not None and not is_forever:
         fix = "Use `hang_timeout_seconds=600`, or `math.inf` to wait forever."
         check_seconds("hang_timeout_seconds", seconds, fix)
     check_one_of("progress", arguments["progress"], (True, False))
@@ -74,7 +75,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 def _check_evaluator(evaluator: Any) -> None:
     several = evaluator if isinstance(evaluator, Mapping) else {}
     for name, each in several.items():
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+        if not _can_name_directory(name):
             raise ValueError(
                 f"`evaluator` has the name {name!r}, but each evaluator needs one that "
                 'a directory can have. Use `evaluator={"validation": ...}`.'
@@ -82,6 +83,11 @@ def _check_evaluator(evaluator: Any) -> None:
         check_methods(f"evaluator[{name!r}]", each, ["evaluate"], _EVALUATOR)
     if not several and evaluator is not None:
         check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
+
+
+def _can_name_directory(name: Any) -> bool:
+    is_text = isinstance(name, str)
+    return is_text and name not in ("", ".", "..") and "/" not in name
 
 
 def _check_intervals(arguments: Mapping[str, Any]) -> None:
@@ -97,9 +103,10 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
         check_positive_int("steps_per_loop", steps_per_loop)
     for name in ("log_interval", "summary_interval"):
         interval = arguments[name]
-        if interval is not None:
-            check_positive_int(name, interval)
-        if interval is not None and is_number and interval % steps_per_loop:
+        if interval is None:
+            continue
+        check_positive_int(name, interval)
+        if is_number and interval % steps_per_loop:
             larger = (interval // steps_per_loop + 1) * steps_per_loop
             raise ValueError(
                 f"`{name}` is {interval}, but it must be a multiple of "

@@ -21,7 +21,7 @@ from armillary._checks import (
 from armillary._copy_refusal import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
-from armillary.actions._conditions import as_actions, tell
+from armillary.actions._conditions import as_actions, notify
 from armillary.controller._arguments import (
     check_arguments,
     check_evaluations_end,
@@ -155,18 +155,17 @@ class Controller(OfOneProcess):
         self.hyperparameters = dict(hyperparameters or {})
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
-        has_own_dir = eval_summary_dir is not None and (
-            summary_dir is None
-            or check_path("eval_summary_dir", eval_summary_dir)
-            != check_path("summary_dir", summary_dir)
-        )
+        has_own_dir = _are_different(summary_dir, eval_summary_dir)
         if eval_summary_manager is None and has_own_dir:
             self.eval_summary_manager = self._make_manager(eval_summary_dir)
-        self._run = run = Run(self, steps_per_loop)
+
+        run = Run(self, steps_per_loop)
+        self._run = run
         self._display = Display(run, progress)
         self._saving = Saving(run, checkpoint_manager)
         self._loops = Loops(run, self._saving, self._display)
         self._has_begun = False
+
         ensure_visible()
         warn_of_evaluators(trainer, evaluator)
         is_resumed = False
@@ -177,10 +176,11 @@ class Controller(OfOneProcess):
                 warn_of_unsaved(self._actions, trainer, checkpoint_manager.checkpoint)
             is_resumed = self.restore_checkpoint() is not None
         get_lifeline().rest()
-        tell(self._actions, "bind_step_counter", global_step)
+
+        notify(self._actions, "bind_step_counter", global_step)
         if is_resumed and trainer is not None:
             evaluated = self._saving.evaluated or 0
-            tell(self.eval_actions, "resume_at", evaluated)
+            notify(self.eval_actions, "resume_at", evaluated)
 
     @property
     def steps_per_loop(self) -> int | None:
@@ -289,6 +289,7 @@ class Controller(OfOneProcess):
         check_evaluations_end(self.evaluator, eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
+
         output: Output = None
         with self._training(train_steps):
             goes_on = self._loops.begin_epoch(epochs)
@@ -302,6 +303,7 @@ class Controller(OfOneProcess):
                 is_left = False
                 step = self._run.read_step()
                 goes_on = goes_on and not is_reached(step, train_steps)
+
                 if step != self._saving.evaluated:
                     with self._saving.evaluation(is_last=not goes_on):
                         actions = self._saving.take(self.eval_actions)
@@ -309,6 +311,7 @@ class Controller(OfOneProcess):
                 elif output is None:
                     # Training was complete before this call, but the output is needed.
                     output = self._evaluate(eval_steps, ())
+
                 if not goes_on or self._run.stop.is_agreed():
                     break
             # An action of the evaluation may have asked to stop.
@@ -357,6 +360,7 @@ class Controller(OfOneProcess):
             check_callable("timeout_fn", timeout_fn)
         if until_step is not None:
             check_positive_int("until_step", until_step)
+
         self._run.stop.clear()
         output: Output = None
         for path in self._saving.watch(timeout, timeout_fn):
@@ -438,11 +442,12 @@ class Controller(OfOneProcess):
             run.stop.clear()
             run.history = History()
             self._record_start(step)
-            finishes = self._end_actions, self._finish_writes
+            finishes = (self._end_actions, self._finish_writes)
             with finishing(self._loops.report, *finishes), self._watch():
                 with run.scope():
-                    tell(self._actions, "begin_training")
+                    notify(self._actions, "begin_training")
                 yield
+
             reached = run.read_step()
             if reached > step and not run.history:
                 warn_of_bad_arrays(self.trainer, reached)
@@ -461,11 +466,12 @@ class Controller(OfOneProcess):
             write(numbers)
 
         # If a checkpoint was restored, training may continue at an earlier step.
-        if is_first or step < curves.file.last_step:
-            if curves.file.is_on:
-                curves.file.write("start", step, **describe_attempt(self._run, numbers))
-                curves.file.flush()
-            curves.file.last_step = step
+        file = curves.file
+        if is_first or step < file.last_step:
+            if file.is_on:
+                file.write("start", step, **describe_attempt(self._run, numbers))
+                file.flush()
+            file.last_step = step
 
     def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""
@@ -476,9 +482,19 @@ class Controller(OfOneProcess):
 
     def _end_actions(self) -> None:
         with self._run.scope():
-            tell(self._actions, "end_training")
+            notify(self._actions, "end_training")
 
     def _finish_writes(self) -> None:
         self._run.curves.flush()
         self._run.eval_curves.flush()
         self._saving.sync()
+
+
+def _are_different(summary_dir: Any, eval_summary_dir: Any) -> bool:
+    """Returns whether evaluations have a directory of their own."""
+    if eval_summary_dir is None:
+        return False
+    if summary_dir is None:
+        return True
+    own = check_path("eval_summary_dir", eval_summary_dir)
+    return own != check_path("summary_dir", summary_dir)

@@ -54,10 +54,13 @@ class History(Records):
 
 
 def add_record(records: Records, step: int, scalars: Mapping[str, float]) -> None:
+    """Adds the scalars of one step; a name that is new is NaN at earlier steps."""
+    columns = records._columns
+    missing_before = [math.nan] * len(records._steps)
     for name in scalars:
-        if name not in records._columns:
-            records._columns[name] = array("d", [math.nan] * len(records._steps))
-    for name, column in records._columns.items():
+        if name not in columns:
+            columns[name] = array("d", missing_before)
+    for name, column in columns.items():
         column.append(scalars.get(name, math.nan))
     records._steps.append(step)
 

@@ -105,14 +105,8 @@ class Loops:
         if is_reached(step, target):
             log_line("train", step, f"already at step {step}, nothing to train.")
         else:
-            self._display.log_start()
-            data = getattr(self._run.trainer, "train_dataset", None)
-            end = f"step {target}" if target != -1 else "the data ends"
-            if target == -1 and getattr(data, "is_endless", False):
-                end = "it is stopped: the data has no end"
-            log_line("train", step, f"training until {end}...")
-            with self._run.scope():
-                self._run.trainer.prepare(self.num_steps_at(step))
+            self._begin(step, target)
+
         while not (is_reached(step, target) or stop.is_agreed()):
             self._stragglers.look(step)
             num_steps = self.num_steps_at(step)
@@ -120,6 +114,7 @@ class Loops:
                 num_steps = min(num_steps, target - step)
             num_loops = self._num_loops_at(step, num_steps, target)
             reached, has_ended = self._start(step, num_steps, num_loops)
+
             if reached > step and self._saving.is_due(reached):
                 self.report()
                 self._saving.save()
@@ -134,6 +129,17 @@ class Loops:
             step = reached
         self._finish()
         return not stop.is_agreed()
+
+    def _begin(self, step: int, target: int) -> None:
+        """Logs the target, and prepares the trainer for loops up to it."""
+        self._display.log_start()
+        data = getattr(self._run.trainer, "train_dataset", None)
+        end = f"step {target}" if target != -1 else "the data ends"
+        if target == -1 and getattr(data, "is_endless", False):
+            end = "it is stopped: the data has no end"
+        log_line("train", step, f"training until {end}...")
+        with self._run.scope():
+            self._run.trainer.prepare(self.num_steps_at(step))
 
     def may_pass_target(self) -> bool:
         """Returns whether the trainer may train past its target step."""

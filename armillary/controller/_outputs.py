@@ -105,8 +105,10 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _rounded(item) for name, item in value.items()}
     dtype = getattr(value, "dtype", object)
-    if isinstance(value, float) or jnp.issubdtype(dtype, jnp.floating):
-        return ShortFloat(value) if np.ndim(value) == 0 else value
+    is_float = isinstance(value, float) or jnp.issubdtype(dtype, jnp.floating)
+    if is_float:
+        is_scalar = np.ndim(value) == 0
+        return ShortFloat(value) if is_scalar else value
     return value.item() if isinstance(value, np.generic) else value
 
 

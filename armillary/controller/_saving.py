@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from armillary._logging import logger
-from armillary.actions._conditions import tell
+from armillary.actions._conditions import notify
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import agree_on
@@ -213,10 +213,13 @@ class Saving:
 
     def note(self, output: Mapping[str, Any]) -> None:
         """Gives the output of an evaluation to the manager, before actions get it."""
+        if self.manager is None:
+            return
         is_own = self._run.trainer is not None and not self._is_watching
-        path = None if is_own else self._restored
-        if self.manager is not None and (is_own or path is not None):
-            self._is_best = self.manager.note_evaluation(output, path)
+        if is_own:
+            self._is_best = self.manager.note_evaluation(output, None)
+        elif self._restored is not None:
+            self._is_best = self.manager.note_evaluation(output, self._restored)
 
     def save_best(self) -> None:
         """Saves if the evaluation found the best values, unless the step is saved."""
@@ -263,18 +266,21 @@ class Saving:
                 restored = manager.restore(path)
             else:
                 restored = manager.restore_or_initialize()
-        here = self._run.directory
+
+        here = run.directory
         self._num_trainings, _ = _trainings.get(here or "", (0, None))
         self._restored = restored if os.path.dirname(restored or "") == here else None
-        if restored is not None:
-            logger.info("restored from checkpoint: %s", restored)
-            step = run.read_step()
-            run.goodput.mark("restore", step)
-            tell(run.train_actions, "resume_at", step)
-            if run.trainer is not None:
-                for curves in {run.curves, run.eval_curves}:
-                    curves.resume_at(step)
-            warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
+        if restored is None:
+            return None
+
+        logger.info("restored from checkpoint: %s", restored)
+        step = run.read_step()
+        run.goodput.mark("restore", step)
+        notify(run.train_actions, "resume_at", step)
+        if run.trainer is not None:
+            for curves in {run.curves, run.eval_curves}:
+                curves.resume_at(step)
+        warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 
 
@@ -284,6 +290,7 @@ def _differs(before: Content, now: Content) -> bool:
         return True
     if before.state_arrays.keys() != now.state_arrays.keys():
         return True
+
     old = {**before.leaves, **before.state_arrays}
     new = {**now.leaves, **now.state_arrays}
     return not all(_is_same(leaf, new[path]) for path, leaf in old.items())
@@ -295,5 +302,8 @@ def _is_same(before: Any, now: Any) -> bool:
         return True
     if is_divided(before) or is_divided(now):
         return False
-    before, now = (jax.random.key_data(x) if is_key(x) else x for x in (before, now))
-    return is_equal(np.asarray(before), np.asarray(now))
+    return is_equal(_as_numpy(before), _as_numpy(now))
+
+
+def _as_numpy(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)

@@ -15,7 +15,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
-from armillary.state._summarize import ModelSummary, summarize
+from armillary.state._summarize import ArrayRow, ModelSummary, summarize
 from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 
@@ -35,34 +35,47 @@ def find_strategy(run: Run) -> Strategy | None:
 def describe_start(run: Run) -> Iterator[str]:
     """Yields lines about the devices, parameters, batches and directories of a run."""
     strategy = find_strategy(run)
-    kinds = Counter(device.device_kind for device in jax.devices())
-    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    if strategy is None or type(strategy) is DefaultStrategy:
+    if type(strategy) is DefaultStrategy:
         strategy = None
-        is_one = isinstance(run.trainer, StandardTrainer) and len(jax.devices()) > 1
-        yield f"devices: {devices}{', of which one trains' if is_one else ''}"
-    else:
-        yield f"devices: {devices} | strategy: {strategy!r}"
+    yield _describe_devices(run, strategy)
+
     summary = find_parameters(run.trainer)
     if summary is not None:
-        parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
-        largest = [f"{each.name} {each.count:,}" for each in summary.modules]
-        if len(largest) > 1:
-            parts.append(f"largest: {', '.join(largest[:_MOST_MODULES])}")
-        yield " | ".join(parts)
-    parts = []
-    datasets = flatten_datasets(getattr(run.trainer, "train_dataset", None))[0]
-    sizes = set(map(_find_batch_size, datasets))
-    size = sizes.pop() if len(sizes) == 1 else None
+        yield _describe_parameters(summary)
+
+    parts: list[str] = []
+    size = _find_only_batch_size(run.trainer)
     if size is not None:
-        num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-        is_shared = num_replicas > 1 and size % num_replicas == 0
-        each = f" global, {size // num_replicas} per replica" if is_shared else ""
-        parts.append(f"batch: {size}{each}")
+        parts.append(_describe_batch(size, strategy))
     places = {"checkpoints": run.directory, "summaries": run.curves.summary_dir}
     parts += [f"{name}: {place}" for name, place in places.items() if place is not None]
     if parts:
         yield " | ".join(parts)
+
+
+def _describe_devices(run: Run, strategy: Strategy | None) -> str:
+    kinds = Counter(device.device_kind for device in jax.devices())
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if strategy is not None:
+        return f"devices: {devices} | strategy: {strategy!r}"
+    is_one = isinstance(run.trainer, StandardTrainer) and len(jax.devices()) > 1
+    return f"devices: {devices}{', of which one trains' if is_one else ''}"
+
+
+def _describe_parameters(summary: ModelSummary) -> str:
+    parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
+    largest = [f"{each.name} {each.count:,}" for each in summary.modules]
+    if len(largest) > 1:
+        parts.append(f"largest: {', '.join(largest[:_MOST_MODULES])}")
+    return " | ".join(parts)
+
+
+def _describe_batch(size: int, strategy: Strategy | None) -> str:
+    num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    is_shared = num_replicas > 1 and size % num_replicas == 0
+    if not is_shared:
+        return f"batch: {size}"
+    return f"batch: {size} global, {size // num_replicas} per replica"
 
 
 def find_parameters(trainer: Any) -> ModelSummary | None:
@@ -74,10 +87,19 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
         rows = summarize(whole).parameters
     except TypeError:
         return None  # There is nothing to count.
-    kept = [
-        row for row in rows if row.kind != "array" or row.path.split("/")[0] in _PLACES
-    ]
+    kept: list[ArrayRow] = []
+    for row in rows:
+        attribute = row.path.split("/")[0]
+        if row.kind != "array" or attribute in _PLACES:
+            kept.append(row)
     return ModelSummary(tuple(kept)) if kept else None
+
+
+def _find_only_batch_size(trainer: Any) -> int | None:
+    """Returns the size of batches, if all training data has the same."""
+    datasets, _ = flatten_datasets(getattr(trainer, "train_dataset", None))
+    sizes = set(map(_find_batch_size, datasets))
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _find_batch_size(dataset: Any) -> int | None:

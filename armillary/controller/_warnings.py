@@ -25,34 +25,33 @@ def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
     """Warns of evaluators that return no numbers, or evaluate a different model."""
     several = evaluator if isinstance(evaluator, Mapping) else {"": evaluator}
     for each in several.values():
-        kind = type(each)
-        if isinstance(each, StandardEvaluator):
-            names = ("evaluate", "eval_end")
-            if all(getattr(kind, n) is getattr(StandardEvaluator, n) for n in names):
-                logger.warning(
-                    "`%s` has no `eval_end`, so its evaluations return no numbers. "
-                    "Add one: `def eval_end(self): return "
-                    '{"loss": self.loss.compute()}`.',
-                    kind.__name__,
-                )
+        if isinstance(each, StandardEvaluator) and not _returns_numbers(each):
+            logger.warning(
+                "`%s` has no `eval_end`, so its evaluations return no numbers. "
+                "Add one: `def eval_end(self): return "
+                '{"loss": self.loss.compute()}`.',
+                type(each).__name__,
+            )
         if trainer is not None and each is not None:
             _warn_of_a_copy(trainer, each)
+
+
+def _returns_numbers(evaluator: StandardEvaluator) -> bool:
+    """Returns whether the class of an evaluator overrides a method with a result."""
+    kind = type(evaluator)
+    base = StandardEvaluator
+    return kind.evaluate is not base.evaluate or kind.eval_end is not base.eval_end
 
 
 def _warn_of_a_copy(trainer: Any, evaluator: Any) -> None:
     """Warns if an evaluator and a trainer have parameters, but share none."""
     try:
-        trained, held = (
-            {
-                slot.key: slot.path
-                for slot in slots_of([(each, "")])
-                if _is_learned(slot)
-            }
-            for each in (trainer, evaluator)
-        )
+        trained = _find_parameters(trainer)
+        held = _find_parameters(evaluator)
     except StateStructureError:  # The step raises it as well, with a better message.
         return
-    if trained and held and trained.keys().isdisjoint(held):
+    shares_none = trained.keys().isdisjoint(held)
+    if trained and held and shares_none:
         logger.warning(
             "`%s` evaluates parameters that `%s` does not train, so they never "
             "change:\n%s\nGive it the model of the trainer (`self.model = "
@@ -64,30 +63,38 @@ def _warn_of_a_copy(trainer: Any, evaluator: Any) -> None:
         )
 
 
+def _find_parameters(owner: Any) -> dict[Any, str]:
+    """Returns the paths of the parameters that an object reaches, by slot."""
+    slots = slots_of([(owner, "")])
+    return {slot.key: slot.path for slot in slots if _is_learned(slot)}
+
+
 def _is_learned(slot: Slot) -> bool:
     return slot.is_parameter() and slot.role is Role.PLAIN
 
 
 def warn_of_bad_arrays(trainer: Any, step: int) -> None:
     """Warns if training left values that are not finite, for runs without outputs."""
+    leaves: list[tuple[str, jax.Array]] = []
+    for slot in slots_of([(trainer, "")]):
+        if slot.role is not Role.PLAIN:
+            continue
+        for path, leaf in zip(slot.paths, slot.read(), strict=True):
+            if _can_be_bad(leaf):
+                leaves.append((path, leaf))
+
     bad: list[str] = []
     num_bytes = 0
-    leaves = [
-        (path, leaf)
-        for slot in slots_of([(trainer, "")])
-        if slot.role is Role.PLAIN
-        for path, leaf in zip(slot.paths, slot.read(), strict=True)
-        if _can_be_bad(leaf)
-    ]
     # Values that are not finite spread, so it is enough to check the small arrays.
     for path, leaf in sorted(leaves, key=lambda pair: pair[1].nbytes):
         num_bytes += leaf.nbytes
         if num_bytes > _MOST_BYTES:
             break
         copy = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
-        values = np.asarray(copy)
-        if not np.isfinite(values.astype(np.float32)).all():
+        values = np.asarray(copy).astype(np.float32)
+        if not np.isfinite(values).all():
             bad.append(path)
+
     if bad:
         logger.warning(
             "At step %d, %s of the trainer %s values that are not finite, and the "

@@ -14,7 +14,7 @@ from armillary.data._layout import InputContext as InputContext
 from armillary.data._layout import InputOptions as InputOptions
 from armillary.data.sources._arrays import ArrayDataset as ArrayDataset
 from armillary.data.sources._arrays import from_arrays as from_arrays
-from armillary.data.sources._example import FixedLenFeature as FixedLenFeature
+from armillary.data.sources._features import FixedLenFeature as FixedLenFeature
 from armillary.data.sources._libraries import HuggingFaceDataset as HuggingFaceDataset
 from armillary.data.sources._libraries import as_source as as_source
 from armillary.data.sources._libraries import from_huggingface as from_huggingface

@@ -224,6 +224,8 @@ class DistributedDataset(OfOneProcessOnceUsed):
                     "position to save, the position of the second trainer. Distribute "
                     "the source for each trainer."
                 )
+
+        # From now on, the position of the new reader is the position to save.
         position, _ = start
         self._loan = _Loan(reader, None if owner is None else weakref.ref(owner))
         self._waiting = None
@@ -271,12 +273,13 @@ class DistributedDataset(OfOneProcessOnceUsed):
             batches = None if self._loan is None else self._loan.reader.batches
             if batches is None:
                 self._waiting = self._waiting or self._open_next()
-                batches = self._waiting[1]
+                _, batches = self._waiting
             with contextlib.suppress(StopIteration):
                 batches.head()
         if self.input.first is None and self.is_repositionable:
             # The position is after the last batch of a pass, so read the next pass.
-            next(self._open_next()[1], None)
+            _, batches = self._open_next()
+            next(batches, None)
         if self.input.first is None:
             raise ValueError(
                 f"The source ({self.source_name}) has no batches, so there is no "
@@ -319,13 +322,14 @@ class DistributedDataset(OfOneProcessOnceUsed):
         loan = self._loan
         position = self._position if loan is None else loan.reader.used
         state = encode_position(position, self.source_name)
-        if not position.is_between_passes and (order := self._order):
+        order = {} if position.is_between_passes else self._order
+        if order:
             state[_ORDER] = order
         peers = self.layout.peers if self.input.is_agreed else None
         if peers is None:
             return state
-        states = peers.gather("the position in the data", json.dumps(state))
-        return {_PIPELINES: [json.loads(text) for text in states]}
+        texts = peers.gather("the position in the data", json.dumps(state))
+        return {_PIPELINES: [json.loads(text) for text in texts]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that `get_state` returned.
@@ -351,11 +355,15 @@ class DistributedDataset(OfOneProcessOnceUsed):
             if is_indexed and not self.is_endless and "epoch" in position.source:
                 # The state of a repeating source counts all epochs as one pass.
                 position = replace(position, epoch=position.source["epoch"])
+
         loan = self._loan
         feed = None if loan is None else loan.open_feed()
         if loan is not None and feed is not None:
             own = loan.reader
-            feed.seek([position if each is own else each.used for each in feed.readers])
+            positions = [
+                position if each is own else each.used for each in feed.readers
+            ]
+            feed.seek(positions)
             self._waiting = None
         else:
             self._waiting = (position, self.input.read(position))
@@ -375,7 +383,8 @@ class DistributedDataset(OfOneProcessOnceUsed):
         peers = self.layout.peers if self.input.is_agreed else None
         count = 1 if peers is None else peers.count
         index = 0 if peers is None else peers.index
-        if len(states) != count or (_PIPELINES in state) != (peers is not None):
+        is_of_several = _PIPELINES in state
+        if len(states) != count or is_of_several != (peers is not None):
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
                 f"the program has {count}, one for each process that reads data of its "

@@ -26,25 +26,26 @@ def check_shapes(
     now = dict(jax.tree_util.tree_leaves_with_path(list(batches)))
     changes = [_compare(first, now, axis) for first in seen]
     if not all(changes):
-        return
+        return  # These batches are like the first ones of a known shape.
+
     most = method.options.max_shapes
-    kinds = [
-        {path: (leaf.ndim, leaf.dtype) for path, leaf in leaves.items()}
-        for leaves in (*seen[:1], now)
-    ]
-    is_shape_only = kinds[0] == kinds[-1]
+    is_shape_only = bool(seen) and _kinds_of(seen[0]) == _kinds_of(now)
     if not seen or (is_shape_only and len(seen) < most):
         seen.append(now)
         return
-    kind = "Evaluator" if method.is_evaluation else "Trainer"
+
     fix = (
-        "Only the number of examples may be smaller at the end of the data. Pad "
-        "sequences to a few lengths (buckets), and pass the number of lengths: "
-        f"`Standard{kind}Options(max_shapes={2 * most if most > 1 else 8})`."
-        if is_shape_only
-        else "Give all batches one dtype and one structure, for example with `.astype` "
+        "Give all batches one dtype and one structure, for example with `.astype` "
         "where they are made; `max_shapes` allows only different shapes."
     )
+    if is_shape_only:
+        kind = "Evaluator" if method.is_evaluation else "Trainer"
+        more = 2 * most if most > 1 else 8
+        fix = (
+            "Only the number of examples may be smaller at the end of the data. Pad "
+            "sequences to a few lengths (buckets), and pass the number of lengths: "
+            f"`Standard{kind}Options(max_shapes={more})`."
+        )
     shown = "\n".join(changes[0])
     raise RetraceError(
         f"Batches changed after `{method.name}` was compiled for "
@@ -52,14 +53,25 @@ def check_shapes(
     )
 
 
+def _kinds_of(leaves: Leaves) -> dict[Any, tuple[int, Any]]:
+    """Returns the number of axes and the dtype of each leaf."""
+    return {path: (leaf.ndim, leaf.dtype) for path, leaf in leaves.items()}
+
+
 def _compare(first: Leaves, now: Leaves, axis: int) -> list[str]:
     """Returns lines on differences other than the number of examples."""
     changes: list[str] = []
     for path in first | now:
-        pair = [leaves.get(path) for leaves in (first, now)]
-        parts = [leaf and (leaf.dtype, *leaf.shape[axis + 1 :]) for leaf in pair]
-        if parts[0] != parts[1]:
+        old = first.get(path)
+        new = now.get(path)
+        if _example_type(old, axis) != _example_type(new, axis):
             name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-            old, new = ("nothing" if leaf is None else describe(leaf) for leaf in pair)
-            changes.append(f"  {name or 'the batch'}: {old} became {new}")
+            before = "nothing" if old is None else describe(old)
+            after = "nothing" if new is None else describe(new)
+            changes.append(f"  {name or 'the batch'}: {before} became {after}")
     return changes
+
+
+def _example_type(leaf: Any, axis: int) -> tuple[Any, ...] | None:
+    """Returns the dtype and shape of one example, or `None` without a leaf."""
+    return None if leaf is None else (leaf.dtype, *leaf.shape[axis + 1 :])

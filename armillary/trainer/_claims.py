@@ -99,7 +99,8 @@ def _find_places(owner: Any) -> dict[Any, str]:
 
 
 def _refuse(claim: _Claim, other: _Claim, why: str) -> None:
-    own, their = (type(each.owner).__name__ for each in (claim, other))
+    own = type(claim.owner).__name__
+    their = type(other.owner).__name__
     raise ThreadError(
         f"Thread {claim.thread.name!r} {claim.verb} `{own}`, while thread "
         f"{other.thread.name!r} {other.verb} `{their}`. {why} Only one thread at a "

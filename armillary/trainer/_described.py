@@ -136,10 +136,13 @@ def _describe_chunk(
         steps_per_chunk=most_steps,
         max_chunk_bytes=options.max_chunk_bytes,
     )
-    pairs = zip(gathers, shares, strict=True)
-    described = [gather.sent_types(share) for gather, share in pairs]
-    sent = [types for types, _ in described]
-    resident = [types for _, types in described]
+    sent: list[PyTree] = []
+    resident: list[PyTree] = []
+    everywhere_on_mesh = SingleLayout(everywhere(mesh))
+    for gather, share in zip(gathers, shares, strict=True):
+        batch, held = gather.sent_types(share)
+        sent.append(batch)
+        resident.append(everywhere_on_mesh.placed_types(held))
     capacity = builder.count_steps([layout.placed_types(each) for each in sent])
     arrays = [
         layout.placed_types(each, (capacity * taken,))
@@ -147,7 +150,7 @@ def _describe_chunk(
     ]
     return Chunk(
         arrays=arrays,
-        resident=list(map(SingleLayout(everywhere(mesh)).placed_types, resident)),
+        resident=resident,
         types=types,
         num_steps=capacity,
         capacity=capacity,

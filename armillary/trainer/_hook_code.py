@@ -61,6 +61,7 @@ def find_effect(owner: Any, name: str) -> str | None:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
     except (OSError, SyntaxError, TypeError, ValueError):
         return "its code cannot be read"
+
     not_plain = "it is not a plain method of a plain class"
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
         return not_plain
@@ -70,7 +71,9 @@ def find_effect(owner: Any, name: str) -> str | None:
         return not_plain
     if not _is_text_of(definition, method.__code__):
         return "its file has changed since the program was started"
-    reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
+
+    self_name = definition.args.args[0].arg
+    reader = _Reader(owner, self_name, method.__globals__)
     for statement in definition.body:
         if not reader.computes(statement):
             return f"`{ast.unparse(statement)}` is not known to be part of a program"
@@ -80,9 +83,14 @@ def find_effect(owner: Any, name: str) -> str | None:
 def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
     """Returns whether a method was compiled from this text, or its file was edited."""
     module = compile(ast.Module([definition], []), "<hook>", "exec")
-    [own] = [each for each in module.co_consts if isinstance(each, types.CodeType)]
-    parts = ("co_name", "co_code", "co_names", "co_varnames", "co_consts")
-    return all(getattr(own, part) == getattr(code, part) for part in parts)
+    [compiled] = [each for each in module.co_consts if isinstance(each, types.CodeType)]
+    return (
+        compiled.co_name == code.co_name
+        and compiled.co_code == code.co_code
+        and compiled.co_names == code.co_names
+        and compiled.co_varnames == code.co_varnames
+        and compiled.co_consts == code.co_consts
+    )
 
 
 class _Reader:

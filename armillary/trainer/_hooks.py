@@ -6,7 +6,6 @@ can declare this (`compile_hooks=True`). Otherwise, `_hook_code.py` reads the co
 the methods to find out.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,9 +35,11 @@ class Hooks(NamedTuple):
 
     def outputs(self, num_loops: int, arrays: Sequence[Any]) -> list[Output]:
         """Returns the output of each loop, from the output arrays of a program."""
-        results = self.end.results
-        rows = [results([each[i] for each in arrays]) for i in range(num_loops)]
-        return [map_output(leaves.__getitem__, self.shape) for leaves in rows]
+        outputs: list[Output] = []
+        for number in range(num_loops):
+            leaves = self.end.results([array[number] for array in arrays])
+            outputs.append(map_output(leaves.__getitem__, self.shape))
+        return outputs
 
 
 def map_output(fn: Callable[[Any], Any], output: Any) -> Any:
@@ -74,16 +75,21 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
     try:
         # A hook that changes plain values is refused, so each trace starts from the
         # same values.
-        trace = functools.partial(
-            trace_step,
-            owner="the trainer",
-            refusal=_refusal,
-            before=flat.state.look(),
-        )
-        begin_and_end = [
-            trace(run, flat, (), user_fn=getattr(owner, name))
-            for name, run in ((BEGIN, begin), (END, end))
-        ]
+        before = flat.state.look()
+
+        def trace(hook: Callable[[], Any], name: str) -> TracedStep:
+            return trace_step(
+                hook,
+                flat,
+                (),
+                user_fn=getattr(owner, name),
+                owner="the trainer",
+                refusal=_refusal,
+                before=before,
+            )
+
+        traced_begin = trace(begin, BEGIN)
+        traced_end = trace(end, END)
     except Exception as error:
         if is_asked:
             error.add_note(
@@ -93,7 +99,8 @@ def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
             raise
         logger.debug("The hooks of the trainer run in Python: %r", error)
         return None
-    return Hooks(*begin_and_end, *shapes)
+    [shape] = shapes
+    return Hooks(traced_begin, traced_end, shape)
 
 
 def _refusal(name: str, changes: dict[str, str]) -> str:

@@ -46,13 +46,13 @@ def _split(reader: BatchReader, num_rows: int) -> Iterator[Piece]:
     spec = reader.data.types
     if spec is None:
         return
-    # Views of one number, because only shapes and dtypes are used.
-    rows = jax.tree.map(
-        lambda leaf: np.broadcast_to(
-            np.zeros((), leaf.dtype), (num_rows, *leaf.shape[1:])
-        ),
-        spec,
-    )
+
+    def make_rows(leaf: Any) -> np.ndarray:
+        # A view of one number, because only the shape and the dtype are used.
+        number = np.zeros((), leaf.dtype)
+        return np.broadcast_to(number, (num_rows, *leaf.shape[1:]))
+
+    rows = jax.tree.map(make_rows, spec)
     before = Position(full_size=reader.data.source.full_size)
     splitter = Splitter(reader.data, in_pieces=False)
     yield from splitter.split(iter([SourceBatch(rows, before)]), before)

@@ -7,7 +7,6 @@ batches a step takes, and only then chunks can be built.
 import contextlib
 import functools
 import gc
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,13 +63,15 @@ class Loop:
         self._method = method
         self._strategy = method.strategy
         self.datasets = setup.distribute(method.strategy)
-        self._structure = flatten_datasets(setup.datasets)[1]
+        _, self._structure = flatten_datasets(setup.datasets)
+
         reads_ahead = method.options.read_ahead
         self._steps_per_chunk = method.options.steps_per_chunk if reads_ahead else 1
         # Without data, there is nothing to read ahead.
-        self._prefetch = min((1, *(each.prefetch for each in self.datasets)))
-        if not (self.datasets and reads_ahead):
-            self._prefetch = 0
+        self._prefetch = 0
+        if self.datasets and reads_ahead:
+            self._prefetch = min([1, *(each.prefetch for each in self.datasets)])
+
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
         gathers = [data.input.gather for data in self.datasets]
@@ -78,12 +79,16 @@ class Loop:
 
     def serves(self, method: StepMethod, setup: Setup) -> bool:
         own = self._method
+        datasets = setup.distribute(method.strategy)
         # An evaluation opens a closed feed again.
         is_open = method.is_evaluation or not self.feed.is_closed
-        is_alike = method.keep_results == own.keep_results
-        parts = (setup.distribute(method.strategy), method.strategy, method.options)
-        own_parts = (self.datasets, own.strategy, own.options)
-        return is_open and is_alike and all(map(operator.is_, parts, own_parts))
+        return (
+            is_open
+            and datasets is self.datasets
+            and method.strategy is own.strategy
+            and method.options is own.options
+            and method.keep_results == own.keep_results
+        )
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
         method = self._method
@@ -128,12 +133,13 @@ class Loop:
 
     def find_left(self) -> list[int]:
         """Returns the indices of datasets with unused batches, after the last step."""
-        return [
-            index
-            for index, reader in enumerate(self.feed.readers)
-            if not (reader.data.is_endless or reader.data.is_agreed)
-            and (index in self.feed.rests or reader.peek() is not None)
-        ]
+        left: list[int] = []
+        for index, reader in enumerate(self.feed.readers):
+            if reader.data.is_endless or reader.data.is_agreed:
+                continue
+            if index in self.feed.rests or reader.peek() is not None:
+                left.append(index)
+        return left
 
     def set_chunk_size(self, num_steps: int) -> None:
         """Sets the number of steps in a chunk once, because each size is a program."""
@@ -167,15 +173,17 @@ class Loop:
     @_collection_paused()
     def _start_feed(self) -> None:
         """Traces the step for the first batches, and starts to build chunks."""
+        assert self._steps_per_chunk is not None
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
         types = [reader.data.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.num_active for batch in first)
-        assert self._steps_per_chunk is not None
         batches_per_step = self._programs.count_batches(types, active)
+
         is_in_parts = self._method.options.accumulate_steps > 1
         if is_in_parts and batches_per_step == (1,):
             check_last_batch(self.feed.readers[0], self._trace_for)
+
         builder = ChunkBuilder(
             batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
@@ -201,7 +209,10 @@ class Loop:
 
         It returns 0 if the hooks run in Python, or the data has ended.
         """
-        if self._programs.find_hooks() is None or (chunk := self._next_chunk()) is None:
+        if self._programs.find_hooks() is None:
+            return 0
+        chunk = self._next_chunk()
+        if chunk is None:
             return 0
         room = (chunk.num_steps - self.feed.offset) // num_steps
         return min(num_loops, room, self._programs.get(chunk).most_loops)
@@ -270,10 +281,12 @@ class Loop:
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         steps = run_eagerly(self._method, self.feed, self._structure)
+        remaining = num_steps
         with self.feed.reading():
-            while num_steps and (outcome := next(steps, None)) is not None:
+            while remaining and (outcome := next(steps, None)) is not None:
                 result, is_end = outcome
-                num_steps -= is_end if num_steps > 0 else 0
+                if remaining > 0:
+                    remaining -= is_end
                 yield int(is_end), [result]
 
     def _run_chunks(
@@ -290,7 +303,8 @@ class Loop:
             # step.
             is_seen = full == remaining or not self._reads_ahead
             arrays = self._start(flat, chunk, count, is_seen=is_seen)
-            remaining -= full if remaining > 0 else 0
+            if remaining > 0:  # Otherwise, the end of the data is the end.
+                remaining -= full
             if not self._method.keep_results:
                 yield full, []
                 continue
@@ -334,10 +348,12 @@ class Loop:
     def detach(self, output: PyTree) -> PyTree:
         """Returns an output with full arrays, which the next loop does not change."""
         flat = self._programs.flat
-        return map_output(
-            lambda leaf: as_whole(leaf.copy() if flat and flat.owns(leaf) else leaf),
-            output,
-        )
+
+        def detach_leaf(leaf: Any) -> Any:
+            is_of_state = flat is not None and flat.owns(leaf)
+            return as_whole(leaf.copy() if is_of_state else leaf)
+
+        return map_output(detach_leaf, output)
 
     def _halt(self, position: Sequence[Position], bad: Sequence[int]) -> str | None:
         """Moves the data back before a bad step; returns the origin of its values."""
@@ -355,20 +371,27 @@ class Loop:
             return None
 
     def _find_origin(self, bad: Sequence[int]) -> str | None:
+        """Repeats the next step, to find the origin of the values that it left bad."""
         flat = self._programs.flat
         chunk = self._next_chunk()
         assert flat is not None and chunk is not None
         program = self._programs.get(chunk)
-        arrays = flat.join(program.changed, *flat.take(program.changed))
+        donated, others = flat.take(program.changed)
+        arrays = flat.join(program.changed, donated, others)
         batches = program.batches(chunk.inputs, self.feed.offset)
-        per_step = zip(self._programs.batches_per_step, chunk.types, strict=True)
-        paths = [
-            jax.tree_util.keystr(path[1:], simple=True, separator="/") or "values"
-            for count, types in per_step
-            for path, _ in jax.tree_util.tree_leaves_with_path([types] * count)
-        ]
+        paths = _find_batch_paths(chunk, self._programs.batches_per_step)
         self._strategy.dispatch.wait()
         return find_origin(program.step, arrays, batches, paths, bad)
+
+
+def _find_batch_paths(chunk: Chunk, batches_per_step: Sequence[int]) -> list[str]:
+    """Returns the path of each array in the batches of one step."""
+    paths: list[str] = []
+    for count, types in zip(batches_per_step, chunk.types, strict=True):
+        for keys, _ in jax.tree_util.tree_leaves_with_path([types] * count):
+            path = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
+            paths.append(path or "values")
+    return paths
 
 
 def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:

@@ -115,6 +115,7 @@ class LoopCheck:
             check_equal(np.asarray(self.checksums), self.paths, when)
         if health is None or not health.num_bad:
             return
+
         first = int(health.first_bad)
         bad = np.flatnonzero(health.counts).tolist()
         leaves = {self.paths[index]: int(health.counts[index]) for index in bad}

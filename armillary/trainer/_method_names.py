@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import re
+from typing import Any
 
 _HOOKS = (
     "a trainer has `train_loop_begin`, `train_step` and `train_loop_end`, and an "
@@ -23,13 +24,18 @@ def check_hooks(owner: type, base: type, *hooks: str) -> None:
     It runs before Python says that an abstract method is missing, because a method
     with the name of another library is the reason for that.
     """
-    kinds = [kind for kind in owner.__mro__ if kind not in base.__mro__]
-    own = {name: each for kind in kinds for name, each in vars(kind).items()}
+    own: dict[str, Any] = {}
+    for kind in owner.__mro__:
+        if kind not in base.__mro__:
+            own.update(vars(kind))
     left_out = set(hooks).difference(own)
-    own = {name: each for name, each in own.items() if inspect.isfunction(each)}
-    named = {name for each in own.values() for name in each.__code__.co_names}
-    for name in own:
-        if hasattr(base, name) or name in named:
+    methods = {name: each for name, each in own.items() if inspect.isfunction(each)}
+    called: set[str] = set()
+    for method in methods.values():
+        called.update(method.__code__.co_names)
+
+    for name in methods:
+        if hasattr(base, name) or name in called:
             continue
         meant = name.replace("start", "begin").replace("finish", "end")
         near = difflib.get_close_matches(meant, left_out, n=1, cutoff=0.85)

@@ -6,7 +6,6 @@ cause: an operation, or an array of the batch. An operation passes on the smalle
 number of its operands. If all operands are good, it uses its own number.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,19 +46,23 @@ def find_origin(
         inputs = [(array, _NOBODY) for array in slots]
         inputs += [_blame(array, number) for number, array in enumerate(batches)]
         outputs = _interpret(step.program, inputs, (), causes)
-        return [outputs[step.changed.index(i)][1] for i in bad]
+        numbers = dict(
+            zip(step.changed, [number for _, number in outputs], strict=False)
+        )
+        return [numbers[index] for index in bad]
 
-    number = min(map(int, jax.jit(run)(slots, batches)))
-    return None if number == _NOBODY else _describe(causes[number])
+    numbers = jax.jit(run)(slots, batches)
+    first = min(map(int, numbers))
+    return None if first == _NOBODY else _describe(causes[first])
 
 
 def _interpret(
     program: Any, inputs: Sequence[_Value], within: tuple[Any, ...], causes: list[Any]
 ) -> list[_Value]:
     jaxpr = getattr(program, "jaxpr", program)
-    constants = getattr(program, "consts", ())
-    values = [*((value, _NOBODY) for value in constants), *inputs]
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    constants = [(value, _NOBODY) for value in getattr(program, "consts", ())]
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    known = dict(zip(variables, [*constants, *inputs], strict=True))
 
     def read(atom: Any) -> _Value:
         return (atom.val, _NOBODY) if isinstance(atom, core.Literal) else known[atom]
@@ -90,17 +93,21 @@ def _interpret_mapped(
     def body(arrays: list[Any], numbers: list[Any]) -> tuple[list[Any], Any]:
         inputs = list(zip(arrays, numbers, strict=True))
         results = _interpret(params["jaxpr"], inputs, path, causes)
+        arrays = [array for array, _ in results]
         numbers = [jnp.int32(number) for _, number in results]
-        return [array for array, _ in results], jnp.array(numbers, jnp.int32)[None]
+        return arrays, jnp.array(numbers, jnp.int32)[None]
 
-    arrays, numbers = jax.shard_map(
+    on_replicas = jax.shard_map(
         body,
         mesh=params["mesh"],
         in_specs=(list(params["in_specs"]), PartitionSpec()),
         out_specs=(list(params["out_specs"]), PartitionSpec(tuple(axes))),
         axis_names=axes,
         check_vma=params["check_vma"],
-    )([array for array, _ in operands], [number for _, number in operands])
+    )
+    arrays = [array for array, _ in operands]
+    numbers = [number for _, number in operands]
+    arrays, numbers = on_replicas(arrays, numbers)
     return list(zip(arrays, numbers.min(0), strict=True))
 
 
@@ -120,15 +127,20 @@ def _apply(
         eqns=[equation],
         effects=equation.effects,
     )
-    results = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*arrays.values())
-    inherited = functools.reduce(jnp.minimum, [each for _, each in operands], number)
-    return [_blame(array, inherited) for array in results]
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
+    results = run(*arrays.values())
+    smallest = number
+    for _, inherited in operands:
+        smallest = jnp.minimum(smallest, inherited)
+    return [_blame(array, smallest) for array in results]
 
 
 def _blame(array: Any, number: Any) -> _Value:
+    """Returns an array, with the number of the cause if it has bad values."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return array, _NOBODY
-    return array, jnp.where(jnp.any(is_bad(array)), number, _NOBODY)
+    has_bad = jnp.any(is_bad(array))
+    return array, jnp.where(has_bad, number, _NOBODY)
 
 
 def _describe(cause: Any) -> str:
@@ -139,11 +151,11 @@ def _describe(cause: Any) -> str:
     lines = [line for line in map(source_line, cause) if line]
     where = f", at {lines[-1]}" if lines else ""
     name = cause[-1].primitive.name
+    text = f"The first operation to leave such values is `{name}`{where}."
     # For an index out of range, `gather` of JAX returns NaN.
-    hint = (
-        " One of its indices is out of range: for example, a label that is not a class."
-    )
-    return (
-        f"The first operation to leave such values is `{name}`{where}."
-        f"{hint if name == 'gather' else ''}"
-    )
+    if name == "gather":
+        text += (
+            " One of its indices is out of range: for example, a label that is not a "
+            "class."
+        )
+    return text

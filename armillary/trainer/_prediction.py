@@ -107,11 +107,12 @@ def _predict(
     try:
         following = next(started, None)
         while following is not None:
+            piece, arrays = following
             # The device gets the next piece before the host waits for this piece.
-            (piece, arrays), following = following, next(started, None)
+            following = next(started, None)
             pieces.append(_fetch(arrays, strategy))
             if piece.is_last:
-                yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+                yield jax.tree.map(_concatenate, *pieces)
                 pieces = []
     except Exception:
         feed.close()
@@ -137,7 +138,8 @@ def _compile(
         return outputs, get_mask(batch) if has_mask else None
 
     def body(batch: PyTree) -> PyTree:
-        return strategy.gather(strategy.run(in_replica, args=(batch,)), axis=0)
+        outputs = strategy.run(in_replica, args=(batch,))
+        return strategy.gather(outputs, axis=0)
 
     if key not in kept:
         check = functools.partial(check_evaluation, name)
@@ -164,5 +166,13 @@ def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
 def _fetch(arrays: PyTree, strategy: Strategy) -> PyTree:
     """Returns outputs as NumPy arrays, without the rows of padding."""
     with strategy.scope():
-        outputs, mask = jax.tree.map(lambda leaf: np.asarray(as_whole(leaf)), arrays)
+        outputs, mask = jax.tree.map(_fetch_leaf, arrays)
     return outputs if mask is None else jax.tree.map(lambda leaf: leaf[mask], outputs)
+
+
+def _fetch_leaf(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(as_whole(leaf))
+
+
+def _concatenate(*leaves: np.ndarray) -> np.ndarray:
+    return np.concatenate(leaves)

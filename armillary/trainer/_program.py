@@ -81,18 +81,20 @@ class Program:
         if method.options.on_non_finite is not None:
             types = step.program.in_avals
             self._guard = StepGuard(flat.state, types, step.changed, method)
-        parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
-        self.changed = tuple(sorted({i for part in parts for i in part.changed}))
+
+        changed = set(step.changed)
         self.most_loops = 0
+        outputs = None
         if hooks is not None:
-            types = hooks.end.result_types
-            size = sum(aval.size * aval.dtype.itemsize for aval in types)
-            most = min(capacity, num_loops, _MOST_OUTPUT_BYTES // max(size, 1))
-            self.most_loops = max(1, most)
+            changed.update(hooks.begin.changed, hooks.end.changed)
+            self.most_loops = min(capacity, num_loops, _count_room(hooks))
+            self.most_loops = max(1, self.most_loops)
+            # Python reads the hooks' outputs, so every process needs the full arrays.
+            outputs = None if flat.split is None else flat.split((), None)
+        self.changed = tuple(sorted(changed))
         self.depth = int(is_nested) + int(self.most_loops > 1)
-        # Python reads the hooks' outputs, so every process needs the full arrays.
-        split = None if hooks is None else flat.split
-        outputs = None if split is None else split((), None)
+
+        health = None if self._guard is None else self._guard.sharding
         self._compiled = compile_step(
             self._run,
             step.program,
@@ -100,20 +102,16 @@ class Program:
             method.options.compiler_options,
             split=flat.split,
             donate_argnums=0,
-            out_shardings=(
-                flat.shardings(self.changed),
-                outputs,
-                None,
-                None if self._guard is None else self._guard.sharding,
-            ),
+            out_shardings=(flat.shardings(self.changed), outputs, None, health),
         )
 
     def is_of(self, step: TracedStep, hooks: Hooks | None) -> bool:
         """Returns whether new traces of the step and the hooks give this program."""
-        has_same_hooks = self.hooks is None or (
-            hooks is not None and hooks.is_same(self.hooks)
-        )
-        return has_same_hooks and step.is_same(self.step)
+        if self.hooks is not None:
+            has_same_hooks = hooks is not None and hooks.is_same(self.hooks)
+            if not has_same_hooks:
+                return False
+        return step.is_same(self.step)
 
     def __call__(
         self,
@@ -182,18 +180,23 @@ class Program:
     def _run(
         self, donated: Sequence[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any], Any, Any]:
+        """Returns the changed arrays, the outputs, the index after them, the health."""
         slots = self._flat.join(self.changed, donated, inputs.others)
-        _, chunk, start, num_steps, _, health = inputs
-        stop = jnp.asarray(start + num_steps)
+        chunk = inputs.chunk
+        start = inputs.start
+        stop = jnp.asarray(start + inputs.num_steps)
         if self.hooks is not None:
             new, outputs = self._run_loops(self.hooks, slots, inputs)
             return new, outputs, stop, None
+
         if not self.is_nested:
-            new, results, health = self._one_step(slots, chunk, start, health)
+            new, results, health = self._one_step(slots, chunk, start, inputs.health)
             return new, [result[None] for result in results], stop, health
-        types = self.step.result_types if self._keep_results else []
+
         changed = [slots[i] for i in self.step.changed]
-        begin = (start, changed, _empty(types, self._capacity), health)
+        types = self.step.result_types if self._keep_results else []
+        results = _empty(types, self._capacity)
+        begin = (start, changed, results, inputs.health)
         _, new, results, health = self._run_steps(slots, chunk, begin, stop)
         return new, results, stop, health
 
@@ -219,21 +222,23 @@ class Program:
         self, hooks: Hooks, slots: list[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any]]:
         """Runs loops with their hooks. With `num_loops` of 0, it skips the hooks."""
-        _, chunk, start, num_steps, num_loops, _ = inputs
-        has_hooks = num_loops > 0
-        count = jnp.maximum(num_loops, 1)
-        size = num_steps // count
+        has_hooks = inputs.num_loops > 0
+        count = jnp.maximum(inputs.num_loops, 1)
+        size = inputs.num_steps // count
 
         def body(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             changed, outputs = carry
             now = _replace(slots, self.changed, changed)
             now, _ = _call_if(has_hooks, hooks.begin, now)
-            first = start + number * size
+
+            first = inputs.start + number * size
             begin = (first, [now[i] for i in self.step.changed], [], None)
-            _, new, _, _ = self._run_steps(now, chunk, begin, first + size)
+            _, new, _, _ = self._run_steps(now, inputs.chunk, begin, first + size)
             now = _replace(now, self.step.changed, new)
+
             now, values = _call_if(has_hooks, hooks.end, now)
-            return [now[i] for i in self.changed], _put(outputs, values, number)
+            changed = [now[i] for i in self.changed]
+            return changed, _put(outputs, values, number)
 
         changed = [slots[i] for i in self.changed]
         outputs = _empty(hooks.end.result_types, self.most_loops)
@@ -242,11 +247,19 @@ class Program:
         return jax.lax.fori_loop(0, count, body, (changed, outputs))
 
 
+def _count_room(hooks: Hooks) -> int:
+    """Returns the number of loops whose outputs one program may hold."""
+    types = hooks.end.result_types
+    size = sum(aval.size * aval.dtype.itemsize for aval in types)
+    return _MOST_OUTPUT_BYTES // max(size, 1)
+
+
 def _empty(types: Sequence[Any], size: int) -> list[Any]:
     return [jnp.zeros((size, *each.shape), each.dtype) for each in types]
 
 
 def _put(stacks: list[Any], values: Sequence[Any], index: Any) -> list[Any]:
+    """Returns stacks of outputs with the values of one step or loop at an index."""
     return [
         jax.lax.dynamic_update_index_in_dim(stack, value, index, 0)
         for stack, value in zip(stacks, values, strict=True)
@@ -254,8 +267,11 @@ def _put(stacks: list[Any], values: Sequence[Any], index: Any) -> list[Any]:
 
 
 def _replace(slots: Sequence[Any], indices: Sequence[int], values: Any) -> list[Any]:
-    now = dict(enumerate(slots)) | dict(zip(indices, values, strict=True))
-    return list(now.values())
+    """Returns the arrays of all slots, with new values at some indices."""
+    now = list(slots)
+    for index, value in zip(indices, values, strict=True):
+        now[index] = value
+    return now
 
 
 def _call_if(
@@ -289,28 +305,30 @@ def take_batches(
         return jax.tree.map(lambda leaf: take(leaf, index, keepdims=False), arrays)
 
     def take(index: Any) -> list[Any]:
+        batches: list[Any] = []
         triples = zip(inputs, batches_per_step, gathers, strict=True)
-        batches = [
-            gather.on_device(resident, row(arrays, index * count + offset))
-            for (arrays, resident), count, gather in triples
-            for offset in range(count)
-        ]
+        for (arrays, resident), count, gather in triples:
+            for offset in range(count):
+                batch = row(arrays, index * count + offset)
+                batches.append(gather.on_device(resident, batch))
         return jax.tree.leaves(batches)
 
     if not inputs:
         return []
+
+    def take_first(index: Any) -> list[Any]:
+        return take(jnp.zeros_like(index))
 
     def take_in_branch(index: Any) -> list[Any]:
         # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
         # branch whose condition it cannot know. The second branch is never taken. It
         # has the same operations, so the arrays are divided over devices in the same
         # way.
-        return jax.lax.cond(
-            index >= 0, take, lambda index: take(jnp.zeros_like(index)), index
-        )
+        return jax.lax.cond(index >= 0, take, take_first, index)
+
+    def take_behind_barrier(index: Any) -> list[Any]:
+        return jax.lax.optimization_barrier(take(index))
 
     return jax.lax.platform_dependent(
-        index,
-        cpu=take_in_branch,
-        default=lambda index: jax.lax.optimization_barrier(take(index)),
+        index, cpu=take_in_branch, default=take_behind_barrier
     )

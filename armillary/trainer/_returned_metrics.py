@@ -132,21 +132,17 @@ class ReturnedMetrics:
             self.finite[...] = jnp.zeros_like(self.finite[...])
 
     def add(self, metrics: Mapping[str, Any], batch: Batch) -> None:
-        from flax import nnx
-
+        """Adds the metrics that a step returned for a batch."""
         from armillary.metrics._counts import add_parts
         from armillary.metrics._parts import split_metric, split_plain
 
-        def is_metric(value: Any) -> bool:
-            return isinstance(value, nnx.Metric)
-
-        paths, structure = jax.tree_util.tree_flatten_with_path(metrics, is_metric)
+        paths, structure = jax.tree_util.tree_flatten_with_path(metrics, _is_metric)
         objects: list[Described | None] = []
         plain: dict[str, Any] = {}
         parts: list[jax.Array] = []
         for path, value in paths:
             name = join_keys("", path)
-            if not is_metric(value):
+            if not _is_metric(value):
                 objects.append(None)
                 plain[name] = value
                 continue
@@ -159,12 +155,15 @@ class ReturnedMetrics:
         room = self.counts[...].shape[1]
         if spec.num_integers > room:
             raise NeedsRoom(self, spec.num_integers)
+
+        # `read_totals` expects the plain metrics first.
         if plain:
             parts = [*split_plain(plain, _count_examples(batch)), *parts]
         if not parts:
             return
         added = jnp.concatenate(parts, axis=1)
-        filled = jnp.pad(added, ((0, 0), (0, room - added.shape[1])))
+        unused = room - added.shape[1]
+        filled = jnp.pad(added, ((0, 0), (0, unused)))
         self.counts[...] = add_parts(self.counts[...], filled)
         if self.finite is not None:
             values = [value for _, value in paths]
@@ -176,15 +175,23 @@ class ReturnedMetrics:
         return read_totals(self.seen.spec, totals) if self._is_read else totals
 
 
+def _is_metric(value: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(value, nnx.Metric)
+
+
 def _zero_or_nan(metrics: Iterable[Any]) -> Any:
     """Returns 0, or NaN if a number or a metric object is not finite."""
     from flax import nnx
 
     are_finite: list[jax.Array] = []
     for metric in metrics:
-        is_object = isinstance(metric, nnx.Metric)
-        held = nnx.to_pure_dict(nnx.state(metric)) if is_object else metric
-        for array in map(jnp.asarray, jax.tree.leaves(held)):
+        held = metric
+        if _is_metric(metric):
+            held = nnx.to_pure_dict(nnx.state(metric))
+        for leaf in jax.tree.leaves(held):
+            array = jnp.asarray(leaf)
             if jnp.issubdtype(array.dtype, jnp.floating):
                 are_finite.append(jnp.all(jnp.isfinite(array)))
     if not are_finite:
@@ -193,8 +200,11 @@ def _zero_or_nan(metrics: Iterable[Any]) -> Any:
 
 
 def _count_examples(batch: Batch) -> int:
-    sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-    return (sizes or [1])[0]
+    """Returns the number of examples in a batch; a batch without axes counts as 1."""
+    for leaf in jax.tree.leaves(batch):
+        if np.ndim(leaf):
+            return leaf.shape[0]
+    return 1
 
 
 def read_totals(spec: Spec | None, output: Any) -> Output:

@@ -44,13 +44,14 @@ class Setup(OfOneProcess):
 
     def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
         """Returns the datasets distributed by a strategy, and keeps their positions."""
+        layout = strategy.layout
         before = self._parts if self._nest is self.datasets else None
-        if before is not None and all(
-            each.layout == strategy.layout for each in before
-        ):
+        if before is not None and all(each.layout == layout for each in before):
             return before
+
         leaves, _ = flatten_datasets(self.datasets)
-        self._parts = parts = [distribute(each, strategy) for each in leaves]
+        parts = [distribute(each, strategy) for each in leaves]
+        self._parts = parts
         self._nest = self.datasets
         for old, new in zip(before or (), parts, strict=False):
             if old is not new and old.is_repositionable:
@@ -76,15 +77,16 @@ def make_setup(
     if options is not None:
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
-    for each in flatten_datasets(datasets)[0]:
+    leaves, _ = flatten_datasets(datasets)
+    for each in leaves:
         check_is_no_iterator(argument, each)
-        is_one = isinstance(each, Iterable | Callable | Source)
         if isinstance(each, tuple) and not each:
             raise TypeError(
                 f"`{argument}` is (), which holds no data set. Pass a data set, or "
                 "None for a step that makes its own data."
             )
-        if not is_one or isinstance(each, str | bytes | bytearray | dict):
+        gives_batches = isinstance(each, Iterable | Callable | Source)
+        if not gives_batches or isinstance(each, str | bytes | bytearray | dict):
             raise TypeError(
                 f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
                 "must hold data sets. Use `armillary.data.from_arrays(arrays, "

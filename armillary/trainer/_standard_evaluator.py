@@ -145,20 +145,29 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             check_ends("num_steps", num_steps, loop.datasets)
             if loop is last and _begins_anew(loop, setup.options):
                 loop.reopen()
+
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
-            if num_steps == -1 and not setup.has_warned and (left := loop.find_left()):
-                setup.has_warned = True
-                logger.warning(
-                    "An evaluation ended when a data set had no further batch, and "
-                    "left out batches of dataset %s. To evaluate all batches of "
-                    "several data sets, give the `Controller` a dictionary of "
-                    "evaluators.",
-                    ", ".join(map(str, left)),
-                )
+            if num_steps == -1 and not setup.has_warned:
+                _warn_of_left_batches(setup, loop)
+
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
+
+
+def _warn_of_left_batches(setup: Setup, loop: Loop) -> None:
+    """Warns, once, if an evaluation of all the data has left out batches."""
+    left = loop.find_left()
+    if left:
+        setup.has_warned = True
+        logger.warning(
+            "An evaluation ended when a data set had no further batch, and "
+            "left out batches of dataset %s. To evaluate all batches of "
+            "several data sets, give the `Controller` a dictionary of "
+            "evaluators.",
+            ", ".join(map(str, left)),
+        )
 
 
 def check_ends(name: str, num_steps: int, datasets: Sequence[Any]) -> None:

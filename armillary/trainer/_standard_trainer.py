@@ -169,8 +169,16 @@ class StandardTrainer(Runner, AbstractTrainer):
             is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
             if is_raw and not self._has_own_train():
                 parts = setup.hold(strategy)
-        ours = [each for each in parts if isinstance(each, DistributedDataset)]
-        lost = [each.source_name for each in ours if not each.is_repositionable]
+
+        datasets: list[DistributedDataset | None] = []
+        lost: list[str] = []
+        for each in parts:
+            is_ours = isinstance(each, DistributedDataset)
+            has_position = is_ours and each.is_repositionable
+            datasets.append(each if has_position else None)
+            if is_ours and not has_position:
+                lost.append(each.source_name)
+
         if lost and not setup.has_warned and not setup.options.read_ahead:
             setup.has_warned = True
             logger.info(
@@ -189,12 +197,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                 "`state_dict` and `load_state_dict`.",
                 ", ".join(lost),
             )
-        return [
-            each
-            if isinstance(each, DistributedDataset) and each.is_repositionable
-            else None
-            for each in parts
-        ]
+        return datasets
 
     def prepare(self, steps_per_loop: int) -> None:
         """Receives the number of steps in a loop, which sets the size of chunks."""
@@ -246,14 +249,18 @@ class StandardTrainer(Runner, AbstractTrainer):
         with claimed(self, "trains"), self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
                 return self._start_asynchronously(setup, strategy, num_steps)
+
             loop = self._find_loop(strategy)
             loop.set_chunk_size(setup.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
                 return LoopsOnDevice(0, (), lambda _: [None])
-            if count := loop.count_loops(num_steps, num_loops):
+            count = loop.count_loops(num_steps, num_loops)
+            if count:
                 arrays, make = loop.run_loops(num_steps, count)
                 return LoopsOnDevice(num_steps * count, arrays, make)
+
+            # The hooks run in Python.
             self.train_loop_begin()
             num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps

@@ -18,12 +18,11 @@ _RATES = {"learning_rate", "lr"}
 
 def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     """Raises if an evaluation step changes a model; warns if it uses dropout."""
-    owners = {i: state.owners[i] for i in changed}
-    learned = [
-        i
-        for i, slot in owners.items()
-        if slot.role is Role.BATCH_STATISTIC or slot.is_parameter()
-    ]
+    learned: list[int] = []
+    for index in changed:
+        slot = state.owners[index]
+        if slot.role is Role.BATCH_STATISTIC or slot.is_parameter():
+            learned.append(index)
     if learned:
         raise StateStructureError(
             f"`{name}` changes {counted(len(learned), 'array')} of a model, but an "
@@ -32,10 +31,10 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
             "nnx.view(model, use_running_average=True)`, with `deterministic=True` if "
             "it has dropout), and call a Keras model with `training=False`."
         )
-    nnx = sys.modules.get("flax.nnx")
-    dropouts = [n for n in state._nodes if nnx and isinstance(n, nnx.Dropout)]
-    counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
-    if drawn := [i for i, slot in owners.items() if slot.key in counts]:
+
+    counts = _find_dropout_counts(state)
+    drawn = [index for index in changed if state.owners[index].key in counts]
+    if drawn:
         logger.warning(
             "`%s` draws random numbers for dropout, so it evaluates the model in "
             "training mode:\n%s\nEvaluate a view of the model, which shares its "
@@ -43,6 +42,15 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
             name,
             _list(state, drawn),
         )
+
+
+def _find_dropout_counts(state: State) -> set[int]:
+    """Returns the `id`s of the variables that count the draws of dropout layers."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return set()
+    dropouts = [node for node in state._nodes if isinstance(node, nnx.Dropout)]
+    return {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
 
 
 def warn_of_rates(state: State) -> None:
@@ -82,7 +90,8 @@ def check_training(name: str, state: State, changed: Sequence[int]) -> None:
     # Metrics, counters and random state change in a step that trains nothing, too.
     moved = [i for i in changed if state.owners[i].role is Role.PLAIN]
     advanced = [i for i in moved if is_of_optimizer(i)]
-    if not advanced or any(is_float(i) and not is_of_optimizer(i) for i in moved):
+    trained = [i for i in moved if is_float(i) and not is_of_optimizer(i)]
+    if trained or not advanced:
         return
 
     # A moment of an optimizer has the shape of its parameter.
@@ -92,11 +101,11 @@ def check_training(name: str, state: State, changed: Sequence[int]) -> None:
         is_plain = state.owners[index].role is Role.PLAIN and is_float(index)
         return is_plain and leaves[index].shape in shapes
 
-    parameters = [
-        index
-        for index, slot in enumerate(state.owners)
-        if slot.is_parameter() or (not is_of_optimizer(index) and has_moment(index))
-    ]
+    parameters: list[int] = []
+    for index, slot in enumerate(state.owners):
+        looks_trained = not is_of_optimizer(index) and has_moment(index)
+        if slot.is_parameter() or looks_trained:
+            parameters.append(index)
     if not parameters:
         return
     logger.warning(

@@ -54,21 +54,29 @@ class StepGuard:
         self._mesh = method.strategy.mesh
         self.sharding = None if self._mesh is None else everywhere(self._mesh)
         self._stops = method.options.on_non_finite == "raise"
-        mark = Trait.MARKS_NOT_FINITE
-        marked = [has_trait(slot.variable, mark) for slot in state.owners]
-        self._sums = {place for place, i in enumerate(changed) if marked[i]}
-        is_float = [jnp.issubdtype(types[i].dtype, jnp.inexact) for i in changed]
-        self._checked = [
-            place for place, each in enumerate(is_float) if each or place in self._sums
-        ]
-        self._indices = np.array([changed[i] for i in self._checked], np.int32)
-        of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
-        self._moves_on = [
-            not self._stops
-            and not of_optimizer[i]
-            and _is_counter_or_key(state.kinds[i], types[i].dtype)
-            for i in changed
-        ]
+
+        # Places are positions in `changed`.
+        self._sums: set[int] = set()
+        self._checked: list[int] = []
+        for place, index in enumerate(changed):
+            variable = state.owners[index].variable
+            is_float = jnp.issubdtype(types[index].dtype, jnp.inexact)
+            if has_trait(variable, Trait.MARKS_NOT_FINITE):
+                self._sums.add(place)
+                self._checked.append(place)
+            elif is_float:
+                self._checked.append(place)
+        indices = [changed[place] for place in self._checked]
+        self._indices = np.array(indices, np.int32)
+
+        # Whether each array keeps its new value after a bad step.
+        of_optimizer = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
+        self._moves_on: list[bool] = []
+        for index in changed:
+            may_move = not self._stops and not of_optimizer[index]
+            kind = state.kinds[index]
+            dtype = types[index].dtype
+            self._moves_on.append(may_move and _is_counter_or_key(kind, dtype))
 
     def check(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
@@ -80,16 +88,25 @@ class StepGuard:
                 return jnp.bool_(True)
             return largest_on_replicas(self._mesh, _has_bad, arrays) == 0
 
+        def never_runs(arrays: Sequence[Any]) -> Any:
+            return jnp.zeros((), jnp.bool_) & are_finite(arrays)
+
+        def keep_all(
+            old: list[Any], new: list[Any], last: Health
+        ) -> tuple[list[Any], Health]:
+            del old
+            return new, last._replace(num_steps=last.num_steps + 1)
+
         is_fine = jax.lax.cond(
             # Always true, but the compiler cannot know it, so it keeps the branch.
             health.num_steps >= 0,
             are_finite,
-            lambda arrays: jnp.zeros((), jnp.bool_) & are_finite(arrays),
+            never_runs,
             self._floats_of(new),
         )
         return jax.lax.cond(
             is_fine & ~health.is_halted,
-            lambda _, new, last: (new, last._replace(num_steps=last.num_steps + 1)),
+            keep_all,
             self._look_closely,
             list(old),
             list(new),
@@ -106,16 +123,16 @@ class StepGuard:
     def _look_closely(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
-        before, after = (
-            largest_on_replicas(self._mesh, _count_bad, self._floats_of(each))
-            for each in (old, new)
-        )
+        """Undoes the step if an array has more bad values than before."""
+        before = largest_on_replicas(self._mesh, _count_bad, self._floats_of(old))
+        after = largest_on_replicas(self._mesh, _count_bad, self._floats_of(new))
         is_bad = jnp.any(after > before) & ~health.is_halted
         undo = is_bad | health.is_halted
         kept = [
             now if moves_on else jnp.where(undo, was, now)
             for was, now, moves_on in zip(old, new, self._moves_on, strict=True)
         ]
+
         is_first = is_bad & (health.num_bad == 0)
         counts = jnp.zeros_like(health.counts)
         counts = counts.at[self._indices].set(jnp.where(after > before, after, 0))
@@ -137,7 +154,9 @@ def _is_counter_or_key(kind: LeafKind, dtype: Any) -> bool:
 
 
 def _read_mark(parts: Any) -> Any:
-    return jnp.where(jnp.any(parts[..., -1] != 0, axis=0), jnp.nan, 0.0)
+    """Returns NaN for each exact sum that has taken a value that was not finite."""
+    is_marked = jnp.any(parts[..., -1] != 0, axis=0)
+    return jnp.where(is_marked, jnp.nan, 0.0)
 
 
 def _has_bad(arrays: Sequence[Any]) -> Any:

@@ -91,11 +91,13 @@ class StepPrograms:
             self._settings = settings
         if flat is not None and flat.state.is_current() and flat.fits():
             return flat
+
         state = self._search()
         # The signature that `flat` had when it was made: the structure of its slots may
         # have changed since then.
         if flat is not None and state.signature() == flat.signature:
-            if changes := state.changes_since(flat.state):
+            changes = state.changes_since(flat.state)
+            if changes:
                 names = ", ".join(sorted(changes)[:5])
                 self._doubt(
                     f"it read plain values that have changed ({names}). Hold a value "
@@ -104,6 +106,7 @@ class StepPrograms:
                 )
             flat.rebind(state)
             return flat
+
         self._traces.clear()
         self._programs.clear()
         self._doubted.clear()
@@ -148,8 +151,9 @@ class StepPrograms:
         if is_asked or not need_python(owner):
             with recorded_reads(owner, flat.state.note_read):
                 hooks = trace_hooks(owner, flat, is_asked=is_asked)
+
         if hooks is not None:
-            self._functions[1:] = owner.train_loop_begin, owner.train_loop_end
+            self._functions[1:] = [owner.train_loop_begin, owner.train_loop_end]
         flat.state.watch()
         if hooks is None:
             # In Python, the hooks may create new state, so search for the state again.
@@ -191,18 +195,17 @@ class StepPrograms:
         returned: list[Any] = []
 
         def fn(*arguments: Any) -> PyTree:
+            iterators: list[StepIterator] = []
             triples = zip(self._gathers, arguments, active, strict=True)
-            iterators = [
-                StepIterator(
-                    i, map(gather.layout.wrap, offered, [count] * len(offered))
-                )
-                for i, (gather, offered, count) in enumerate(triples)
-            ]
+            for index, (gather, offered, count) in enumerate(triples):
+                batches = map(gather.layout.wrap, offered, [count] * len(offered))
+                iterators.append(StepIterator(index, batches))
             result = method(self._structure.unflatten(iterators))
             returned[:] = jax.tree.leaves(result)
             taken[:] = [iterator.num_taken for iterator in iterators]
             return result
 
+        most_batches = tuple([batch] * _MAX_BATCHES_PER_STEP for batch in batches)
         was_current = flat.state.is_current()
         try:
             with (
@@ -212,7 +215,7 @@ class StepPrograms:
                 step = trace_step(
                     fn,
                     flat,
-                    tuple([batch] * _MAX_BATCHES_PER_STEP for batch in batches),
+                    most_batches,
                     user_fn=method.fn,
                     owner=method.owner_name,
                     taken=taken,
@@ -224,6 +227,7 @@ class StepPrograms:
                 "number with `next(iterator)`; the library calls the step until the "
                 "data ends."
             ) from None
+
         flat.state.watch()
         warn_of_rates(flat.state)
         drops_results = bool(returned) and not method.keep_results
@@ -261,6 +265,7 @@ class StepPrograms:
         flat = self.flat
         assert flat is not None
         step, taken = self._find_trace(chunk.types, chunk.num_active)
+
         if taken != self.batches_per_step:
             raise RetraceError(
                 f"`{method.name}` took {list(self.batches_per_step)} batches of its "
@@ -275,28 +280,21 @@ class StepPrograms:
             logger.warning(
                 "`%s` is compiled again, because %s.", method.name, self._reason
             )
-        if (peers := method.strategy.peers) is not None:
+
+        peers = method.strategy.peers
+        if peers is not None:
             check_same_program(peers, method.name, step.program, method.fn)
         is_slow = has_slow_loop(
             step.program, flat.platform, is_partitioned=flat.split is not None
         )
         if not self._programs:
-            if method.is_evaluation:
-                check_evaluation(method.name, flat.state, step.changed)
-            else:
-                check_training(method.name, flat.state, step.changed)
-                warn_of_draws(method.name, step)
-            if is_slow and method.options.compile_loop:
-                logger.info(
-                    "`%s` has convolutions that XLA's CPU compiler would run slowly "
-                    "inside a loop on the device, so its steps run one by one.",
-                    method.name,
-                )
+            self._check_first(step, flat, is_slow=is_slow)
         if not self._has_sought_sums:
             self._has_sought_sums = True
             axis = 1 if method.strategy.layout.stacked else 0
             warn_of_sums(method.name, step.program, len(flat.state.paths), axis)
         self._warnings.look(flat.state, step, chunk.num_active)
+
         return Program(
             step,
             self.batches_per_step,
@@ -308,3 +306,18 @@ class StepPrograms:
             num_loops=self.loops_per_chunk,
             is_nested=not is_slow,
         )
+
+    def _check_first(self, step: TracedStep, flat: FlatState, *, is_slow: bool) -> None:
+        """Checks the first program: the later ones do the same to the same state."""
+        name = self._method.name
+        if self._method.is_evaluation:
+            check_evaluation(name, flat.state, step.changed)
+        else:
+            check_training(name, flat.state, step.changed)
+            warn_of_draws(name, step)
+        if is_slow and self._method.options.compile_loop:
+            logger.info(
+                "`%s` has convolutions that XLA's CPU compiler would run slowly "
+                "inside a loop on the device, so its steps run one by one.",
+                name,
+            )

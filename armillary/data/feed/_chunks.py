@@ -121,19 +121,15 @@ class ChunkBuilder:
                     f"they must have one shape, but they differ:\n{shown}\nUse "
                     '`InputOptions(remainder="drop")` or `remainder="pad"`.'
                 )
+
         firsts = [batches[0] for batches in step]
         pairs = list(zip(gathers, firsts, strict=True))
-        capacity = self._capacities.get(signature) or self.count_steps(
-            [gather.types(first, as_sent=True) for gather, first in pairs]
-        )
-        # Each chunk has memory of its own, because devices may share it for long.
+        capacity = self._capacities.get(signature)
+        if capacity is None:
+            types = [gather.types(first, as_sent=True) for gather, first in pairs]
+            capacity = self.count_steps(types)
         arrays = [
-            jax.tree.map(
-                lambda leaf, size=capacity * count: empty_aligned(
-                    (size, *leaf.shape), leaf.dtype
-                ),
-                first.arrays,
-            )
+            _make_buffers(first.arrays, capacity * count)
             for first, count in zip(firsts, self._batches_per_step, strict=True)
         ]
         return Chunk(
@@ -153,11 +149,10 @@ class ChunkBuilder:
         Args:
             sent_types: The types of the arrays that are sent for one batch.
         """
-        num_bytes = sum(
-            count * leaf.size * leaf.dtype.itemsize
-            for count, types in zip(self._batches_per_step, sent_types, strict=True)
-            for leaf in jax.tree.leaves(types)
-        )
+        num_bytes = 0
+        for count, types in zip(self._batches_per_step, sent_types, strict=True):
+            for leaf in jax.tree.leaves(types):
+                num_bytes += count * leaf.size * leaf.dtype.itemsize
         num_steps = self._max_chunk_bytes // max(1, num_bytes)
         return max(1, min(self._steps_per_chunk, num_steps))
 
@@ -166,15 +161,7 @@ class ChunkBuilder:
     ) -> tuple[Step | None, Exception | None]:
         """Copies steps into a chunk; returns the first that does not fit, or errors."""
         while True:
-            for buffers, batches in zip(chunk.arrays, step, strict=True):
-                leaves = jax.tree.leaves(buffers)
-                for index, batch in enumerate(batches, chunk.num_steps * len(batches)):
-                    parts = jax.tree.leaves(batch.arrays)
-                    for buffer, part in zip(leaves, parts, strict=True):
-                        buffer[index] = part
-            chunk.positions.append(tuple(batches[-1].position for batches in step))
-            chunk.ends.append(all(batches[-1].is_last for batches in step))
-            chunk.num_steps += 1
+            _add_step(chunk, step)
             if chunk.num_steps == chunk.capacity:
                 return None, None
             try:
@@ -198,18 +185,45 @@ class ChunkBuilder:
                 return buffer[: chunk.capacity * count]
 
             arrays = jax.tree.map(trim, chunk.arrays[index])
-            chunk.arrays[index] = readers[index].data.gather.send(
-                arrays, 1, chunk.num_replicas[index]
-            )
+            gather = readers[index].data.gather
+            chunk.arrays[index] = gather.send(arrays, 1, chunk.num_replicas[index])
+
+
+def _make_buffers(arrays: PyTree, size: int) -> PyTree:
+    """Returns memory for `size` batches like `arrays`.
+
+    Each chunk has memory of its own, because devices may share it for long.
+    """
+    return jax.tree.map(
+        lambda leaf: empty_aligned((size, *leaf.shape), leaf.dtype), arrays
+    )
+
+
+def _add_step(chunk: Chunk, step: Step) -> None:
+    """Copies the batches of one step into a chunk."""
+    for buffers, batches in zip(chunk.arrays, step, strict=True):
+        leaves = jax.tree.leaves(buffers)
+        start = chunk.num_steps * len(batches)
+        for index, batch in enumerate(batches, start):
+            parts = jax.tree.leaves(batch.arrays)
+            for buffer, part in zip(leaves, parts, strict=True):
+                buffer[index] = part
+    chunk.positions.append(tuple(batches[-1].position for batches in step))
+    chunk.ends.append(all(batches[-1].is_last for batches in step))
+    chunk.num_steps += 1
 
 
 def check_pieces(step: Step) -> None:
     """Raises if only some of the batches that a step takes are cut into pieces."""
     ends = [batch.is_last for batches in step for batch in batches]
-    is_several = len(ends) > len(step)
-    if len(ends) == 1 or all(ends) or not (any(ends) or is_several):
+    if len(ends) == 1 or all(ends):
         return
-    cut = next(i for i, each in enumerate(step) if not all(b.is_last for b in each))
+    is_several = len(ends) > len(step)
+    if not any(ends) and not is_several:
+        return  # One batch of each data set, and all are cut.
+
+    are_whole = [all(batch.is_last for batch in batches) for batches in step]
+    cut = are_whole.index(False)
     raise BatchSizeError(
         f"A step takes {len(ends)} batches together, but the replicas cannot share a "
         f"batch of dataset {cut} equally. It would run in pieces, and examples would "

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
+from armillary.cluster._peers import Peers
 from armillary.data.feed._ahead import Peekable, read_ahead
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
@@ -98,22 +99,26 @@ class Feed(Generic[T]):
         with self._announcing():
             chunk = self._read()
         if self._peers is not None and not self._is_alike:
-            texts = self._peers.boundary.take(self._say) or self._peers.gather(
-                f"the data of {self._name}", self._describe(chunk)
-            )
-            if len(set(texts)) > 1:
-                shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
-                raise PeerError(
-                    f"The processes have different data for `{self._name}`:\n"
-                    f"{list_lines(shown)}\nA data set that is distributed over all "
-                    "processes must be the same in each process, in the same order. A "
-                    "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
-                    "each process reads data of its own, use a function with an "
-                    "`input_context`."
-                )
-            # If processes agree on each batch, equal first chunks mean equal chunks.
-            self._is_alike = all(reader.data.is_agreed for reader in self.readers)
+            self._check_alike(self._peers, chunk)
         return chunk
+
+    def _check_alike(self, peers: Peers, chunk: T | None) -> None:
+        """Raises if the processes have different next chunks."""
+        texts = peers.boundary.take(self._say)
+        if not texts:
+            texts = peers.gather(f"the data of {self._name}", self._describe(chunk))
+        if len(set(texts)) > 1:
+            shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
+            raise PeerError(
+                f"The processes have different data for `{self._name}`:\n"
+                f"{list_lines(shown)}\nA data set that is distributed over all "
+                "processes must be the same in each process, in the same order. A "
+                "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
+                "each process reads data of its own, use a function with an "
+                "`input_context`."
+            )
+        # If processes agree on each batch, equal first chunks mean equal chunks.
+        self._is_alike = all(reader.data.is_agreed for reader in self.readers)
 
     def _describe(self, chunk: T | None) -> str:
         """Returns a text that is equal for chunks that processes may run together."""
@@ -144,7 +149,8 @@ class Feed(Generic[T]):
             assert self._build is not None
             self.queue = read_ahead(self._build(self.readers), self._prefetch, self)
         # Ctrl-C does not interrupt a background thread, so it loses no batches.
-        with contextlib.nullcontext() if self._prefetch else self.reading():
+        context = contextlib.nullcontext() if self._prefetch else self.reading()
+        with context:
             try:
                 return self.queue.head()
             except StopIteration:
@@ -188,6 +194,7 @@ class Feed(Generic[T]):
             # The answers that were exchanged describe the chunk we dropped, so discard
             # them.
             self._peers.boundary.take(self._say)
+
         try:
             self._reopen(positions)
         except Exception:

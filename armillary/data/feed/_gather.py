@@ -49,10 +49,12 @@ class Gather:
         if self.arrays is None or self.placed is not None:
             return batch
         numbers = batch[_ROWS]
+
+        def take_later(path: Any, array: np.ndarray) -> _Rows:
+            return _Rows(show_path(path), array, numbers)
+
         if later:
-            rows = jax.tree_util.tree_map_with_path(
-                lambda path, array: _Rows(show_path(path), array, numbers), self.arrays
-            )
+            rows = jax.tree_util.tree_map_with_path(take_later, self.arrays)
         else:
             rows = _take(self.arrays, numbers)
         return _with_mask(rows, batch)
@@ -79,22 +81,26 @@ class Gather:
         """Returns the types of a program's inputs for one batch; places nothing."""
         if self.placed is None:
             return types, None
-        num_rows = jax.tree.leaves(types)[0].shape[:1]
-        sent = {_ROWS: jax.ShapeDtypeStruct(num_rows, np.int32)}
-        if len(jax.tree.leaves(types)) > len(jax.tree.leaves(self.arrays)):
+        leaves = jax.tree.leaves(types)
+        shape = leaves[0].shape[:1]
+        sent = {_ROWS: jax.ShapeDtypeStruct(shape, np.int32)}
+        has_mask = len(leaves) > len(jax.tree.leaves(self.arrays))
+        if has_mask:
             sent[MASK] = get_mask(types)
         return sent, _on_device(self.arrays, lambda array: array.shape)
 
     def types(self, batch: Piece, *, as_sent: bool = False) -> Batch:
         """Returns the types of a piece in a step, or as it is sent (`as_sent`)."""
         layout = self.layout
-        count = batch.num_replicas
+        # A process holds the rows of its own replicas.
         has_some = layout.peers is not None and layout.stacked
-        types = _on_device(
-            batch.arrays,
-            lambda leaf: (count, *leaf.shape[1:]) if has_some else leaf.shape,
-        )
-        return types if as_sent and self.placed is not None else self.rows(types)
+
+        def whole_shape(leaf: Any) -> tuple[int, ...]:
+            return (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape
+
+        types = _on_device(batch.arrays, whole_shape)
+        sends_numbers = as_sent and self.placed is not None
+        return types if sends_numbers else self.rows(types)
 
     def rows(self, types: Batch) -> Batch:
         """Converts the types of the source's batches to types of rows."""
@@ -106,10 +112,12 @@ class Gather:
 
 
 def _on_device(arrays: PyTree, get_shape: Any) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(get_shape(leaf), canonical_dtype(leaf)),
-        arrays,
-    )
+    """Returns the types that arrays have on a device, with other shapes."""
+
+    def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(get_shape(leaf), canonical_dtype(leaf))
+
+    return jax.tree.map(type_of, arrays)
 
 
 class _PlacedArrays:
@@ -148,6 +156,7 @@ def make_gather(
             )
         return source, Gather(layout)
     assert isinstance(source, ArrayDataset)
+
     placed = None
     if options.place_on_device:
         if options.remainder == "pad":
@@ -186,7 +195,8 @@ def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
         # copy the rows once more.
         return np.take(array, numbers, axis=0, out=rows, mode="clip")
 
-    return as_device_values(jax.tree.map(take, arrays), lambda: "`arrays`", numbers)
+    taken = jax.tree.map(take, arrays)
+    return as_device_values(taken, lambda: "`arrays`", numbers)
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Positions in the data, and their form in a checkpoint."""
+"""A place between two batches of a source, as checkpoints save it."""
 
 import base64
 from collections.abc import Mapping

@@ -133,21 +133,25 @@ class Splitter:
     ) -> list[tuple[PyTree, int]]:
         """Returns the pieces of one group, each with its number of active replicas."""
         if self._remainder == "pad":
-            sizes = [count_rows(batch) for batch in group]
-            size = self._round_up(max(full_size, *sizes))
-            empty = [_pad(group[-1], size, 0)] * (self._group_size - len(group))
-            group = [_pad(batch, size, count_rows(batch)) for batch in group] + empty
+            group = self._pad_group(group, full_size)
         if not self._stacked:
             return [(group[0], self._num_replicas)]
         if self._narrows:
-            arrays = group[0]
-            if len(group) > 1:
-                arrays = jax.tree.map(lambda *leaves: np.concatenate(leaves), *group)
+            arrays = _concatenate(group)
             num_sharing = math.gcd(count_rows(arrays), self._num_replicas)
             return [(_add_replica_axis(arrays, num_sharing), num_sharing)]
         if self._of_replicas:
             return self._split_replica_batches(group)
         return self._split_global_batch(group[0])
+
+    def _pad_group(self, group: list[PyTree], full_size: int) -> list[PyTree]:
+        """Returns a group with full batches, and with a batch for each replica."""
+        sizes = [count_rows(batch) for batch in group]
+        size = self._round_up(max(full_size, *sizes))
+        full = [_pad(batch, size, num_seen=count_rows(batch)) for batch in group]
+        empty = _pad(group[-1], size, num_seen=0)
+        num_missing = self._group_size - len(group)
+        return full + [empty] * num_missing
 
     def _split_global_batch(self, arrays: PyTree) -> list[tuple[PyTree, int]]:
         count = self._num_replicas
@@ -160,12 +164,15 @@ class Splitter:
                 f"is a multiple of {count}, with `drop_remainder=True` if this is the "
                 f"last batch, or {_FIXES}."
             )
+
         pieces: list[tuple[PyTree, int]] = []
-        if whole := num_rows - num_left:
-            rows = _take_rows(arrays, 0, whole)
+        num_shared = num_rows - num_left
+        if num_shared:
+            rows = _take_rows(arrays, 0, num_shared)
             pieces.append((_add_replica_axis(rows, count), count))
         if num_left:
-            shares = [_take_rows(arrays, r, r + 1) for r in range(whole, num_rows)]
+            left = range(num_shared, num_rows)
+            shares = [_take_rows(arrays, row, row + 1) for row in left]
             pieces.append((_stack(shares, count), num_left))
         return pieces
 
@@ -174,7 +181,8 @@ class Splitter:
         by_size: dict[int, list[PyTree]] = {}
         for batch in group:
             by_size.setdefault(count_rows(batch), []).append(batch)
-        if not self._in_pieces and (len(by_size) > 1 or len(group) < count):
+        fits = len(by_size) == 1 and len(group) == count
+        if not self._in_pieces and not fits:
             sizes = ", ".join(str(count_rows(batch)) for batch in group)
             raise BatchSizeError(
                 f"{count} replicas take one batch each, all of one size, but the "
@@ -201,14 +209,22 @@ def _take_rows(arrays: PyTree, start: int, stop: int) -> PyTree:
 
 
 def _add_replica_axis(arrays: PyTree, count: int) -> PyTree:
+    """Divides batches into `count` equal shares, on a new first axis."""
     return jax.tree.map(
         lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), arrays
     )
 
 
+def _concatenate(batches: Sequence[PyTree]) -> PyTree:
+    if len(batches) == 1:
+        return batches[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+
+
 def _stack(batches: Sequence[PyTree], num_replicas: int) -> PyTree:
     """Stacks batches; replicas without one get a copy of the first."""
-    filled = [*batches, *[batches[0]] * (num_replicas - len(batches))]
+    num_missing = num_replicas - len(batches)
+    filled = [*batches, *[batches[0]] * num_missing]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
 
 

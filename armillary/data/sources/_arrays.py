@@ -60,16 +60,17 @@ class IndexedDataset(abc.ABC):
                 f"`batch_size={num_examples}` or less."
             )
         self.shuffle_seed = shuffle_seed
-        self.repeat = self.is_endless = bool(repeat)
+        self.repeat = bool(repeat)
+        self.is_endless = self.repeat
         self.drop_remainder = drop_remainder
-        self.full_size = size = self.batch_size
+        self.full_size = self.batch_size
         self.num_batches: int | None = None
         """Batches in one pass; None if the data set never ends."""
         if not repeat:
-            self.full_size = min(size, num_examples)
-            self.num_batches = (
-                num_examples // size if drop_remainder else -(-num_examples // size)
-            )
+            self.full_size = min(self.batch_size, num_examples)
+            num_full, num_left = divmod(num_examples, self.batch_size)
+            has_partial = num_left > 0 and not drop_remainder
+            self.num_batches = num_full + has_partial
         self._num_passes = 0
 
     @abc.abstractmethod
@@ -148,24 +149,28 @@ class IndexedIterator:
     def _read(self) -> Iterator[tuple[Batch, tuple[int, int]]]:
         """Yields the batches of one read, each with the place after it."""
         dataset = self._dataset
-        read = None
-        stop = 0
         drawn: list[tuple[np.ndarray, tuple[int, int]]] = []
         while len(drawn) * dataset.batch_size < max(1, dataset.rows_at_once):
-            if not len(rows := self._draw()):
+            rows = self._draw()
+            if not len(rows):
                 break
             drawn.append((rows, (self._epoch, self._index)))
+
+        together = None
         if len(drawn) > 1:
+            every_row = np.concatenate([rows for rows, _ in drawn])
             # After an error, each batch is read alone, and only the bad batch raises.
             with contextlib.suppress(ArmillaryError):
-                read = dataset.read_rows(np.concatenate([rows for rows, _ in drawn]))
+                together = dataset.read_rows(every_row)
+
+        start = 0
         for rows, place in drawn:
-            start = stop
             stop = start + len(rows)
-            if read is None:
+            if together is None:
                 batch = dataset.read_rows(rows)
             else:
-                batch = jax.tree.map(operator.itemgetter(slice(start, stop)), read)
+                batch = jax.tree.map(operator.itemgetter(slice(start, stop)), together)
+            start = stop
             yield batch, place
 
     def _draw(self) -> np.ndarray:
@@ -179,11 +184,13 @@ class IndexedIterator:
             part = self._order[: size - len(rows)]
             self._index = len(part)
             rows = np.concatenate([rows, part])
-        return rows if len(rows) == size or not dataset.drop_remainder else rows[:0]
+        is_dropped = dataset.drop_remainder and len(rows) < size
+        return rows[:0] if is_dropped else rows
 
     def get_state(self) -> dict[str, int]:
+        epoch, index = self._place
         count = self._dataset.num_examples
-        return {"epoch": self._place[0], "index": self._place[1], "num_examples": count}
+        return {"epoch": epoch, "index": index, "num_examples": count}
 
     def set_state(self, state: dict[str, Any]) -> None:
         count = self._dataset.num_examples

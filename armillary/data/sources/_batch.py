@@ -55,13 +55,12 @@ def _is_numeric(leaf: Any) -> bool:
 
 def _find_problem(batch: Batch, name: str) -> Exception:
     named = _named_leaves(batch)
-    wrong = [
-        f"{path}: {type(leaf).__name__} of dtype {leaf.dtype}"
-        if hasattr(leaf, "dtype")
-        else f"{path}: {type(leaf).__name__} {leaf!r:.40}"
-        for path, leaf in named
-        if not _is_numeric(leaf)
-    ]
+    wrong: list[str] = []
+    for path, leaf in named:
+        if _is_numeric(leaf):
+            continue
+        shown = f"of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{leaf!r:.40}"
+        wrong.append(f"{path}: {type(leaf).__name__} {shown}")
     if wrong:
         return TypeError(
             f"{name} has leaves that are not arrays of numbers, but every leaf must be "
@@ -76,6 +75,7 @@ def _find_problem(batch: Batch, name: str) -> Exception:
             f"count the examples:\n{_list(flat)}\nBatch the data set, or repeat the "
             "value for every example, as in `np.full(batch_size, value)`."
         )
+
     lines: dict[int, str] = {}  # One for each size.
     for path, leaf in named:
         line = f"{path}: {leaf.shape[0]} examples, shape {leaf.shape}"
@@ -113,9 +113,11 @@ def as_device_values(
 
 
 def _narrow(leaf: Any) -> Any:
-    if not isinstance(leaf, np.ndarray) or leaf.dtype == (
-        dtype := canonical_dtype(leaf)
-    ):
+    """Returns an array in the dtype of a device, or raises if a value does not fit."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    dtype = canonical_dtype(leaf)
+    if leaf.dtype == dtype:
         return leaf
     if dtype.kind not in "iu":
         with np.errstate(over="raise"):
@@ -136,7 +138,8 @@ def _find_misfits(arrays: PyTree, numbers: np.ndarray | None) -> list[str]:
         with np.errstate(over="ignore"):
             narrow = leaf.astype(dtype)
         is_exact = dtype.kind not in "iu" or narrow == leaf
-        wrong = np.argwhere(~(is_exact & (np.isfinite(narrow) | ~np.isfinite(leaf))))
+        stays_finite = np.isfinite(narrow) | ~np.isfinite(leaf)
+        wrong = np.argwhere(~(is_exact & stays_finite))
         if len(wrong):
             place = tuple(wrong[0])
             example = place[0] if numbers is None else numbers[place[: numbers.ndim]]
@@ -159,7 +162,8 @@ def describe_shapes(arrays: PyTree) -> str:
         f"{path}: {canonical_dtype(leaf)} {leaf.shape}"
         for path, leaf in _named_leaves(arrays)
     ]
-    return ", ".join(map(str.strip, _list(shapes).splitlines()))
+    lines = _list(shapes).splitlines()
+    return ", ".join(line.strip() for line in lines)
 
 
 def show_path(path: Any) -> str:

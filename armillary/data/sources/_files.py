@@ -32,7 +32,10 @@ def find_files(paths: Iterable[str]) -> list[str]:
         FileNotFoundError: If there is no file of that name, and no file that fits.
         ImportError: If an address needs a package that is not installed.
     """
-    return [file for path in paths for file in _find(path)]
+    files: list[str] = []
+    for path in paths:
+        files += _find(path)
+    return files
 
 
 def _find(path: str) -> Sequence[str]:

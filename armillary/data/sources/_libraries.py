@@ -59,9 +59,7 @@ def as_source(source: Any) -> Source:
     ):
         if _is_kind(source, library, kind):
             return make(source, kind)
-    parts = source if isinstance(source, tuple) and source else (None,)
-    are_arrays = all(isinstance(part, np.ndarray | jax.Array) for part in parts)
-    if are_arrays or isinstance(source, dict | np.ndarray | jax.Array):
+    if _is_nest_of_arrays(source):
         raise TypeError(
             f"The data set is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
@@ -93,7 +91,17 @@ def as_source(source: Any) -> Source:
     )
 
 
+def _is_nest_of_arrays(value: Any) -> bool:
+    """Returns whether a value is an array, or a dictionary or tuple of arrays."""
+    if isinstance(value, dict | np.ndarray | jax.Array):
+        return True
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(isinstance(part, np.ndarray | jax.Array) for part in value)
+
+
 def _is_kind(value: Any, library: str, path: str) -> bool:
+    """Returns whether a value is of a class of a library, which may not be loaded."""
     found: Any = sys.modules.get(library)
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -119,9 +127,11 @@ def _ends_in_batches(dataset: Any) -> bool:
         node = node.parents[0]
     last = [node, *getattr(node, "_operations", ())][-1]
     kind = type(last)
+    # The user may have given the function that makes a batch.
     made_by = getattr(last, "_batch_fn", last)
-    modules = (kind.__module__, getattr(made_by, "__module__", None) or "grain")
-    return "Batch" in kind.__name__ and all(m.startswith("grain") for m in modules)
+    module = getattr(made_by, "__module__", None) or "grain"
+    is_of_grain = kind.__module__.startswith("grain") and module.startswith("grain")
+    return "Batch" in kind.__name__ and is_of_grain
 
 
 def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
@@ -306,20 +316,24 @@ class HuggingFaceDataset(IndexedDataset):
                 "stream needs no `from_huggingface`: use `dataset.batch(batch_size)`."
             )
         super().__init__("dataset", len(dataset), *options)
-        form = dict(dataset.format)
-        if form.pop("type") != "custom":
-            names = ("columns", "output_all_columns")
+        form = dataset.format
+        if form["type"] != "custom":
             dataset = dataset.with_format(
-                "numpy", **{name: form[name] for name in names}
+                "numpy",
+                columns=form["columns"],
+                output_all_columns=form["output_all_columns"],
             )
         self._dataset = dataset
         # One read finds columns that no device can hold before the program runs.
         self.read_rows(np.zeros(1, np.int64))
 
     def read_rows(self, rows: np.ndarray) -> Batch:
-        return check_batch(_as_columns(self._dataset[rows]), lambda: "`dataset`")[0]
+        columns = _as_columns(self._dataset[rows])
+        batch, _ = check_batch(columns, lambda: "`dataset`")
+        return batch
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of some stored examples, without the transform."""
-        some = self._dataset.with_format("arrow")[self.spaced_rows(_MOST_READ)]
-        return {"rows": fingerprint(repr(some.to_pylist()).encode())}
+        stored = self._dataset.with_format("arrow")
+        some = stored[self.spaced_rows(_MOST_READ)].to_pylist()
+        return {"rows": fingerprint(repr(some).encode())}

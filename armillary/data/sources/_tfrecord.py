@@ -14,14 +14,10 @@ import numpy as np
 
 from armillary._checks import check_path
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
-from armillary.data.sources._example import (
-    FixedLenFeature,
-    check_features,
-    example_class,
-    parse_examples,
-    read_values,
-)
+from armillary.data.sources._features import FixedLenFeature, check_features
 from armillary.data.sources._files import find_files, opened
+from armillary.data.sources._message import example_class, read_values
+from armillary.data.sources._message_batches import parse_examples
 from armillary.errors import TFRecordError
 from armillary.typing import Batch
 
@@ -92,13 +88,14 @@ class TFRecordDataset(IndexedDataset):
     ) -> None:
         if isinstance(paths, str | os.PathLike) or not np.iterable(paths):
             paths = [paths]
-        self._paths = find_files(
-            [check_path("paths", path, only_python_opens=True) for path in paths]
-        )
+        patterns = [check_path("paths", each, only_python_opens=True) for each in paths]
+        self._paths = find_files(patterns)
         self._features = check_features(features)
+
         places = [_find_records(path) for path in self._paths]
-        # The places of the records, and the number of records in all earlier files.
+        # The offset and the size of each record.
         self._places = np.concatenate([np.empty((0, 2), np.int64), *places])
+        # The number of records in all files before each file.
         self._starts = np.cumsum([0, *map(len, places)])
         super().__init__("paths", len(self._places), *options)
         count = _AT_ONCE // (1 + int(self._places[:, 1].mean()))
@@ -144,12 +141,15 @@ class TFRecordDataset(IndexedDataset):
         files = np.searchsorted(self._starts, rows[order], "right") - 1
         offsets, sizes = self._places[rows[order]].T
         stops = offsets + sizes + _FOOTER.size
+
+        # Records that are near each other share a read; `first` begins a read.
         gaps = offsets[1:] - stops[:-1]
         is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & (files[1:] == files[:-1])
         first = np.flatnonzero(~np.append(False, is_near))
-        lengths = stops[np.append(first[1:], len(rows)) - 1] - offsets[first]
-        pieces: list[bytes] = []
+        last = np.append(first[1:], len(rows)) - 1
+        lengths = stops[last] - offsets[first]
         reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
+        pieces: list[bytes] = []
         for file, own in itertools.groupby(reads, lambda read: read[0]):
             # Opened for each read, because there may be many files and threads.
             with opened(self._paths[file]) as source:
@@ -159,12 +159,17 @@ class TFRecordDataset(IndexedDataset):
                     pieces.append(part.ljust(length, b"\0"))
         # With 8 more bytes, so that a word can be read at every place.
         data = b"".join([*pieces, bytes(8)])
+
+        # The places of the records in `data`, in the order of `rows`.
         begins, ends = np.empty((2, len(rows)), np.int64)
         moved = np.cumsum(lengths) - lengths - offsets[first]
-        begins[order] = offsets + np.repeat(moved, np.diff(first, append=len(rows)))
+        records_per_read = np.diff(first, append=len(rows))
+        begins[order] = offsets + np.repeat(moved, records_per_read)
         ends[order] = begins[order] + sizes
-        written = np.ndarray(len(data) - 3, "<u4", data, strides=(1,))[ends]
-        wrong = np.flatnonzero(written != _checksums(_cut(data, begins, ends)))
+
+        words = np.ndarray(len(data) - 3, "<u4", data, strides=(1,))
+        checksums = _checksums(_cut(data, begins, ends))
+        wrong = np.flatnonzero(words[ends] != checksums)
         if len(wrong):
             raise TFRecordError(
                 f"{self._name(rows[wrong[0]])} is damaged: its data does not match the "
@@ -186,13 +191,16 @@ def _find_records(path: str) -> np.ndarray:
         end = source.size
         offset = 0
         while offset + _HEADER.size <= end:
-            headers.append(source.read(_HEADER.size, offset))
-            offsets.append(offset + _HEADER.size)
-            offset = offsets[-1] + _HEADER.unpack(headers[-1])[0] + _FOOTER.size
+            header = source.read(_HEADER.size, offset)
+            size, _ = _HEADER.unpack(header)
+            headers.append(header)
+            offset += _HEADER.size
+            offsets.append(offset)
+            offset += size + _FOOTER.size
+
     table = np.frombuffer(b"".join(headers), [("size", "<i8"), ("checksum", "<u4")])
-    wrong = np.flatnonzero(
-        table["checksum"] != _checksums(header[:8] for header in headers)
-    )
+    checksums = _checksums(header[:8] for header in headers)
+    wrong = np.flatnonzero(table["checksum"] != checksums)
     if len(wrong):
         raise TFRecordError(
             f"{_name(path, wrong[0], offsets[wrong[0]])} is damaged, or the file is "
@@ -201,7 +209,8 @@ def _find_records(path: str) -> np.ndarray:
         )
     if offset != end:
         if offset < end:  # Not even the header is there.
-            offsets.append(offset := offset + _HEADER.size)
+            offset += _HEADER.size
+            offsets.append(offset)
         raise TFRecordError(
             f"{_name(path, len(offsets) - 1, offsets[-1])} is cut off: the file ends "
             f"{offset - end} bytes before the end of the record. Copy the file again."

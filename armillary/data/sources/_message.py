@@ -1,0 +1,100 @@
+"""Reads one `tf.train.Example` message with the parser of protobuf."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from armillary.data.sources._features import DTYPES_BY_LIST, FixedLenFeature, list_for
+from armillary.errors import TFRecordError
+
+
+def read_values(
+    stored: Mapping[str, Any], name: str, feature: FixedLenFeature
+) -> np.ndarray:
+    kind = stored[name].WhichOneof("kind") if name in stored else None
+    if kind is None:
+        if feature.default_value is None:
+            held = ", ".join(map(repr, sorted(stored)))
+            raise TFRecordError(
+                f"has no feature {name!r}. It has {held or 'none'}: name one of these, "
+                "or give a `default_value`."
+            )
+        return feature.default_value
+
+    values = getattr(stored[name], kind).value
+    dtype = feature.dtype
+    count = math.prod(feature.shape)
+    if kind == "bytes_list" and dtype.kind != "O":
+        # It was written as the bytes of an array.
+        size = count * dtype.itemsize
+        if len(values) != 1 or len(values[0]) != size:
+            raise TFRecordError(
+                f"holds byte strings of {[len(value) for value in values[:3]]} bytes "
+                f"in the feature {name!r}, but {dtype} of shape {feature.shape} is one "
+                f"of {size} bytes. Use the shape and dtype of the array that was "
+                "written, or `dtype=bytes` to decode them in the program."
+            )
+        written = np.frombuffer(values[0], dtype.newbyteorder("<"))
+        return written.reshape(feature.shape)
+    if kind != list_for(dtype):
+        raise TFRecordError(
+            f"holds the feature {name!r} as `{kind}`, but `features` says {dtype}. Use "
+            f"a dtype such as `{DTYPES_BY_LIST[kind]}`."
+        )
+    if len(values) != count:
+        raise TFRecordError(
+            f"holds {len(values)} values in the feature {name!r}, but its shape "
+            f"{feature.shape} takes {count}. If all records hold {len(values)} values, "
+            f"use `shape=({len(values)},)`. Otherwise, pad the values when the file is "
+            "written."
+        )
+    if dtype.kind == "O":
+        # Not `asarray`, which would look into the byte strings.
+        return np.fromiter(values, object, len(values)).reshape(feature.shape)
+    written = np.asarray(values)
+    with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
+        read = written.astype(dtype)
+    is_wrong = read != written
+    wrong = written[is_wrong] if kind == "int64_list" else written[:0]
+    if len(wrong):
+        raise TFRecordError(
+            f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
+            "Use a wider dtype, such as `np.int64`."
+        )
+    return read.reshape(feature.shape)
+
+
+_PROTO = """
+name: "armillary/example.proto" package: "armillary" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type_name: "Int64List" oneof_index: 0 } }
+message_type { name: "Features"
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type_name: "Feature" } }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry" } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type_name: "Features" } }
+"""
+
+
+@functools.cache
+def example_class() -> Any:
+    """Returns the class of messages, in a pool separate from TensorFlow's."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+    from google.protobuf import message_factory as factory
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+    return factory.GetMessageClass(pool.FindMessageTypeByName("armillary.Example"))

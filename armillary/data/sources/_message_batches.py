@@ -1,0 +1,222 @@
+"""Reads many `tf.train.Example` messages together, without a parser.
+
+A message is a sequence of fields. Each field has a tag, a length and its content, so
+NumPy can read one field of all messages at once. The few messages that are not plain
+are left for the parser (`_message.py`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from armillary.data.sources._features import DTYPES_BY_LIST, FixedLenFeature, list_for
+
+_LISTS = ["", *DTYPES_BY_LIST]
+"""The lists by the number of their field."""
+# Tags: the number of a field, and a flag that a length follows.
+_FIRST = 1 << 3 | 2
+_SECOND = 2 << 3 | 2
+_THIRD = 3 << 3 | 2
+_TOO_LONG = 2**62
+# With fewer messages, reading them one by one is faster.
+_FEW_ROWS = 16
+
+
+def parse_examples(
+    data: bytes,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    features: Mapping[str, FixedLenFeature],
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns a batch of messages, and the rows that `read_values` must read.
+
+    These are messages that are not plain (packed values, one kind of list), messages
+    that do not fit `features`, and small batches. `data` has 8 additional bytes after
+    the last message.
+    """
+    count = len(begins)
+    batch = {
+        name: np.empty((count, *feature.shape), feature.dtype)
+        for name, feature in features.items()
+    }
+    if count < _FEW_ROWS:
+        return batch, np.arange(count)
+
+    is_read, lists = _find_lists(data, begins, ends, [*features])
+    for name, (kinds, all_begins, all_ends) in zip(features, lists, strict=True):
+        feature = features[name]
+        # A kind of 0 is a message without the feature.
+        is_known = (kinds == 0) & (feature.default_value is not None)
+        if is_known.any():
+            batch[name][is_known, ...] = feature.default_value
+
+        # Any array may be stored as bytes.
+        for kind in {1, _LISTS.index(list_for(feature.dtype) or "")}:
+            rows = np.flatnonzero(is_read & (kinds == kind))
+            if not len(rows):
+                continue
+            fits, values = _take_values(
+                data, kind, all_begins[rows], all_ends[rows], feature
+            )
+            batch[name][rows[fits]] = values.reshape(-1, *feature.shape)
+            is_known[rows[fits]] = True
+        is_read &= is_known
+    return batch, np.flatnonzero(~is_read)
+
+
+def _find_lists(
+    data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns whether messages are plain, and kind, begin and end of their lists."""
+    # All messages together, one field at a time. A field must end inside its message.
+    words = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
+    places = {name.encode(): place for place, name in enumerate(names)}
+    lists = np.zeros((len(names), 3, len(begins)), np.int64)
+
+    def read(at: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Returns the tags of fields, and the begin and end of their contents."""
+        word: Any = words[np.minimum(at, len(words) - 1)]
+        first = int(word[0])
+        mask, _, _ = _split(first)
+        if not ((word ^ word[0]) & mask).any():
+            word = first  # The usual case: all are equal.
+        mask, size, length = _split(word)
+        begin = at + size
+        end = begin + np.int64(length) + np.int64(mask == 0) * _TOO_LONG
+        return word & 0xFF, begin, end
+
+    # The message: its map of features.
+    tag, at, end = read(begins)
+    is_plain = (tag == _FIRST) & (end == ends)
+    while len(rows := np.flatnonzero(is_plain & (at < ends))):
+        # An entry of the map.
+        tag, inner, stop = read(at[rows])
+        fine = (tag == _FIRST) & (stop <= ends[rows])
+        # Its key, the name of a feature.
+        tag, key, key_end = read(inner)
+        fine &= (tag == _FIRST) & (key < key_end) & (key_end <= stop)
+        # Its value, a feature.
+        tag, inner, end = read(key_end)
+        fine &= (tag == _SECOND) & (end == stop)
+        # The list of the feature; the number of the field is the kind of the list.
+        kind, inner, end = read(inner)
+        fine &= (kind & 7 == 2) & (kind >= _FIRST) & (kind <= _THIRD) & (end == stop)
+        # The packed values.
+        tag, inner, end = read(inner)
+        is_plain[rows] = fine & (tag == _FIRST) & (end == stop)
+        at[rows] = stop
+        kind = np.broadcast_to(kind >> 3, rows.shape)
+
+        left = np.flatnonzero(is_plain[rows])
+        while len(left):  # Once for each name that comes at this place.
+            first = left[0]
+            name = data[key[first] : key_end[first]]
+            is_same = key_end[left] - key[left] == len(name)
+            shape = len(data) - len(name) + 1
+            texts = np.ndarray(shape, f"S{len(name)}", data, strides=(1,))
+            is_same[is_same] = texts[key[left[is_same]]] == name
+            same = left[is_same]
+            left = left[~is_same]
+            place = places.get(name)
+            if place is not None:
+                found = rows[same]
+                # A message with the same feature twice is not plain.
+                is_plain[found] &= lists[place, 0, found] == 0
+                lists[place][:, found] = kind[same], inner[same], stop[same]
+            elif name.decode(errors="ignore").encode() != name:
+                # Not a text of UTF-8, which the parser refuses.
+                is_plain[rows[same]] = False
+    return is_plain, lists
+
+
+def _split(word: Any) -> tuple[Any, Any, Any]:
+    """Returns the parts of words that begin with a tag of one byte and a length.
+
+    They are a mask of tag and length, which is 0 if the length has more than 4 bytes;
+    the number of their bytes; and the length.
+    """
+    bits = word >> 8 & 0xFFFFFFFF
+    # The last byte of a varint is the first one whose top bit is 0.
+    top = ~bits & 0x80808080
+    top &= ~top + 1
+    bits &= top - 1
+    # Each byte has 7 bits of the number.
+    length = bits & 0x7F
+    length |= bits >> 1 & 0x3F80
+    length |= bits >> 2 & 0x1FC000
+    length |= bits >> 3 & 0xFE00000
+    size = 2 + (top > 0x80) + (top > 0x8000) + (top > 0x800000)
+    mask = (top << 9) - (top > 0)
+    return mask, size, length
+
+
+def _take_values(
+    data: bytes, kind: int, begin: np.ndarray, end: np.ndarray, feature: FixedLenFeature
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns whether lists fit the feature, and the values of the lists that fit."""
+    dtype = feature.dtype
+    count = math.prod(feature.shape)
+    if kind == 1 and dtype.kind == "O":
+        fits = np.full(len(begin), count == 1)
+        spans = zip(begin[fits].tolist(), end[fits].tolist(), strict=True)
+        texts = [data[begin:end] for begin, end in spans]
+        return fits, np.fromiter(texts, object, len(texts))
+
+    # A varint of one byte is its value.
+    stored = np.dtype({1: dtype.newbyteorder("<"), 2: "<f4", 3: "u1"}[kind])
+    size = count * stored.itemsize
+    fits = end - begin == size
+    runs = np.ndarray(max(0, len(data) - size), f"V{size}", data, strides=(1,))
+    written = runs[begin[fits]].view(stored).reshape(-1, count)
+    if kind == 3 and not (fits.all() and (written < 0x80).all()):
+        fits, written = _take_integers(data, begin, end, count)
+
+    with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
+        read = written.astype(dtype, copy=False)
+    if kind == 3:
+        is_same = (read == written).all(1)
+        if not is_same.all():
+            fits[np.flatnonzero(fits)[~is_same]] = False
+            read = read[is_same]
+    return fits, read
+
+
+def _take_integers(
+    data: bytes, begin: np.ndarray, end: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns whether lists hold `count` varints, and the values of those lists."""
+    # A varint has 1 to 10 bytes.
+    sizes = end - begin
+    fits = (sizes >= count) & (sizes <= 10 * count)
+    begin = begin[fits]
+    sizes = sizes[fits]
+
+    # The bytes of all lists, one list after the other.
+    stops = np.cumsum(sizes)
+    at = np.arange(sizes.sum()) + np.repeat(begin - stops + sizes, sizes)
+    octets = np.frombuffer(data, np.uint8)[at]
+    is_fine = octets[stops - 1] < 0x80
+    octets[stops - 1] &= 0x7F  # No value continues in the next list.
+
+    # The last byte of each value, the number of its bytes, and its list.
+    last = np.flatnonzero(octets < 0x80)
+    lengths = np.diff(last, prepend=-1)
+    owner = np.repeat(np.arange(len(begin)), sizes)[last]
+    is_fine[owner[lengths > 10]] = False
+    is_fine &= np.bincount(owner, minlength=len(begin)) == count
+
+    is_used = is_fine[owner]
+    last = last[is_used]
+    lengths = lengths[is_used]
+    values = np.zeros(len(last), np.uint64)
+    for place in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > place)
+        bits = octets[last[longer] - lengths[longer] + 1 + place] & np.uint64(0x7F)
+        values[longer] |= bits << np.uint64(7 * place)
+    fits[fits] = is_fine
+    return fits, values.view(np.int64).reshape(-1, count)
+
+
+"""The messages of `tensorflow/core/example/example.proto`."""
