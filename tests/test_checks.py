@@ -1,4 +1,4 @@
-"""Keywords of Orbit and tf.distribute that have another name are answered with it."""
+"""Tests that keywords of Orbit and tf.distribute are answered with ours."""
 
 import inspect
 import os

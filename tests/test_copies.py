@@ -1,4 +1,4 @@
-"""Copies and pickles of objects that belong to one process."""
+"""Tests that objects which belong to one process are not copied or pickled."""
 
 import copy
 import pickle

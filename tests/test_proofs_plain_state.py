@@ -1,8 +1,8 @@
-"""Proofs that plain values beside the arrays of a step mean what they mean in Python.
+"""Proofs that plain values next to the arrays of a step mean what Python means.
 
-Random nests of containers are changed at random, between loops and by the step. What
-comes out is what Python would make of it, step by step, or the change is refused and no
-array has changed.
+Random nests of containers are changed at random, between loops and by the step. The
+result must equal the result of plain Python, step by step. Otherwise, the change must
+be refused, and no array may have changed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What is written into files: times that never fall, and text that UTF-8 has."""
+"""Tests of records in files: times that never fall, and text in UTF-8."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Tracebacks show the user's lines, and not those of the library."""
+"""Tests that tracebacks show the user's lines without the library's lines."""
 
 import re
 import subprocess

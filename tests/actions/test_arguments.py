@@ -1,4 +1,4 @@
-"""What each action says to arguments and outputs that it cannot use.
+"""Tests that each action refuses arguments and outputs that it cannot use.
 
 `tests/meta/test_arguments.py` gives wrong values to each argument.
 """

@@ -1,4 +1,4 @@
-"""`NewBestMetric` and `EarlyStopping`, and what runs when they hold."""
+"""Tests of `NewBestMetric`, `EarlyStopping`, and the actions that they trigger."""
 
 import json
 from types import SimpleNamespace

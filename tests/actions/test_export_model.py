@@ -1,4 +1,4 @@
-"""Models are exported whole, without being disturbed, and run on JAX alone."""
+"""Tests that models are exported whole, unchanged, and run on JAX alone."""
 
 import subprocess
 import sys

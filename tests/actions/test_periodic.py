@@ -1,4 +1,4 @@
-"""`PeriodicAction` runs when an interval has passed, of steps or of seconds."""
+"""Tests that `PeriodicAction` runs after an interval of steps or seconds."""
 
 from unittest.mock import Mock
 

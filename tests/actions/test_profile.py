@@ -1,4 +1,4 @@
-"""`Profile` traces whole loops, and never leaves a trace running."""
+"""Tests that `Profile` traces whole loops, and never leaves a trace running."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""`SaveCheckpointIfPreempted` in one process, and in threads that act as processes."""
+"""Tests of `SaveCheckpointIfPreempted`, in one process and in simulated ones."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The comparison is fair only if all contestants compute the same."""
+"""Tests that all contestants compute the same numbers, so the comparison is fair."""
 
 import jax
 import numpy as np

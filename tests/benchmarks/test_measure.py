@@ -1,3 +1,5 @@
+"""Tests of the parent process, which starts contestants and collects their figures."""
+
 import os
 import sys
 from pathlib import Path

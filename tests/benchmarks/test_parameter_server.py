@@ -1,4 +1,4 @@
-"""The benchmark of parameter servers: its arithmetic, and one tiny run of it."""
+"""Tests of the parameter server benchmark: its arithmetic, and one tiny run."""
 
 import json
 import sys

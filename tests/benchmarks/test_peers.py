@@ -1,4 +1,4 @@
-"""Peers run the same tasks, each where its environment exists."""
+"""Tests that other libraries run the same tasks, each in its own environment."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The best checkpoint: which one it is, that it stays, and that all know it."""
+"""Tests of the best checkpoint: its choice, its protection, and its file."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Tests of what a checkpoint holds, how it is written back, and what it refuses."""
+"""Tests of the content of a checkpoint, of restoring it, and of refusals."""
 
 import dataclasses
 from pathlib import Path

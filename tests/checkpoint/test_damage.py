@@ -1,4 +1,4 @@
-"""Tests of checkpoints that are not as they were saved."""
+"""Tests that damaged checkpoints are never loaded."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Tests of which folders are checkpoints, and which of them go."""
+"""Tests of how folders of checkpoints are recognized and removed."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Saving and restoring with several processes: one decides and writes, all know."""
+"""Tests of saving and restoring with several processes, of which one writes."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of saving and restoring through a manager."""
+"""Tests of saving and restoring with a `CheckpointManager`."""
 
 import itertools
 import os

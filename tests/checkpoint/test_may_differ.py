@@ -1,4 +1,4 @@
-"""A run goes on though its program has changed, where it says that it may."""
+"""Tests of `may_differ`: continuing a run whose program has changed."""
 
 import logging
 import threading

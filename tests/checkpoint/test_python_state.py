@@ -1,4 +1,4 @@
-"""Python state in a checkpoint: NumPy arrays, random generators, states of objects."""
+"""Tests of Python state in a checkpoint: arrays, generators and objects."""
 
 import json
 import random

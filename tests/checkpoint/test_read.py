@@ -1,4 +1,4 @@
-"""`Checkpoint.read`: parts of a checkpoint go into another program, the rest stays."""
+"""Tests of `Checkpoint.read`, which restores parts into a different program."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What was saved comes back: bits, kinds of objects, devices and memory."""
+"""Tests that saving and restoring keeps bits, types, devices and memory."""
 
 import os
 import subprocess

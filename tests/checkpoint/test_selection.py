@@ -1,4 +1,4 @@
-"""Which values of a checkpoint go where: against plain definitions, and the diff."""
+"""Tests of how parts of a checkpoint are selected, and of the diff in errors."""
 
 import re
 

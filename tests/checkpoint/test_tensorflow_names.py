@@ -1,4 +1,4 @@
-"""The lines of TensorFlow's guides: `save`, `write`, `restore` and their status."""
+"""Tests of `save`, `write`, `restore` and their status, as in TensorFlow's guides."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Between two loops the processes tell each other everything in one exchange."""
+"""Tests of the single exchange between processes after each loop."""
 
 import gc
 import time

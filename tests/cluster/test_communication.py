@@ -1,4 +1,4 @@
-"""What XLA is told of communication options, and what it cannot follow."""
+"""Tests of how communication options become flags of XLA, or an error."""
 
 import jax
 import pytest

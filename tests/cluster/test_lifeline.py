@@ -1,4 +1,4 @@
-"""Processes find each other's place in the tree through the key-value store."""
+"""Tests of how processes exchange the addresses of their tree of connections."""
 
 import json
 import socket

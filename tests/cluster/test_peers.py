@@ -1,4 +1,4 @@
-"""Processes agree over a tree of connections, or say who does not."""
+"""Tests of how processes agree on values, and name a process that does not answer."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What hears SIGTERM, and what SIGTERM is before and after."""
+"""Tests of the handler of SIGTERM, and of the handler that it replaces."""
 
 import gc
 import os

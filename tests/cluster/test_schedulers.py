@@ -1,4 +1,4 @@
-"""What each scheduler tells a process, and which one is chosen."""
+"""Tests of the cluster resolvers of schedulers, and of the choice between them."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, and what each of them needs to join the others."""
+"""Tests of the tasks of a cluster, and of the facts that each needs to join."""
 
 import re
 

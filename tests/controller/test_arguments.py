@@ -1,4 +1,4 @@
-"""Arguments of `Controller` must fit each other, and have what its methods need.
+"""Tests that arguments of `Controller` fit each other and its methods.
 
 `tests/meta/test_arguments.py` gives wrong values to each argument.
 """

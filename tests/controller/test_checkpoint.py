@@ -1,4 +1,4 @@
-"""`Controller` with checkpoints: saves, restores, resumes, watches."""
+"""Tests of a `Controller` that saves, restores, resumes and watches checkpoints."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The loops of `Controller`: what runs when, in which order, and how it ends."""
+"""Tests of the loops of `Controller`: their order and their end."""
 
 import contextlib
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Signs of life: one line in a terminal, and few log lines elsewhere."""
+"""Tests of the live line in a terminal, and of the log lines for slow phases."""
 
 import contextlib
 import logging

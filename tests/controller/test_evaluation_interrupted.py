@@ -1,8 +1,8 @@
-"""Whatever ends a run, wherever it is, its evaluations stay part of it.
+"""Tests that an interrupted run repeats or keeps each of its evaluations.
 
-Each case is a run that is interrupted at one point of the sequence train, evaluate, act
-and save, and started again. It must end as the run that nothing has interrupted: the
-same arrays, actions, best model, kept checkpoints, and one record of an evaluation.
+Each case interrupts a run at one point of the sequence train, evaluate, act and save,
+and starts it again. The run must end like a run without interruption: with the same
+arrays, actions, best model and kept checkpoints, and with one record of an evaluation.
 """
 
 import contextlib

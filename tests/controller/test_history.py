@@ -1,4 +1,4 @@
-"""What a run has seen comes back from it."""
+"""Tests of the history that `train` returns."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Loops are looked at while the next one runs, and nothing of them is lost."""
+"""Tests that outputs are reported while the next loop runs, and none is lost."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a controller records of a run: its curves, and what ran."""
+"""Tests of the records of a run that a controller writes to `metrics.jsonl`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Programs that run, and whose numbers are not what they seem: the log says so."""
+"""Tests of warnings about programs that run, but compute something else."""
 
 import gc
 

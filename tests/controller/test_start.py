@@ -1,4 +1,4 @@
-"""The lines at the start of a run say what is known, and nothing else."""
+"""Tests of the log lines at the start of a run."""
 
 import json
 

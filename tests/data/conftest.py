@@ -1,4 +1,4 @@
-"""A layout without a strategy, and helpers to read what it hands out."""
+"""A layout without a strategy, and helpers that read its batches."""
 
 import dataclasses
 import threading

@@ -1,3 +1,5 @@
+"""Tests of distributed datasets: iteration, passes, positions and resuming."""
+
 import json
 import threading
 import time

@@ -1,3 +1,5 @@
+"""Tests of chunks: the batches of many steps, stacked for one program."""
+
 import time
 from unittest.mock import Mock
 

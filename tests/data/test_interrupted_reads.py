@@ -1,4 +1,4 @@
-"""Ctrl-C while a source reads: it is read again, from what was used last."""
+"""Tests of Ctrl-C while a source is read: lost batches are read again."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Data of TensorFlow, PyTorch and Hugging Face, where these are installed."""
+"""Tests of data from TensorFlow, PyTorch and Hugging Face, where installed."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Processes that read data of their own come to one sequence of batches."""
+"""Tests that processes with separate data agree on one sequence of batches."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""The order of the examples belongs to a position: another one is an error."""
+"""Tests that a position is refused for data in a different order."""
 
 import functools
 import json

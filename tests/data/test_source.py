@@ -1,4 +1,4 @@
-"""One contract for all sources, then what each of them says when it is misused."""
+"""Tests of the contract of all sources, and of the errors of each."""
 
 import itertools
 import subprocess

@@ -1,4 +1,4 @@
-"""How batches become pieces that the replicas can share."""
+"""Tests of how batches are divided into pieces for the replicas."""
 
 import numpy as np
 import pytest

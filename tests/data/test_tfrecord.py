@@ -1,3 +1,5 @@
+"""Tests of `from_tfrecords`: values, order, addresses and damaged files."""
+
 import base64
 import itertools
 import re

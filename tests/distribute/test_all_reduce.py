@@ -1,4 +1,4 @@
-"""What a step says of its reductions, under every strategy."""
+"""Tests of `all_reduce` under every strategy."""
 
 import re
 

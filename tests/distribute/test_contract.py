@@ -1,4 +1,4 @@
-"""What holds under every strategy, whatever the number of replicas."""
+"""Tests of the rules that hold under every strategy."""
 
 import jax
 import jax.numpy as jnp

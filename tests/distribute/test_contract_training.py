@@ -1,4 +1,4 @@
-"""What training gives under every strategy: the numbers of one replica."""
+"""Tests that training under every strategy gives the numbers of one replica."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Ways to reduce over replicas: the same numbers, by other collectives."""
+"""Tests of cross-device operations: equal numbers, different collectives."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""What single strategies are: their devices, names, arguments and resolvers."""
+"""Tests of the devices, names, arguments and resolvers of single strategies."""
 
 import os
 import re

@@ -1,3 +1,5 @@
+"""Tests that programs in flight are bounded, and results may be donated."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""A reduction that counts something twice is an error.
+"""Tests that a reduction which counts something twice is an error.
 
 It is found behind a user's `jit`, loop, branch, backward pass and rematerialization.
 """

@@ -1,4 +1,4 @@
-"""State is right whatever a user, or a program that failed, has left in the places."""
+"""Tests that state stays correct after edits by users and failed programs."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which calls of a function share a program, and which are of another one."""
+"""Tests of which calls of an `armillary.function` share a program."""
 
 import array
 import copy

@@ -1,7 +1,7 @@
-"""Programs that leak from one replica to another if a reduction is not the one meant.
+"""Tests of programs that leak between replicas with the wrong reduction.
 
-Each is a loss for every example, of a parameter `w` with shape `(3,)` and rows `x` with
-shape `(batch, 3)`. The gradient on several replicas is that on one.
+Each program computes a loss for every example, from a parameter `w` of shape `(3,)` and
+rows `x` of shape `(batch, 3)`. Its gradient must be the same on one replica and several.
 """
 
 import jax

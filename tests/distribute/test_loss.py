@@ -1,3 +1,5 @@
+"""Tests of `compute_average_loss` and `scale_regularization_loss`."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests of `make_distributed_dataset`."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Tests of the proof that mirrored state stays equal on all replicas."""
+
 import jax
 import jax.numpy as jnp
 import pytest

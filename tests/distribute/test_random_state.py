@@ -1,4 +1,4 @@
-"""Every replica draws its own random numbers, from one stored key."""
+"""Tests that every replica draws its own random numbers from one stored key."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""State that would differ between replicas is refused by name."""
+"""Tests that state which would differ between replicas is refused by name."""
 
 import re
 from typing import Any

@@ -1,6 +1,6 @@
-"""What is right is no error, and gives on several replicas what it gives on one.
+"""Tests that correct reductions are accepted, and equal one device.
 
-Steps that reduce more than once: each of them once looked like one that counts twice.
+Each step reduces more than once, and was once refused by mistake.
 """
 
 import jax

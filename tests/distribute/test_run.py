@@ -1,4 +1,4 @@
-"""What `run` traces, binds and calls: on several replicas, on one, and eagerly."""
+"""Tests of `run`: tracing, binding and calling, on several replicas and eagerly."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""State split over devices: the numbers of one device, at a fraction of its memory."""
+"""Tests of `ShardedStrategy`: equal numbers, with a fraction of the memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Errors in a step come with what JAX and Flax cannot know."""
+"""Tests of the notes that Armillary adds to errors of JAX and Flax in a step."""
 
 import jax
 import jax.numpy as jnp

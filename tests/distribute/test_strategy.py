@@ -1,4 +1,4 @@
-"""Errors of the calls that every strategy shares."""
+"""Tests of the errors of calls that every strategy has."""
 
 import re
 

@@ -1,3 +1,5 @@
+"""Tests of `armillary.value_and_grad`."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests of per-replica values: how to read them, and the errors of misuse."""
+
 import copy
 import inspect
 import operator

@@ -1,4 +1,4 @@
-"""What becomes of each kind of variable when several replicas write it."""
+"""Tests of each kind of variable that several replicas write."""
 
 import jax
 import jax.numpy as jnp

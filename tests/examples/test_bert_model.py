@@ -1,4 +1,4 @@
-"""The model of the BERT example: against its equations, and read from files."""
+"""Tests of the BERT model against its equations and against read files."""
 
 import dataclasses
 import re

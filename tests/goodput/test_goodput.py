@@ -1,4 +1,4 @@
-"""What the attempts of a run add up to, and what `armillary goodput` prints of it."""
+"""Tests of the sums over attempts of a run, and of `armillary goodput`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which process the others wait for, on simulated times."""
+"""Tests of finding the process that others wait for, with simulated times."""
 
 import numpy as np
 import pytest

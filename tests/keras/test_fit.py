@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` on the devices of a strategy."""
+"""Tests of `fit`, `evaluate` and `predict` on the devices of a strategy."""
 
 import contextlib
 import functools

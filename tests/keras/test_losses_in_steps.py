@@ -1,4 +1,4 @@
-"""Losses of Keras in a step of one's own: the sum of means is an error."""
+"""Tests of Keras losses in custom steps: the sum of means is an error."""
 
 from typing import Any
 

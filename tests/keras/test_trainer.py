@@ -1,3 +1,5 @@
+"""Tests of `KerasTrainer` and `KerasEvaluator`."""
+
 import jax
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The command line: what is taken, and what each mistake says."""
+"""Tests of the options of `armillary launch` and of their errors."""
 
 import asyncio
 import re

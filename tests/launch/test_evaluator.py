@@ -1,4 +1,4 @@
-"""The evaluator beside the workers of a job: real processes that run plain Python."""
+"""Tests of the evaluator of a job, with real processes of plain Python."""
 
 import signal
 

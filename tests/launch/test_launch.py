@@ -1,4 +1,4 @@
-"""The launcher from outside: real processes that run plain Python.
+"""Tests of the launcher with real processes of plain Python.
 
 A fixture checks after each test that no process is left.
 """

@@ -1,4 +1,4 @@
-"""What a worker finds, what its end means, and what comes of it: pure functions."""
+"""Tests of worker environments, exit codes and restarts, as pure functions."""
 
 import asyncio
 import dataclasses

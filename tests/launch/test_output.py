@@ -1,4 +1,4 @@
-"""What is written is whole, is labeled, and is never worth ending a job."""
+"""Tests that output is whole and labeled, and that its errors never end a job."""
 
 import asyncio
 import os

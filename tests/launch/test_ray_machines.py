@@ -1,4 +1,4 @@
-"""What a Ray cluster has room for, and what the launcher makes of it: without Ray."""
+"""Tests of how workers are placed on the machines of a Ray cluster, without Ray."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The end of a process: said on stderr, with an exit code, and nothing half done."""
+"""Tests of how a process ends: its message, exit code and unfinished work."""
 
 import subprocess
 import sys

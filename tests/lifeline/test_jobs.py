@@ -1,4 +1,4 @@
-"""Real jobs in which a process dies or gets stuck: the others say so, and end."""
+"""Tests of real jobs in which one process dies or gets stuck."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Processes tell each other what they do; here they are threads with real sockets."""
+"""Tests of the reports between processes, with threads and real sockets."""
 
 import contextlib
 import math

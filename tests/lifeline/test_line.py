@@ -1,4 +1,4 @@
-"""The line that is named is the user's."""
+"""Tests that a message names a line of the user's code."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""When a job counts as stuck, and what is said then."""
+"""Tests of when a job counts as stuck, and of its message, with simulated time."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""When the watchdog of a process counts time, and what it leaves alone."""
+"""Tests of when the watchdog counts time, and of the processes it leaves alone."""
 
 import gc
 import math

@@ -1,7 +1,7 @@
-"""Every public argument, given many kinds of value: taken rightly, or refused by name.
+"""Tests every public argument with many kinds of values.
 
-The arguments are those of the signatures of what the packages make public, so that a
-new one is tested as soon as it is there. What fits one is read from its annotation.
+The arguments come from the signatures of public names, so a new argument is tested as
+soon as it exists. Its annotation tells which values fit.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""The changelog is short, and announces only what exists."""
+"""Tests that the changelog is short, and announces only what exists."""
 
 import ast
 import importlib

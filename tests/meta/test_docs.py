@@ -1,4 +1,4 @@
-"""Documents keep their promises: code prints what they show, and commands exist."""
+"""Tests that the code on pages prints what they show, and their links exist."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Rules about the project's own files that no other tool checks."""
+"""Tests of the project's own files that no other tool checks."""
 
 import re
 import subprocess

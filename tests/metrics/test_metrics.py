@@ -1,4 +1,4 @@
-"""What each metric takes, refuses and returns."""
+"""Tests of the arguments, errors and results of each metric."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""`Sum`, `Ratio` and `WeightedMean`, updated in a step or made in one."""
+"""Tests of `Sum`, `Ratio` and `WeightedMean`, updated or made in a step."""
 
 import jax
 import jax.numpy as jnp

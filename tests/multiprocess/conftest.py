@@ -1,4 +1,4 @@
-"""Starts a job of several real processes on loopback, and ends it in any case."""
+"""Starts jobs of several real processes on loopback, and always ends them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What two processes do under `ShardedStrategy`, one after the other in one start."""
+"""The program of two processes under `ShardedStrategy`, all scenarios in one start."""
 
 from pathlib import Path
 from typing import Any

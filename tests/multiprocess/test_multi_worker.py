@@ -1,4 +1,4 @@
-"""The same numbers on several processes as on one. Each job is real processes."""
+"""Tests that several real processes give the numbers of one process."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One process of a job gets SIGTERM: all save the same step and say why they end."""
+"""Tests of SIGTERM to one process: all save the same step and exit."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A save or a restore that fails in one process: all say the same, and none hangs."""
+"""Tests that a save or restore that fails in one process fails in all."""
 
 import re
 from pathlib import Path

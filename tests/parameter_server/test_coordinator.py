@@ -1,6 +1,6 @@
-"""Calls on workers and variables on servers, over Ray, and what survives which loss.
+"""Tests of scheduled calls and variables over Ray, and of lost processes.
 
-The cases of losses are those of TensorFlow's tests of fault tolerance
+The cases of losses come from TensorFlow's tests of fault tolerance
 (`coordinator/fault_tolerance_test_base.py`).
 """
 

@@ -1,4 +1,4 @@
-"""Keras on parameter servers: `fit`, `KerasTrainer`, and steps of one's own."""
+"""Tests of Keras on parameter servers: `fit`, `KerasTrainer` and custom steps."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How many parts variables are cut into."""
+"""Tests of the number of parts that partitioners return."""
 
 import re
 

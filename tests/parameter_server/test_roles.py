@@ -1,4 +1,4 @@
-"""A cluster that `TF_CONFIG` describes: one program, which each process runs."""
+"""Tests of a cluster that `TF_CONFIG` describes, with one program for all roles."""
 
 import json
 import logging

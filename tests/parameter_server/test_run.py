@@ -1,4 +1,4 @@
-"""`strategy.run` in the process that schedules: it trains, and the workers idle."""
+"""Tests of `strategy.run` in the process that schedules."""
 
 import jax.numpy as jnp
 import numpy as np

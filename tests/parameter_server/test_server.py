@@ -1,4 +1,4 @@
-"""A parameter server applies what arrives once, in order."""
+"""Tests that a parameter server applies each update once, in order."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Optimizers, cut into one for each variable: the same numbers, or a named refusal."""
+"""Tests of optimizers split by variable: equal numbers, or a refusal by name."""
 
 import jax
 import jax.numpy as jnp

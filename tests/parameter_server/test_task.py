@@ -1,4 +1,4 @@
-"""What a scheduled function may do to variables, and what is refused by name."""
+"""Tests of the use of variables in scheduled functions, and of refusals."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Trainers under a `ParameterServerStrategy`: one line, and the same numbers."""
+"""Tests of trainers under a `ParameterServerStrategy`."""
 
 import jax
 import numpy as np

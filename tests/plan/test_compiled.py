@@ -1,8 +1,8 @@
-"""What TPU's and NVIDIA's compilers make of a training loop, without such a device.
+"""Tests of training loops, compiled for TPUs and GPUs that are not there.
 
-They run where their wheels are: installed, or in the folder that the environment
-variable `ARMILLARY_PLAN_WHEELS` names (`docs/plan.md`). What is asserted is what a user
-of the hardware cares about.
+These tests need the wheels of the compilers: installed, or in the folder that the
+environment variable `ARMILLARY_PLAN_WHEELS` names (`docs/plan.md`). They assert what a
+user of the hardware cares about.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""What is read from the text of a compiled program."""
+"""Tests of the facts that are read from the text of a compiled program."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans without a compiler, and what is refused."""
+"""Tests of plans without a compiler, and of their errors."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What users write for devices, and the devices that are known."""
+"""Tests of the names of devices that a plan accepts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`armillary new`: what it writes is clean, trains, and passes its own tests."""
+"""Tests that a project of `armillary new` is clean, trains, and passes its tests."""
 
 import os
 import re

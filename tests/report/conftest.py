@@ -1,4 +1,4 @@
-"""Two runs: one with a crash in it, and one beside it that has done less."""
+"""Two recorded runs: one with a crash, and a shorter one for comparison."""
 
 import json
 

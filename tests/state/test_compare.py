@@ -1,3 +1,5 @@
+"""Tests of the comparison of objects before and after a step."""
+
 import collections
 import dataclasses
 import types

@@ -1,3 +1,5 @@
+"""Tests of Keras variables as the state of a step."""
+
 import subprocess
 import sys
 

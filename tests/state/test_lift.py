@@ -1,3 +1,5 @@
+"""Tests of lifting: a step's changes become outputs, and objects keep identity."""
+
 import collections
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a step may not do to its state: it is refused, and arrays are put back."""
+"""Tests of refused changes to state, after which the arrays are put back."""
 
 import argparse
 import collections

@@ -1,3 +1,5 @@
+"""Tests of the walk that finds the arrays that an object reaches."""
+
 import abc
 import argparse
 import collections

@@ -1,4 +1,4 @@
-"""Nested outputs as a hierarchy of summary directories, for one writer or several."""
+"""Tests of nested outputs as summary directories, for one writer or several."""
 
 from unittest.mock import Mock
 

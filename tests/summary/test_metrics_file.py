@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: written line by line, and read without what was done again."""
+"""Tests of `metrics.jsonl`: its lines, and reading it after a resumed run."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Histograms, images, text and event files, with the reader of TensorBoard itself."""
+"""Tests of event files, with TensorBoard's own reader."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""The check that strategies agree: it passes, and each kind of difference fails it."""
+"""Tests of `assert_strategies_agree`: it passes, and finds each difference."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One update of several micro-batches: the numbers of the whole batch."""
+"""Tests that gradient accumulation gives the numbers of the whole batch."""
 
 import re
 

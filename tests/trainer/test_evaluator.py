@@ -1,4 +1,4 @@
-"""Tests of `StandardEvaluator`: where it begins and ends, what it gives and writes."""
+"""Tests of `StandardEvaluator`: begin, end, outputs and changes of state."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""A step reads globals and class attributes when traced; a change is a new trace.
+"""Tests that a step is traced again if a global or a class attribute changed.
 
 The rule is the same in trainers, in `armillary.function` and in a loop of your own that
 calls `strategy.run`, under every strategy.

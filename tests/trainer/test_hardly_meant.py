@@ -1,4 +1,4 @@
-"""What a traced step shows that is hardly meant is told once, with its line."""
+"""Tests of warnings about lines of a step that are probably mistakes."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a loop leaves a state that can be saved and trained on."""
+"""Tests that Ctrl-C at any line of a loop leaves state that can be saved."""
 
 import contextlib
 import signal

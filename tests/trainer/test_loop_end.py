@@ -1,4 +1,4 @@
-"""`loop_end`: numbers that are derived from the metrics of a loop, and its state."""
+"""Tests of `loop_end`: numbers derived from the metrics of a loop."""
 
 import jax.numpy as jnp
 import numpy as np

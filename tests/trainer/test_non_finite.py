@@ -1,4 +1,4 @@
-"""Steps that leave infinities or NaN are undone, and nothing else is changed."""
+"""Tests that steps which leave infinities or NaN are undone."""
 
 import jax
 import jax.numpy as jnp

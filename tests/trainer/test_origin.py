@@ -1,4 +1,4 @@
-"""A step that leaves infinities or NaN names the operation, or the batch."""
+"""Tests that the operation or the batch that made the first NaN is named."""
 
 import re
 from pathlib import Path

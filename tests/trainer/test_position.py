@@ -1,4 +1,4 @@
-"""`Checkpoint(trainer=trainer)`: a `StandardTrainer` saves its place in the data."""
+"""Tests that `Checkpoint(trainer=trainer)` saves the position in the data."""
 
 import json
 

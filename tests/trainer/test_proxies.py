@@ -1,4 +1,4 @@
-"""Trainers that hold weak references, as callbacks of other libraries do."""
+"""Tests of trainers that hold weak references."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""What the state of a pure step may be, and what a step may return."""
+"""Tests of the state and the results that a pure step may have."""
 
 import re
 from typing import Any

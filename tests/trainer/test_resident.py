@@ -1,4 +1,4 @@
-"""Proofs that data which stays on the device changes nothing but the speed."""
+"""Tests that data which stays on the device changes only the speed."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Metrics that a pure step returns: exact, and the same under every strategy."""
+"""Tests that metrics of pure steps are exact under every strategy."""
 
 import functools
 import logging

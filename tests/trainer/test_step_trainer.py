@@ -1,4 +1,4 @@
-"""`StepTrainer` and `StepEvaluator`: pure functions of any pytree and a batch."""
+"""Tests of `StepTrainer` and `StepEvaluator` with pure functions."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Two threads never run steps with the same state at the same time."""
+"""Tests that two threads never run steps with the same state at once."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tests of what makes a step be traced again, and of what may not change."""
+"""Tests of changes that trace a step again, and of changes that are refused."""
 
 import queue
 import types
