@@ -18,7 +18,7 @@ from tests.mistakes import mistakes
 
 
 class Position:
-    """Has a state that is not made of arrays, as a dataset has."""
+    """An object whose state has no arrays, like the state of a dataset."""
 
     def __init__(self, state: Any = 0) -> None:
         self.state = state

@@ -30,7 +30,7 @@ Image = tuple[tuple[str, bytes | None], ...]
 
 
 class Moment(NamedTuple):
-    """What a disk has for certain, and what it may have, by the number of the inode.
+    """The certain and the possible content of a disk, by the number of the inode.
 
     `changes` of a folder are those since it was synced; what one of them does, it does
     at once: a new name, a removed one, or both for a file that is renamed.

@@ -1,7 +1,7 @@
 """Tests of programs that leak between replicas with the wrong reduction.
 
 Each program computes a loss for every example, from a parameter `w` of shape `(3,)` and
-rows `x` of shape `(batch, 3)`. Its gradient must be the same on one replica and several.
+rows `x` of shape `(batch, 3)`. Its gradient must not depend on the number of replicas.
 """
 
 import jax

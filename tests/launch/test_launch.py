@@ -502,7 +502,7 @@ def test_a_process_that_cannot_start_is_a_failure(
 @slow_after_first("stop", [None, signal.SIGTERM])
 @slow_after_first("num_looks", range(5))
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
-    """Where workers end at moments that real ones seldom hit."""
+    """Jobs whose workers end at moments that real workers seldom hit."""
 
     class Scripted(Process):
         def __init__(self, label, arguments, environment):

@@ -72,7 +72,7 @@ def test_a_process_that_ended_is_named_and_not_waited_for():
 
 
 class Program:
-    """What a simulated program does, looked at once a second as by a lifeline."""
+    """A simulated program, which is looked at once a second, as by a lifeline."""
 
     def __init__(self) -> None:
         self.now, self.moves, self.worked = 0.0, 0, 0.0

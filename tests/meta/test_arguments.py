@@ -441,7 +441,7 @@ def find_problem(name: str, parameter: inspect.Parameter, value: Any) -> str | N
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Has everything that is written go to a folder of its own."""
+    """Lets all tests of this module write into one temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("arguments"))
         yield

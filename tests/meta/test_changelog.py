@@ -107,7 +107,7 @@ def find_faults(text: str) -> list[str]:
 
 
 def is_known(code: str, known: set[str]) -> bool:
-    """Whether names and arguments in a piece of Python exist; other text is fine."""
+    """Returns whether names and arguments in Python code exist; other text is fine."""
     argument = re.fullmatch(r"(\w+)=.+", code)
     if argument and "(" not in code:
         return argument[1] in known or "[" in code

@@ -178,7 +178,7 @@ def test_the_citation_has_the_version_and_the_license():
 
 
 def belongs_to_someone(address: str) -> bool:
-    """Whether somebody can own an address, which reserved names exclude."""
+    """Returns whether an address can have an owner; reserved names cannot."""
     parts = urlsplit(address)
     host = parts.hostname or ""
     is_reserved = host.rpartition(".")[2] in {"example", "invalid", "localhost", "test"}

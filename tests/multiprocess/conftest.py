@@ -81,7 +81,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended: for each process its exit code, its result and its output."""
+    """The end of a job: the exit code, result and output of each process."""
 
     codes: list[int]
     results: list[Any]

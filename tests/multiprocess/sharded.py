@@ -209,7 +209,7 @@ def read_part(strategy: Any, directory: Path) -> dict[str, Any]:
 
 
 class Poisoned(armillary.StandardTrainer):
-    """Has a parameter of which one process gets a bad value in its second step."""
+    """A trainer; one process gets a bad value of a parameter in its second step."""
 
     def __init__(self, strategy: Any) -> None:
         batches = [np.ones(4, np.float32), np.full(4, np.nan, np.float32)]

@@ -28,7 +28,7 @@ class Net(nnx.Module):
 
 
 class Holder:
-    """What a worker has of a function: its optimizers stand for others."""
+    """The objects of a function in a worker; its optimizers are placeholders."""
 
     def __init__(self):
         self.model = Net()

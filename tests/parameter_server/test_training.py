@@ -157,7 +157,7 @@ def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tm
 
 
 def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
-    """Of ten batches each worker takes five, and then the data has ended."""
+    """Two workers take five batches each; then the data has ended."""
     data = problem.make_data(repeat=False)
     trainer = Trainer(coordinator.strategy, data)
     output = trainer.train(100)

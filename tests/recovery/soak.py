@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a job ended, and how long each fault took."""
+    """The end of a job, and the seconds that each fault took."""
 
     finals: dict[str, Any]
     times: list[tuple[Fault, Times]]

@@ -145,7 +145,7 @@ def test_replicas_reduce_once_for_an_update():
 
 
 class Deep(nnx.Module):
-    """Has 16 layers, so that activations are most of what a gradient needs."""
+    """A model of 16 layers: most of the memory of a gradient is activations."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -193,7 +193,7 @@ def test_a_list_of_variables_outside_a_trainer():
 
 
 class SumTrainer(Trainer):
-    """Has a loss that is a plain sum of its examples."""
+    """A trainer whose loss is a plain sum of its examples."""
 
     def step_fn(self, batch):
         def loss_fn(batch):
@@ -254,7 +254,7 @@ class SummaryTrainer(Trainer):
 
 
 class MixedTrainer(OwnScaleTrainer):
-    """Has a penalty, which says nothing of what the loss is divided by."""
+    """A trainer with a penalty, which does not show the divisor of the loss."""
 
     def scaled(self, losses, batch):
         armillary.compute_average_loss(losses)  # What nothing is made of.

@@ -56,7 +56,7 @@ def is_finalizing(frame):
 
 @contextlib.contextmanager
 def interrupted(files, num_lines):
-    """Has Ctrl-C come after some lines of files."""
+    """Sends Ctrl-C after some lines of files."""
     lines = iter(range(num_lines))
 
     def trace(frame, event, _):

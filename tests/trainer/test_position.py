@@ -20,7 +20,7 @@ DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
 
 
 class Trainer(armillary.StandardTrainer):
-    """Has no strategy but the controller's, and data that is not distributed."""
+    """A trainer with data that is not distributed, and the controller's strategy."""
 
     def __init__(self, data):
         super().__init__(data)

@@ -30,7 +30,7 @@ def make_data(*, repeat: bool) -> Any:
 
 
 class Trainer(armillary.StandardTrainer):
-    """Has another thread do something at the end of each loop, and waits for it."""
+    """Lets another thread run a function at the end of each loop, and waits for it."""
 
     def __init__(self, model: nnx.Linear) -> None:
         options = armillary.StandardTrainerOptions(compile_hooks=False)
