@@ -230,7 +230,7 @@ def test_a_locale_with_another_encoding_is_an_error(monkeypatch):
         ),
     ],
 )
-def test_arguments_that_are_missing_or_without_a_name_are_told(call, message):
+def test_arguments_that_are_missing_or_without_a_name_are_reported(call, message):
     with pytest.raises(TypeError) as caught:
         call()
     assert str(caught.value) == message

@@ -36,7 +36,7 @@ def test_it_runs_at_the_first_output_after_each_multiple():
     assert evaluated == [60]
 
 
-def test_a_run_that_resumes_goes_on_with_the_same_multiples():
+def test_a_run_that_resumes_continues_with_the_same_multiples():
     seen = []
     run(100, start=40, train_actions=[PeriodicAction(collect(seen), 25)])
     assert seen == [50, 80, 100]
@@ -51,7 +51,7 @@ def test_it_combines_with_other_actions():
     assert seen == [30, 30, 40, 40, 60, 60]
 
 
-def test_all_actions_hear_of_the_end_of_training():
+def test_all_actions_receive_the_end_of_training():
     first, second = Mock(), Mock()
     first.end_training.side_effect = OSError("no space left")
     with pytest.raises(OSError, match="no space left"):

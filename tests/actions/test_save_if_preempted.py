@@ -95,7 +95,7 @@ def test_a_signal_ends_the_program_with_77_after_the_loop(tmp_path, caplog):
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
-def test_the_same_program_goes_on_from_there_and_ends_well(tmp_path):
+def test_the_same_program_continues_from_there_and_ends_well(tmp_path):
     run = Run(at_5=terminate)
     manager = make_manager(run, tmp_path)
     with training(run, manager) as controller, pytest.raises(SystemExit):
@@ -188,7 +188,7 @@ def test_a_step_is_not_saved_twice(tmp_path, caplog):
     assert f"saved {tmp_path}/checkpoint_4;" in said(caplog)[0]
 
 
-def test_training_that_goes_on_saves_once_for_each_notice(tmp_path, caplog):
+def test_training_that_continues_saves_once_for_each_notice(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     before, calls = signal.getsignal(signal.SIGTERM), []
     run = Run(at_1=terminate, at_2=terminate, at_5=terminate)

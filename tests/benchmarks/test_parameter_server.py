@@ -72,9 +72,7 @@ def test_contestants_take_turns_and_the_table_shows_ratios(monkeypatch, tmp_path
     assert "12.5" in shown
 
 
-def test_who_fails_or_is_not_installed_leaves_its_row_to_the_others(
-    monkeypatch, tmp_path
-):
+def test_a_contestant_that_fails_or_is_not_installed_has_no_row(monkeypatch, tmp_path):
     monkeypatch.setattr(parameter_server, "_PEER_PYTHON", tmp_path / "none")
     row = parameter_server.measure(1024, 3, list(SECONDS), 3, 1.0, start_fake)
     assert "It broke." in row["missing"]["armillary"]

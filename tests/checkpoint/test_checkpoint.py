@@ -187,7 +187,7 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
         },
     }
 )
-def test_an_error_says_what_is_wrong_and_writes_nothing(tmp_path, call, error, message):
+def test_an_error_names_the_fault_and_writes_nothing(tmp_path, call, error, message):
     with pytest.raises(error, match=message):
         call(tmp_path)
 

@@ -140,7 +140,7 @@ def test_waiting_for_a_process_that_is_gone_tells_so(monkeypatch):
     )
 
 
-def test_an_error_that_another_process_caused_is_explained_and_not_told():
+def test_an_error_that_another_process_caused_is_explained_and_not_sent():
     gone = Knowing(verdict="Process 1 of 2 is gone.")
     cause = Peers(0, 2, patience(120), gone).explain(ValueError("Gloo failed"))
     assert str(cause) == "Process 1 of 2 is gone."
@@ -148,7 +148,7 @@ def test_an_error_that_another_process_caused_is_explained_and_not_told():
 
 
 @pytest.mark.parametrize("error", [ValueError("bad data"), SystemExit(77)])
-def test_an_error_of_ones_own_is_told_and_an_end_by_choice_is_not(error):
+def test_an_own_error_is_sent_and_a_chosen_exit_is_not(error):
     lifeline = Knowing()
     peers = Peers(0, 2, patience(120), lifeline)
     assert peers.explain(error) is None

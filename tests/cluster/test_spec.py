@@ -52,7 +52,7 @@ def test_specs_are_compared_shown_and_may_be_empty():
         ("a-1.b_c:80", ("a-1.b_c", 80)),
     ],
 )
-def test_hosts_have_many_forms_and_are_told_as_a_socket_takes_them(address, parts):
+def test_hosts_have_many_forms_and_are_returned_as_a_socket_takes_them(address, parts):
     assert ClusterSpec({"worker": [address]}).task_address("worker", 0) == address
     assert split_address(address) == parts
 
@@ -87,7 +87,7 @@ def test_a_malformed_address_is_an_error(address):
         ),
     ],
 )
-def test_what_is_no_cluster_is_an_error(cluster, error, message):
+def test_a_wrong_cluster_is_an_error(cluster, error, message):
     with pytest.raises(error, match=message):
         SimpleClusterResolver(cluster)
 

@@ -342,7 +342,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
         assert Program(tmp_path, **FIXED).best.best_value == min(LOSSES[: step // 5])
 
 
-def test_actions_that_forget_are_told(tmp_path, caplog):
+def test_actions_that_forget_are_reported(tmp_path, caplog):
     step = armillary.create_global_step()
     best = NewBestMetric("loss", higher_is_better=False)
     for objects, told in (({"best": best}, 0), ({}, 1)):

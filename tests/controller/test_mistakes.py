@@ -71,7 +71,7 @@ def warnings(caplog):
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("factor", [np.inf, np.nan])
-def test_weights_that_are_not_finite_are_told_where_no_output_shows_them(
+def test_weights_that_are_not_finite_are_reported_where_no_output_shows_them(
     factor, num_replicas, caplog
 ):
     controller = make(Trainer(make_strategy(num_replicas), factor))
@@ -105,7 +105,7 @@ def test_large_arrays_are_not_looked_at_when_small_ones_tell(caplog, monkeypatch
     assert "model/bias" in message
 
 
-def test_an_evaluator_without_an_end_is_told(caplog):
+def test_an_evaluator_without_an_end_is_reported(caplog):
     trainer = Trainer(make_strategy(1))
     controller = make(trainer, evaluator={"a": Silent(trainer.model)})
 
@@ -116,7 +116,7 @@ def test_an_evaluator_without_an_end_is_told(caplog):
     assert message.startswith("`Silent` has no `eval_end`")
 
 
-def test_an_evaluator_of_a_copy_is_told(caplog):
+def test_an_evaluator_of_a_copy_is_reported(caplog):
     trainer = Trainer(make_strategy(1))
     controller = make(trainer, evaluator=Evaluator(nnx.clone(trainer.model)))
 

@@ -87,7 +87,7 @@ def test_each_iter_is_the_next_epoch(make_dataset):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("count", range(NUM_BATCHES + 1))
 @pytest.mark.parametrize("kind", SOURCES)
-def test_resume_in_a_new_program_equals_going_on(make_dataset, kind, count, prefetch):
+def test_resume_in_a_new_program_equals_continuing(make_dataset, kind, count, prefetch):
     dataset = make_dataset(SOURCES[kind](), prefetch=prefetch)
     iterator = iter(dataset)
     read(iterator, count)

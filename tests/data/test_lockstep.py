@@ -236,7 +236,7 @@ def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
 
 
 @pytest.mark.parametrize("per_replica_batches", [True, False])
-def test_an_error_in_the_middle_of_a_chunk_is_told_by_all(per_replica_batches):
+def test_an_error_in_the_middle_of_a_chunk_is_reported_by_all(per_replica_batches):
     def run(peers: Any) -> None:
         def read_batches() -> Iterator[np.ndarray]:
             for number in range(30):

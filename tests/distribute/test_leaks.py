@@ -49,7 +49,7 @@ def gradient(strategy, losses, w=W):
     return [np.asarray(part) for part in strategy.local_results(result)]
 
 
-def test_what_a_backward_pass_has_summed_is_not_summed_again(make_mirrored):
+def test_values_summed_by_a_backward_pass_are_not_summed_again(make_mirrored):
     def backward(res, g):
         context = armillary.get_replica_context()
         return context.all_reduce(ReduceOp.SUM, g * res[1]), g * res[0]

@@ -73,7 +73,7 @@ def test_gradients_in_run_are_those_of_the_replica(keras, num_replicas):
     assert float(seen.result()) == data.sum()
 
 
-def test_what_is_no_variable_is_refused():
+def test_an_argument_that_is_no_variable_is_refused():
     with pytest.raises(TypeError, match="must be a list of variables of Keras or Flax"):
         armillary.value_and_grad(lambda: jnp.zeros(()), [jnp.zeros(())])
 

@@ -90,7 +90,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_arithmetic_outside_run_says_what_to_write(name):
+def test_arithmetic_outside_run_has_the_line_to_write(name):
     value = PerReplica(jnp.ones(4), 4)
     with pytest.raises(TypeError) as caught:
         OPERATIONS[name](value)
@@ -144,7 +144,7 @@ def number_replicas(strategy):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", DEVICES)
-def test_what_another_strategy_reduced_goes_into_run(kind, devices):
+def test_values_reduced_by_another_strategy_go_into_run(kind, devices):
     strategy = armillary.MirroredStrategy(jax.devices()[:4])
     other = kind(jax.devices()[DEVICES[devices]])
     mean = other.reduce("MEAN", number_replicas(other))

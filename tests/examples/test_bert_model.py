@@ -144,7 +144,9 @@ def test_presets_have_the_size_of_the_published_models(preset, expected):
         ),
     ],
 )
-def test_what_does_not_fit_is_listed_and_nothing_is_read(tmp_path, changes, parts):
+def test_arrays_that_do_not_fit_are_listed_and_nothing_is_read(
+    tmp_path, changes, parts
+):
     path = write_model(tmp_path / "model.safetensors", ARRAYS)
     model = make_model(**changes)
     pattern = r"(?s)" + ".*".join(map(re.escape, parts))

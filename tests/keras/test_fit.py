@@ -99,7 +99,7 @@ def test_batches_may_come_from_other_sources(problem, kind):
 
 
 @pytest.mark.slow
-def test_a_model_that_was_fitted_goes_on_in_a_step_and_back(problem):
+def test_a_model_that_was_fitted_continues_in_a_step_and_back(problem):
     strategy = STRATEGIES["mirrored"]()
     with strategy.scope():
         model = problem.make_model()
@@ -151,7 +151,7 @@ def make_data(problem, strategy, *arrays, place_on_device=False, **options):
 BESIDE = r"`model\.%s` was given `%s` together with a .* batches `\(x, y\)` or"
 
 
-def test_what_batches_must_hold_is_refused_beside_a_data_set(problem):
+def test_arguments_for_arrays_are_refused_with_a_data_set(problem):
     strategy = STRATEGIES["mirrored"]()
     with strategy.scope():
         model = problem.make_model()

@@ -207,7 +207,7 @@ def test_restarts_end_when_they_are_used_up(code):
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_what_a_restart_cannot_change_is_final(code):
+def test_exit_codes_that_a_restart_cannot_change_are_final(code):
     assert judge(Restarts(5, 1.0), code)[0] is ExitCode(code)
 
 
@@ -269,7 +269,7 @@ def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
     assert restarts.skipped == ""
 
 
-def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
+def test_the_evaluator_continues_with_each_checkpoint_that_it_takes_up():
     restarts = Restarts(1, 1.0, is_evaluator=True)
     for number in range(3):
         restarts.hear("restored", f"/run/checkpoint_{number}")
@@ -314,7 +314,7 @@ STOPPED = (
         ("0:75 1:75 2:75", GONE, 0),
     ],
 )
-def test_what_failed_first_is_blamed(endings, words, first):
+def test_the_first_failure_is_blamed(endings, words, first):
     found = {}
     for text in endings.split():
         index, _, code = text.partition(":")
@@ -323,12 +323,12 @@ def test_what_failed_first_is_blamed(endings, words, first):
     assert find_first(found, find_named([words, "", ""])) == first
 
 
-def test_who_failed_where_all_agree_is_named():
+def test_a_failed_process_is_named_if_all_agree():
     said = "PeerError: Another process has failed:\n  process 1 of 2: KeyError: 'x'\nRe"
     assert find_named([said, ""]) == {1}
 
 
-def test_who_does_not_answer_is_ended_at_once_and_no_other():
+def test_only_a_process_that_does_not_answer_is_ended_immediately():
     gone = "Process 1 of 3 is gone (step, a line)."
     quiet = "process 2 of 3: step for 9 s; it has not answered for 9 s (stopped?)"
     assert find_stopped(f"No process has gone on:\n  {quiet}\n  {gone}") == {2}

@@ -122,7 +122,7 @@ def test_a_wait_ends_with_the_job():
     assert ray.open == 0
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch):
+def test_without_ray_the_error_names_the_package(monkeypatch):
     def import_ray():
         raise ImportError("Ray is not installed. Install it.")
 

@@ -27,7 +27,7 @@ def find_hang(*sightings: Sighting) -> str | None:
     return _ending.find_hang(dict(enumerate(sightings)), len(sightings), NOW)
 
 
-def test_a_job_is_stuck_when_no_process_goes_on():
+def test_a_job_is_stuck_when_no_process_continues():
     text = find_hang(see(), see(31, phase="data", line="train.py:7 in read"))
     assert text == (
         "No process has made progress for 30 seconds:\n"
@@ -40,7 +40,7 @@ def test_a_job_is_stuck_when_no_process_goes_on():
     )
 
 
-def test_a_process_that_goes_on_is_waited_for():
+def test_a_process_that_continues_is_waited_for():
     assert find_hang(see(), see(quiet=3)) is None
 
 

@@ -480,6 +480,6 @@ def test_every_keyword_that_is_misspelt_gets_an_answer(name):
         assert found[1] == f"Did you mean `{argument}`?"
 
 
-def test_what_is_not_tested_is_there_and_has_a_reason():
+def test_untested_arguments_exist_and_have_a_reason():
     assert set(NOT_TESTED) | REFUSING <= set(CALLABLES)
     assert all(NOT_TESTED.values())

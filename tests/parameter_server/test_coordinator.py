@@ -50,7 +50,7 @@ def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
 
 
 @pytest.mark.slow
-def test_what_is_put_into_variables_is_sent_before_the_next_call(coordinator, problem):
+def test_new_values_of_variables_are_sent_before_the_next_call(coordinator, problem):
     model = problem.model
 
     def read():
@@ -339,7 +339,7 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
 
 
 @pytest.mark.slow
-def test_what_a_function_captures_stays_what_it_is(coordinator, problem):
+def test_captured_values_of_a_function_keep_their_type(coordinator, problem):
     model = problem.model
     start = model.kernel[...]  # The array that the variable holds, too.
     number = nnx.Variable(7)

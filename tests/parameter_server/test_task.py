@@ -191,7 +191,7 @@ def clip_besides(h):
         },
     }
 )
-def test_what_servers_cannot_do_is_refused(call, error, message):
+def test_operations_that_servers_cannot_do_are_refused(call, error, message):
     def step(h, strategy):
         call(h)
 

@@ -134,7 +134,9 @@ def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
     assert (tmp_path / "checkpoint_160").exists()
 
 
-def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tmp_path):
+def test_a_controller_continues_after_a_lost_server(
+    coordinator, problem, kill, tmp_path
+):
     """The loop that docs/parameter_server_cluster.md shows."""
     trainer = Trainer(coordinator.strategy, problem.make_data())
     lost = []

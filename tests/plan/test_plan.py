@@ -104,7 +104,7 @@ def make_sharded(**options):
 
 
 @pytest.mark.slow
-def test_of_a_sharded_state_each_device_has_a_part():
+def test_each_device_has_a_part_of_a_sharded_state():
     rules = {"hidden/kernel": PartitionSpec("fsdp", "tensor")}
     trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2}, rules=rules)
     before = repr(trainer.strategy)
@@ -195,7 +195,7 @@ class HasItsOwnLoop(Trainer):
         return {}
 
 
-def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
+def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     def fails(error, message, *arguments, **options):
         with pytest.raises(error, match=message):
             plan(*arguments, **options)

@@ -158,7 +158,7 @@ def test_all_changes_are_reported_at_once(run_lifted):
     assert "and cast before assigning (`value.astype(jnp.float32)`)" in message
 
 
-def test_what_a_step_that_fails_did_to_python_stays_without_its_arrays(run_lifted):
+def test_python_changes_of_a_failed_step_stay_without_its_arrays(run_lifted):
     root = Holder(last=None, names={"a"}, queue=collections.deque([1]), w=jnp.ones(2))
 
     def step():

@@ -121,7 +121,7 @@ def test_the_order_of_lines_counts_in_a_file_of_an_earlier_release(tmp_path):
     assert read_metrics(tmp_path)[-1]["time"] == 500
 
 
-def test_runs_beside_each_other_keep_their_records(tmp_path):
+def test_runs_next_to_each_other_keep_their_records(tmp_path):
     """As of two trainers that take turns, each with summaries of its own."""
     first, second = MetricsFile(tmp_path / "x"), MetricsFile(tmp_path / "y")
     write_run(first, ("start", 0), ("train", 10))
@@ -155,6 +155,6 @@ def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_read_is_an_error(tmp_path):
+def test_lines_that_cannot_be_read_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"`run_dir` is .*no `metrics\.jsonl` in it"):
         read_metrics(tmp_path)

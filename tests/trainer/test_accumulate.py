@@ -304,7 +304,7 @@ def train_with(kind, count=4, batch_size=32):
         },
     }
 )
-def test_what_cannot_be_right_is_an_error(call, error, message):
+def test_arguments_that_cannot_be_right_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

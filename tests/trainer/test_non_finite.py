@@ -268,7 +268,7 @@ def make_streaming_trainer(error=None, **options):
     )
 
 
-def test_data_that_cannot_be_repositioned_goes_on_behind_the_loop():
+def test_data_that_cannot_be_repositioned_continues_behind_the_loop():
     trainer = make_streaming_trainer()
 
     with pytest.raises(NonFiniteError, match="at step 2 of the 3"):
