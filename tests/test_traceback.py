@@ -107,7 +107,7 @@ def test_an_error_in_a_prediction_is_shortened_as_well():
 
 
 @pytest.mark.slow
-def test_a_prediction_that_is_left_unfinished_ends_with_the_program_in_silence():
+def test_an_unfinished_prediction_ends_with_the_program_without_a_message():
     program = (
         "import armillary, numpy as np\n"
         "outputs = armillary.predict(lambda x: x, [np.ones((4, 3))] * 3)\n"

@@ -81,7 +81,9 @@ def stop_early(request_stop, *, higher=False, **options):
         ([np.nan, np.nan], {"patience": 2}, 2),
     ],
 )
-def test_it_stops_after_outputs_without_improvement(losses, options, expected):
+def test_early_stopping_stops_after_outputs_without_improvement(
+    losses, options, expected
+):
     reasons = []
     stopping = stop_early(reasons.append, **options)
     count = None

@@ -23,7 +23,7 @@ def collect(seen):
     return lambda output: seen.append(output["step"])
 
 
-def test_it_runs_at_the_first_output_after_each_multiple():
+def test_a_periodic_action_runs_at_the_first_output_after_each_multiple():
     seen, evaluated = [], []
 
     run(
@@ -42,7 +42,7 @@ def test_a_run_that_resumes_continues_with_the_same_multiples():
     assert seen == [50, 80, 100]
 
 
-def test_it_combines_with_other_actions():
+def test_a_periodic_action_combines_with_other_actions():
     seen = []
     inner = PeriodicAction([collect(seen), collect(seen)], interval=20)
     outer = ConditionalAction(lambda output: output["step"] > 20, inner)

@@ -105,7 +105,7 @@ def test_only_the_first_of_several_processes_traces(tmp_path, monkeypatch):
     assert read_steps(tmp_path) == []
 
 
-def test_two_traces_at_once_are_an_error(tmp_path):
+def test_two_traces_at_the_same_time_are_an_error(tmp_path):
     first = Profile(at=5, steps=20, directory=tmp_path)
     second = Profile(at=10, steps=5, directory=tmp_path)
 

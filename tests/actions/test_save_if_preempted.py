@@ -234,7 +234,7 @@ def test_a_failed_save_is_said_and_is_no_preemption(
     assert "after the last loop" not in caplog.text
 
 
-def test_a_signal_after_the_last_loop_is_not_forgotten_in_silence(tmp_path, caplog):
+def test_a_signal_after_the_last_loop_is_reported(tmp_path, caplog):
     run = Run()
     with training(run, make_manager(run, tmp_path)) as controller:
         controller.train(2)

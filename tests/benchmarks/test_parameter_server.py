@@ -54,7 +54,7 @@ def test_calls_that_were_lost_or_made_twice_are_noticed():
         check_calls([right, wrong], 7)
 
 
-def test_ratios_are_those_of_speeds_in_the_same_round():
+def test_ratios_compare_speeds_of_the_same_round():
     found = parameter_server.compare({"armillary": [1.0, 4.0], "copies": [0.5, 1.0]})
     assert found["calls_per_second"] == {"armillary": 0.4, "copies": 1 / 0.75}
     assert found["ratios"]["copies"] == {"median": 0.375, "low": 0.25, "high": 0.5}

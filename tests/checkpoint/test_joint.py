@@ -19,7 +19,7 @@ from armillary.errors import CheckpointError, PeerError
 from tests.peers import make_peers, run_together
 
 
-def test_an_error_of_a_save_is_that_of_all_and_another_ends_the_others():
+def test_all_processes_raise_the_error_of_a_save_and_other_errors_end_them():
     def run(error):
         def fail():
             raise error

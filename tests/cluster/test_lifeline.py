@@ -125,7 +125,7 @@ class Knowing(Lifeline):
         self.failures.append(error)
 
 
-def test_waiting_for_a_process_that_has_ended_is_an_error_at_once(monkeypatch):
+def test_waiting_for_a_process_that_has_ended_is_an_immediate_error(monkeypatch):
     peers = Peers(0, 2, patience(120), Knowing(ended=True))
     monkeypatch.setattr("armillary.cluster._peers._SLICE_SECONDS", 0.05)
     error = catch(lambda: peers.gather("whether to stop", ""))

@@ -134,7 +134,7 @@ def test_an_empty_cluster_is_a_single_process():
     assert not result.is_distributed
 
 
-def test_jax_gets_what_it_needs_and_detects_nothing_by_itself():
+def test_jax_gets_all_arguments_and_detects_nothing():
     assert plan("worker", 1).initialize_arguments() == {
         "coordinator_address": "10.0.0.1:2222",
         "num_processes": 3,

@@ -91,7 +91,9 @@ def test_weights_that_are_not_finite_are_reported_where_no_output_shows_them(
     [(1.0, None), (np.nan, {"loss": 1.0})],
     ids=["finite", "shown"],
 )
-def test_others_are_not(factor, output, caplog):
+def test_finite_weights_and_weights_with_an_output_get_no_warning(
+    factor, output, caplog
+):
     make(Trainer(make_strategy(1), factor, output)).train(4)
     assert not warnings(caplog)
 

@@ -117,7 +117,7 @@ def test_a_living_iterator_goes_back_and_forth(make_dataset, kind, prefetch):
     assert read(iterator, NUM_BATCHES - 2) == everything[2:]
 
 
-def test_state_is_that_of_batches_used_and_not_of_those_read_ahead(make_dataset):
+def test_the_state_counts_used_batches_and_not_batches_read_ahead(make_dataset):
     dataset = make_dataset(SOURCES["arrays"](), prefetch=3)
     assert dataset.get_state()["source"] is None
     iterator = iter(dataset)

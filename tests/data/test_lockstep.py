@@ -206,7 +206,7 @@ def test_processes_agree_on_each_batch_that_is_not_read_ahead(prefetch):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
+def test_a_position_counts_used_batches_however_far_was_read(prefetch):
     def run(peers: Any) -> list[Any]:
         source = Counted()
         dataset = make_dataset(peers, lambda: source, prefetch)

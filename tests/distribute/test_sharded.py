@@ -143,7 +143,7 @@ def x64():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-def test_numbers_are_those_of_one_device_with_uneven_batches():
+def test_numbers_with_uneven_batches_equal_one_device():
     def run(name):
         strategy = MAKERS[name]()
         digits = make_digits(70)

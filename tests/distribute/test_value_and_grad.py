@@ -43,7 +43,7 @@ def test_gradients_of_keras_variables_outside_of_any_step(keras):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 4])
-def test_gradients_in_run_are_those_of_the_replica(keras, num_replicas):
+def test_gradients_in_run_belong_to_the_replica(keras, num_replicas):
     strategy = armillary.MirroredStrategy(jax.devices()[:num_replicas])
     weight, seen = nnx.Param(jnp.asarray(2.0)), keras.metrics.Sum()
     keras_weight = keras.Variable(3.0)

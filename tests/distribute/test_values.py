@@ -15,7 +15,7 @@ import armillary
 from armillary.distribute import PerReplica, ReduceOp, is_per_replica
 
 
-def test_a_value_lists_those_of_its_replicas():
+def test_a_value_lists_the_values_of_its_replicas():
     value = PerReplica(jnp.arange(6.0).reshape(3, 2), 3)
     assert [row.tolist() for row in value.values] == [[0, 1], [2, 3], [4, 5]]
     assert value.active is value.stacked

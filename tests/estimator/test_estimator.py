@@ -127,7 +127,7 @@ def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_metrics_of_a_model_function_are_those_of_its_predictions(tmp_path):
+def test_metrics_of_a_model_function_equal_metrics_of_its_predictions(tmp_path):
     made = make_net(tmp_path, 2).train(make_input_fn(), steps=3)
     result = made.evaluate(make_input_fn())
     predictions = predict(made)

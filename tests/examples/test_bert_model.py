@@ -49,7 +49,7 @@ def make_batch(length):
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_the_equations_from_each_kind_of_file(tmp_path):
+def test_logits_from_each_kind_of_file_equal_the_equations(tmp_path):
     model = make_model()
     for number, names in enumerate([("bert.", False), ("", False), ("bert.", True)]):
         path = tmp_path / f"{number}.safetensors"

@@ -43,7 +43,7 @@ def check_same(problem, model, expected, data=None):
 
 @slow_after_first("strategy", STRATEGIES)
 @slow_after_first("kind", ["sequential", "functional", "subclassed"])
-def test_numbers_are_those_of_one_replica_with_uneven_batches(problem, strategy, kind):
+def test_numbers_with_uneven_batches_equal_one_replica(problem, strategy, kind):
     expected = run(problem, problem.make_model(kind))
     strategy = STRATEGIES[strategy]()
     with strategy.scope():

@@ -293,7 +293,7 @@ def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
 
 
 @pytest.mark.slow
-def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
+def test_a_job_whose_worker_never_joins_ends_immediately(launcher):
     # `run` waits for less than this grace.
     code, _, stderr = launcher.run(
         """

@@ -88,7 +88,9 @@ def test_a_process_knows_the_cluster_and_its_role(index, task):
         ),
     ],
 )
-def test_variables_are_set_and_those_of_the_user_kept(base, index, devices, expected):
+def test_variables_are_set_and_variables_of_the_user_are_kept(
+    base, index, devices, expected
+):
     before = dict(base)
     environment = make(base, index, devices)
     assert {name: environment.get(name) for name in expected} == expected

@@ -44,7 +44,7 @@ def test_the_end_is_said_and_waits_for_work_in_the_background():
 
 
 @pytest.mark.slow
-def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
+def test_a_main_thread_that_has_ended_is_not_waited_for():
     # The limit of `run` is shorter than these waits.
     ended = run("""
         import atexit, threading, time

@@ -75,7 +75,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(start, count, dead):
 
 
 @pytest.mark.slow
-def test_a_replacement_that_joins_at_once_ends_the_old_job_as_a_death_does(start):
+def test_a_replacement_that_joins_early_ends_the_old_job_like_a_death(start):
     job = start("kill")
     job.wait_for_step(20)
     job.start(1)

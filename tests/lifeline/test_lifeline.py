@@ -396,7 +396,7 @@ FORKS = """
 
 
 @pytest.mark.slow
-def test_children_of_children_and_after_the_end_are_forked_in_silence():
+def test_forks_of_children_and_after_the_end_log_nothing():
     # What fails right after a fork is only shown.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKS)],

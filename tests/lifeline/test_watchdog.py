@@ -55,7 +55,7 @@ def test_without_a_limit_nothing_is_reached():
     assert not Idle().tick(1e9, is_stopped=False)
 
 
-def test_the_state_of_a_process_is_that_of_this_one_and_no_other():
+def test_the_state_is_read_of_the_right_process():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=-1)
     try:
         assert read_state(child.pid)[0][0] in "RSD"

@@ -93,7 +93,7 @@ def test_results_are_arguments_of_other_calls(coordinator):
 
 
 @pytest.mark.slow
-def test_arguments_are_those_of_the_call(coordinator):
+def test_arguments_are_taken_at_the_time_of_the_call(coordinator):
     gate, numbers = coordinator.schedule(lambda: time.sleep(0.5)), np.zeros(2)
 
     def add(numbers, gate):
@@ -394,7 +394,7 @@ def test_calls_take_as_many_batches_as_they_use(alone):
 
 
 @pytest.mark.slow
-def test_errors_are_those_of_the_user(coordinator, problem):
+def test_errors_of_calls_show_the_error_of_the_user(coordinator, problem):
     step = problem.make_step(coordinator.strategy)
     iterator = problem.make_iterator(coordinator)
 

@@ -71,13 +71,13 @@ def test_nothing_inside_the_loop_reaches_the_host(topology):
     assert make_plan(topology).host_transfers == ()
 
 
-def test_it_fits(topology):
+def test_the_compiled_program_fits_into_the_memory_of_a_device(topology):
     found = make_plan(topology)
     assert found.fits
     assert "compiled, not run" in str(found)
 
 
-def test_temporaries_are_no_larger_than_those_of_a_loop_written_by_hand(topology):
+def test_temporaries_are_no_larger_than_in_a_loop_written_by_hand(topology):
     devices = parse_topology(topology)
     trainer = make_trainer()
     with described(trainer, devices.num_devices, devices.target.platform) as loop:

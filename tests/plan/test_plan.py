@@ -254,7 +254,7 @@ def test_a_plan_is_a_table_and_json():
     assert record["collectives"][0]["kind"] == "all-reduce"
 
 
-def test_memory_is_what_a_device_must_hold_at_once():
+def test_memory_is_the_sum_that_a_device_holds_at_the_same_time():
     memory = Memory(
         arguments=10 * MB,
         donated=6 * MB,

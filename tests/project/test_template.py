@@ -151,7 +151,7 @@ def test_names_that_cannot_be(tmp_path, capsys, name, message):
     assert not (tmp_path / name).exists()
 
 
-def test_nothing_is_written_over(tmp_path):
+def test_existing_files_are_not_overwritten(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")

@@ -128,7 +128,7 @@ def test_arrays_are_put_back_when_a_step_raises(run_lifted):
     model.kernel[...] = model.kernel[...] + 1  # its trace state is the outer one again
 
 
-def test_all_changes_are_reported_at_once(run_lifted):
+def test_all_changes_are_reported_together(run_lifted):
     root = Holder(
         model=linear(),
         params={"w": jnp.ones(2)},

@@ -83,7 +83,9 @@ def test_a_later_attempt_takes_the_place_of_what_it_did_again(tmp_path):
 
 
 @pytest.mark.parametrize("jump", [-600.0, 600.0])
-def test_the_order_is_that_of_writing_where_a_clock_jumps(jump, tmp_path, monkeypatch):
+def test_records_keep_the_order_of_writing_if_a_clock_jumps(
+    jump, tmp_path, monkeypatch
+):
     wall = iter([1000.0] * 5 + [1000.0 + jump] * 5)
     monkeypatch.setattr(time, "time", lambda: next(wall))
     for attempt in range(2):

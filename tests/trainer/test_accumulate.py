@@ -112,7 +112,9 @@ def expected():
         (0, {"compile_step": False}),
     ],
 )
-def test_an_update_is_that_of_the_whole_batch(num_replicas, options, expected):
+def test_an_update_equals_an_update_with_the_whole_batch(
+    num_replicas, options, expected
+):
     trainer = Trainer(make_strategy(num_replicas), accumulate_steps=4, **options)
     trainer.train(3)
     for one, other in zip(trainer.results(), expected, strict=True):
@@ -158,7 +160,7 @@ class Deep(nnx.Module):
 
 
 @pytest.mark.slow
-def test_memory_for_activations_is_that_of_one_part():
+def test_only_the_activations_of_one_part_need_memory():
     model, batch = Deep(), jnp.ones((4096, 64))
 
     def temporary_bytes(count):
@@ -212,7 +214,7 @@ class SumTrainer(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "count"), [(1, 4), (4, 1), (4, 4)])
-def test_sums_of_examples_are_those_of_the_share(num_replicas, count):
+def test_sums_of_examples_cover_the_share_of_a_replica(num_replicas, count):
     results = []
     for replicas, parts in ((0, 1), (num_replicas, count)):
         trainer = SumTrainer(make_strategy(replicas), accumulate_steps=parts)

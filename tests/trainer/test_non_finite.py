@@ -174,7 +174,7 @@ class Plain(armillary.StandardTrainer):
 
 
 @pytest.mark.slow
-def test_plain_attributes_keep_their_values_but_for_counters_and_keys():
+def test_plain_attributes_except_counters_and_keys_keep_their_values():
     x = np.array([[1, 2], [np.inf, 1], [3, 1]], np.float32)
     trainer = Plain(x, on_non_finite="skip")
     trainer.train(1)
