@@ -28,7 +28,7 @@ import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from armillary._answers import refuse_name as _refuse_name
+from armillary._foreign_names import refuse_name as _refuse_name
 
 if TYPE_CHECKING:
     from armillary import (

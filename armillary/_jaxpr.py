@@ -15,7 +15,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core.primitives import jit_p
 
 from armillary._jax_compat import count_scan_operands, get_trace_state
-from armillary._traceback import is_library_file, is_own_file
+from armillary._owners import is_library_file, is_own_file
 
 Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()

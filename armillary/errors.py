@@ -4,7 +4,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
 `except armillary.errors.ArmillaryError` and `except ValueError` work.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class ArmillaryError(Exception):
@@ -12,7 +12,16 @@ class ArmillaryError(Exception):
 
 
 class StateStructureError(ArmillaryError, ValueError):
-    """A step changed the shape, dtype or tree structure of its state."""
+    """A step changed the shape, dtype or tree structure of its state.
+
+    Args:
+        message: The text of the error.
+        changes: A line for each change, with the path of the array or object.
+    """
+
+    def __init__(self, message: str = "", *, changes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.changes = tuple(changes)
 
 
 class CapturedStateError(ArmillaryError, ValueError):

@@ -115,8 +115,8 @@ def measure(
     task = dataclasses.replace(make_task(_TASK, size), optimizer=optimizer)
     contestant.setup(task, Options(steps_per_loop=_CHUNK_STEPS))
     # Between two programs there is Python, as with hooks that need it.
-    contestant.trainer._train_run.options = dataclasses.replace(
-        contestant.trainer._train_run.options, compile_hooks=False
+    contestant.trainer._train_setup.options = dataclasses.replace(
+        contestant.trainer._train_setup.options, compile_hooks=False
     )
     contestant.run(_WARM_UP_LOOPS * _CHUNK_STEPS)
     shares = _Shares()
@@ -153,7 +153,7 @@ def _time_handling(
     contestant: ControllerContestant, num_times: int
 ) -> tuple[list[float], int]:
     """Returns seconds of handling the state, and the number of its arrays."""
-    loop = contestant.trainer._train_run.loop
+    loop = contestant.trainer._train_setup.loop
     assert loop is not None
     programs = loop._programs
     flat, program = programs.find_state(), next(iter(programs._programs.values()))

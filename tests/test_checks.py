@@ -9,7 +9,7 @@ from flax import nnx
 import armillary
 from armillary import actions, cluster, distribute, summary
 from armillary._checks import check_path
-from armillary._traceback import ANSWERS
+from armillary._foreign_keywords import ANSWERS
 from armillary.estimator._answers import ARGUMENTS
 
 # Where each of these keywords stood.

@@ -25,7 +25,7 @@ from armillary._checks import (
 )
 from armillary._process import get_process
 from armillary._records import find_numbers, write_whole
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 from armillary.typing import Action, Output
 
 Metric: TypeAlias = str | Callable[[Output], Any]

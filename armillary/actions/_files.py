@@ -30,7 +30,7 @@ from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local
 from armillary.state._lift import State
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 from armillary.typing import Output, PyTree
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from armillary._checks import list_lines
-from armillary._copies import OfOneProcess
+from armillary._copy_refusal import OfOneProcess
 from armillary._traceback import hides_frames
 from armillary.checkpoint._folder import (
     Saved,

@@ -16,7 +16,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
-from armillary._copies import OfOneProcess
+from armillary._copy_refusal import OfOneProcess
 from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
@@ -24,10 +24,10 @@ from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, Selection, as_paths
 from armillary.checkpoint._store import Content
-from armillary.checkpoint._writer import Writer, announcing_errors, decide
+from armillary.checkpoint._writer import Writer, agree_on, announcing_errors
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 
 
 class CheckpointManager(OfOneProcess):
@@ -259,7 +259,7 @@ class CheckpointManager(OfOneProcess):
         step = self._step()
         peers = get_peers()
         topic = "whether an evaluation is best"
-        if not decide(topic, lambda: is_best(mark, self._directory, step), peers):
+        if not agree_on(topic, lambda: is_best(mark, self._directory, step), peers):
             return False
 
         self._mark = (step, mark)
@@ -272,7 +272,7 @@ class CheckpointManager(OfOneProcess):
 
         self.sync()
         write = functools.partial(self._writer.mark, path, mark, removes=evaluated_here)
-        decide("the best checkpoint", write, peers)
+        agree_on("the best checkpoint", write, peers)
         return False
 
     def read_content(self) -> Content:
@@ -338,7 +338,9 @@ class CheckpointManager(OfOneProcess):
             CheckpointMismatchError: As in `restore`.
         """
         self.sync()
-        path = decide("the best checkpoint", lambda: self.best_checkpoint, get_peers())
+        path = agree_on(
+            "the best checkpoint", lambda: self.best_checkpoint, get_peers()
+        )
         if path is None:
             raise CheckpointError(
                 f"`directory` is {self.directory!r}, in which no checkpoint is known "

@@ -36,7 +36,7 @@ from armillary.checkpoint._store import (
     read_description,
     stored_sharding,
 )
-from armillary.checkpoint._writer import announcing_errors, decide
+from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointDamageError, CheckpointError
@@ -68,7 +68,7 @@ def restore(
                 raise
             # The training job has just removed it, because there are newer ones.
             return restore(checkpoint, directory, selection)
-    decide("a checkpoint", lambda: _check_is_checkpoint(chosen), peers)
+    agree_on("a checkpoint", lambda: _check_is_checkpoint(chosen), peers)
     damage = verify(chosen, chosen.parent, peers)
     if damage is not None:
         raise CheckpointDamageError(
@@ -94,7 +94,7 @@ def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | Non
     damaged: dict[epath.Path, str] = {}
     while True:
         topic = "the latest checkpoint"
-        name = decide(topic, lambda: _find_next(directory, damaged), peers)
+        name = agree_on(topic, lambda: _find_next(directory, damaged), peers)
         folder = None if name is None else directory / name
         damage = verify(folder, directory, peers)
         if folder is None or damage is None:

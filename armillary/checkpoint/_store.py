@@ -265,7 +265,7 @@ def read_arrays(
 
 
 def _alone() -> Any:
-    """Returns options for Orbax in a single process; `decide` makes processes agree."""
+    """Returns options for Orbax in a single process: `agree_on` is for several."""
     import orbax.checkpoint as ocp
 
     process = get_process()

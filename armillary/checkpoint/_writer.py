@@ -51,7 +51,7 @@ def announcing_errors() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if peers is None else peers.announcing_errors()
 
 
-def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
+def agree_on(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
     """Returns the result of `function` in the first process to all processes.
 
     All processes must call it. The result travels as JSON.
@@ -107,7 +107,7 @@ class Writer:
         self._began = monotonic()
         # On all processes, because all must take part in computations on shared arrays.
         arrays = None if self._peers is None else _as_arrays(content, self._peers)
-        path = decide(
+        path = agree_on(
             "a save", lambda: self._start(number, content, arrays, mark), self._peers
         )
         self._is_saving = True
@@ -128,7 +128,7 @@ class Writer:
             _PER_WRITTEN * self._write_seconds,
         )
         steps = math.ceil(seconds * (step - last) / (self._began - at))
-        return decide("how often to save", lambda: steps, self._peers)
+        return agree_on("how often to save", lambda: steps, self._peers)
 
     def sync(self) -> None:
         """Waits until the last save is on the disk and old checkpoints are removed."""
@@ -136,7 +136,7 @@ class Writer:
             return
         self._is_saving = False
         if self._peers is None or not self._peers.has_failed:
-            decide("the end of a save", self._wait, self._peers)
+            agree_on("the end of a save", self._wait, self._peers)
         elif self._peers.index == 0:
             # The other processes no longer answer, but the save can still be completed.
             self._wait()
@@ -310,7 +310,7 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
             ) from error
         return str(path)
 
-    return decide("a save", write, peers)
+    return agree_on("a save", write, peers)
 
 
 def _as_arrays(content: Content, peers: Peers | None) -> dict[str, Any]:

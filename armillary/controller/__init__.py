@@ -6,7 +6,7 @@ parts that it calls, and each file has one idea.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.controller._controller import Controller as Controller
-from armillary.controller._outputs import History as History
-from armillary.controller._outputs import RunOutput as RunOutput
+from armillary.controller._history import History as History
+from armillary.controller._history import RunOutput as RunOutput
 
 _mark_public(globals())

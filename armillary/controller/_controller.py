@@ -18,31 +18,26 @@ from armillary._checks import (
     check_path,
     check_positive_int,
 )
-from armillary._copies import OfOneProcess
+from armillary._copy_refusal import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
 from armillary.actions._conditions import as_actions, tell
-from armillary.controller._display import Display, describe_attempt
-from armillary.controller._loops import Loops
-from armillary.controller._outputs import History, RunOutput, run_evaluations
-from armillary.controller._run import (
-    Run,
+from armillary.controller._arguments import (
     check_arguments,
     check_evaluations_end,
     check_target,
-    finishing,
-    is_reached,
     require,
-    warn_of_bad_arrays,
-    warn_of_evaluators,
 )
-from armillary.controller._saving import (
-    Saving,
-    end_training,
-    restore_if_good,
-    training_in,
-    warn_of_unsaved,
-)
+from armillary.controller._attempt import describe_attempt
+from armillary.controller._directory import end_training, training_in
+from armillary.controller._display import Display
+from armillary.controller._evaluations import run_evaluations
+from armillary.controller._history import History, RunOutput
+from armillary.controller._loops import Loops
+from armillary.controller._run import Run, finishing, is_reached
+from armillary.controller._saving import Saving, restore_if_good
+from armillary.controller._unsaved import warn_of_unsaved
+from armillary.controller._warnings import warn_of_bad_arrays, warn_of_evaluators
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.summary._summary_manager import SummaryManager
 from armillary.trainer._claims import claimed

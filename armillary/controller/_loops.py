@@ -23,15 +23,11 @@ from armillary._records import find_numbers
 from armillary._stack import with_room
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._display import Display
-from armillary.controller._outputs import (
-    add_record,
-    call_actions,
-    fetch_output,
-    format_output,
-    log_line,
-)
-from armillary.controller._run import Run, Stragglers, is_reached
+from armillary.controller._history import add_record
+from armillary.controller._outputs import fetch_output, format_output, log_line
+from armillary.controller._run import Run, call_actions, is_reached
 from armillary.controller._saving import Saving
+from armillary.controller._stragglers import Stragglers
 from armillary.errors import GlobalStepError
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._lifeline import waiting
@@ -66,7 +62,7 @@ class Loops:
         self._stragglers = Stragglers(run)
 
         # Loops that were started, and outputs that are not yet reported.
-        self._pending: deque[StartedLoops] = deque()
+        self._pending: deque[LoopsInFlight] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
         self._last_end = 0.0
         self._seconds_per_loop = float("inf")
@@ -184,7 +180,7 @@ class Loops:
             # The device waited for its program, so this time does not count.
             start += goodput.compile_seconds - compiled
             start = min(start, time.perf_counter())
-            loops = StartedLoops(
+            loops = LoopsInFlight(
                 self._run, started, step, num_steps, start, self._executor
             )
             self._pending.append(loops)
@@ -293,7 +289,7 @@ class Loops:
         self._pending.popleft()
 
     def _note_advance(
-        self, loops: "StartedLoops", advance: int, num_loops: int
+        self, loops: "LoopsInFlight", advance: int, num_loops: int
     ) -> None:
         """Warns once if `train(n)` of a trainer does not advance by `n` steps."""
         is_exact = advance == loops.num_asked * num_loops
@@ -318,7 +314,7 @@ def _passes(interval: int | None, step: int, reached: int) -> bool:
     return interval is None or reached // interval > step // interval
 
 
-class StartedLoops:
+class LoopsInFlight:
     """Loops that were started together, and take the step from `step` to `reached`."""
 
     def __init__(

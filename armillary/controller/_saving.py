@@ -3,165 +3,45 @@
 A step is saved before it is evaluated. So this checkpoint lacks the changes of the
 evaluation and its actions. The checkpoint records this, and a run that resumes from it
 evaluates first, before it trains. At the end, the changes are saved as well.
-
-A file `DONE` next to the checkpoints shows an evaluation job that no checkpoint will
-follow. The file is written when the training program ends, if its last training ended
-without an error (a program may train several times). A program that begins to train
-again deletes it.
 """
 
-import atexit
 import contextlib
-import errno
-import fcntl
-import json
 import math
 import os
-import platform
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from armillary._checks import counted, list_lines
 from armillary._logging import logger
-from armillary._process import get_process
-from armillary.actions._conditions import NewBestMetric, find_parts, tell
+from armillary.actions._conditions import tell
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
-from armillary.checkpoint._checkpoint import Checkpoint, has_position
-from armillary.checkpoint._python_state import is_generator
 from armillary.checkpoint._store import Content
-from armillary.checkpoint._writer import decide
+from armillary.checkpoint._writer import agree_on
 from armillary.cluster._join import get_peers
+from armillary.controller._directory import read_end
 from armillary.controller._run import Run, is_reached
-from armillary.data._dataset import DistributedDataset
-from armillary.data.sources._arrays import IndexedDataset
+from armillary.controller._unsaved import warn_of_missing, warn_of_missing_arrays
 from armillary.distribute._global_arrays import is_divided, is_key
 from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.goodput._stopwatch import Category
-from armillary.state._holders import held_by
 from armillary.state._slots import is_equal
-from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Action
 
 if TYPE_CHECKING:
     from armillary.checkpoint._manager import CheckpointManager
 
-FILE_NAME = "DONE"
-_LOCK = ".lock"
 _POLL_SECONDS = 1.0
 # A file `DONE` that exists from the start counts after this time. Until then, a new
 # training may begin and delete it.
 _OLD_END_SECONDS = 300.0
-# The text that this program will write into `DONE`, by directory.
-_ends: dict[str, str] = {}
 # For each directory, the number of trainings there, and the last trainer.
 _trainings: dict[str, tuple[int, weakref.ref[Any]]] = {}
-# The thread that trains in each directory, as the only item of a list of its own.
-_threads: dict[str, list[threading.Thread]] = {}
-
-
-@contextlib.contextmanager
-def training_in(directory: str | None) -> Iterator[None]:
-    """Locks a directory, and deletes the file `DONE` of an earlier training."""
-    if directory is None or not get_process().is_chief:
-        yield
-        return
-    with _held_by_thread(directory), _locked(directory):
-        _ends.pop(directory, None)
-        (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
-        yield
-
-
-@contextlib.contextmanager
-def _held_by_thread(directory: str) -> Iterator[None]:
-    """Refuses a second thread, because a process holds the file lock, not a thread."""
-    own = [threading.current_thread()]
-    found = _threads.setdefault(directory, own)
-    if found is own:
-        try:
-            yield
-        finally:
-            del _threads[directory]
-    elif found == own:  # A call within a call.
-        yield
-    else:
-        raise CheckpointError(
-            f"The thread {found[0].name!r} of this process trains in `{directory}`, "
-            "and two runs would delete each other's checkpoints. Wait for that run, "
-            "or use another directory for this run."
-        )
-
-
-@contextlib.contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    if "://" in directory:
-        yield
-        return
-    path = os.path.join(directory, _LOCK)
-    host = platform.node()
-    try:
-        os.makedirs(directory, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115 (closed below, after the block)
-    except OSError as error:
-        raise CheckpointError(
-            f"`{directory}` cannot be written ({error.strerror}), but training writes "
-            "its checkpoints there. Change its rights, or use another directory."
-        ) from error
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {host}")
-            file.flush()
-        except OSError as error:
-            # Some file systems have no locks.
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.seek(0)
-                number, _, other = file.read().partition(" on ")
-                _refuse(directory, number, None if other == host else other)
-        yield
-
-
-def _refuse(directory: str, number: str, host: str | None) -> None:
-    text = (
-        f"Process {number} on {host or 'this machine'} trains in `{directory}`, and "
-        "two runs would delete each other's checkpoints. End that run, or use another "
-        "directory for this run."
-    )
-    if host is None:
-        raise CheckpointError(text)
-    # A lost machine's lock may remain for a long time, so this is only a warning.
-    logger.warning("%s", text)
-
-
-def end_training(directory: str | None, step: int) -> None:
-    """Writes `DONE` when this program ends, unless it trains again before."""
-    if directory is not None and get_process().is_chief:
-        _ends[directory] = json.dumps({"step": step, "time": time.time()})
-
-
-@atexit.register
-def announce_ends() -> None:
-    """Writes the files `DONE`; the interpreter calls this when the program ends."""
-    for directory, text in _ends.items():
-        folder = epath.Path(directory)
-        if folder.is_dir():  # A temporary directory may be gone by now.
-            (folder / FILE_NAME).write_text(text)
-
-
-def read_end(directory: str) -> str | None:
-    """Returns the text of `DONE`, or `None`; each training writes a different text."""
-    try:
-        return (epath.Path(directory) / FILE_NAME).read_text()
-    except OSError:
-        return None
 
 
 def restore_if_good(restore: Callable[[str], object], path: str) -> bool:
@@ -187,7 +67,7 @@ class Saving:
         self.manager = manager
         self._run = run
         if manager is not None and isinstance(run.trainer, StandardTrainer):
-            _warn_of_missing_arrays(run.trainer, manager.checkpoint)
+            warn_of_missing_arrays(run.trainer, manager.checkpoint)
         self.evaluated: int | None = None
         # The step of the next evaluation, -1 for the end of the data.
         self._expected: int | None = None
@@ -294,7 +174,7 @@ class Saving:
         yield
         now = self.manager.read_content()
         topic = "whether an evaluation has changed saved values"
-        self._is_outdated = decide(topic, lambda: _differs(before, now), get_peers())
+        self._is_outdated = agree_on(topic, lambda: _differs(before, now), get_peers())
 
     def watch(
         self, timeout: float | None, timeout_fn: Callable[[], bool] | None
@@ -394,7 +274,7 @@ class Saving:
             if run.trainer is not None:
                 for curves in {run.curves, run.eval_curves}:
                     curves.resume_at(step)
-            _warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
+            warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 
 
@@ -417,74 +297,3 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
     before, now = (jax.random.key_data(x) if is_key(x) else x for x in (before, now))
     return is_equal(np.asarray(before), np.asarray(now))
-
-
-def _warn_of_missing_arrays(trainer: Any, checkpoint: Checkpoint) -> None:
-    """Warns if checkpoints lack arrays of a trainer."""
-    if any(value is trainer for value in checkpoint.objects.values()):
-        return
-    if missing := checkpoint.find_missing(trainer):
-        logger.warning(
-            "`Checkpoint` leaves out %s of the trainer, so a run that resumes begins "
-            "with new values there. A dictionary that the steps replace is left out "
-            "as well:\n%s\n"
-            "Save all arrays of the trainer: `Checkpoint(trainer=trainer)`.",
-            counted(len(missing), "array"),
-            list_lines(missing, 5),
-        )
-
-
-def _warn_of_missing(
-    trainer: Any, objects: Mapping[str, Any], restored: str, step: int
-) -> None:
-    """Warns if steps or data begin again after a checkpoint was restored."""
-    if not isinstance(trainer, StandardTrainer):
-        return
-    if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
-        logger.warning(
-            "%s was restored, but the global step is still 0, because the step counter "
-            "is not in it. Save the trainer: `Checkpoint(trainer=trainer)`.",
-            restored,
-        )
-    if any(value is trainer for value in objects.values()):
-        return
-    # An object that saves the position of a data set has it as `dataset`, as in an
-    # estimator.
-    saved = [getattr(value, "dataset", value) for value in objects.values()]
-    for dataset in flatten_datasets(trainer.train_dataset)[0]:
-        is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
-        if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
-            logger.warning(
-                "%s was restored, but the position of the training data is not in it, "
-                "so the first batches are read again. Save the trainer with everything "
-                "that it holds: `Checkpoint(trainer=trainer)`.",
-                restored,
-            )
-            return
-
-
-def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> None:
-    """Warns of states that checkpoints do not hold."""
-    saved = [id(value) for value in held.objects.values()]
-    for name, value in held_by(trainer):
-        # A trainer saves the positions of its data, and evaluation data needs none.
-        is_data = isinstance(value, IndexedDataset | DistributedDataset)
-        has_state = has_position(value) or is_generator(value)
-        if has_state and not (is_data or id(value) in saved):
-            logger.warning(
-                "`%s` of the trainer has a state (`%s`) that the `Checkpoint` leaves "
-                "out, so a restart forgets it. Name it there: `Checkpoint(..., "
-                "%s=trainer.%s)`.",
-                *(name, "get_state" if has_position(value) else type(value).__name__),
-                *(name, name),
-            )
-    for part in find_parts(actions):
-        if id(part) in saved or not has_position(part):
-            continue
-        if isinstance(part, NewBestMetric) and part.file is not None:
-            continue  # It keeps its state in a file of its own.
-        logger.warning(
-            "An action of type `%s` is not in the `Checkpoint`, so a restart forgets "
-            "its state. Name it there: `Checkpoint(..., action=action)`.",
-            type(part).__name__,
-        )

@@ -154,7 +154,7 @@ class BatchLayout(Protocol):
     ) -> PyTree:
         """Returns host arrays as device arrays; called from background threads too."""
 
-    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         """Returns the types of the arrays that `place` returns, with shardings."""
 
     def replicate(self, arrays: PyTree) -> PyTree:

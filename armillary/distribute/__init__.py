@@ -8,7 +8,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from armillary._answers import refuse_name as _refuse_name
+from armillary._foreign_names import refuse_name as _refuse_name
 from armillary._traceback import mark_public as _mark_public
 from armillary.distribute._strategy import Strategy, ValueContext
 from armillary.distribute.program._function import function

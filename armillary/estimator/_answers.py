@@ -1,12 +1,12 @@
 """Answers to the names of `tf.estimator` that are not here: the line to write.
 
-`ARGUMENTS` joins the table of `armillary._traceback`, which answers a wrong keyword.
-`NAMES` and `ATTRIBUTES` join the table of `armillary._answers`, which answers a missing
-name of the package or of an object.
+`ARGUMENTS` joins the table of `armillary._foreign_keywords`, which answers a wrong
+keyword. `NAMES` and `ATTRIBUTES` join the table of `armillary._foreign_names`, which
+answers a missing name of the package or of an object.
 """
 
-from armillary import _answers as answers
-from armillary._traceback import ANSWERS
+from armillary import _foreign_names
+from armillary._foreign_keywords import ANSWERS
 
 _FROM_CLUSTER = (
     "Leave it out: it follows from `TF_CONFIG`, or from the `cluster_resolver` of "
@@ -182,6 +182,6 @@ ATTRIBUTES = {
 }
 """Missing attributes of objects of the package, each after the name of its class."""
 
-answers.NAMES.update(
+_foreign_names.NAMES.update(
     {f"estimator.{name}": answer for name, answer in NAMES.items()} | ATTRIBUTES
 )

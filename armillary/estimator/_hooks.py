@@ -9,7 +9,7 @@ from typing import Any
 from armillary.actions._conditions import find_parts, tell
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._manager import CheckpointManager
-from armillary.checkpoint._writer import decide
+from armillary.checkpoint._writer import agree_on
 from armillary.cluster._join import get_peers
 from armillary.data.sources._source import may_be_missing
 from armillary.errors import EstimatorError
@@ -118,7 +118,7 @@ class PeriodicCall:
 
     def __call__(self, output: Output) -> None:
         del output
-        if decide("whether a checkpoint is due", self._is_due, get_peers()):
+        if agree_on("whether a checkpoint is due", self._is_due, get_peers()):
             self._last_at = time.monotonic()
             self._call()
 

@@ -15,7 +15,11 @@ from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
-from armillary.data.feed._stream import Position, decode_position, encode_position
+from armillary.data.feed._position import (
+    Position,
+    decode_position,
+    encode_position,
+)
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
@@ -24,10 +28,10 @@ from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.metrics._sums import Mean, Pending
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.trainer._runner import StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._prediction import predict as predict_batches
 from armillary.trainer._standard_evaluator import StandardEvaluator
-from armillary.trainer._standard_evaluator import predict as predict_batches
-from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
+from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Output, PyTree
 
 _BATCHES = (
@@ -130,7 +134,7 @@ def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
         return state  # Another process may have batches left.
     name = dataset.source_name
     position = decode_position(state, name)
-    if next(dataset.read(position), None) is not None:
+    if next(dataset.input.read(position), None) is not None:
         return state
     return encode_position(Position(epoch=position.epoch + 1), name)
 
@@ -244,7 +248,7 @@ class EstimatorTrainer(StandardTrainer):
             )
         return {"loss": loss}
 
-    def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
+    def _start(self, num_steps: int, num_loops: int) -> LoopsOnDevice:
         started = super()._start(num_steps, num_loops)
         started.change(_read_loss)
         return started

@@ -22,8 +22,8 @@ from armillary.distribute.replica._context import get_strategy, require_replica_
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.state._keras import check_backend, set_value, value_of
-from armillary.trainer._hooks import without_python
-from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
+from armillary.trainer._hook_code import without_python
+from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Batch, Output

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 from armillary._launcher import tell
+from armillary._owners import is_library_file
 from armillary._process import ExitCode, get_process
-from armillary._traceback import is_library_file
 from armillary.lifeline._watchdog import Watchdog
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -82,12 +82,14 @@ def _is_same(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
-            return a.dtype == b.dtype and _is_same(*map(jax.random.key_data, (a, b)))
+            is_alike = a.dtype == b.dtype
+            return is_alike and _is_same(jax.random.key_data(a), jax.random.key_data(b))
         return is_equal(np.asarray(a), np.asarray(b))
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_is_same, a, b))
+
     first = _held_by(a)
     second = _held_by(b)
     can_be_compared = bool(first) or isinstance(a, dict)
@@ -123,9 +125,24 @@ def check_captured(
     }
     if not constants:
         return
+
     lifted = {slot.key for slot in state.slots}
     named = _variables_by_name(fn)
     kept = {id(leaf) for leaf in state.read()}
+    captured: list[Variable] = []
+    for variable in _find_variables():
+        value = id(_value_of(variable))
+        if id(variable) in lifted or value not in constants:
+            continue
+        # Two variables may hold the same array, and the step may read the lifted one.
+        if id(variable) in named or value not in kept:
+            captured.append(variable)
+    if captured:
+        raise _error(captured, named, fn, owner, "reads")
+
+
+def _find_variables() -> Iterator[Variable]:
+    """Yields all variables that are alive in this process."""
     # `type`, not `isinstance`: proxies among live objects may run code on access.
     living = gc.get_objects()
     kinds = {
@@ -133,16 +150,9 @@ def check_captured(
         for kind in set(map(type, living))
         if _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
     }
-    variables = (each for each in living if type(each) in kinds)
-    captured = [
-        variable
-        for variable in variables
-        if id(variable) not in lifted
-        and id(_value_of(variable)) in constants
-        and (id(variable) in named or id(_value_of(variable)) not in kept)
-    ]
-    if captured:
-        raise _error(captured, named, fn, owner, "reads")
+    for value in living:
+        if type(value) in kinds:
+            yield value
 
 
 def write_error(
@@ -203,8 +213,10 @@ def _error(
     for variable in variables:
         library = "keras" if _keras.is_variable(variable) else "nnx"
         shape = tuple(getattr(_value_of(variable), "shape", ()))
-        path, _ = named.get(id(variable), ("a variable without a name", None))
-        roots += [path.partition("/")[0]] if id(variable) in named else []
+        path = "a variable without a name"
+        if id(variable) in named:
+            path, _ = named[id(variable)]
+            roots.append(path.partition("/")[0])
         lines.append(f"{path} ({library}.{type(variable).__name__} {shape})")
     example = roots[0] if roots else "model"
     return CapturedStateError(

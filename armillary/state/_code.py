@@ -11,18 +11,13 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from armillary._traceback import (
-    Owner,
-    owner_of_class,
-    owner_of_function,
-    owner_of_module,
-)
+from armillary._owners import Owner, owner_of_class, owner_of_function, owner_of_module
 from armillary.state._holders import FUNCTION_TYPES, entries_of, global_names
 from armillary.state._slots import ABSENT, PLAIN
 
 
-class Place(NamedTuple):
-    """A name in a namespace, and its value when the code was read."""
+class Lookup(NamedTuple):
+    """A name that code looks up, and its value when the code was read."""
 
     path: str
     read: Callable[[], Any]
@@ -30,14 +25,14 @@ class Place(NamedTuple):
 
 
 class Code:
-    """The places that functions, and the functions that they call, may read.
+    """The names that functions, and the functions that they call, may look up.
 
     `objects` are the objects that the functions work with. The code reaches their
     classes.
     """
 
     def __init__(self, functions: Iterable[Any], objects: Iterable[Any]) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self.lookups: dict[tuple[int, str], Lookup] = {}
         self._functions: set[int] = set()
         self._names: set[str] = set()
         # Classes and modules in which the code may look up names.
@@ -46,9 +41,10 @@ class Code:
             self._add(function)
         for value in objects:
             self._add_classes(type(value))
-        known = None
-        while known != (len(self._names), len(self._spaces)):
-            known = (len(self._names), len(self._spaces))
+        # A new space may use names that the earlier spaces have as well.
+        num_known = None
+        while num_known != (len(self._names), len(self._spaces)):
+            num_known = (len(self._names), len(self._spaces))
             for space in list(self._spaces.values()):
                 self._look_into(space)
 
@@ -74,16 +70,19 @@ class Code:
         if id(function) in self._functions:
             return
         self._functions.add(id(function))
+
         is_python = isinstance(function, types.FunctionType)
         if is_python and owner_of_function(function) is not Owner.USER:
             # Installed packages do not change while a program runs, and are large.
             return
+
         entries = entries_of(function)
         code = entries.pop("code", None)
         if code is not None:
             self._names |= names_in(code)
+            space = function.__globals__
             for name in global_names(function) & entries.keys():
-                self._add_place(function.__globals__, function.__globals__, name, name)
+                self._add_name(space, space, name, path=name)
             cells = function.__closure__ or ()
             for name, cell in zip(code.co_freevars, cells, strict=True):
                 self._add_cell(name, cell)
@@ -93,26 +92,31 @@ class Code:
     def _look_into(self, space: Any) -> None:
         """Follows the names of a class or module that code mentions."""
         is_class = isinstance(space, type)
-        for name in self._names & vars(space).keys():
-            value = vars(space)[name]
+        held = vars(space)
+        for name in self._names & held.keys():
+            value = held[name]
             called = _function_of(value)
+            is_descriptor = is_class and hasattr(type(value), "__get__")
             if called is not None:
                 self._add_function(called)
-            elif not (is_class and hasattr(type(value), "__get__")):
+            elif not is_descriptor:
                 path = f"{space.__name__}/{name}"
-                self._add_place(space, vars(space), name, path)
+                self._add_name(space, held, name, path)
                 self._add(value)
-        for name in _SPECIAL & vars(space).keys() if is_class else ():
-            called = _function_of(vars(space)[name])
+        if not is_class:
+            return
+
+        for name in _SPECIAL & held.keys():
+            called = _function_of(held[name])
             if called is not None:
                 self._add_function(called)
 
-    def _add_place(
+    def _add_name(
         self, owner: Any, names: Mapping[str, Any], name: str, path: str
     ) -> None:
-        if (id(owner), name) not in self.places:
+        if (id(owner), name) not in self.lookups:
             read = functools.partial(names.get, name, ABSENT)
-            self.places[id(owner), name] = Place(path, read, names[name])
+            self.lookups[id(owner), name] = Lookup(path, read, names[name])
 
     def _add_cell(self, name: str, cell: types.CellType) -> None:
         def read() -> Any:
@@ -121,16 +125,16 @@ class Code:
             except ValueError:  # The name is not assigned.
                 return ABSENT
 
-        if (id(cell), name) not in self.places:
-            self.places[id(cell), name] = Place(name, read, read())
+        if (id(cell), name) not in self.lookups:
+            self.lookups[id(cell), name] = Lookup(name, read, read())
 
     def values(self) -> Iterator[tuple[Any, str]]:
-        """Yields the mutable values of the places, with their paths."""
-        for place in self.places.values():
-            kind = type(place.value)
-            is_code = issubclass(kind, (*FUNCTION_TYPES, types.ModuleType, type))
-            if kind not in PLAIN and not is_code:
-                yield place.value, place.path
+        """Yields the mutable values of the names, with their paths."""
+        of_code = (*FUNCTION_TYPES, types.ModuleType, type)
+        for lookup in self.lookups.values():
+            kind = type(lookup.value)
+            if kind not in PLAIN and not issubclass(kind, of_code):
+                yield lookup.value, lookup.path
 
 
 # Python calls these methods without a mention of their names.

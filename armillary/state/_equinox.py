@@ -72,9 +72,19 @@ def _replica_type() -> Any:
 
 def _with_mesh_of(old: Any, new: Any) -> Any:
     """Turns a constant into the result of an operation, which has a mesh."""
-    before, now = (jax.eval_shape(lambda value=value: value) for value in (old, new))
+    before = _type_of(old)
+    now = _type_of(new)
     is_alike = (before.shape, before.dtype) == (now.shape, now.dtype)
-    is_real = now.dtype == bool or jnp.issubdtype(now.dtype, jnp.integer)
-    is_real |= jnp.issubdtype(now.dtype, jnp.floating)
-    is_other_mesh = is_alike and before != now
-    return jax.lax.max(new, new) if is_other_mesh and is_real else new
+    has_other_mesh = is_alike and before != now
+    # The maximum of a value and itself is an operation that changes no real value.
+    return jax.lax.max(new, new) if has_other_mesh and _is_real(now.dtype) else new
+
+
+def _type_of(value: Any) -> Any:
+    """Returns the type of a value as JAX knows it, with its mesh."""
+    return jax.eval_shape(lambda: value)
+
+
+def _is_real(dtype: Any) -> bool:
+    is_whole = jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer)
+    return is_whole or jnp.issubdtype(dtype, jnp.floating)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from armillary._traceback import Owner, owner_of_class, owner_of_function
+from armillary._owners import Owner, owner_of_class, owner_of_function
 from armillary.state import _keras, _nnx
 from armillary.state._slots import ABSENT, PLAIN, join, join_keys
 
@@ -32,7 +32,7 @@ _TRANSPARENT = {
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",
     "armillary.estimator._runners.EstimatorTrainer",
-    "armillary.trainer._means.Means",
+    "armillary.trainer._returned_metrics.ReturnedMetrics",
     "armillary.trainer._step_trainer.StepEvaluator",
     "armillary.trainer._step_trainer.StepTrainer",
     "argparse.Namespace",
@@ -54,7 +54,7 @@ FUNCTION_TYPES = (
 _INNER = ("function", "wrapped")
 
 
-class Kind(NamedTuple):
+class Way(NamedTuple):
     """One way in which objects hold others; without `put`, arrays are constants."""
 
     look: Callable[[Any], tuple[list[Any], list[Any]]]
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     """
 
     source: Any
-    kind: Kind
+    way: Way
     names: list[Any]
     values: list[Any]
 
@@ -106,18 +106,34 @@ def _look_at_children(source: Any) -> tuple[list[Any], list[Any]]:
     entries, _ = jax.tree_util.tree_flatten_with_path(
         source, is_leaf=lambda part: part is not source
     )
-    return [join_keys("", keys) for keys, _ in entries], [v for _, v in entries]
+    names = [join_keys("", keys) for keys, _ in entries]
+    values = [value for _, value in entries]
+    return names, values
 
 
 def _look_at_keras(source: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     names = _keras.visible_names(source)
-    return names, [source[name] for name in names]
+    values = [source[name] for name in names]
+    return names, values
 
 
 def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
-    held = {name: _get_member(source, name) for name in _slot_names(type(source))}
-    held = {name: value for name, value in held.items() if value is not ABSENT}
-    return list(held), list(held.values())
+    names: list[Any] = []
+    values: list[Any] = []
+    for name in _slot_names(type(source)):
+        value = _get_member(source, name)
+        if value is not ABSENT:
+            names.append(name)
+            values.append(value)
+    return names, values
+
+
+def _look_at_keras_variable(source: Any) -> tuple[list[Any], list[Any]]:
+    return _look_at_items(_keras.variable_attributes(source))
+
+
+def _look_at_captured(source: Any) -> tuple[list[Any], list[Any]]:
+    return _look_at_items(entries_of(source))
 
 
 def _get_member(source: Any, name: str) -> Any:
@@ -127,25 +143,21 @@ def _get_member(source: Any, name: str) -> Any:
         return ABSENT
 
 
-ITEMS = Kind(_look_at_items, put=operator.setitem)
-ATTRIBUTES = Kind(_look_at_items, put=operator.setitem)
-METADATA = Kind(_look_at_items)
-SEQUENCE = Kind(_look_at_sequence, put=operator.setitem)
-_TUPLE = Kind(_look_at_sequence)
-_CHILDREN = Kind(_look_at_children)
-_KERAS_ATTRIBUTES = Kind(
-    _look_at_keras,
-    put=operator.setitem,
-    join=lambda path, name: join(path, _keras.public_name(name)),
-)
-_KERAS_VARIABLE = Kind(
-    lambda variable: _look_at_items(_keras.variable_attributes(variable))
-)
-_MEMBERS = Kind(_look_at_members, _get_member, object.__setattr__)
-_CAPTURED = Kind(
-    lambda function: _look_at_items(entries_of(function)), join=join_captured
-)
-_CONTAINERS: tuple[tuple[Any, Kind], ...] = (
+def _join_keras(path: str, name: Any) -> str:
+    return join(path, _keras.public_name(name))
+
+
+ITEMS = Way(_look_at_items, put=operator.setitem)
+ATTRIBUTES = Way(_look_at_items, put=operator.setitem)
+METADATA = Way(_look_at_items)
+SEQUENCE = Way(_look_at_sequence, put=operator.setitem)
+_TUPLE = Way(_look_at_sequence)
+_CHILDREN = Way(_look_at_children)
+_KERAS_ATTRIBUTES = Way(_look_at_keras, put=operator.setitem, join=_join_keras)
+_KERAS_VARIABLE = Way(_look_at_keras_variable)
+_MEMBERS = Way(_look_at_members, _get_member, object.__setattr__)
+_CAPTURED = Way(_look_at_captured, join=join_captured)
+_CONTAINERS: tuple[tuple[Any, Way], ...] = (
     (dict, ITEMS),
     (list | collections.deque, SEQUENCE),
     (tuple, _TUPLE),
@@ -161,9 +173,9 @@ def is_opaque(kind: type) -> bool:
     return owner_of_class(kind) is Owner.LIBRARY
 
 
-def part_of(source: Any, kind: Kind) -> Part:
+def part_of(source: Any, way: Way) -> Part:
     """Returns the names and values that an object holds in one way."""
-    return Part(source, kind, *kind.look(source))
+    return Part(source, way, *way.look(source))
 
 
 def parts_of(value: Any) -> list[Part]:
@@ -194,8 +206,10 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
         held = attributes_of(value)
         if not (parts or is_node or jax.tree_util.all_leaves([value])):
             children = part_of(value, _CHILDREN)
-            # First, as its names are those of paths; and not twice.
-            own, pairs = held or {}, children.held.items()
+            # Before the attributes, because paths have these names. If the children
+            # are the attributes, they are not listed twice.
+            own = held or {}
+            pairs = children.held.items()
             if not all(own.get(name, ABSENT) is child for name, child in pairs):
                 parts.append(children)
         if held is not None and held is not value:
@@ -215,10 +229,10 @@ def _is_leaf(kind: type) -> bool:
 
 def is_unchanging(part: Part) -> bool:
     """Returns whether a part cannot change: a tuple, or a frozen class's slots."""
-    if part.kind is _TUPLE:
+    if part.way is _TUPLE:
         return True
     parameters = getattr(type(part.source), "__dataclass_params__", None)
-    return part.kind is _MEMBERS and parameters is not None and parameters.frozen
+    return part.way is _MEMBERS and parameters is not None and parameters.frozen
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
@@ -250,13 +264,15 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slot_names(kind: type) -> tuple[str, ...]:
-    return tuple(
-        name
-        for base in reversed(kind.__mro__)
-        if "__slots__" in vars(base) and not is_opaque(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+    """Returns the names in the `__slots__` of a class and its bases."""
+    names: list[str] = []
+    for base in reversed(kind.__mro__):
+        if "__slots__" not in vars(base) or is_opaque(base):
+            continue
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                names.append(name)
+    return tuple(names)
 
 
 def is_claimed(value: Any) -> bool:
@@ -295,8 +311,9 @@ def is_frozen(value: Any) -> bool:
     held = attributes_of(value)
     if not held or is_claimed(value) or not dataclasses.is_dataclass(value):
         return False
+    name, own = next(iter(held.items()))
     try:
-        setattr(value, *next(iter(held.items())))  # the value that it has already
+        setattr(value, name, own)  # the value that it has already
     except dataclasses.FrozenInstanceError:
         return True
     return False
@@ -340,15 +357,19 @@ def global_names(fn: Any) -> frozenset[str]:
 
 def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
     entries: dict[str, Any] = {"code": fn.__code__}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+    cells = fn.__closure__ or ()
+    for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
         try:
             entries[name] = cell.cell_contents
         except ValueError:  # a name that is assigned only later
             continue
+
     defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    entries |= {f"default #{i}": value for i, value in enumerate(defaults)}
-    names = sorted(global_names(fn) & fn.__globals__.keys())
-    entries |= {name: fn.__globals__[name] for name in names}
+    for index, value in enumerate(defaults):
+        entries[f"default #{index}"] = value
+    for name in sorted(global_names(fn) & fn.__globals__.keys()):
+        entries[name] = fn.__globals__[name]
+
     # The objects of `armillary.function` are not searched for the function they wrap.
     wrapped = getattr(fn, "__wrapped__", None)
     return entries if wrapped is None else entries | {"wrapped": wrapped}

@@ -133,8 +133,10 @@ def visible_names(attributes: dict[str, Any]) -> list[str]:
     is_optimizer = "_trainable_variables_indices" in attributes
     # An optimizer lists the variables that it trains, which belong to the model.
     hidden = {*_INTERNAL, "_trainable_variables"} if is_optimizer else _INTERNAL
-    own = [name for name in attributes if name not in hidden and name not in _STORES]
-    return own + [name for name in _STORES if name in attributes and name not in hidden]
+    visible = [name for name in attributes if name not in hidden]
+    own = [name for name in visible if name not in _STORES]
+    stores = [name for name in _STORES if name in visible]
+    return own + stores
 
 
 def public_name(name: Any) -> Any:
@@ -195,11 +197,15 @@ _NODE_TYPES = (
 
 
 def _is_on_jax(kind: type, names: Collection[str]) -> bool:
+    """Returns whether a class derives from one of these classes of Keras.
+
+    Raises if it does, but Keras does not run on JAX.
+    """
     keras = keras_module()
-    types = (
-        () if keras is None else (operator.attrgetter(name)(keras) for name in names)
-    )
-    if not issubclass(kind, tuple(types)):
+    if keras is None:
+        return False
+    types = tuple(operator.attrgetter(name)(keras) for name in names)
+    if not issubclass(kind, types):
         return False
     check_backend()
     return True

@@ -52,17 +52,17 @@ class State:
         self._reads = reads
         self._functions = functions
         self._walk = Walk(self.roots)
-        self.slots: tuple[Slot, ...] = tuple(
-            sorted(self._walk.slots.values(), key=lambda slot: slot.path)
-        )
-        self._nodes = [
-            node.value for node in self._walk.nodes.values() if _nnx.is_node(node.value)
-        ]
+        found = self._walk.slots.values()
+        self.slots: tuple[Slot, ...] = tuple(sorted(found, key=lambda slot: slot.path))
+        objects = [node.value for node in self._walk.nodes.values()]
+        self._nodes = [value for value in objects if _nnx.is_node(value)]
+
         # The path and the slot of each array, and the range of each slot's arrays.
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
-        self.ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
+        starts = [0, *stops]
+        self.ranges = list(zip(self.slots, starts, stops, strict=False))
 
     @functools.cached_property
     def kinds(self) -> tuple[LeafKind, ...]:
@@ -128,10 +128,9 @@ class State:
 
     def changes_since(self, old: "State") -> dict[str, str]:
         """Returns the plain values that are not the same as in `old`, by path."""
-        before, now = (
-            {**each._code_watch.facts(), **find_facts(each._walk, self._names)}
-            for each in (old, self)
-        )
+        names = self._names
+        before = {**old._code_watch.facts(), **find_facts(old._walk, names)}
+        now = {**self._code_watch.facts(), **find_facts(self._walk, names)}
         return find_differences(before, now)
 
     def note_read(self, name: str) -> None:
@@ -150,12 +149,9 @@ class State:
         # An attribute that no step has read counts only if the step assigned to it.
         names = self._names
         if names is not None:
-            nodes = (walk.nodes[id(walk.roots[0][0])] for walk in (before, after))
-            old, new = (dict(p for part in n.parts for p in part.pairs) for n in nodes)
-            every = {*old, *new}
-            kept = {n for n in every if old.get(n, ABSENT) is new.get(n, ABSENT)}
-            names = names | (every - kept)
-        old, new = (find_facts(walk, names) for walk in (before, after))
+            names = names | _find_assigned(before, after)
+        old = find_facts(before, names)
+        new = find_facts(after, names)
         return find_differences(old, new, before.holding_slots())
 
     def read(self) -> list[Any]:
@@ -189,16 +185,17 @@ class State:
             yield
         finally:
             for part in parts:
-                if part.kind is ATTRIBUTES:
-                    for name in part.source.keys() - part.held.keys():
-                        del part.source[name]
-                    part.source.update(part.held)
+                if part.way is not ATTRIBUTES:
+                    continue
+                for name in part.source.keys() - part.held.keys():
+                    del part.source[name]
+                part.source.update(part.held)
 
     @contextlib.contextmanager
     def moved(self) -> Iterator[Callable[[], None]]:
         """Gives a function that moves the variables of this trace into another one."""
-        variables = [s.variable for s in self.slots if isinstance(s, _nnx.NnxSlot)]
-        variables = [each for each in variables if _nnx.is_here(each)]
+        slots = [slot for slot in self.slots if isinstance(slot, _nnx.NnxSlot)]
+        variables = [slot.variable for slot in slots if _nnx.is_here(slot.variable)]
         nodes = [node for node in self._nodes if _nnx.is_here(node)]
         undo: list[Callable[[], None]] = []
 
@@ -240,18 +237,20 @@ class State:
         leaves: list[Any] = []
         for slot, start, stop in self.ranges:
             try:
-                new = slot.read()
+                values = slot.read()
             except StateStructureError as error:
-                changes.extend(str(error).splitlines())
+                changes.extend(error.changes)
                 continue
-            for path, a, b in zip(slot.paths, before[start:stop], new, strict=True):
-                b = as_array(b)
-                if (a.shape, a.dtype) != (b.shape, b.dtype):
-                    changes.append(f"{path}: {describe(a)} became {describe(b)}")
-            leaves.extend(map(strong, new))
+            rows = zip(slot.paths, before[start:stop], values, strict=True)
+            for path, old, value in rows:
+                new = as_array(value)
+                if (old.shape, old.dtype) != (new.shape, new.dtype):
+                    changes.append(f"{path}: {describe(old)} became {describe(new)}")
+            leaves.extend(map(strong, values))
         changes += new_places
         if not changes:
             return leaves
+
         lines = "\n".join(f"  {change}" for change in changes)
         way_out = (
             "Make every place in the constructor with its final shape and dtype (an "
@@ -269,29 +268,55 @@ class State:
             f"`{step_name}` changed {len(changes)} of "
             f"{len(self.paths) + len(new_places)} slots, and a compiled loop needs the "
             "same places with the same shape and dtype after every step:\n"
-            f"{lines}\n{way_out}"
+            f"{lines}\n{way_out}",
+            changes=changes,
         )
 
     def find_new_places(self, after: Walk) -> list[str]:
         """Returns a line for each place that a step put an array into in vain."""
         keys = {slot.key for slot in self.slots}
         paths = {slot.path for slot in self.slots}
-        found = [
-            f"{slot.path}: in a new object that the step made, but the loop carries "
-            "the arrays of the old object: assign to the old object "
-            "(`variable[...] = value`, `setattr`), or make its class a pytree "
-            "(`jax.tree_util.register_dataclass`), so that a new value can replace it"
-            if slot.path in paths
-            else f"{slot.path}: made by the step, so nothing carries it to the next one"
-            for key, slot in after.slots.items()
-            if key not in keys
-        ]
-        return found + [
-            f"{path}: the step put an array into a name, a tuple or a function, which "
-            "nothing carries to the next step: hold it in an attribute or a variable"
-            for path, array in after.constants
-            if isinstance(array, Tracer)
-        ]
+        lines: list[str] = []
+        for key, slot in after.slots.items():
+            if key in keys:
+                continue
+            if slot.path in paths:
+                lines.append(
+                    f"{slot.path}: in a new object that the step made, but the loop "
+                    "carries the arrays of the old object: assign to the old object "
+                    "(`variable[...] = value`, `setattr`), or make its class a pytree "
+                    "(`jax.tree_util.register_dataclass`), so that a new value can "
+                    "replace it"
+                )
+            else:
+                lines.append(
+                    f"{slot.path}: made by the step, so nothing carries it to the next "
+                    "one"
+                )
+        for path, array in after.constants:
+            if isinstance(array, Tracer):
+                lines.append(
+                    f"{path}: the step put an array into a name, a tuple or a "
+                    "function, which nothing carries to the next step: hold it in an "
+                    "attribute or a variable"
+                )
+        return lines
+
+
+def _find_assigned(before: Walk, after: Walk) -> set[Any]:
+    """Returns the attributes of the first root that a step has assigned to."""
+    old = _attributes_of_root(before)
+    new = _attributes_of_root(after)
+    names = {*old, *new}
+    return {n for n in names if old.get(n, ABSENT) is not new.get(n, ABSENT)}
+
+
+def _attributes_of_root(walk: Walk) -> dict[Any, Any]:
+    root, _ = walk.roots[0]
+    held: dict[Any, Any] = {}
+    for part in walk.nodes[id(root)].parts:
+        held.update(part.pairs)
+    return held
 
 
 def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:

@@ -41,6 +41,7 @@ ANY_ARRAY = object()
 
 # A look that begins at each level of a deep nest must not go to its end each time.
 _MOST_LEVELS = 16
+_MOST_LETTERS = 60  # of a value in a message
 
 
 def are_plain(values: Iterable[object]) -> bool:
@@ -73,18 +74,23 @@ def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> 
 
         contents: list[Iterable[Any]] = []
         for kind in kinds.intersection(nests):
-            inner: Any = values
+            same: Any = values
             if len(kinds) > 1:
-                inner = [value for value in values if type(value) is kind]
+                same = [value for value in values if type(value) is kind]
             if kind is not tuple:
-                by_id = dict(zip(map(id, inner), inner, strict=True))
-                for known in by_id.keys() & seen:
-                    del by_id[known]
-                seen |= by_id.keys()
-                inner = by_id.values()
-            contents += map(dict.values, inner) if kind is dict else inner
+                same = _leave_out_seen(same, seen)
+            contents += map(dict.values, same) if kind is dict else same
         values = list(itertools.chain.from_iterable(contents))
     return False
+
+
+def _leave_out_seen(values: Collection[Any], seen: set[int]) -> Collection[Any]:
+    """Returns the values that are not in `seen`, and adds them there."""
+    by_id = dict(zip(map(id, values), values, strict=True))
+    for known in by_id.keys() & seen:
+        del by_id[known]
+    seen |= by_id.keys()
+    return by_id.values()
 
 
 def is_array(value: object) -> bool:
@@ -105,9 +111,7 @@ def is_equal(a: object, b: object) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray | np.generic):
-        a, b = np.asarray(a), np.asarray(b)
-        is_alike = a.shape == b.shape and a.dtype == b.dtype
-        return is_alike and (np.array_equal(a, b) or a.tobytes() == b.tobytes())
+        return _are_equal_arrays(np.asarray(a), np.asarray(b))
     if type(a).__hash__ is None and not isinstance(a, set):
         return False
     if type(a).__eq__ is object.__eq__:
@@ -116,6 +120,13 @@ def is_equal(a: object, b: object) -> bool:
         return bool(a == b)
     except Exception:  # the comparison is the user's code
         return False
+
+
+def _are_equal_arrays(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    # NaN is not equal to itself, but has the same bytes.
+    return np.array_equal(a, b) or a.tobytes() == b.tobytes()
 
 
 class Role(enum.Enum):
@@ -196,9 +207,11 @@ class Slot:
         self._is_claimed = is_leaf
         self.key: Hashable = (id(source), name)
         self.annotations: dict[str, Any] = {}
+
         value = self.get()
         if is_array(value):  # as nearly every variable
-            entries, self.treedef = [((), value)], _LEAF
+            entries = [((), value)]
+            self.treedef = _LEAF
         else:
             entries, self.treedef = jax.tree_util.tree_flatten_with_path(
                 value, is_leaf=is_leaf
@@ -211,6 +224,7 @@ class Slot:
         self.paths = tuple(self._leaf_paths[i] for i in self._positions)
         # The leaves that are not arrays, with `None` in the place of each array.
         self._static = [None if is_state(leaf) else leaf for leaf in leaves]
+
         # JAX flattens much faster without a Python function to call.
         has_objects = is_leaf is not None and any(map(is_leaf, self._static))
         self._is_leaf_if_any = is_leaf if has_objects else None
@@ -223,6 +237,7 @@ class Slot:
 
     @property
     def others(self) -> list[tuple[str, Any]]:
+        """The leaves that are not arrays, with their paths."""
         triples = zip(self._leaf_paths, self._static, self.is_dynamic, strict=True)
         return [(path, leaf) for path, leaf, dynamic in triples if not dynamic]
 
@@ -251,19 +266,23 @@ class Slot:
             return [value]
         leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_claimed)
         if treedef != self.treedef and not self._is_alike(value, treedef):
-            raise StateStructureError(
-                f"{self.path}: tree structure {self.treedef} became {treedef}"
-            )
-        rows = zip(self._leaf_paths, self.is_dynamic, self._static, leaves, strict=True)
-        changes = [
-            f"{path}: {became(ANY_ARRAY if dynamic else old, new)}"
-            for path, dynamic, old, new in rows
-            if dynamic != self._is_state(new)
-            or not (dynamic or self._is_same(old, new))
-        ]
+            change = f"{self.path}: tree structure {self.treedef} became {treedef}"
+            raise StateStructureError(change, changes=[change])
+        changes = self._find_changes(leaves)
         if changes:
-            raise StateStructureError("\n".join(changes))
+            raise StateStructureError("\n".join(changes), changes=changes)
         return [leaves[i] for i in self._positions]
+
+    def _find_changes(self, leaves: Sequence[Any]) -> list[str]:
+        """Returns a line for each leaf that only a new search could carry."""
+        rows = zip(self._leaf_paths, self.is_dynamic, self._static, leaves, strict=True)
+        changes: list[str] = []
+        for path, was_array, old, new in rows:
+            is_kept = was_array or self._is_same(old, new)
+            if was_array != self._is_state(new) or not is_kept:
+                before = ANY_ARRAY if was_array else old
+                changes.append(f"{path}: {became(before, new)}")
+        return changes
 
     def _is_alike(self, value: Any, treedef: Any) -> bool:
         """Returns whether a new structure counts as the one that was found."""
@@ -314,12 +333,12 @@ class Slot:
         def is_part(value: Any) -> bool:
             return self._is_own(value) or is_optax_state(value)
 
-        return [
-            is_optax_state(part)
-            for part in jax.tree.leaves(self.get(), is_leaf=is_part)
-            for leaf in jax.tree.leaves(part, is_leaf=self._is_claimed)
-            if self._is_state(leaf)
-        ]
+        flags: list[bool] = []
+        for part in jax.tree.leaves(self.get(), is_leaf=is_part):
+            leaves = jax.tree.leaves(part, is_leaf=self._is_claimed)
+            num_arrays = sum(map(self._is_state, leaves))
+            flags += [is_optax_state(part)] * num_arrays
+        return flags
 
     def _is_own(self, value: Any) -> bool:
         return self._is_claimed is not None and self._is_claimed(value)
@@ -351,9 +370,16 @@ def join(path: str, name: object) -> str:
 def join_keys(path: str, keys: Iterable[Any]) -> str:
     """Returns the path of a leaf, from the keys that JAX gives it, below `path`."""
     for entry in keys:
-        kinds = (kind for kind in ("key", "idx", "name") if hasattr(entry, kind))
-        path = join(path, getattr(entry, next(kinds, ""), entry))
+        path = join(path, _name_of(entry))
     return path
+
+
+def _name_of(entry: Any) -> Any:
+    """Returns the name or index in a key of JAX, or the key itself."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
 
 
 def describe(leaf: PyTree) -> str:
@@ -361,7 +387,9 @@ def describe(leaf: PyTree) -> str:
     if isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype"):
         return f"{leaf.dtype} {leaf.shape}"
     shown = repr(leaf)
-    return f"{type(leaf).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"
+    if len(shown) > _MOST_LETTERS:
+        shown = f"{shown[:_MOST_LETTERS]}..."
+    return f"{type(leaf).__name__} {shown}"
 
 
 def became(old: Any, new: Any) -> str:

@@ -1,13 +1,11 @@
-"""A table of a model's arrays with their shapes and sizes; a reader of global steps.
+"""A table of a model's arrays with their shapes and sizes.
 
 Only shapes and dtypes are read. So the arrays may be abstract, and no device is used.
 """
 
 import collections
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,40 +21,6 @@ from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class StepCounter:
-    """Reads a global step, which may wait for the device."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-
-    def __call__(self) -> int:
-        return self.snapshot()()
-
-    def snapshot(self) -> Callable[[], int]:
-        """Returns a function that returns the step of now, even after more steps.
-
-        No program reuses the memory of a scalar, so the array can still be read later.
-        """
-        step = self._read()
-        return lambda: int(np.asarray(step))
-
-
-def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
-    """Returns a reader of the global step that a user gave as the argument `name`."""
-    if _keras.is_variable(global_step):
-        return StepCounter(functools.partial(_keras.value_of, global_step))
-    if _nnx.is_variable(global_step):
-        return StepCounter(global_step.get_value)
-    if callable(global_step):
-        return StepCounter(global_step)
-    raise TypeError(
-        f"`{name}` is {global_step!r} of type {type(global_step).__name__}, but "
-        "it must be a variable that the steps advance, or a function that returns the "
-        "step. Use `optimizer.step`, `armillary.create_global_step()`, or "
-        "`lambda: trainer.step`."
-    )
 
 
 @dataclass(frozen=True)
@@ -121,32 +85,45 @@ class ModelSummary:
     @property
     def modules(self) -> list[ModuleSize]:
         """The parts into which the model divides first, the largest part first."""
-        inner = [row.path.split("/")[:-1] for row in self.parameters]
-        columns = (set(names) for names in zip(*inner, strict=False))
-        shared = 1 + len(
-            list(itertools.takewhile(lambda each: len(each) == 1, columns))
-        )
+        holders = [row.path.split("/")[:-1] for row in self.parameters]
+        depth = 1 + _count_shared(holders)
         parts: dict[str, list[ArrayRow]] = collections.defaultdict(list)
-        for row, places in zip(self.parameters, inner, strict=True):
-            parts["/".join(places[:shared]) or row.path].append(row)
+        for row, names in zip(self.parameters, holders, strict=True):
+            part = "/".join(names[:depth])
+            parts[part or row.path].append(row)
         sizes = [_sum(name, rows) for name, rows in parts.items()]
         return sorted(sizes, key=lambda size: -size.count)
 
     def __rich__(self) -> "Table":
         sums = [_sum("parameters", self.parameters)]
-        if others := [row for row in self.rows if not row.is_parameter]:
+        others = [row for row in self.rows if not row.is_parameter]
+        if others:
             sums.append(_sum("other state", others))
 
-        def size(of: ArrayRow | ModuleSize) -> tuple[str, str]:
-            return f"{of.count:,}", format_bytes(of.bytes)
-
-        rows = [(r.path, str(r.shape), r.dtype, r.kind, *size(r)) for r in self.rows]
-        totals = [(each.name, "", "", "", *size(each)) for each in sums]
+        rows = [
+            (row.path, str(row.shape), row.dtype, row.kind, *_format_size(row))
+            for row in self.rows
+        ]
+        totals = [(each.name, "", "", "", *_format_size(each)) for each in sums]
         head = ["array", "shape", "dtype", "kind", "count", "size"]
-        return make_table(head, rows, totals, numbers=head[-2:])
+        return make_table(head, rows, totals, numbers=["count", "size"])
 
     def __str__(self) -> str:
         return as_text(self.__rich__(), width=88)
+
+
+def _count_shared(paths: list[list[str]]) -> int:
+    """Returns the number of names with which all paths begin."""
+    count = 0
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        count += 1
+    return count
+
+
+def _format_size(of: ArrayRow | ModuleSize) -> tuple[str, str]:
+    return f"{of.count:,}", format_bytes(of.bytes)
 
 
 def _sum(name: str, rows: list[ArrayRow]) -> ModuleSize:
@@ -186,19 +163,14 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
     walk = Walk([(model, "")])
     slots = walk.slots.values()
     has_variables = any(slot.variable is not None for slot in slots)
-    # A pytree may hold abstract arrays. Objects of classes that JAX does not know are
-    # leaves of it.
-    leaves = [] if has_variables else jax.tree_util.tree_leaves_with_path(model)
-    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-    arrays = [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, kinds)]
-    for keys, leaf in arrays:
-        yield _row(join_keys("", keys), leaf, "array", _is_number(leaf))
-    # The optimizer, metrics and seeds of a compiled Keras model are left out.
-    layers = getattr(_keras.keras_module(), "Layer", ())
-    nodes = (node.value for node in walk.nodes.values())
-    found = (node.weights for node in nodes if isinstance(node, layers))
-    weights = {id(weight) for each in found for weight in each}
-    for slot in () if arrays else slots:
+    if not has_variables:
+        rows = list(_find_rows_of_tree(model))
+        if rows:
+            yield from rows
+            return
+
+    weights = _find_weights_of_layers(walk)
+    for slot in slots:
         columns = zip(slot.paths, slot.read(), slot.is_of_optimizer(), strict=True)
         for path, array, is_of_optimizer in columns:
             if isinstance(slot, _nnx.NnxSlot):
@@ -211,6 +183,29 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
                 yield _row(path, array, "array", is_parameter)
             elif slot.key in weights:
                 yield _row(path, array, "weight", slot.role is Role.PLAIN)
+
+
+def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:
+    """Yields the arrays of a pytree, which may be abstract.
+
+    Objects of classes that JAX does not know are leaves of the pytree.
+    """
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            yield _row(join_keys("", keys), leaf, "array", _is_number(leaf))
+
+
+def _find_weights_of_layers(walk: Walk) -> set[int]:
+    """Returns the `id`s of the weights of all Keras layers.
+
+    The optimizer, metrics and seeds of a compiled Keras model are not among them.
+    """
+    layer_type = getattr(_keras.keras_module(), "Layer", ())
+    weights: set[int] = set()
+    for node in walk.nodes.values():
+        if isinstance(node.value, layer_type):
+            weights.update(map(id, node.value.weights))
+    return weights
 
 
 def _row(path: str, array: Any, kind: str, is_parameter: bool) -> ArrayRow:

@@ -119,10 +119,11 @@ class PureSlot(TreeSlot):
         return [leaf for leaf in leaves if self._is_state(leaf.value)]
 
     def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
-        has_variables = any(map(_nnx.is_variable, _shallow_leaves(self.get())))
+        value = self.get()
+        has_variables = any(map(_nnx.is_variable, _shallow_leaves(value)))
         if not has_variables:
             return super()._name_leaves(entries)
-        return [leaf.path(self.path) for leaf in leaves_of(self.get(), is_object)]
+        return [leaf.path(self.path) for leaf in leaves_of(value, is_object)]
 
     def kinds(self) -> list[LeafKind]:
         return [self.owner._kind_of_leaf(leaf) for leaf in self._leaves()]
@@ -165,14 +166,19 @@ def pure_path_of(slot: Slot, path: str) -> str | None:
 
 def kind_of(leaf: Leaf) -> LeafKind:
     """Returns the kind of an array in a pytree, from the libraries of its nodes."""
-    for depth, node in enumerate(leaf.above):
+    parent = None
+    for node in leaf.above:
         if _nnx.is_variable(node):
-            held_by = leaf.above[depth - 1] if depth else None
-            return _nnx.kind_of(node, held_by)
+            return _nnx.kind_of(node, held_by=parent)
+        parent = node
     if any(map(is_optax_state, leaf.above)):
         return LeafKind(Role.PLAIN)
+
     names = join_keys("", leaf.keys).split("/")
+    if _BATCH_STATISTICS in names:
+        return LeafKind(Role.BATCH_STATISTIC)
+    # The state of Equinox also holds flags and counts, which are equal everywhere.
     is_float = is_array(leaf.value) and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
-    is_of_equinox = is_float and any(map(_equinox.is_state, leaf.above))
-    is_statistic = _BATCH_STATISTICS in names or is_of_equinox
-    return LeafKind(Role.BATCH_STATISTIC if is_statistic else Role.PLAIN)
+    if is_float and any(map(_equinox.is_state, leaf.above)):
+        return LeafKind(Role.BATCH_STATISTIC)
+    return LeafKind(Role.PLAIN)

@@ -120,7 +120,7 @@ class Walk:
             self.slots[key].role = self._roles[key]
 
     def _visit(self, task: _Task) -> None:
-        value, path, _, _, above = task
+        value = task.value
         if type(value) in PLAIN:
             return
         if not self._finds_slots:
@@ -128,14 +128,17 @@ class Walk:
                 return
         elif not _is_plain_nest(value) and self._add_state(task):
             return
-        if above is not None:
-            self.edges[above[0]].append((above[1], id(value)))
+
+        if task.above is not None:
+            holder, name = task.above
+            self.edges[holder].append((name, id(value)))
         if id(value) in self.nodes:
             return
+
         parts = parts_of(value)
         if parts or is_mutable_leaf(value):
-            self.nodes[id(value)] = Node(value, path, parts)
-            self._push(value, path, parts)
+            self.nodes[id(value)] = Node(value, task.path, parts)
+            self._push(value, task.path, parts)
 
     def _add_state(self, task: _Task) -> bool:
         """Adds a value that holds arrays; returns whether the value is now done."""
@@ -159,30 +162,34 @@ class Walk:
         return False
 
     def _push(self, value: Any, path: str, parts: list[Part]) -> None:
+        """Adds a task for each value that a holder holds."""
         is_node = _nnx.is_node(value)
         if is_node and not _nnx.merges_by_sum(value):
-            held = (id(each) for part in parts for each in part.values)
-            self._roles.update(dict.fromkeys(held, Role.PLAIN))
+            for part in parts:
+                self._roles.update(dict.fromkeys(map(id, part.values), Role.PLAIN))
         averages = map(id, _keras.batch_statistics(value))
         self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
+
+        # The tasks are a stack, so the first value comes last.
         for part in reversed(parts):
             if self._passes_over(part.values):
                 continue
             for name, held in reversed(part.pairs):
-                if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
-                    place = part.kind.join(path, name)
-                    above = (id(value), name)
-                    self._tasks.append(_Task(held, place, part, name, above))
+                if type(held) in PLAIN or (is_node and _nnx.is_internal(name)):
+                    continue
+                place = part.way.join(path, name)
+                above = (id(value), name)
+                self._tasks.append(_Task(held, place, part, name, above))
 
     def _add_place(self, task: _Task) -> bool:
         """Adds a place if it holds an array or a pytree with arrays; returns if so."""
         value = task.value
         part = task.part
-        if part is None or part.kind.put is None:
+        if part is None or part.way.put is None:
             return False
         is_pure = self._owner_of_pure_state(task) is not None
+        has_arrays = _has_arrays if is_pure else _holds_arrays
         try:
-            has_arrays = _has_arrays if is_pure else _holds_arrays
             if not (is_array(value) or has_arrays(value)):
                 return False
             slot = self._make_slot(task)
@@ -190,10 +197,8 @@ class Walk:
             # JAX cannot flatten it: for example, a dict with mixed keys.
             return False
         self._add(slot, task.above)
-        self._tasks.extend(
-            _Task(leaf, leaf_path, above=task.above)
-            for leaf_path, leaf in reversed(slot.others)
-        )
+        for leaf_path, leaf in reversed(slot.others):
+            self._tasks.append(_Task(leaf, leaf_path, above=task.above))
         return True
 
     def _make_slot(self, task: _Task) -> Slot:
@@ -201,8 +206,8 @@ class Walk:
         name = task.name
         path = task.path
         assert part is not None
-        get = part.kind.get
-        put = part.kind.put
+        get = part.way.get
+        put = part.way.put
         assert put is not None
         owner = self._owner_of_pure_state(task)
         if owner is not None:
@@ -214,7 +219,7 @@ class Walk:
         if task.above is None or task.name != PURE_STATE or task.part is None:
             return None
         holder = self.nodes[task.above[0]].value
-        is_attribute = task.part.kind is ATTRIBUTES
+        is_attribute = task.part.way is ATTRIBUTES
         is_pure = is_attribute and isinstance(holder, PureStateOwner)
         return holder if is_pure else None
 
@@ -225,16 +230,18 @@ class Walk:
     def reached_from(self, names: Collection[str] | None) -> set[int]:
         """Returns the holders that these attributes of the first root lead to."""
         first = None if names is None else id(self.roots[0][0])
+        constant = self.globals
 
         def below(holder: int) -> list[int]:
-            return [
-                child
-                for name, child in self.edges.get(holder, ())
-                if (holder != first or name in (names or ()))
-                and (holder, name) not in self.globals
-            ]
+            children: list[int] = []
+            for name, child in self.edges.get(holder, ()):
+                is_left_out = holder == first and name not in (names or ())
+                if not is_left_out and (holder, name) not in constant:
+                    children.append(child)
+            return children
 
-        return _spread((id(root) for root, _ in self.roots), below) & self.nodes.keys()
+        roots = [id(root) for root, _ in self.roots]
+        return _spread(roots, below) & self.nodes.keys()
 
     @functools.cached_property
     def leading_to_slots(self) -> set[int]:
@@ -249,12 +256,9 @@ class Walk:
     @functools.cached_property
     def compiled(self) -> list[Any]:
         """The functions of `jax.jit` that lead to slots."""
-        return [
-            node.value
-            for key, node in self.nodes.items()
-            if isinstance(node.value, COMPILED_FUNCTION)
-            and key in self.leading_to_slots
-        ]
+        nodes = [self.nodes[key] for key in self.nodes if key in self.leading_to_slots]
+        values = [node.value for node in nodes]
+        return [value for value in values if isinstance(value, COMPILED_FUNCTION)]
 
     def forget_programs(self) -> None:
         """Clears the caches of `compiled`, whose programs hold the slots' old values.
@@ -265,27 +269,31 @@ class Walk:
             function.clear_cache()
 
     def holding_slots(self) -> set[int]:
+        """Returns the holders of slots; a variable without a holder is its own."""
         slots = self.slots.items()
         return {key if slot.holder is None else slot.holder for key, slot in slots}
 
     @functools.cached_property
     def globals(self) -> set[tuple[int, Any]]:
         """The globals of functions that do not lead to state, and so are constants."""
-        return {
-            (holder, name)
-            for holder, node in self.nodes.items()
-            for name in global_names(node.value)
-            if id(node.parts[0].held.get(name)) not in self.leading_to_slots
-        }
+        found: set[tuple[int, Any]] = set()
+        for holder, node in self.nodes.items():
+            for name in global_names(node.value):
+                value = node.parts[0].held.get(name)
+                if id(value) not in self.leading_to_slots:
+                    found.add((holder, name))
+        return found
 
     def copy(self, holders: Collection[int], *, is_read: bool) -> list[tuple[Any, Any]]:
         """Copies values that are mutable; large arrays only if steps read them."""
         for holder in holders:
-            value = self.nodes[holder].value
-            if self.nodes[holder].parts or holder in self._copies:
+            node = self.nodes[holder]
+            if node.parts or holder in self._copies:
                 continue
-            if is_read or getattr(value, "nbytes", 0) <= _MANY_BYTES:
-                self._copies[holder] = copy.copy(value)
+            is_small = getattr(node.value, "nbytes", 0) <= _MANY_BYTES
+            if is_read or is_small:
+                self._copies[holder] = copy.copy(node.value)
+
         reached = self._copies.keys() & holders
         return [(self.nodes[each].value, self._copies[each]) for each in reached]
 
@@ -293,12 +301,12 @@ class Walk:
         """Returns a value in the form in which two walks are compared."""
         node = self.nodes.get(id(value))
         if node is not None and node.parts:
-            return Found(value, type(value), node.path)
+            return HolderFact(value, type(value), node.path)
         return self._copies.get(id(value), value)
 
 
-class Found(NamedTuple):
-    """A holder, with its type and the first path that leads to it."""
+class HolderFact(NamedTuple):
+    """A holder as walks compare it: its type, and the first path that leads to it."""
 
     value: Any
     kind: Any
@@ -327,7 +335,9 @@ def lasting_slots(walk: Walk) -> list[Slot]:
 
 
 def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> set[int]:
-    pending, reached = list(start), set[int]()
+    """Returns all that `further` leads to, from `start`."""
+    pending = list(start)
+    reached: set[int] = set()
     while pending:
         current = pending.pop()
         if current not in reached:
@@ -377,51 +387,65 @@ class Watch:
         *,
         copies_large: bool | None = None,
     ) -> None:
-        reached = walk.reached_from(names)
         leading = walk.leading_to_slots
+        watched = walk.reached_from(names) | leading
         root = 0 if names is None else id(walk.roots[0][0])
+        # The names of slots and constants, by the `id` of their place.
         without: dict[int, set[Any]] = collections.defaultdict(set)
         for key in (*walk.slots, *walk.globals):
             if isinstance(key, tuple):
-                without[key[0]].add(key[1])
+                source, name = key
+                without[source].add(name)
+
         # Containers to iterate over, and parts to look at again with Python code.
         self._views: list[Iterable[Any]] = []
         self._looks: list[tuple[Part, Collection[Any], list[str] | None]] = []
         self._metadata: list[tuple[Any, Any]] = []
-        held: list[Any] = []
-        for holder in reached | leading:
-            for part in walk.nodes[holder].parts:
+        # The contents of the views, then of the looks.
+        self._held: list[Any] = []
+        for holder in watched:
+            node = walk.nodes[holder]
+            for part in node.parts:
                 left_out = without.get(id(part.source), ())
                 if holder == root:
                     leads = {n for n, child in walk.edges[root] if child in leading}
                     only = sorted({*leads, *(names or ())}.difference(left_out))
                     self._looks.append((part, (), only))
-                elif is_unchanging(part):
-                    continue  # Its contents are watched on their own.
-                elif part.kind is METADATA:
-                    self._metadata.append((part.source, part.held))
-                elif left_out or part.kind not in (ITEMS, ATTRIBUTES, SEQUENCE):
-                    self._looks.append((part, left_out, None))
-                elif part.kind is SEQUENCE:
-                    self._views.append(part.source)
-                    held += part.values
                 else:
-                    # An object of NNX has a record of its names among the values.
-                    if not _nnx.is_node(walk.nodes[holder].value):
-                        self._views.append(part.source)
-                        held += part.names
-                    self._views.append(part.source.values())
-                    held += part.values
-        rest = itertools.chain.from_iterable(_pick(*look) for look in self._looks)
-        self._held = [*held, *rest, _END]
+                    self._add(node, part, left_out)
+        for look in self._looks:
+            self._held += _pick(*look)
+        self._held.append(_END)
+
         if copies_large is None:
             copies_large = names is not None
-        self._copies = walk.copy(reached | leading, is_read=copies_large)
+        self._copies = walk.copy(watched, is_read=copies_large)
+
+    def _add(self, node: Node, part: Part, left_out: Collection[Any]) -> None:
+        """Watches a part of a holder, in the cheapest way that is safe for it."""
+        if is_unchanging(part):
+            return  # Its contents are watched on their own.
+        if part.way is METADATA:
+            self._metadata.append((part.source, part.held))
+            return
+        if left_out or part.way not in (ITEMS, ATTRIBUTES, SEQUENCE):
+            self._looks.append((part, left_out, None))
+            return
+        if part.way is SEQUENCE:
+            self._views.append(part.source)
+            self._held += part.values
+            return
+        # An object of NNX has a record of its names among the values.
+        if not _nnx.is_node(node.value):
+            self._views.append(part.source)
+            self._held += part.names
+        self._views.append(part.source.values())
+        self._held += part.values
 
     def is_current(self) -> bool:
-        """Returns whether the holders hold what they held at first."""
+        """Returns whether the holders still hold the same names and values."""
         looks = (
-            _pick(part_of(part.source, part.kind), left_out, only)
+            _pick(part_of(part.source, part.way), left_out, only)
             for part, left_out, only in self._looks
         )
         # `_END` comes last and is unique, so a shorter or longer list is a difference.
@@ -443,10 +467,10 @@ class CodeWatch:
     def __init__(
         self, walk: Walk, names: Collection[str] | None, functions: Collection[Any]
     ) -> None:
-        held = [walk.nodes[key].value for key in walk.reached_from(names)]
-        found = [each for each in held if issubclass(type(each), FUNCTION_TYPES)]
-        code = Code([*functions, *found], held)
-        self._places = list(code.places.values())
+        objects = [walk.nodes[key].value for key in walk.reached_from(names)]
+        found = [each for each in objects if issubclass(type(each), FUNCTION_TYPES)]
+        code = Code([*functions, *found], objects)
+        self._lookups = list(code.lookups.values())
         values = [
             (value, path)
             for value, path in code.values()
@@ -457,14 +481,14 @@ class CodeWatch:
 
     def is_current(self) -> bool:
         """Returns whether the names still stand for the same, unchanged values."""
-        is_same = all(place.read() is place.value for place in self._places)
+        is_same = all(each.read() is each.value for each in self._lookups)
         return is_same and self._watch.is_current()
 
     def facts(self) -> dict[tuple[str, Any], Any]:
         """Returns the values that the names stood for, by path."""
         facts = find_facts(self._walk, None)
-        for place in self._places:
-            facts.setdefault((place.path, None), self._walk.fact(place.value))
+        for lookup in self._lookups:
+            facts.setdefault((lookup.path, None), self._walk.fact(lookup.value))
         return facts
 
 
@@ -475,7 +499,7 @@ def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list
         return [held.get(name, ABSENT) for name in only]
     kept = [value for name, value in part.pairs if name not in left_out]
     # The names in a list are its indices, and numbers have no identity.
-    return kept if part.kind is SEQUENCE else [*part.names, *kept]
+    return kept if part.way is SEQUENCE else [*part.names, *kept]
 
 
 def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any], Any]:
@@ -485,19 +509,24 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
         (path, None): walk.fact(value) for value, path in walk.roots
     }
     for holder in walk.reached_from(names):
-        for part in walk.nodes[holder].parts:
+        node = walk.nodes[holder]
+        for part in node.parts:
             for name, value in part.pairs:
-                is_other = holder == root and name not in (names or ())
-                if is_other or (holder, name) in walk.globals or _nnx.is_internal(name):
+                is_unread = holder == root and name not in (names or ())
+                is_constant = (holder, name) in walk.globals
+                if is_unread or is_constant or _nnx.is_internal(name):
                     continue
-                place = part.kind.join(walk.nodes[holder].path, name)
+
+                place = part.way.join(node.path, name)
                 slot = walk.slots.get((id(part.source), name))
                 if slot is None:
                     # A dictionary may have an attribute and an item of the same name.
-                    key = (name, part.kind) if (place, name) in facts else name
+                    key = (name, part.way) if (place, name) in facts else name
                     facts[place, key] = walk.fact(value)
                     continue
-                facts[place, name] = Found(value, (slot.treedef, slot.is_dynamic), "")
+
+                structure = (slot.treedef, slot.is_dynamic)
+                facts[place, name] = HolderFact(value, structure, path="")
                 for leaf_path, leaf in slot.others:
                     facts[leaf_path, None] = walk.fact(leaf)
     return facts
@@ -513,26 +542,37 @@ def find_differences(
     A new object of the same type counts as unchanged, unless the `id` of the old object
     is in `fixed`.
     """
-    found = {}
+    found: dict[str, str] = {}
     for key in {**old, **new}:
+        path, _ = key
         before = old.get(key, ABSENT)
         now = new.get(key, ABSENT)
         if not _is_alike(before, now, fixed):
-            found[key[0]] = _became(before, now)
+            found[path] = _became(before, now)
+
     # The line of a holder is enough, so the lines below it are left out.
-    return {p: text for p, text in found.items() if p.rpartition("/")[0] not in found}
+    top: dict[str, str] = {}
+    for path, text in found.items():
+        holder = path.rpartition("/")[0]
+        if holder not in found:
+            top[path] = text
+    return top
 
 
 def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
-    if isinstance(old, Found) and isinstance(new, Found):
+    if isinstance(old, HolderFact) and isinstance(new, HolderFact):
         is_same = old.value is new.value or id(old.value) not in fixed
-        return is_same and old[1:] == new[1:]
+        is_alike = (old.kind, old.path) == (new.kind, new.path)
+        return is_same and is_alike
     return is_equal(old, new)
 
 
 def _became(old: Any, new: Any) -> str:
     """Returns a sentence on the old and the new value of a place."""
-    old, new = (each.value if isinstance(each, Found) else each for each in (old, new))
+    if isinstance(old, HolderFact):
+        old = old.value
+    if isinstance(new, HolderFact):
+        new = new.value
     if old is ABSENT:
         return f"{describe(new)} was put there"
     if new is ABSENT:

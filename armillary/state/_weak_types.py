@@ -65,9 +65,10 @@ def _find_growing(
     leaves = list(leaves_of(state, is_object))
     structure = jax.tree.structure(state, is_leaf=is_object)
     places = [i for i, leaf in enumerate(leaves) if leaf.path(PURE_STATE) in weak]
+    values = [leaves[place].value for place in places]
     types = [
-        jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, weak_type=True)
-        for leaf in (leaves[i] for i in places)
+        jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=True)
+        for value in values
     ]
 
     def run(values: list[Any]) -> list[Any]:

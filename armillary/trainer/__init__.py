@@ -11,14 +11,12 @@ from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
 from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
-from armillary.trainer._runner import (
+from armillary.trainer._options import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )
-from armillary.trainer._runner import (
-    StandardTrainerOptions as StandardTrainerOptions,
-)
+from armillary.trainer._options import StandardTrainerOptions as StandardTrainerOptions
+from armillary.trainer._prediction import predict as predict
 from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
-from armillary.trainer._standard_evaluator import predict as predict
 from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
 from armillary.trainer._step_trainer import StepEvaluator as StepEvaluator
 from armillary.trainer._step_trainer import StepTrainer as StepTrainer

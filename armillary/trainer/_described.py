@@ -16,12 +16,13 @@ from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.strategies._layouts import SingleLayout
-from armillary.trainer._guard import Health
+from armillary.trainer._datasets import distribute, flatten_datasets
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
-from armillary.trainer._means import with_room_for_metrics
+from armillary.trainer._options import LoopOptions
 from armillary.trainer._program import Program
-from armillary.trainer._runner import LoopOptions, distribute, flatten_datasets
+from armillary.trainer._returned_metrics import with_room_for_metrics
 from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._step_guard import Health
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
@@ -30,7 +31,7 @@ from armillary.xla._lowerings import Split
 class DescribedLoop(NamedTuple):
     """The program of a loop, to be lowered under `partitioned(split)`."""
 
-    fn: Any  # from `Program.describe`
+    fn: Any  # from `Program.abstract_call`
     types: tuple[list[Any], list[Any]]  # of its arguments, with shardings over `mesh`
     mesh: AbstractMesh
     step: Any  # one of its steps, as a traced program
@@ -62,17 +63,17 @@ def described(
             "library that could be planned. Write its step as `train_step`."
         )
     with trainer._in_strategy() as strategy:
-        run = trainer._get_train()
-        method = trainer._get_method(run, strategy, "train_step")
-        leaves, structure = flatten_datasets(run.datasets)
+        setup = trainer._get_train()
+        method = trainer._get_method(setup, strategy, "train_step")
+        leaves, structure = flatten_datasets(setup.datasets)
         datasets = [distribute(data, strategy) for data in leaves]
         num_shares = strategy.layout.num_shares
         shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
         options = method.options
-        num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
+        num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
-            gathers = [replace(each.gather, layout=layout) for each in datasets]
+            gathers = [replace(each.input.gather, layout=layout) for each in datasets]
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
 
             def trace() -> tuple[FlatState, Chunk, Program]:
@@ -89,8 +90,8 @@ def described(
             health = None
             if options.on_non_finite is not None:
                 health = Health.start(len(flat.state.paths))
-                health = SingleLayout(everywhere(mesh)).describe(health)
-            fn, types = program.describe(chunk.inputs, health)
+                health = SingleLayout(everywhere(mesh)).placed_types(health)
+            fn, types = program.abstract_call(chunk.inputs, health)
             yield DescribedLoop(
                 fn=fn,
                 types=types,
@@ -127,7 +128,7 @@ def _describe_chunk(
     most_steps: int,
     mesh: AbstractMesh,
 ) -> Chunk:
-    types = [layout.describe(share) for share in shares]
+    types = [layout.placed_types(share) for share in shares]
     active = (layout.num_replicas,) * len(types)
     per_step = programs.count_batches(types, active)
     builder = ChunkBuilder(
@@ -136,17 +137,17 @@ def _describe_chunk(
         max_chunk_bytes=options.max_chunk_bytes,
     )
     pairs = zip(gathers, shares, strict=True)
-    described = [gather.describe(share) for gather, share in pairs]
+    described = [gather.sent_types(share) for gather, share in pairs]
     sent = [types for types, _ in described]
     resident = [types for _, types in described]
-    capacity = builder.count_steps([layout.describe(each) for each in sent])
+    capacity = builder.count_steps([layout.placed_types(each) for each in sent])
     arrays = [
-        layout.describe(each, (capacity * taken,))
+        layout.placed_types(each, (capacity * taken,))
         for each, taken in zip(sent, per_step, strict=True)
     ]
     return Chunk(
         arrays=arrays,
-        resident=[SingleLayout(everywhere(mesh)).describe(each) for each in resident],
+        resident=list(map(SingleLayout(everywhere(mesh)).placed_types, resident)),
         types=types,
         num_steps=capacity,
         capacity=capacity,

@@ -4,7 +4,7 @@ from typing import Any
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 
 
 class EpochHelper:

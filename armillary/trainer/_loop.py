@@ -14,23 +14,23 @@ from typing import Any
 import jax
 
 from armillary._logging import logger
+from armillary.data._dataset import open_feed
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._split import Piece
-from armillary.data.feed._stream import Position
+from armillary.data.feed._piece import Piece
+from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
-from armillary.trainer._guard import LoopCheck, LoopGuard
+from armillary.trainer._data_wait import waiting_for_data
+from armillary.trainer._datasets import flatten_datasets
+from armillary.trainer._eager import run_eagerly
 from armillary.trainer._hooks import map_output
 from armillary.trainer._last_batch import check_last_batch
+from armillary.trainer._loop_guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
-from armillary.trainer._runner import (
-    Run,
-    StepMethod,
-    flatten_datasets,
-    waiting_for_data,
-)
-from armillary.trainer._tracer import StepPrograms, run_eagerly
+from armillary.trainer._setup import Setup
+from armillary.trainer._step_method import StepMethod
+from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 
 # If steps are small, programs with fewer steps cost more to start than to run.
@@ -60,11 +60,11 @@ def _collection_paused() -> Iterator[None]:
 class Loop:
     """Runs the user's step over one nest of datasets."""
 
-    def __init__(self, method: StepMethod, run: Run) -> None:
+    def __init__(self, method: StepMethod, setup: Setup) -> None:
         self._method = method
         self._strategy = method.strategy
-        self.datasets = run.distribute(method.strategy)
-        self._structure = flatten_datasets(run.datasets)[1]
+        self.datasets = setup.distribute(method.strategy)
+        self._structure = flatten_datasets(setup.datasets)[1]
         reads_ahead = method.options.read_ahead
         self._steps_per_chunk = method.options.steps_per_chunk if reads_ahead else 1
         # Without data, there is nothing to read ahead.
@@ -73,21 +73,21 @@ class Loop:
             self._prefetch = 0
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
-        gathers = [data.gather for data in self.datasets]
+        gathers = [data.input.gather for data in self.datasets]
         self._programs = StepPrograms(method, gathers, self._structure)
 
-    def serves(self, method: StepMethod, run: Run) -> bool:
+    def serves(self, method: StepMethod, setup: Setup) -> bool:
         own = self._method
         # An evaluation opens a closed feed again.
         is_open = method.is_evaluation or not self.feed.is_closed
         is_alike = method.keep_results == own.keep_results
-        parts = (run.distribute(method.strategy), method.strategy, method.options)
+        parts = (setup.distribute(method.strategy), method.strategy, method.options)
         own_parts = (self.datasets, own.strategy, own.options)
         return is_open and is_alike and all(map(operator.is_, parts, own_parts))
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
         method = self._method
-        return Feed(
+        return open_feed(
             self.datasets,
             in_pieces=method.is_evaluation,
             begins_anew=begins_anew,
@@ -131,7 +131,7 @@ class Loop:
         return [
             index
             for index, reader in enumerate(self.feed.readers)
-            if not (reader.dataset.is_endless or reader.dataset.is_agreed)
+            if not (reader.data.is_endless or reader.data.is_agreed)
             and (index in self.feed.rests or reader.peek() is not None)
         ]
 
@@ -169,7 +169,7 @@ class Loop:
         """Traces the step for the first batches, and starts to build chunks."""
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
-        types = [reader.gather.types(batch) for reader, batch in pairs]
+        types = [reader.data.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.num_active for batch in first)
         assert self._steps_per_chunk is not None
         batches_per_step = self._programs.count_batches(types, active)
@@ -190,7 +190,7 @@ class Loop:
 
     def _trace_for(self, piece: Piece) -> None:
         """Traces the step for a batch of the only data set."""
-        gather = self.feed.readers[0].gather
+        gather = self.feed.readers[0].data.gather
         self._programs.trace([gather.types(piece)], (piece.num_active,))
 
     # Loops with the hooks of the trainer
@@ -382,11 +382,11 @@ def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
     return count, full
 
 
-def find_loop(run: Run, method: StepMethod) -> Loop:
+def find_loop(setup: Setup, method: StepMethod) -> Loop:
     """Returns the last loop, or a new loop if the step, data or options changed."""
-    if isinstance(run.loop, Loop):
-        if run.loop.serves(method, run):
-            return run.loop
-        run.loop.feed.close()
-    run.loop = Loop(method, run)
-    return run.loop
+    if isinstance(setup.loop, Loop):
+        if setup.loop.serves(method, setup):
+            return setup.loop
+        setup.loop.feed.close()
+    setup.loop = Loop(method, setup)
+    return setup.loop

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import source_line
 from armillary.distribute.program._trace import TracedStep
-from armillary.trainer._guard import is_bad
+from armillary.trainer._step_guard import is_bad
 
 # Programs that are part of the one around them.
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")

@@ -20,9 +20,9 @@ from armillary.data.feed._gather import Gather
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
 from armillary.lifeline._lifeline import waiting
-from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks
-from armillary.trainer._runner import StepMethod
+from armillary.trainer._step_guard import Health, StepGuard
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -142,7 +142,7 @@ class Program:
         with waiting(), jax.transfer_guard_host_to_device("allow"):
             return self._compiled(donated, inputs)  # On a CPU, this runs the steps.
 
-    def describe(
+    def abstract_call(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None
     ) -> tuple[Any, tuple[list[Any], list[Any]]]:
         """Returns this program, to be lowered, and the types of its two arguments.

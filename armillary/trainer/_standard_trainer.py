@@ -1,9 +1,7 @@
 """The training loop that most programs need, modeled on Orbit's `StandardTrainer`."""
 
 import abc
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -12,27 +10,21 @@ from armillary._checks import check_positive_int
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import InputContext, InputOptions
 from armillary.data.sources._source import may_be_missing
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.replica._context import get_strategy
-from armillary.errors import DatasetStateError, OutOfRangeError
+from armillary.errors import DatasetStateError
 from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.trainer._asynchronous_loop import AsynchronousLoop
 from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
-from armillary.trainer._guard import LoopCheck
-from armillary.trainer._hooks import BEGIN, END
+from armillary.trainer._datasets import flatten_datasets
+from armillary.trainer._hook_code import BEGIN, END
 from armillary.trainer._loop import Loop, find_loop
-from armillary.trainer._no_data import NoBatches
-from armillary.trainer._runner import (
-    LoopOptions,
-    Run,
-    Runner,
-    StandardTrainerOptions,
-    check_hooks,
-    flatten_datasets,
-    make_run,
-)
+from armillary.trainer._loop_guard import LoopCheck
+from armillary.trainer._method_names import check_hooks
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._runner import Runner
+from armillary.trainer._setup import Setup, make_setup
 from armillary.typing import Output, PyTree
 
 
@@ -74,7 +66,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
         kind = StandardTrainerOptions
-        self._train_run = make_run("train_dataset", train_dataset, options, kind)
+        self._train_setup = make_setup("train_dataset", train_dataset, options, kind)
 
     @property
     def train_dataset(self) -> PyTree:
@@ -169,26 +161,26 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     def _positions(self) -> list[DistributedDataset | None]:
         """Returns the datasets that have positions, and `None` for all others."""
-        run = self._get_train()
-        parts, _ = flatten_datasets(run.datasets)
+        setup = self._get_train()
+        parts, _ = flatten_datasets(setup.datasets)
         with self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
                 return [None] * len(parts)  # Workers have data of their own.
             is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
             if is_raw and not self._has_own_train():
-                parts = run.hold(strategy)
+                parts = setup.hold(strategy)
         ours = [each for each in parts if isinstance(each, DistributedDataset)]
         lost = [each.source_name for each in ours if not each.is_repositionable]
-        if lost and not run.has_warned and not run.options.read_ahead:
-            run.has_warned = True
+        if lost and not setup.has_warned and not setup.options.read_ahead:
+            setup.has_warned = True
             logger.info(
                 "The training data (%s) has no position, so a run that resumes reads "
                 "it from its beginning. Name the objects that make the data in the "
                 "checkpoint: `Checkpoint(trainer=trainer, game=game)`.",
                 ", ".join(lost),
             )
-        elif lost and not run.has_warned:
-            run.has_warned = True
+        elif lost and not setup.has_warned:
+            setup.has_warned = True
             logger.warning(
                 "No checkpoint holds the position in the training data (%s), because "
                 "the data has no position. A run that resumes reads it from its "
@@ -237,31 +229,31 @@ class StandardTrainer(Runner, AbstractTrainer):
             return super().start(num_steps, num_loops)
         return self._start(num_steps, num_loops)
 
-    def _get_train(self) -> Run:
-        return self._get_run("_train_run", "train_dataset")
+    def _get_train(self) -> Setup:
+        return self._get_setup("_train_setup", "train_dataset")
 
     def _has_own_train(self) -> bool:
         return type(self).train is not StandardTrainer.train or "train" in vars(self)
 
     def _find_loop(self, strategy: Strategy) -> Loop:
-        run = self._get_train()
-        method = self._get_method(run, strategy, "train_step")
-        return find_loop(run, method)
+        setup = self._get_train()
+        method = self._get_method(setup, strategy, "train_step")
+        return find_loop(setup, method)
 
-    def _start(self, num_steps: int, num_loops: int) -> "StartedLoops":
+    def _start(self, num_steps: int, num_loops: int) -> "LoopsOnDevice":
         check_positive_int("num_steps", num_steps)
-        run = self._get_train()
+        setup = self._get_train()
         with claimed(self, "trains"), self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
-                return self._start_asynchronously(run, strategy, num_steps)
+                return self._start_asynchronously(setup, strategy, num_steps)
             loop = self._find_loop(strategy)
-            loop.set_chunk_size(run.steps_per_loop or num_steps)
+            loop.set_chunk_size(setup.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return StartedLoops(0, (), lambda _: [None])
+                return LoopsOnDevice(0, (), lambda _: [None])
             if count := loop.count_loops(num_steps, num_loops):
                 arrays, make = loop.run_loops(num_steps, count)
-                return StartedLoops(num_steps * count, arrays, make)
+                return LoopsOnDevice(num_steps * count, arrays, make)
             self.train_loop_begin()
             num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps
@@ -271,23 +263,23 @@ class StandardTrainer(Runner, AbstractTrainer):
             except BaseException as error:
                 loop.fail(error)
                 raise
-            return StartedLoops(num_run, (), lambda _: [output], check)
+            return LoopsOnDevice(num_run, (), lambda _: [output], check)
 
     def _start_asynchronously(
-        self, run: Run, strategy: ParameterServerStrategy, num_steps: int
-    ) -> "StartedLoops":
-        loop = run.loop
-        if not isinstance(loop, AsynchronousLoop) or not loop.serves(run, strategy):
-            loop = run.loop = AsynchronousLoop(self, strategy, run)
+        self, setup: Setup, strategy: ParameterServerStrategy, num_steps: int
+    ) -> "LoopsOnDevice":
+        loop = setup.loop
+        if not isinstance(loop, AsynchronousLoop) or not loop.serves(setup, strategy):
+            loop = setup.loop = AsynchronousLoop(self, strategy, setup)
         self.train_loop_begin()
         num_run = loop.run(num_steps)
         self.data_exhausted = num_run < num_steps
         output = self.train_loop_end() if num_run else None
         output = loop.add_staleness(output)
-        return StartedLoops(num_run, (), lambda _: [output])
+        return LoopsOnDevice(num_run, (), lambda _: [output])
 
 
-class StartedLoops(PendingLoops):
+class LoopsOnDevice(PendingLoops):
     """Loops whose outputs are `make(arrays)`, with arrays on the device."""
 
     may_overlap = True
@@ -322,101 +314,3 @@ class StartedLoops(PendingLoops):
     def check(self, step: int | None = None) -> None:
         if self._check is not None:
             self._check.resolve(step)
-
-
-class AsynchronousLoop:
-    """The loop of one trainer over its datasets, on the workers of one strategy."""
-
-    def __init__(
-        self, trainer: Any, strategy: ParameterServerStrategy, run: Run
-    ) -> None:
-        # Optax and Ray are imported where they are used.
-        from armillary.parameter_server._coordinator import ClusterCoordinator
-
-        _check_options(run.options)
-        self._step = trainer.train_step
-        self._strategy = strategy
-        self._datasets = run.datasets
-        self._coordinator = ClusterCoordinator(strategy)
-        # Workers do not need the datasets and loops of the trainer, or of an evaluator
-        # that it holds.
-        local = (Run, DistributedDataset)
-        held = [value for value in vars(trainer).values() if isinstance(value, local)]
-        self._coordinator.leave_out([self, *held])
-        self._iterators = jax.tree.map(self._make_iterator, run.datasets)
-        if run.datasets is None:
-            self._iterators = NoBatches("train_dataset", self._step.__name__)
-
-    def serves(self, run: Run, strategy: Strategy) -> bool:
-        return self._datasets is run.datasets and self._strategy is strategy
-
-    def run(self, num_steps: int) -> int:
-        coordinator = self._coordinator
-        coordinator.take_statistics()
-        try:
-            for _ in range(num_steps):
-                coordinator.schedule(self._step, args=(self._iterators,))
-            coordinator.join()
-        except OutOfRangeError:
-            coordinator.join()
-        return coordinator.statistics.num_calls
-
-    def add_staleness(self, output: Output) -> Output:
-        """Returns the output of a loop with the staleness of its steps, in updates."""
-        counts = self._coordinator.statistics
-        if not counts.num_calls or not isinstance(output, Mapping | None):
-            return output
-        staleness = {
-            "mean": counts.total_staleness / counts.num_calls,
-            "max": counts.max_staleness,
-        }
-        return {**(output or {}), "staleness": staleness}
-
-    def _make_iterator(self, dataset: Any) -> Any:
-        from armillary.parameter_server._tasks import PerWorkerDataset
-
-        if isinstance(dataset, PerWorkerDataset):
-            return iter(dataset)
-        if not isinstance(dataset, DistributedDataset):
-            dataset = self._strategy.distribute_dataset(dataset)
-        if dataset.dataset_fn is not None:
-            make = partial(_from_function, dataset.dataset_fn, dataset.options)
-        else:
-            make = partial(_from_source, dataset.source, dataset.options)
-        return iter(self._coordinator.create_per_worker_dataset(make))
-
-
-def _from_function(dataset_fn: Any, options: InputOptions) -> DistributedDataset:
-    return get_strategy().distribute_datasets_from_function(dataset_fn, options)
-
-
-def _from_source(
-    source: Any, options: InputOptions, context: InputContext
-) -> DistributedDataset:
-    """Returns a worker's share of batches that are the same on all workers."""
-    strategy = get_strategy()
-    dataset = strategy.distribute_dataset(source)
-    start = context.input_pipeline_id
-    step = context.num_input_pipelines
-
-    def read_share() -> Iterator[PyTree]:
-        return itertools.islice(dataset.global_batches(0), start, None, step)
-
-    return strategy.distribute_dataset(read_share, options)
-
-
-def _check_options(options: LoopOptions) -> None:
-    for name in (
-        "on_non_finite",
-        "check_replicas_every",
-        "accumulate_steps",
-        "compile_hooks",
-        "read_ahead",
-    ):
-        value = getattr(options, name)
-        if value != getattr(StandardTrainerOptions, name):
-            raise ValueError(
-                f"`{name}` of `StandardTrainerOptions` is {value!r}, but it does not "
-                "work under `ParameterServerStrategy`, where workers run single steps "
-                "and do not wait for each other. Leave it out."
-            )

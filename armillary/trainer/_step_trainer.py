@@ -28,19 +28,19 @@ from armillary.state._slots import LeafKind, describe
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import map_output
-from armillary.trainer._means import (
+from armillary.trainer._no_data import check_step_arguments, take_batches
+from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
+from armillary.trainer._returned_metrics import (
     LoopEnd,
-    Means,
+    ReturnedMetrics,
     add_derived,
     add_metrics,
     make_metrics,
     read_totals,
     with_room_for_metrics,
 )
-from armillary.trainer._no_data import check_step_arguments, take_batches
-from armillary.trainer._runner import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
-from armillary.trainer._standard_trainer import StandardTrainer, StartedLoops
+from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Batch, Output, PyTree
 
 
@@ -217,7 +217,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         add_metrics(self._metrics, result[1], batches)
         self.state = new_state
 
-    def _start(self, num_steps: int, num_loops: int) -> StartedLoops:
+    def _start(self, num_steps: int, num_loops: int) -> LoopsOnDevice:
         if isinstance(self.strategy, ParameterServerStrategy):
             raise ValueError(
                 "`StepTrainer` replaces its whole state in each step, but under a "
@@ -226,13 +226,13 @@ class StepTrainer(StandardTrainer, PureStateOwner):
             )
         start = functools.partial(super()._start, num_steps, num_loops)
         started = with_room_for_metrics(start)
-        if isinstance(self._metrics, Means):
+        if isinstance(self._metrics, ReturnedMetrics):
             started.change(functools.partial(read_totals, self._metrics.seen.spec))
         if self._loop_end is not None:
             self._add_derived(self._loop_end, started)
         return started
 
-    def _add_derived(self, loop_end: LoopEnd, started: StartedLoops) -> None:
+    def _add_derived(self, loop_end: LoopEnd, started: LoopsOnDevice) -> None:
         """Adds the numbers of `loop_end` to the output of a loop that has just run."""
         [output] = started.outputs()  # one loop, because the hooks are in Python
         try:

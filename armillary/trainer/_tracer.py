@@ -4,29 +4,17 @@ A traced step depends on three things: the slots of its state, the shapes of its
 batches, and the plain Python values (flags, rates, names) that it read in the trace.
 Between loops, new slots and new values are detected, and outdated traces and programs
 are dropped.
-
-`run_eagerly` runs the same steps without a compiler, to find mistakes. On one device,
-it runs line by line: a debugger stops in the step, and `print` shows values.
 """
 
-import contextlib
-import re
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from armillary._answers import NAMES
-from armillary._checks import counted, list_lines
 from armillary._jaxpr import read_settings
 from armillary._logging import logger
-from armillary._traceback import Owner, owner_of_class
 from armillary.data._layout import Active
-from armillary.data.feed._chunks import Chunk, check_pieces
-from armillary.data.feed._feed import Feed
+from armillary.data.feed._chunks import Chunk
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._batch_sums import warn_of_sums
 from armillary.distribute.program._compare import check_same_program
@@ -37,25 +25,26 @@ from armillary.distribute.program._trace import (
     StepIterator,
     TracedStep,
     check_taken,
-    explained,
     trace_step,
 )
-from armillary.distribute.replica._context import lifted
-from armillary.errors import RetraceError, StateStructureError
-from armillary.state._lift import State, as_array
-from armillary.state._slots import Role, describe
-from armillary.trainer._hooks import Hooks, need_python, trace_hooks
+from armillary.errors import RetraceError
+from armillary.state._lift import State
+from armillary.trainer._batch_shapes import Leaves, check_shapes
+from armillary.trainer._hook_code import need_python
+from armillary.trainer._hooks import Hooks, trace_hooks
+from armillary.trainer._noticed_prints import noticing_prints
 from armillary.trainer._program import Program
-from armillary.trainer._runner import StepMethod, recorded_reads
+from armillary.trainer._recorded_reads import recorded_reads
+from armillary.trainer._step_checks import (
+    check_evaluation,
+    check_training,
+    warn_of_rates,
+)
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
-_RATES = {"learning_rate", "lr"}
-_is_noticing = threading.Lock()
-_TRACER = re.compile(r"Tracer\(|Traced<")
-_Leaves: TypeAlias = dict[Any, Any]
-"""The arrays of batches, by their paths."""
 
 
 class StepPrograms:
@@ -76,7 +65,7 @@ class StepPrograms:
         self._reason = ""
         self._settings = read_settings()
         # The first batches of each shape.
-        self._shapes: list[_Leaves] = []
+        self._shapes: list[Leaves] = []
         # The attributes of the owner that steps have read; shared with the state.
         self._reads: set[str] = set()
         # The step, and the hooks in its program; shared with the state.
@@ -319,230 +308,3 @@ class StepPrograms:
             num_loops=self.loops_per_chunk,
             is_nested=not is_slow,
         )
-
-
-def run_eagerly(
-    method: StepMethod, feed: Feed[Any], structure: Any
-) -> Iterator[tuple[PyTree, bool]]:
-    """Yields the result of each step, and whether it ended its batch.
-
-    It ends with the data. If the data ends in the middle of a step, that step does not
-    count, but its writes are not undone.
-    """
-    while all(reader.peek() is not None for reader in feed.readers):
-        state = State([(method.owner, "")])
-        flat = FlatState(state, method.strategy)
-        every = tuple(range(len(state.paths)))
-        state.write(flat.join(every, *flat.take(every)))
-        taken: list[list[Any]] = [[] for _ in feed.readers]
-        pairs = zip(feed.readers, taken, strict=True)
-        iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
-        try:
-            with (
-                lifted(state, method.strategy),
-                explained(method.fn, state, method.owner_name),
-            ):
-                result = method(jax.tree.unflatten(structure, iterators))
-        except MoreBatches:
-            feed.note_ends(with_rest=True)
-            return
-        check_taken(method.name, list(map(len, taken)))
-        check_pieces(taken)
-        FlatState(state, method.strategy).settle(())
-        feed.commit_taken()
-        yield result, all(batches[-1].is_last for batches in taken)
-
-
-def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
-    """Yields the batches of a reader on their devices, and adds them to `taken`."""
-    for batch in reader:
-        taken.append(batch)
-        gather = reader.gather
-        yield gather.layout.wrap(gather.place(batch), batch.num_active)
-
-
-def check_shapes(
-    method: StepMethod, seen: list[_Leaves], batches: Sequence[PyTree]
-) -> None:
-    """Checks that batches are like the first ones, and records a new shape.
-
-    The number of examples may differ. `seen` has the first batches of each shape.
-    """
-    axis = 1 if method.strategy.layout.stacked else 0
-    now = dict(jax.tree_util.tree_leaves_with_path(list(batches)))
-    changes = [_compare(first, now, axis) for first in seen]
-    if not all(changes):
-        return
-    most = method.options.max_shapes
-    kinds = [
-        {path: (leaf.ndim, leaf.dtype) for path, leaf in leaves.items()}
-        for leaves in (*seen[:1], now)
-    ]
-    is_shape_only = kinds[0] == kinds[-1]
-    if not seen or (is_shape_only and len(seen) < most):
-        seen.append(now)
-        return
-    kind = "Evaluator" if method.is_evaluation else "Trainer"
-    fix = (
-        "Only the number of examples may be smaller at the end of the data. Pad "
-        "sequences to a few lengths (buckets), and pass the number of lengths: "
-        f"`Standard{kind}Options(max_shapes={2 * most if most > 1 else 8})`."
-        if is_shape_only
-        else "Give all batches one dtype and one structure, for example with `.astype` "
-        "where they are made; `max_shapes` allows only different shapes."
-    )
-    shown = "\n".join(changes[0])
-    raise RetraceError(
-        f"Batches changed after `{method.name}` was compiled for "
-        f"{counted(len(seen), 'shape')} of them:\n{shown}\n{fix}"
-    )
-
-
-def _compare(first: _Leaves, now: _Leaves, axis: int) -> list[str]:
-    """Returns lines on differences other than the number of examples."""
-    changes: list[str] = []
-    for path in first | now:
-        pair = [leaves.get(path) for leaves in (first, now)]
-        parts = [leaf and (leaf.dtype, *leaf.shape[axis + 1 :]) for leaf in pair]
-        if parts[0] != parts[1]:
-            name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-            old, new = ("nothing" if leaf is None else describe(leaf) for leaf in pair)
-            changes.append(f"  {name or 'the batch'}: {old} became {new}")
-    return changes
-
-
-def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
-    """Raises if an evaluation step changes a model; warns if it uses dropout."""
-    owners = {i: state.owners[i] for i in changed}
-    learned = [
-        i
-        for i, slot in owners.items()
-        if slot.role is Role.BATCH_STATISTIC or slot.is_parameter()
-    ]
-    if learned:
-        raise StateStructureError(
-            f"`{name}` changes {counted(len(learned), 'array')} of a model, but an "
-            f"evaluation must not change a model:\n{_list(state, learned)}\n"
-            "Evaluate a view of it, which shares its variables (`self.model = "
-            "nnx.view(model, use_running_average=True)`, with `deterministic=True` if "
-            "it has dropout), and call a Keras model with `training=False`."
-        )
-    nnx = sys.modules.get("flax.nnx")
-    dropouts = [n for n in state._nodes if nnx and isinstance(n, nnx.Dropout)]
-    counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
-    if drawn := [i for i, slot in owners.items() if slot.key in counts]:
-        logger.warning(
-            "`%s` draws random numbers for dropout, so it evaluates the model in "
-            "training mode:\n%s\nEvaluate a view of the model, which shares its "
-            "variables: `self.model = nnx.view(model, deterministic=True)`.",
-            name,
-            _list(state, drawn),
-        )
-
-
-class _Noticing:
-    """A stream that forwards all text, and notes whether a tracer was printed."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.has_tracer = False
-
-    def write(self, text: str) -> Any:
-        self.has_tracer = self.has_tracer or _TRACER.search(text) is not None
-        return self.stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextlib.contextmanager
-def noticing_prints(name: str) -> Iterator[None]:
-    """Warns if a step prints a tracer, which has no value while it is traced."""
-    # One at a time, because two threads would restore each other's stream.
-    if sys.stdout is None or not _is_noticing.acquire(blocking=False):
-        yield
-        return
-    stream: Any = _Noticing(sys.stdout)
-    try:
-        with contextlib.redirect_stdout(stream):
-            yield
-    finally:
-        _is_noticing.release()
-    if stream.has_tracer:
-        logger.warning(
-            "`%s` printed a tracer, which stands for an array without a value, because "
-            "Python runs a step only once, while it is traced. To print in each step, "
-            'write `jax.debug.print("{}", x)`. To run line by line on one device, use '
-            "`compile_step=False` in the options of the trainer.",
-            name,
-        )
-
-
-def warn_of_rates(state: State) -> None:
-    """Warns if a learning rate was assigned to an optimizer of Flax."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    for node in state.nodes:
-        kind = type(node.value)
-        # A class that the user wrote may use such an attribute itself.
-        if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:
-            continue
-        for name in sorted(_RATES & vars(node.value).keys()):
-            logger.warning(
-                "`%s/%s` was assigned, but nothing reads it: the rate of an optimizer "
-                "of Flax is in its Optax transformation. %s",
-                node.path,
-                name,
-                NAMES["Optimizer.learning_rate"],
-            )
-
-
-def check_training(name: str, state: State, changed: Sequence[int]) -> None:
-    """Warns if a step advances an optimizer, but changes no parameter."""
-    nnx = sys.modules.get("flax.nnx")
-    leaves = [as_array(leaf) for leaf in state.read()]
-    flags = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
-
-    def is_of_optimizer(index: int) -> bool:
-        variable = getattr(state.owners[index], "variable", None)
-        counts_steps = nnx is not None and isinstance(variable, nnx.OptState)
-        return counts_steps or flags[index]
-
-    def is_float(index: int) -> bool:
-        return jnp.issubdtype(leaves[index].dtype, jnp.inexact)
-
-    # Metrics, counters and random state change in a step that trains nothing, too.
-    moved = [i for i in changed if state.owners[i].role is Role.PLAIN]
-    advanced = [i for i in moved if is_of_optimizer(i)]
-    if not advanced or any(is_float(i) and not is_of_optimizer(i) for i in moved):
-        return
-
-    # A moment of an optimizer has the shape of its parameter.
-    shapes = {leaves[i].shape for i in advanced if is_float(i)}
-
-    def has_moment(index: int) -> bool:
-        is_plain = state.owners[index].role is Role.PLAIN and is_float(index)
-        return is_plain and leaves[index].shape in shapes
-
-    parameters = [
-        index
-        for index, slot in enumerate(state.owners)
-        if slot.is_parameter() or (not is_of_optimizer(index) and has_moment(index))
-    ]
-    if not parameters:
-        return
-    logger.warning(
-        "`%s` advances an optimizer, but changes none of the parameters that it "
-        "reaches, so nothing is trained:\n%s\nWith Flax, the model comes before the "
-        "gradients: `optimizer.update(model, gradients)`. Pass the model itself, not a "
-        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer. "
-        "With Optax alone, apply the updates, and keep the result: `params = "
-        "optax.apply_updates(params, updates)`.",
-        name,
-        _list(state, parameters),
-    )
-
-
-def _list(state: State, indices: Sequence[int]) -> str:
-    return list_lines((state.paths[i] for i in indices), most=10)

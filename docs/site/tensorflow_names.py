@@ -1,8 +1,8 @@
 """Writes `docs/tensorflow_names.md`, the page of every name of TensorFlow and Orbit.
 
 Names that have a meaning here are rows of `tensorflow_names.toml`. The line to write in
-place of any other name comes from the table of the errors, `armillary._answers`. If you
-change one of them, write the page again::
+place of any other name comes from the table of the errors, `armillary._foreign_names`.
+If you change one of them, write the page again::
 
     python docs/site/tensorflow_names.py
 """
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parents[1])]
 
 import armillary.estimator  # noqa: E402, F401 - its names join the table
-from armillary._answers import NAMES  # noqa: E402
+from armillary._foreign_names import NAMES  # noqa: E402
 
 PAGE = FOLDER.parent / "tensorflow_names.md"
 

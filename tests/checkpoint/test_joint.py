@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import read_checksums, write_checksums
 from armillary.checkpoint._reader import verify
-from armillary.checkpoint._writer import Writer, decide
+from armillary.checkpoint._writer import Writer, agree_on
 from armillary.errors import CheckpointError, PeerError
 from tests.peers import make_peers, run_together
 
@@ -24,7 +24,7 @@ def test_all_processes_raise_the_error_of_a_save_and_other_errors_end_them():
         def fail():
             raise error
 
-        return run_together(lambda peers: decide("a save", fail, peers))
+        return run_together(lambda peers: agree_on("a save", fail, peers))
 
     for outcome in run(CheckpointError("no space")):
         with pytest.raises(CheckpointError, match=r"^no space$"):

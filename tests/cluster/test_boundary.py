@@ -16,7 +16,7 @@ from armillary.actions import SaveCheckpointIfPreempted
 from armillary.cluster import _join
 from armillary.cluster._peers import Boundary, Peers
 from armillary.data import from_arrays
-from armillary.data.feed._stream import Prefetcher
+from armillary.data.feed._ahead import Prefetcher
 from armillary.distribute.strategies import _multi_worker
 from tests.patience import patience
 from tests.peers import make_peers, run_together

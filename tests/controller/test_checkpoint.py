@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import armillary
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.controller import _saving
+from armillary.controller import _directory
 from armillary.controller._controller import Controller
 from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
@@ -380,7 +380,7 @@ def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tm
             assert not (tmp_path / "DONE").exists()
             training.train(8)
             # The program that trains would end now.
-            _saving.announce_ends()
+            _directory.announce_ends()
 
     evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
     evaluation.evaluate_continuously()
@@ -392,7 +392,7 @@ def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tm
 def test_training_that_continues_or_fails_is_not_over(tmp_path):
     training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
     training.train(2)
-    _saving.announce_ends()
+    _directory.announce_ends()
     assert (tmp_path / "DONE").exists()
 
     def fail(output):
@@ -402,7 +402,7 @@ def test_training_that_continues_or_fails_is_not_over(tmp_path):
     failing = make_controller(Run(), tmp_path, train_actions=[fail])
     with pytest.raises(SystemExit):
         failing.train(4)
-    _saving.announce_ends()
+    _directory.announce_ends()
     assert not (tmp_path / "DONE").exists()
 
 

@@ -17,9 +17,10 @@ import pytest
 
 from armillary import _logging, _process
 from armillary._format import format_seconds
-from armillary.controller import _display
+from armillary.controller import _display, _live_line
 from armillary.controller._controller import Controller
-from armillary.controller._display import Display, LiveLine
+from armillary.controller._display import Display
+from armillary.controller._live_line import LiveLine
 from armillary.goodput import Category, _stopwatch
 from armillary.goodput._stopwatch import Stopwatch
 from armillary.trainer._contract import AbstractTrainer
@@ -103,7 +104,7 @@ def test_the_line_is_for_terminals_that_can_show_it(monkeypatch, caplog):
         caplog.set_level(level, "armillary")
         monkeypatch.setenv("TERM", term)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-        return _display.has_terminal()
+        return _live_line.has_terminal()
 
     assert has_terminal()
     others = {"is_terminal": False}, {"term": "dumb"}, {"level": "WARNING"}

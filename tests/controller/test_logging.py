@@ -12,10 +12,10 @@ import pytest
 
 from armillary import create_global_step
 from armillary.controller._controller import Controller
-from armillary.controller._loops import StartedLoops
+from armillary.controller._loops import LoopsInFlight
 from armillary.controller._outputs import format_output
 from armillary.data import from_arrays
-from armillary.trainer._runner import StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
 from tests.controller.loops import make_controller
 from tests.patience import patience
@@ -65,15 +65,15 @@ class Waiting(StandardTrainer):
 
 def test_loops_that_ctrl_c_leaves_behind_are_reported(caplog, monkeypatch):
     caplog.set_level("INFO", "armillary")
-    trainer, own = Waiting(), StartedLoops.fetch
+    trainer, own = Waiting(), LoopsInFlight.fetch
 
     def fetch(loop, last_end):
         if loop.reached == 30 and trainer.step[...] == 40:
-            monkeypatch.setattr(StartedLoops, "fetch", own)
+            monkeypatch.setattr(LoopsInFlight, "fetch", own)
             raise KeyboardInterrupt
         return own(loop, last_end)
 
-    monkeypatch.setattr(StartedLoops, "fetch", fetch)
+    monkeypatch.setattr(LoopsInFlight, "fetch", fetch)
     controller = Controller(
         trainer=trainer, global_step=trainer.step, steps_per_loop=10
     )

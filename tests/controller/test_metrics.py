@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.controller._display import read_git
+from armillary.controller._attempt import read_git
 from armillary.summary import SummaryManager, read_metrics
 from tests.controller.loops import make_controller
 

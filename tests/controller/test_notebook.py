@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.controller import _display
+from armillary.controller import _display, _notebook_line
 from tests.patience import wait_until
 
 
@@ -73,7 +73,7 @@ def test_without_progress_a_cell_shows_no_line(texts):
 
 
 def test_a_closed_line_shows_nothing_more(texts):
-    line = _display.NotebookLine()
+    line = _notebook_line.NotebookLine()
     line.show("step 1")
     line.close()
     line.show("step 2")
@@ -86,12 +86,12 @@ def test_the_line_is_for_kernels_whose_log_is_shown(monkeypatch, caplog):
     ipython.get_ipython = lambda: shell
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     caplog.set_level("INFO", "armillary")
-    assert _display.has_notebook()
+    assert _notebook_line.has_notebook()
     caplog.set_level("WARNING", "armillary")
-    assert not _display.has_notebook()
+    assert not _notebook_line.has_notebook()
 
     caplog.set_level("INFO", "armillary")
     del shell.kernel
-    assert not _display.has_notebook()
+    assert not _notebook_line.has_notebook()
     monkeypatch.delitem(sys.modules, "IPython")
-    assert not _display.has_notebook()
+    assert not _notebook_line.has_notebook()

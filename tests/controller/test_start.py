@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.controller._display import find_parameters
+from armillary.controller._start_lines import find_parameters
 from tests.controller.loops import Loops
 
 ARRAYS = {"x": np.ones((64, 3), "float32")}

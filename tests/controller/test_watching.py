@@ -10,15 +10,15 @@ import pytest
 
 from armillary import _process
 from armillary._process import Process
-from armillary.controller import _saving
-from armillary.controller._run import StopRequest
-from armillary.controller._saving import (
-    Saving,
+from armillary.controller import _directory, _saving
+from armillary.controller._directory import (
     announce_ends,
     end_training,
     read_end,
     training_in,
 )
+from armillary.controller._saving import Saving
+from armillary.controller._stop_request import StopRequest
 from tests.patience import patience
 
 
@@ -135,7 +135,7 @@ def test_stop_ends_the_watch():
 
 @pytest.fixture(autouse=True)
 def texts(monkeypatch):
-    monkeypatch.setattr(_saving, "_ends", texts := {})
+    monkeypatch.setattr(_directory, "_ends", texts := {})
     return texts
 
 
@@ -143,7 +143,7 @@ def texts(monkeypatch):
 def test_the_chief_says_it_when_the_interpreter_ends(tmp_path, monkeypatch):
     code = (
         "import sys; "
-        "from armillary.controller._saving import end_training, read_end; "
+        "from armillary.controller._directory import end_training, read_end; "
         "end_training(sys.argv[1], 7); assert read_end(sys.argv[1]) is None"
     )
     subprocess.run(

@@ -144,7 +144,7 @@ def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
     state = dataset.get_state()
     del iterator
     # The thread that watches a program may hold its last frame for a moment.
-    wait_until(lambda: dataset._reader.feed() is None)
+    wait_until(lambda: dataset._loan.feed() is None)
     dataset.set_state(state)
     release.set()
     assert first + read(iter(dataset)) == [batch.tolist() for batch in make_batches()]

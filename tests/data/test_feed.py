@@ -146,7 +146,7 @@ def test_an_interrupted_seek_continues_from_what_was_used(
     feed.next_chunk()
     feed.commit(3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(dataset, "read", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(dataset.input, "read", Mock(side_effect=KeyboardInterrupt))
         feed.seek(start)
     assert unstack(feed.next_chunk())[0] == [[6], [7]]
     feed.close()

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.data.feed._stream import Position, decode_position, encode_position
+from armillary.data.feed._position import (
+    Position,
+    decode_position,
+    encode_position,
+)
 from armillary.errors import DatasetStateError
 from tests import problems
 from tests.feeds import open_feed, open_reader

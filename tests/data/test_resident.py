@@ -178,7 +178,9 @@ def test_datasets_of_one_source_share_the_arrays_of_a_layout():
         for each in (layout, layout, other)
     ]
     with ThreadPoolExecutor(3) as threads:
-        first, second, _ = threads.map(lambda each: each.gather.resident, datasets)
+        first, second, _ = threads.map(
+            lambda each: each.input.gather.resident, datasets
+        )
     assert (layout.num_replicated, other.num_replicated) == (1, 1)
     assert first is second
 
@@ -191,8 +193,8 @@ def test_strategies_of_the_same_devices_share_the_arrays_until_the_last_is_gone(
     iterator = iter(dataset)
     next(iterator)
     iterator.close()
-    assert dataset.gather.resident is other.gather.resident
-    placed = weakref.ref(dataset.gather.resident["int64"])
+    assert dataset.input.gather.resident is other.input.gather.resident
+    placed = weakref.ref(dataset.input.gather.resident["int64"])
     del dataset, iterator
     gc.collect()
     assert placed() is not None

@@ -60,7 +60,7 @@ def test_a_step_that_is_not_compiled_may_draw():
     class Eager(Trainer):
         def __init__(self):
             super().__init__(lambda _, x: x + np.random.normal())
-            self._train_run.options = armillary.StandardTrainerOptions(
+            self._train_setup.options = armillary.StandardTrainerOptions(
                 compile_step=False
             )
 

@@ -20,7 +20,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary._traceback import ANSWERS, hides_frames
+from armillary._foreign_keywords import ANSWERS
+from armillary._traceback import hides_frames
 
 GUIDES = {
     "Orbit with tf.distribute": """

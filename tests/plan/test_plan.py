@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -216,7 +217,11 @@ def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     single.strategy = armillary.OneDeviceStrategy("cpu:0")
     single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
     fails(ValueError, "is for one device", single, 8, abstract=True)
-    monkeypatch.setattr(trainer.strategy, "peers", SimpleNamespace(count=2))
+    placement = trainer.strategy.placement
+    layout = replace(placement.layout, peers=SimpleNamespace(count=2))
+    monkeypatch.setattr(
+        trainer.strategy, "placement", replace(placement, layout=layout)
+    )
     message = "which is for several processes"
     with pytest.raises(ValueError, match=message), trainer.strategy.described(8, "cpu"):
         pass

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary._traceback import (
+from armillary._owners import (
     Owner,
     is_library_file,
     owner_of_class,
@@ -118,7 +118,7 @@ def test_a_partial_of_a_function_is_read_again() -> None:
 
     code = Code([lambda: scale], [])
 
-    assert "RATE" in {place.path for place in code.places.values()}
+    assert "RATE" in {lookup.path for lookup in code.lookups.values()}
 
 
 def test_a_file_in_a_folder_with_the_name_of_a_library_is_the_users(tmp_path) -> None:

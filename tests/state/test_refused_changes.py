@@ -225,3 +225,11 @@ def test_a_plain_value_that_a_step_counts_is_refused_anywhere(
 
     with pytest.raises(StateStructureError, match=r"\n  held.*, once, while the step"):
         run_lifted(lambda: change(root), root)
+
+
+def test_an_error_lists_the_changes_of_all_places(run_lifted):
+    root = Holder(loss=W, rows=(W, W))
+    with pytest.raises(StateStructureError) as caught:
+        run_lifted(lambda: change(loss=lambda r: 0.0, rows=lambda r: (W,))(root), root)
+    paths = [line.partition(": ")[0] for line in caught.value.changes]
+    assert paths == ["loss", "rows"]

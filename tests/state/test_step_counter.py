@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.state._summarize import as_step_counter
+from armillary.state._step_counter import as_step_counter
 
 
 def test_a_step_is_read_whatever_holds_it():

@@ -7,7 +7,7 @@ import pytest
 from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category, _stopwatch
 from armillary.goodput._stopwatch import Stopwatch
-from armillary.trainer._runner import waiting_for_data
+from armillary.trainer._data_wait import waiting_for_data
 from tests.goodput.conftest import FakeClock
 
 

@@ -202,7 +202,7 @@ def test_a_function_given_to_run_outside_a_step_reads_current_globals(
 def test_installed_packages_are_not_followed():
     code = Code([lambda: (np.zeros(1), pytest.main(), helper())], [])
 
-    names = {place.path for place in code.places.values()}
+    names = {lookup.path for lookup in code.lookups.values()}
     assert {"np", "pytest", "helper", "CONFIG", "NUMBER"} <= names
     assert len(names) < 10
 
@@ -217,4 +217,4 @@ def test_the_class_of_an_object_in_a_module_is_looked_into(monkeypatch):
 
     code = Code([lambda: SETTINGS.rate.rate], [])
 
-    assert "Settings/rate" in {place.path for place in code.places.values()}
+    assert "Settings/rate" in {lookup.path for lookup in code.lookups.values()}

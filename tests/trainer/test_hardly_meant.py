@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.trainer._tracer import noticing_prints
+from armillary.trainer._noticed_prints import noticing_prints
 from tests.patience import patience
 from tests.problems import make_strategy
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import armillary
 from armillary.data import from_arrays
 from armillary.errors import StateStructureError
-from armillary.trainer._hooks import find_effect
+from armillary.trainer._hook_code import find_effect
 from armillary.trainer._loop import Loop
 from tests.problems import assert_identical, make_strategy, read_state
 

@@ -226,9 +226,9 @@ def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
     trainer = Trainer(dataset, steps_per_chunk=steps_per_chunk)
     for num_steps in (first, 120):
         trainer.train(num_steps)
-        if trainer._train_run.loop.feed.chunk is not None:
-            assert trainer._train_run.loop.feed.chunk.capacity == capacity
-    assert len(trainer._train_run.loop._programs._programs) == 1
+        if trainer._train_setup.loop.feed.chunk is not None:
+            assert trainer._train_setup.loop.feed.chunk.capacity == capacity
+    assert len(trainer._train_setup.loop._programs._programs) == 1
 
 
 def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):

@@ -12,7 +12,7 @@ import jax
 from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
-from armillary._traceback import Owner, owner_of_file
+from armillary._owners import Owner, owner_of_file
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of

@@ -357,6 +357,6 @@ def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
         for part in node.parts:
             for name, value in part.pairs:
                 if issubclass(type(value), kinds):
-                    path = part.kind.join(node.path, name)
+                    path = part.way.join(node.path, name)
                     found[path] = functools.partial(pickle.dumps, value)
     return found

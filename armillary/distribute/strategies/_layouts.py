@@ -86,7 +86,7 @@ class SingleLayout(_OneReplica):
     num_shares = 1
     peers = None
 
-    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         return _describe(types, lambda s: (*leading, *s), lambda _: self.sharding)
 
     def place(
@@ -152,7 +152,7 @@ class ReplicaLayout(_OnMesh):
 
     num_shares = num_replicas
 
-    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         sharding = self._sharding(len(leading), None)
         shape = (*leading, self.num_replicas)
         return _describe(types, lambda s: (*shape, *s), lambda _: sharding)
@@ -189,7 +189,7 @@ class MeshLayout(_OneReplica, _OnMesh):
     def num_shares(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
-    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         return _describe(
             types,
             lambda s: (*leading, s[0] * self.num_shares, *s[1:]),

@@ -15,7 +15,7 @@ import numpy as np
 
 from armillary._checks import check_methods
 from armillary.state._slots import Trait, describe, join_keys, with_trait
-from armillary.trainer._hooks import without_python
+from armillary.trainer._hook_code import without_python
 from armillary.typing import Batch, Output
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ class NeedsRoom(BaseException):
     It is not an `Exception`, so the user's handlers do not catch it.
     """
 
-    def __init__(self, means: "Means", num_integers: int) -> None:
-        self._means = means
+    def __init__(self, metrics: "ReturnedMetrics", num_integers: int) -> None:
+        self._metrics = metrics
         self._num_integers = num_integers
 
     def make_room(self) -> None:
-        self._means.make_room(self._num_integers)
+        self._metrics.make_room(self._num_integers)
 
 
 def with_room_for_metrics(run: Callable[[], _Result]) -> _Result:
@@ -107,7 +107,7 @@ class Seen:
 
 @without_python
 @with_trait(Trait.ONE_LOOP)
-class Means:
+class ReturnedMetrics:
     """The totals of all metrics, whose names are known when the step is traced."""
 
     def __init__(self, *, is_read: bool, is_checked: bool) -> None:
@@ -257,7 +257,7 @@ def make_metrics(metrics: Any, *, is_read: bool, is_checked: bool = False) -> An
         fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
         check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
         return metrics
-    return Means(is_read=is_read, is_checked=is_checked)
+    return ReturnedMetrics(is_read=is_read, is_checked=is_checked)
 
 
 def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
@@ -266,7 +266,7 @@ def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
             f"`step` returned {describe(metrics)} as its metrics, but they must be a "
             'dictionary. Write, for example, `{"loss": loss}`.'
         )
-    if isinstance(to, Means):
+    if isinstance(to, ReturnedMetrics):
         to.add(metrics or {}, batch)
     else:
         to.update(**(metrics or {}))

@@ -1,0 +1,108 @@
+"""Advice for calls with wrong, missing or unnamed arguments."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from armillary._foreign_keywords import ANSWERS
+
+# Advice for calls that give arguments without the names they need.
+_BY_NAME = {
+    "from_arrays": "Several arrays are one nest: `from_arrays((x, y), batch_size=64)`.",
+}
+
+
+def explain_wrong_call(
+    error: TypeError,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> bool:
+    """Replaces the text of Python's error if arguments do not fit a function.
+
+    Returns whether it did.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some builtins have no signature.
+        return False
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        text = _explain_call(function, signature, args, kwargs)
+    else:
+        return False  # The error is about something else.
+    if text is not None:
+        error.args = (text,)
+    return text is not None
+
+
+def _explain_call(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    owner = function.__qualname__.removesuffix(".__init__")
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [p.name for p in parameters if p.kind in by_name]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [name for name in kwargs if name not in known]
+    if unknown and not takes_any:
+        return _explain_keyword(owner, unknown[0], kwargs[unknown[0]], known)
+
+    given = args[1:] if "self" in signature.parameters else args
+    in_order = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    others = [
+        p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs
+    ]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(given) > len(in_order) and others and not takes_more:
+        first = min(others, key=lambda p: p.default is not p.empty).name
+        counted = f"{len(in_order)} argument{'' if len(in_order) == 1 else 's'}"
+        fix = _BY_NAME.get(owner) or f"Pass the others by name, as in `{first}=...`."
+        return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
+
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in by_name
+    ]
+    filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
+    missing = [name for name in required if name not in filled]
+    if not missing:
+        return None
+    names = ", ".join(f"`{name}`" for name in missing)
+    call = ", ".join(f"{name}=..." for name in required)
+    what = owner if given is args else _as_variable(owner)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"`{owner}` needs {names}, which {verb} missing. Write `{what}({call})`."
+
+
+def _as_variable(owner: str) -> str:
+    """Returns `manager.save` for `CheckpointManager.save`; a class is not changed."""
+    kind, _, method = owner.rpartition(".")
+    words = re.findall("[A-Z][a-z]+", kind)
+    return f"{words[-1].lower()}.{method}" if words else owner
+
+
+def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str:
+    answer = ANSWERS.get(f"{owner}.{name}") or ANSWERS.get(name)
+    renamed = re.match("It is called `(.*?)` here", answer or "")
+    if renamed is not None and renamed[1] not in known:
+        answer = None  # The new name belongs to another function.
+    word = name.strip("_")
+    longer = [each for each in known if each == word or each.endswith(f"_{name}")]
+    # A less similar name would mislead: `validation_steps` is not `eval_actions`.
+    found = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.69)
+    if found:
+        nearest = f"Did you mean `{found[0]}`?"
+    elif known:
+        nearest = f"It has {', '.join(f'`{each}`' for each in known)}."
+    else:
+        nearest = "It has no arguments."
+    return (
+        f"`{name}` is {value!r}, but `{owner}` has no such argument. "
+        f"{answer or nearest}"
+    )

@@ -1,0 +1,46 @@
+"""Reads the global step from a variable or a function."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from armillary.state import _keras, _nnx
+
+if TYPE_CHECKING:
+    pass
+
+
+class StepCounter:
+    """Reads a global step, which may wait for the device."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def __call__(self) -> int:
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], int]:
+        """Returns a function that returns the step of now, even after more steps.
+
+        No program reuses the memory of a scalar, so the array can still be read later.
+        """
+        step = self._read()
+        return lambda: int(np.asarray(step))
+
+
+def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
+    """Returns a reader of the global step that a user gave as the argument `name`."""
+    if _keras.is_variable(global_step):
+        return StepCounter(functools.partial(_keras.value_of, global_step))
+    if _nnx.is_variable(global_step):
+        return StepCounter(global_step.get_value)
+    if callable(global_step):
+        return StepCounter(global_step)
+    raise TypeError(
+        f"`{name}` is {global_step!r} of type {type(global_step).__name__}, but "
+        "it must be a variable that the steps advance, or a function that returns the "
+        "step. Use `optimizer.step`, `armillary.create_global_step()`, or "
+        "`lambda: trainer.step`."
+    )

@@ -1,0 +1,58 @@
+"""The nest of data sets of a step, and its distributed datasets."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from armillary.data._dataset import DistributedDataset, DistributedIterator
+from armillary.distribute._strategy import Strategy
+from armillary.typing import PyTree
+
+
+def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:
+    """Flattens a nest of datasets.
+
+    A list that holds arrays is a single dataset, and its items are the batches. `None`
+    is a nest without datasets, for a step that makes its own data.
+    """
+    if nest is None:
+        return [], jax.tree.structure(None)
+    leaves, structure = jax.tree.flatten(nest, is_leaf=_is_dataset)
+    if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
+        return [nest], jax.tree.structure(0)
+    return leaves, structure
+
+
+def _is_dataset(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        # JAX warns of iterators unless `is_leaf` returns true for them.
+        return isinstance(value, Iterator)
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: isinstance(part, Iterator))
+    return any(hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def check_is_no_iterator(name: str, dataset: Any) -> None:
+    """Raises if a dataset is an iterator over a distributed dataset."""
+    if isinstance(dataset, DistributedIterator):
+        raise TypeError(
+            f"`{name}` is an iterator over a distributed dataset, but it must be the "
+            "dataset itself. Write `dataset` instead of `iter(dataset)`: each loop "
+            "continues where the last loop ended, and a checkpoint has the position."
+        )
+
+
+def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
+    """Returns a distributed dataset; the strategy distributes other data sets."""
+    check_is_no_iterator("dataset", dataset)
+    if not isinstance(dataset, DistributedDataset):
+        return strategy.distribute_dataset(dataset)
+    if dataset.layout != strategy.layout:
+        raise ValueError(
+            f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
+            f"by another strategy than {strategy!r}, under which the step runs. Setup "
+            "the step under the strategy of the dataset (`with strategy.scope():`, or "
+            "`strategy=strategy` of the `Controller` or of `predict`), or pass the "
+            "data set from before `distribute_dataset`."
+        )
+    return dataset

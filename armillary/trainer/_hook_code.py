@@ -1,0 +1,183 @@
+"""Reads the code of the hooks of a trainer, to find out whether they need Python.
+
+A hook needs no Python if it only resets metrics, sets arrays, and computes numbers from
+them. Then it can be a part of the device program.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from armillary._logging import logger
+
+BEGIN = "train_loop_begin"
+END = "train_loop_end"
+_MARK = "needs_no_python"
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+# Syntax that only computes if all its parts only compute.
+_NODES = (
+    *(ast.Expr, ast.Return, ast.Pass, ast.Constant, ast.Dict, ast.List, ast.Tuple),
+    *(ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context, ast.keyword),
+)
+_FUNCTIONS = (
+    *("abs", "array", "asarray", "exp", "float32", "full", "log", "max", "maximum"),
+    *("mean", "min", "minimum", "ones", "ones_like", "prod", "sqrt", "square", "std"),
+    *("sum", "var", "where", "zeros", "zeros_like"),
+)
+_EXACT = ("array", "asarray", "full", "ones", "ones_like", "zeros", "zeros_like")
+_UNKNOWN = object()
+_PLAIN = (bool, int, float, str, type(None), jax.Array, np.ndarray, np.generic)
+
+
+def without_python(hook: _Hook) -> _Hook:
+    """Marks a hook or metric of this library that may be traced without a check."""
+    setattr(hook, _MARK, True)
+    return hook
+
+
+def need_python(owner: Any) -> bool:
+    """Returns whether a trainer's hooks may have effects that need Python."""
+    for name in (BEGIN, END):
+        if effect := find_effect(owner, name):
+            logger.debug("`%s` runs in Python: %s", name, effect)
+            return True
+    return False
+
+
+def find_effect(owner: Any, name: str) -> str | None:
+    """Returns the reason why Python must run a hook in every loop, or `None`."""
+    method = getattr(type(owner), name)
+    if getattr(getattr(owner, name), _MARK, False):
+        return None
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return "its code cannot be read"
+    not_plain = "it is not a plain method of a plain class"
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        return not_plain
+    if not inspect.isfunction(method) or not definition.args.args:
+        return not_plain
+    if name in vars(owner) or type(owner).__setattr__ is not object.__setattr__:
+        return not_plain
+    if not _is_text_of(definition, method.__code__):
+        return "its file has changed since the program was started"
+    reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
+    for statement in definition.body:
+        if not reader.computes(statement):
+            return f"`{ast.unparse(statement)}` is not known to be part of a program"
+    return None
+
+
+def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
+    """Returns whether a method was compiled from this text, or its file was edited."""
+    module = compile(ast.Module([definition], []), "<hook>", "exec")
+    [own] = [each for each in module.co_consts if isinstance(each, types.CodeType)]
+    parts = ("co_name", "co_code", "co_names", "co_varnames", "co_consts")
+    return all(getattr(own, part) == getattr(code, part) for part in parts)
+
+
+class _Reader:
+    """Checks statement by statement whether code only computes.
+
+    It collects the local names that the statements assign.
+    """
+
+    def __init__(self, owner: Any, self_name: str, names: dict[str, Any]) -> None:
+        self._owner = owner
+        self._self = self_name
+        self._globals = names
+        self._locals: set[str] = set()
+
+    def computes(self, node: ast.AST) -> bool:
+        """Returns whether code is sure to compute, and to have no other effect."""
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                return self.computes(value) and self._may_set(target, value)
+            case ast.AugAssign(target=target, value=value):
+                return self.computes(value) and self._may_set(target, node)
+            case ast.Call(func=ast.Attribute(value=holder, attr=name)):
+                arguments = [*node.args, *node.keywords]
+                if self._is_jax_numpy(holder):
+                    return name in _FUNCTIONS and all(map(self.computes, arguments))
+                is_known = name in ("compute", "reset") and not arguments
+                return is_known and _is_metric(self._find(holder))
+            case ast.Subscript(value=holder, slice=ast.Constant(value=index)):
+                return index is ... and _is_nnx(self._find(holder), "Variable")
+            case ast.Attribute():
+                return isinstance(self._find(node), _PLAIN)
+            case ast.Name(id=name):  # a global may change
+                return name in self._locals
+        parts = ast.iter_child_nodes(node)
+        return isinstance(node, _NODES) and all(map(self.computes, parts))
+
+    def _may_set(self, target: ast.expr, source: ast.AST) -> bool:
+        match target:
+            case ast.Name(id=name):
+                self._locals.add(name)
+                return name != self._self
+            case ast.Attribute(value=ast.Name()):
+                held = self._find(target)
+                return isinstance(held, jax.Array) and self._is_exact(held, source)
+            case ast.Subscript(value=holder) if self.computes(target):
+                return self._is_exact(self._find(holder)[...], source)
+        return False
+
+    def _is_exact(self, held: jax.Array, source: ast.AST) -> bool:
+        """Returns whether a new value of the state is the same in Python and compiled.
+
+        If a loop is cut short, Python runs its hooks, but XLA may round sums and
+        products differently in a program. Such a difference is allowed in an output,
+        but not in the state, which is carried to the next loop.
+        """
+        if not jax.numpy.issubdtype(held.dtype, jax.numpy.inexact):
+            return True
+        for node in ast.walk(source):
+            match node:
+                case ast.Call(func=ast.Attribute(attr=name)) if name in _EXACT:
+                    continue
+                case ast.Call() | ast.BinOp() | ast.AugAssign():
+                    return False
+                case ast.Name(id=name) if name in self._locals:
+                    return False
+        return True
+
+    def _is_jax_numpy(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Name) or node.id in self._locals:
+            return False
+        return self._globals.get(node.id) is jax.numpy
+
+    def _find(self, node: ast.AST) -> Any:
+        """Returns the value of `self.a.b`, unless that would run the user's code."""
+        if isinstance(node, ast.Name) and node.id == self._self:
+            return self._owner
+        if not isinstance(node, ast.Attribute):
+            return _UNKNOWN
+        holder = self._find(node.value)
+        if isinstance(getattr(type(holder), node.attr, None), property):
+            return _UNKNOWN
+        return getattr(holder, "__dict__", {}).get(node.attr, _UNKNOWN)
+
+
+def _is_nnx(value: Any, kind: str) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, getattr(nnx, kind))
+
+
+def _is_metric(value: Any) -> bool:
+    """Returns whether a value is a metric of this library, or a plain one of Flax."""
+    if getattr(type(value), _MARK, False):
+        return True
+    is_of_flax = type(value).__module__.startswith("flax.")
+    if not (is_of_flax and _is_nnx(value, "Metric")):
+        return False
+    parts = [part for part in vars(value).values() if _is_nnx(part, "Metric")]
+    return all(map(_is_metric, parts))

@@ -1,0 +1,93 @@
+"""The data, options and last loop of a step, as trainers and evaluators hold them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from armillary._checks import check_instance
+from armillary._copy_refusal import OfOneProcess, refuse_copy
+from armillary.data._dataset import DistributedDataset
+from armillary.data.sources._source import Source
+from armillary.distribute._strategy import Strategy
+from armillary.trainer._datasets import (
+    check_is_no_iterator,
+    distribute,
+    flatten_datasets,
+)
+from armillary.trainer._options import LoopOptions
+from armillary.typing import PyTree
+
+
+@dataclass
+class Setup(OfOneProcess):
+    """The data, options and loop of a step, separate from the user's attributes."""
+
+    _why_not_copied = "its loop has threads and programs of this process"
+    _copy_instead = (
+        "Make a new object in the process that uses it, and give it the state: save "
+        "and restore a `Checkpoint`, or copy a model by `nnx.clone`."
+    )
+
+    datasets: PyTree
+    options: Any
+    steps_per_loop: int | None = None
+    loop: Any = None  # the last loop, a `Loop` or an `AsynchronousLoop`
+    has_warned: bool = False  # about data that resumes or ends in an unexpected way
+    # The distributed datasets, and the nest from which they were made.
+    _parts: Sequence[DistributedDataset] | None = None
+    _nest: PyTree = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.loop is not None:
+            raise refuse_copy("A trainer or an evaluator that has run steps", self)
+        return object.__reduce_ex__(self, protocol)
+
+    def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
+        """Returns the datasets distributed by a strategy, and keeps their positions."""
+        before = self._parts if self._nest is self.datasets else None
+        if before is not None and all(
+            each.layout == strategy.layout for each in before
+        ):
+            return before
+        leaves, _ = flatten_datasets(self.datasets)
+        self._parts = parts = [distribute(each, strategy) for each in leaves]
+        self._nest = self.datasets
+        for old, new in zip(before or (), parts, strict=False):
+            if old is not new and old.is_repositionable:
+                new.set_state(old.get_state())
+        return parts
+
+    def hold(self, strategy: Strategy) -> Sequence[DistributedDataset]:
+        """Returns the datasets as they are distributed, by a strategy if they are not.
+
+        Their positions are the same under every strategy. A save may be outside of the
+        strategy that trains, and must not end the loop.
+        """
+        parts = self._parts
+        if parts is None or self._nest is not self.datasets:
+            return self.distribute(strategy)
+        return parts
+
+
+def make_setup(
+    argument: str, datasets: PyTree, options: LoopOptions | None, kind: type
+) -> Setup:
+    """Returns the `Setup` for the datasets that a user gave as `argument`."""
+    if options is not None:
+        fix = f"Write `options=armillary.{kind.__name__}(...)`."
+        check_instance("options", options, kind, fix)
+    for each in flatten_datasets(datasets)[0]:
+        check_is_no_iterator(argument, each)
+        is_one = isinstance(each, Iterable | Callable | Source)
+        if isinstance(each, tuple) and not each:
+            raise TypeError(
+                f"`{argument}` is (), which holds no data set. Pass a data set, or "
+                "None for a step that makes its own data."
+            )
+        if not is_one or isinstance(each, str | bytes | bytearray | dict):
+            raise TypeError(
+                f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
+                "must hold data sets. Use `armillary.data.from_arrays(arrays, "
+                "batch_size=...)`, or an iterable of batches."
+            )
+    return Setup(datasets, options or kind())

@@ -1,0 +1,115 @@
+"""Checks a traced step: does it train, or only evaluate, the model that it reaches?"""
+
+import sys
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from armillary._checks import counted, list_lines
+from armillary._foreign_names import NAMES
+from armillary._logging import logger
+from armillary._owners import Owner, owner_of_class
+from armillary.errors import StateStructureError
+from armillary.state._lift import State, as_array
+from armillary.state._slots import Role
+
+_RATES = {"learning_rate", "lr"}
+
+
+def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
+    """Raises if an evaluation step changes a model; warns if it uses dropout."""
+    owners = {i: state.owners[i] for i in changed}
+    learned = [
+        i
+        for i, slot in owners.items()
+        if slot.role is Role.BATCH_STATISTIC or slot.is_parameter()
+    ]
+    if learned:
+        raise StateStructureError(
+            f"`{name}` changes {counted(len(learned), 'array')} of a model, but an "
+            f"evaluation must not change a model:\n{_list(state, learned)}\n"
+            "Evaluate a view of it, which shares its variables (`self.model = "
+            "nnx.view(model, use_running_average=True)`, with `deterministic=True` if "
+            "it has dropout), and call a Keras model with `training=False`."
+        )
+    nnx = sys.modules.get("flax.nnx")
+    dropouts = [n for n in state._nodes if nnx and isinstance(n, nnx.Dropout)]
+    counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
+    if drawn := [i for i, slot in owners.items() if slot.key in counts]:
+        logger.warning(
+            "`%s` draws random numbers for dropout, so it evaluates the model in "
+            "training mode:\n%s\nEvaluate a view of the model, which shares its "
+            "variables: `self.model = nnx.view(model, deterministic=True)`.",
+            name,
+            _list(state, drawn),
+        )
+
+
+def warn_of_rates(state: State) -> None:
+    """Warns if a learning rate was assigned to an optimizer of Flax."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    for node in state.nodes:
+        kind = type(node.value)
+        # A class that the user wrote may use such an attribute itself.
+        if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:
+            continue
+        for name in sorted(_RATES & vars(node.value).keys()):
+            logger.warning(
+                "`%s/%s` was assigned, but nothing reads it: the rate of an optimizer "
+                "of Flax is in its Optax transformation. %s",
+                node.path,
+                name,
+                NAMES["Optimizer.learning_rate"],
+            )
+
+
+def check_training(name: str, state: State, changed: Sequence[int]) -> None:
+    """Warns if a step advances an optimizer, but changes no parameter."""
+    nnx = sys.modules.get("flax.nnx")
+    leaves = [as_array(leaf) for leaf in state.read()]
+    flags = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
+
+    def is_of_optimizer(index: int) -> bool:
+        variable = getattr(state.owners[index], "variable", None)
+        counts_steps = nnx is not None and isinstance(variable, nnx.OptState)
+        return counts_steps or flags[index]
+
+    def is_float(index: int) -> bool:
+        return jnp.issubdtype(leaves[index].dtype, jnp.inexact)
+
+    # Metrics, counters and random state change in a step that trains nothing, too.
+    moved = [i for i in changed if state.owners[i].role is Role.PLAIN]
+    advanced = [i for i in moved if is_of_optimizer(i)]
+    if not advanced or any(is_float(i) and not is_of_optimizer(i) for i in moved):
+        return
+
+    # A moment of an optimizer has the shape of its parameter.
+    shapes = {leaves[i].shape for i in advanced if is_float(i)}
+
+    def has_moment(index: int) -> bool:
+        is_plain = state.owners[index].role is Role.PLAIN and is_float(index)
+        return is_plain and leaves[index].shape in shapes
+
+    parameters = [
+        index
+        for index, slot in enumerate(state.owners)
+        if slot.is_parameter() or (not is_of_optimizer(index) and has_moment(index))
+    ]
+    if not parameters:
+        return
+    logger.warning(
+        "`%s` advances an optimizer, but changes none of the parameters that it "
+        "reaches, so nothing is trained:\n%s\nWith Flax, the model comes before the "
+        "gradients: `optimizer.update(model, gradients)`. Pass the model itself, not a "
+        "copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer. "
+        "With Optax alone, apply the updates, and keep the result: `params = "
+        "optax.apply_updates(params, updates)`.",
+        name,
+        _list(state, parameters),
+    )
+
+
+def _list(state: State, indices: Sequence[int]) -> str:
+    return list_lines((state.paths[i] for i in indices), most=10)

@@ -1,0 +1,33 @@
+"""A step that the user wrote, as its loop calls it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.replica._gradient import accumulating
+from armillary.trainer._no_data import NoBatches
+from armillary.trainer._options import LoopOptions
+from armillary.typing import PyTree
+
+
+class StepMethod(NamedTuple):
+    """A step that the user wrote: a function of a nest of iterators."""
+
+    owner: Any  # the root of the search for state
+    fn: Callable[[Any], PyTree]
+    name: str  # for messages
+    strategy: Strategy
+    options: LoopOptions
+    is_evaluation: bool  # It must not change the model; it may get parts of batches.
+    keep_results: bool = False
+
+    def __call__(self, iterators: Any) -> PyTree:
+        if iterators is None:
+            argument = "eval_dataset" if self.is_evaluation else "train_dataset"
+            iterators = NoBatches(argument, self.name)
+        with accumulating(self.options.accumulate_steps, self.name):
+            return self.fn(iterators)
+
+    @property
+    def owner_name(self) -> str:
+        return "the evaluator" if self.is_evaluation else "the trainer"
