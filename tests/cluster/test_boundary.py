@@ -1,4 +1,4 @@
-"""Between two loops the processes tell each other everything in one exchange."""
+"""Tests of the single exchange between processes after each loop."""
 
 import gc
 import time
@@ -32,7 +32,7 @@ class Part:
         return next(self.values)
 
 
-def test_whoever_asks_first_gets_the_answers_of_the_others():
+def test_the_first_to_ask_gets_the_answers_of_the_others():
     def talk(peers: Peers) -> list[Any]:
         first, second = Part(f"a{peers.index}"), Part(f"b{peers.index}", "later")
         boundary = peers.boundary

@@ -1,4 +1,4 @@
-"""Joining the processes of a job, as far as one process shows it."""
+"""Tests of joining the processes of a job, as far as one process can show it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`Controller` with checkpoints: saves, restores, resumes, watches."""
+"""Tests of a `Controller` that saves, restores, resumes and watches checkpoints."""
 
 import json
 import os
@@ -98,7 +98,9 @@ def test_a_dictionary_that_steps_replace_is_called_missing(tmp_path, caplog):
     assert "\n  params/b\n  params/w\n" in caplog.text
 
 
-def test_what_a_checkpoint_lacks_of_a_trainer_is_warned_of_once(tmp_path, caplog):
+def test_missing_parts_of_a_trainer_in_a_checkpoint_are_warned_of_once(
+    tmp_path, caplog
+):
     trainer = Descent({"w": jnp.ones(3)})
     trainer.mean = nnx.metrics.Average("x")  # Begins anew in each loop.
     for objects in ({"step": trainer.step}, {"trainer": trainer}):
@@ -387,7 +389,7 @@ def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tm
     assert json.loads((tmp_path / "DONE").read_text())["step"] == 8
 
 
-def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
+def test_training_that_continues_or_fails_is_not_over(tmp_path):
     training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
     training.train(2)
     _directory.announce_ends()
@@ -404,7 +406,7 @@ def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
     assert not (tmp_path / "DONE").exists()
 
 
-def test_evaluating_writes_nothing_beside_the_checkpoints(tmp_path):
+def test_evaluating_writes_nothing_next_to_the_checkpoints(tmp_path):
     make_controller(
         Run(), tmp_path, {"checkpoint_interval": 1, "max_to_keep": 9}
     ).train(6)

@@ -1,4 +1,4 @@
-"""A layout without a strategy, and helpers to read what it hands out."""
+"""A layout without a strategy, and helpers that read its batches."""
 
 import dataclasses
 import threading
@@ -16,7 +16,7 @@ from tests.feeds import open_reader, wait_until
 
 
 class HostValues(NamedTuple):
-    """What `HostLayout` hands to a step."""
+    """The batch that `HostLayout` gives to a step."""
 
     arrays: PyTree
     num_active: int

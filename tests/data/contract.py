@@ -1,4 +1,4 @@
-"""The contract of sources, for every module that tests some."""
+"""The contract of data sources, for every module that tests a source."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a position, and how reading moves it."""
+"""Tests of the position in a checkpoint, and of how reading moves it."""
 
 import json
 import random

@@ -1,3 +1,5 @@
+"""Tests of the thread that reads items ahead."""
+
 import time
 
 import jax

@@ -76,7 +76,7 @@ def assert_same(actual, expected):
     ],
     ids=str,
 )
-def test_batches_are_those_of_the_host(strategy, arguments, prefetch):
+def test_batches_equal_batches_from_the_host(strategy, arguments, prefetch):
     source = from_arrays(make_arrays(), **arguments)
     host, resident = make_pair(strategy, source, prefetch=prefetch)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_batches_are_those_of_the_host(strategy, arguments, prefetch):
 
 
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_remainders_are_those_of_the_host(strategy, remainder):
+def test_remainders_equal_remainders_from_the_host(strategy, remainder):
     source = from_arrays(make_arrays(37), batch_size=10, shuffle_seed=1)
     host, resident = make_pair(strategy, source, remainder=remainder)
     assert resident.element_spec == host.element_spec

@@ -1,3 +1,5 @@
+"""Tests of the proof that mirrored state stays equal on all replicas."""
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -72,12 +74,12 @@ def through_reference(value):
 
 
 @pytest.mark.parametrize("name", EQUALS)
-def test_what_is_equal(name, find):
+def test_values_that_are_equal(name, find):
     assert not find(EQUALS[name]).results[0].reasons
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_differs_and_why(name, find):
+def test_values_that_differ_and_the_reason(name, find):
     fn, reason = DIFFERENT[name]
     assert reason in " ".join(find(fn).results[0].reasons)
 

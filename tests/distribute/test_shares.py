@@ -1,4 +1,4 @@
-"""Numbers that depend on how replicas share a batch: found where they differ.
+"""Tests of warnings about numbers that depend on how replicas share a batch.
 
 Each program trains on one device and on four. A program gets a warning if and only if
 its numbers differ. So the warnings have neither gaps nor false alarms here.

@@ -1,4 +1,4 @@
-"""Errors in a step come with what JAX and Flax cannot know."""
+"""Tests of the notes that Armillary adds to errors of JAX and Flax in a step."""
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ def test_a_mistake_is_answered_with_what_to_write(step, kind, line):
     assert len(notes) == 1 and line in notes[0], notes
 
 
-def test_other_errors_and_those_of_the_library_get_no_such_note():
+def test_other_errors_and_library_errors_get_no_such_note():
     def fail(x):
         raise TypeError("no")
 

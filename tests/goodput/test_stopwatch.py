@@ -1,4 +1,4 @@
-"""Every second is in one category, in whatever order events are reported."""
+"""Tests that every second is in exactly one category."""
 
 import threading
 

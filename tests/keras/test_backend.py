@@ -1,3 +1,5 @@
+"""Tests of Keras with a different backend, and of a program without Keras."""
+
 import os
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The launcher from outside: real processes that run plain Python.
+"""Tests of the launcher with real processes of plain Python.
 
 A fixture checks after each test that no process is left.
 """
@@ -329,7 +329,7 @@ def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
 
 
 @pytest.mark.slow
-def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
+def test_a_job_whose_worker_never_joins_ends_immediately(launcher):
     # `run` waits for less than this grace.
     code, _, stderr = launcher.run(
         """
@@ -538,7 +538,7 @@ def test_a_process_that_cannot_start_is_a_failure(
 @slow_after_first("stop", [None, signal.SIGTERM])
 @slow_after_first("num_looks", range(5))
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
-    """Where workers end at moments that real ones seldom hit."""
+    """Jobs whose workers end at moments that real workers seldom hit."""
 
     class Scripted(Process):
         def __init__(self, label, arguments, environment):

@@ -1,4 +1,4 @@
-"""What a worker finds, what its end means, and what comes of it: pure functions."""
+"""Tests of worker environments, exit codes and restarts, as pure functions."""
 
 import asyncio
 import dataclasses
@@ -86,7 +86,9 @@ def test_a_process_knows_the_cluster_and_its_role(index, task):
         ),
     ],
 )
-def test_variables_are_set_and_those_of_the_user_kept(base, index, devices, expected):
+def test_variables_are_set_and_variables_of_the_user_are_kept(
+    base, index, devices, expected
+):
     before = dict(base)
     environment = make(base, index, devices)
     assert {name: environment.get(name) for name in expected} == expected
@@ -205,7 +207,7 @@ def test_restarts_end_when_they_are_used_up(code):
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_what_a_restart_cannot_change_is_final(code):
+def test_exit_codes_that_a_restart_cannot_change_are_final(code):
     assert judge(Restarts(5, 1.0), code)[0] is ExitCode(code)
 
 
@@ -267,7 +269,7 @@ def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
     assert restarts.skipped == ""
 
 
-def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
+def test_the_evaluator_continues_with_each_checkpoint_that_it_takes_up():
     restarts = Restarts(1, 1.0, is_evaluator=True)
     for number in range(3):
         restarts.hear("restored", f"/run/checkpoint_{number}")
@@ -304,7 +306,7 @@ def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
         ("0:75 1:75 2:75", 1, 0),
     ],
 )
-def test_what_failed_first_is_blamed(endings, named, first):
+def test_the_first_failure_is_blamed(endings, named, first):
     found = {}
     for text in endings.split():
         index, _, code = text.partition(":")

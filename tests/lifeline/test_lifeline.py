@@ -1,4 +1,4 @@
-"""Processes tell each other what they do; here they are threads with real sockets."""
+"""Tests of the reports between processes, with threads and real sockets."""
 
 import contextlib
 import math
@@ -128,7 +128,7 @@ def test_a_stopped_process_is_named_to_the_launcher(start, monkeypatch):
     assert told[:2] == [("caused_by", 1), ("stopped", 1)]
 
 
-def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
+def test_watching_continues_after_an_error_of_its_own(start, monkeypatch, capfd):
     job, timers, is_broken = start(2), [], True
     own = [lifeline._thread for lifeline in job.lifelines]
     failures = Counter()
@@ -182,7 +182,9 @@ def test_a_process_that_came_to_its_end_is_not_missed(start):
     assert job.reasons == [None] * 3
 
 
-def test_a_failure_is_told_when_the_others_have_not_noticed_in_time(start, monkeypatch):
+def test_a_failure_is_reported_when_the_others_have_not_noticed_in_time(
+    start, monkeypatch
+):
     monkeypatch.setattr(module, "_FAILURE_SECONDS", 0.3)
     job = start(3)
     codes = []
@@ -220,9 +222,7 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
 
 
 @pytest.mark.slow
-def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
-    start, monkeypatch
-):
+def test_processes_below_a_stopped_process_are_not_called_stopped(start, monkeypatch):
     job = start(12)
     silent_seconds, limit = patience(1.0), patience(2.5)
     monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", silent_seconds)
@@ -325,7 +325,7 @@ def test_a_time_in_which_all_were_suspended_does_not_count(start):
     lifeline._skip(-1000.0)
 
 
-def test_those_who_are_missing_are_named_to_all_who_came(monkeypatch):
+def test_missing_processes_are_named_to_all_others(monkeypatch):
     monkeypatch.setattr(_tree, "_NEWS_SECONDS", 0.05)
     listener = listen("127.0.0.1")
     address = "127.0.0.1", listener.getsockname()[1]
@@ -339,7 +339,7 @@ def test_those_who_are_missing_are_named_to_all_who_came(monkeypatch):
         assert first.result() == [2, 3]
 
 
-def test_whoever_comes_late_goes_on_where_the_service_of_jax_is():
+def test_a_late_process_continues_where_the_service_of_jax_is():
     with listen("127.0.0.1") as listener, ThreadPoolExecutor() as pool:
         port = listener.getsockname()[1]
         waiting = pool.submit(attend, "127.0.0.1", port, 1, patience(120))
@@ -417,7 +417,7 @@ FORKS = """
 
 
 @pytest.mark.slow
-def test_children_of_children_and_after_the_end_are_forked_in_silence():
+def test_forks_of_children_and_after_the_end_log_nothing():
     # What fails right after a fork is only shown.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKS)],

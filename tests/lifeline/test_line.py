@@ -1,4 +1,4 @@
-"""The line that is named is the user's."""
+"""Tests that a message names a line of the user's code."""
 
 import gc
 import json
@@ -123,7 +123,7 @@ def test_the_collector_is_as_it_was_after_a_read_also_one_that_fails(monkeypatch
         gc.enable()
 
 
-def test_compiling_is_told_by_the_stack():
+def test_compiling_is_recognized_by_the_stack():
     import jax
     import jax.numpy as jnp
 
@@ -163,7 +163,7 @@ def test_tracing_and_lowering_make_a_program():
     assert not is_own_in(_lines.MAKERS)
 
 
-def test_a_debugger_is_told_by_the_stack():
+def test_a_debugger_is_recognized_by_the_stack():
     import bdb
 
     seen = []

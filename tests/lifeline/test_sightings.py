@@ -1,4 +1,4 @@
-"""When a job counts as stuck, and what is said then."""
+"""Tests of when a job counts as stuck, and of its message, with simulated time."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def find_hang(*sightings: Sighting) -> str | None:
     return _ending.find_hang(dict(enumerate(sightings)), len(sightings), NOW)
 
 
-def test_a_job_is_stuck_when_no_process_goes_on():
+def test_a_job_is_stuck_when_no_process_continues():
     text = find_hang(see(), see(31, phase="data", line="train.py:7 in read"))
     assert text == (
         "No process has made progress for 30 seconds:\n"
@@ -51,7 +51,7 @@ def test_only_a_running_process_that_could_answer_is_stopped():
     assert _ending.find_stopped(dict(enumerate(sightings)), NOW) == [1]
 
 
-def test_a_process_that_goes_on_is_waited_for():
+def test_a_process_that_continues_is_waited_for():
     assert find_hang(see(), see(quiet=3)) is None
 
 
@@ -83,7 +83,7 @@ def test_a_process_that_ended_is_named_and_not_waited_for():
 
 
 class Program:
-    """What a simulated program does, looked at once a second as by a lifeline."""
+    """A simulated program, which is looked at once a second, as by a lifeline."""
 
     def __init__(self) -> None:
         self.now, self.moves, self.worked = 0.0, 0, 0.0

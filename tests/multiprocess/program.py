@@ -1,4 +1,4 @@
-"""What the processes of the tests run: one function for each scenario."""
+"""The programs of the processes in these tests, one function for each scenario."""
 
 import json
 import os

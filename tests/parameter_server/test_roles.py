@@ -1,4 +1,4 @@
-"""A cluster that `TF_CONFIG` describes: one program, which each process runs."""
+"""Tests of a cluster that `TF_CONFIG` describes, with one program for all roles."""
 
 import json
 import logging
@@ -190,7 +190,7 @@ def test_a_server_reads_tf_config(monkeypatch):
         Server()
 
 
-def test_a_server_that_waits_says_so_at_once(monkeypatch, caplog):
+def test_a_waiting_server_logs_a_line_immediately(monkeypatch, caplog):
     """Before, a worker was silent for as long as its chief was not there."""
     looks = iter([False, False, True])
     monkeypatch.setattr(_node, "_answers", lambda address: next(looks, False))

@@ -1,4 +1,4 @@
-"""Plans without a compiler, and what is refused."""
+"""Tests of plans without a compiler, and of their errors."""
 
 import json
 import subprocess
@@ -105,7 +105,7 @@ def make_sharded(**options):
 
 
 @pytest.mark.slow
-def test_of_a_sharded_state_each_device_has_a_part():
+def test_each_device_has_a_part_of_a_sharded_state():
     rules = {"hidden/kernel": PartitionSpec("fsdp", "tensor")}
     trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2}, rules=rules)
     before = repr(trainer.strategy)
@@ -196,7 +196,7 @@ class HasItsOwnLoop(Trainer):
         return {}
 
 
-def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
+def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     def fails(error, message, *arguments, **options):
         with pytest.raises(error, match=message):
             plan(*arguments, **options)
@@ -259,7 +259,7 @@ def test_a_plan_is_a_table_and_json():
     assert record["collectives"][0]["kind"] == "all-reduce"
 
 
-def test_memory_is_what_a_device_must_hold_at_once():
+def test_memory_is_the_sum_that_a_device_holds_at_the_same_time():
     memory = Memory(
         arguments=10 * MB,
         donated=6 * MB,

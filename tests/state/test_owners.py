@@ -1,4 +1,4 @@
-"""Whose code something is: decided by files, because anyone may take a name."""
+"""Tests of telling the user's code from library code, by files."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""Canonical convolutions in the tables of JAX: what programs hold, and when."""
+"""Tests of canonical convolutions in JAX's tables: when they apply."""
 
 import re
 from collections.abc import Callable, Iterator
