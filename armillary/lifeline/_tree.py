@@ -225,8 +225,20 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
     return connection
 
 
-def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int]:
-    """Waits in process 0 for the others; returns the processes that are missing."""
+def receive_all(
+    listener: socket.socket,
+    count: int,
+    seconds: float,
+    note: Callable[[list[int]], None] = lambda missing: None,
+) -> list[int]:
+    """Waits in process 0 for the others; returns the processes that are missing.
+
+    Args:
+        listener: The socket to which the others connect. It is closed afterwards.
+        count: The number of processes, with this one.
+        seconds: The longest wait.
+        note: Receives the processes that are missing, about once per second.
+    """
     end = time.monotonic() + seconds
     missing = set(range(1, count))
     come: dict[Any, int] = {}
@@ -251,6 +263,7 @@ def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int
             for link in come:
                 with contextlib.suppress(OSError):
                     link.send(news)
+            note(sorted(missing))
     return sorted(missing)
 
 
@@ -261,8 +274,22 @@ def _hear(link: socket.socket) -> bytes:
         return b""
 
 
-def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
-    """Waits at process 0 until all have come; returns the missing processes."""
+def attend(
+    host: str,
+    port: int,
+    index: int,
+    seconds: float,
+    note: Callable[[list[int]], None] = lambda missing: None,
+) -> list[int]:
+    """Waits at process 0 until all have come; returns the missing processes.
+
+    Args:
+        host: The host of process 0.
+        port: The port of process 0.
+        index: The number of this process.
+        seconds: The longest wait.
+        note: Receives the missing processes whenever process 0 sends them.
+    """
     end = time.monotonic() + seconds
     late = [0]
     while (left := end - time.monotonic()) > 0:
@@ -282,6 +309,7 @@ def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
                 *lines, data = data.split(b"\n")
                 if lines:
                     is_over, late = json.loads(lines[-1])
+                    note(late)
                     if is_over:
                         return late
         time.sleep(_PAUSE_SECONDS)
