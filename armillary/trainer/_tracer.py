@@ -42,6 +42,7 @@ from armillary.distribute.program._trace import (
 )
 from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError, StateStructureError
+from armillary.goodput._stopwatch import compiling
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role, describe
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
@@ -150,6 +151,7 @@ class StepPrograms:
             self._has_traced_hooks = True
         return self.hooks
 
+    @compiling()
     def _trace_hooks(self) -> Hooks | None:
         owner = self._method.owner
         flat = self.flat
@@ -192,6 +194,7 @@ class StepPrograms:
             self._traces[key] = self._trace(batches, active)
         return self._traces[key]
 
+    @compiling()
     def _trace(
         self, batches: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[TracedStep, tuple[int, ...]]:
@@ -266,6 +269,7 @@ class StepPrograms:
             self._programs[key] = self._make(chunk, self._doubted.pop(key, None))
         return self._programs[key]
 
+    @compiling()
     def _make(self, chunk: Chunk, old: Program | None) -> Program:
         """Returns the program for a chunk; the old program if it is still correct."""
         method = self._method
