@@ -27,6 +27,7 @@ from armillary.trainer._origin import find_origin
 from armillary.trainer._runner import (
     Run,
     StepMethod,
+    check_step_signature,
     flatten_datasets,
     waiting_for_data,
 )
@@ -61,6 +62,7 @@ class Loop:
     """Runs the user's step over one nest of datasets."""
 
     def __init__(self, method: StepMethod, run: Run) -> None:
+        check_step_signature(method.fn, type(method.owner).__name__)
         self._method = method
         self._strategy = method.strategy
         self.datasets = run.distribute(method.strategy)

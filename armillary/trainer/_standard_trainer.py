@@ -30,6 +30,7 @@ from armillary.trainer._runner import (
     Runner,
     StandardTrainerOptions,
     check_hooks,
+    check_step_signature,
     flatten_datasets,
     make_run,
 )
@@ -334,6 +335,7 @@ class AsynchronousLoop:
         from armillary.parameter_server._coordinator import ClusterCoordinator
 
         _check_options(run.options)
+        check_step_signature(trainer.train_step, type(trainer).__name__)
         self._step = trainer.train_step
         self._strategy = strategy
         self._datasets = run.datasets

@@ -235,8 +235,8 @@ class StepPrograms:
             raise RetraceError(
                 f"`{method.name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
                 "step, so it seems to loop over the whole data set. Take a fixed "
-                "number with `next(iterator)`; the library calls the step until the "
-                "data ends."
+                "number with `next(iterator)`, such as `x, y = next(iterator)`: the "
+                "library calls the step again until the data ends."
             ) from None
         flat.state.watch()
         warn_of_rates(flat.state)

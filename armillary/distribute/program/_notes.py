@@ -39,8 +39,8 @@ _READING = {
 _MOST_ARRAYS = 20
 # Parts of error messages, and the note to add.
 _MISTAKES = {
-    "'StepIterator' object": "The step gets an iterator, and takes each batch from it: "
-    "`batch = next(iterator)`.",
+    "StepIterator": "The step gets an iterator, and takes each batch from it: "
+    "`batch = next(iterator)`, or `x, y = next(iterator)`.",
     "PerReplica": "Outside `strategy.run`, a batch holds a `PerReplica`: a value for "
     "each replica. Put the code into a function, and call it with "
     "`strategy.run(replica_fn, args=(batch,))`.",
