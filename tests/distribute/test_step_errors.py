@@ -163,6 +163,23 @@ def test_a_mistake_is_answered_with_what_to_write(step, kind, line):
     assert len(notes) == 1 and line in notes[0], notes
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "lines"),
+    [
+        (lambda x: x, ["`loss.mean()`", "`armillary.compute_average_loss(loss)`"]),
+        (lambda x: x[:, None] ** 2, ["`armillary.compute_average_loss(loss)`"]),
+        (lambda x: (x.sum(), x), ["has_aux=True"]),
+        (lambda x: None, ["`return loss`"]),
+    ],
+)
+@pytest.mark.parametrize("grad", [jax.grad, nnx.value_and_grad])
+def test_a_loss_that_is_not_one_number_is_answered(grad, loss_fn, lines):
+    for strategy in (ONE, make_strategy(2)):
+        notes = notes_of(Trainer(strategy, grad(loss_fn)))
+        assert all(line in note for note in notes[:1] for line in lines)
+        assert len(notes) == 1
+
+
 class OfLightning(Trainer):
     def train_step(self, batch, batch_idx):
         pass
