@@ -47,7 +47,7 @@ from armillary.goodput._stopwatch import Category
 from armillary.state._holders import held_by
 from armillary.state._slots import is_equal
 from armillary.trainer._runner import flatten_datasets
-from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._standard_trainer import StandardTrainer, warn_of_positions
 from armillary.typing import Action
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ class Saving:
         self._run = run
         if manager is not None and isinstance(run.trainer, StandardTrainer):
             _warn_of_missing_arrays(run.trainer, manager.checkpoint)
+        self._has_seen_data = False
         self.evaluated: int | None = None
         # The step of the next evaluation, -1 for the end of the data.
         self._expected: int | None = None
@@ -229,6 +230,24 @@ class Saving:
         self._num_trainings = number + 1
         _trainings[directory] = self._num_trainings, weakref.ref(trainer)
         yield
+
+    def see_data(self) -> None:
+        """Warns once if no checkpoint can hold the position in the training data.
+
+        The trainer has opened its data by now, so this has no effect on the data.
+        """
+        trainer = self._run.trainer
+        if self._has_seen_data or self.manager is None:
+            return
+        self._has_seen_data = True
+        if not isinstance(trainer, StandardTrainer):
+            return
+        objects = self.manager.checkpoint.objects
+        others = {name: each for name, each in objects.items() if each is not trainer}
+        saved = _find_saved_data(others)
+        datasets = flatten_datasets(trainer.train_dataset)[0]
+        if not any(id(dataset) in saved for dataset in datasets):
+            warn_of_positions(trainer)
 
     def expect_evaluation(self, step: int | None) -> None:
         """Sets the step of the next evaluation: -1 for the end of the data."""
@@ -448,12 +467,10 @@ def _warn_of_missing(
         )
     if any(value is trainer for value in objects.values()):
         return
-    # An object that saves the position of a data set has it as `dataset`, as in an
-    # estimator.
-    saved = [getattr(value, "dataset", value) for value in objects.values()]
+    saved = _find_saved_data(objects)
     for dataset in flatten_datasets(trainer.train_dataset)[0]:
         is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
-        if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
+        if is_ours and dataset.is_repositionable and id(dataset) not in saved:
             logger.warning(
                 "%s was restored, but the position of the training data is not in it, "
                 "so the first batches are read again. Save the trainer with everything "
@@ -461,6 +478,13 @@ def _warn_of_missing(
                 restored,
             )
             return
+
+
+def _find_saved_data(objects: Mapping[str, Any]) -> set[int]:
+    """Returns the identities of the objects of a checkpoint, and of their data sets."""
+    # An object that saves the position of a data set has it as `dataset`, as in an
+    # estimator.
+    return {id(getattr(value, "dataset", value)) for value in objects.values()}
 
 
 def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> None:

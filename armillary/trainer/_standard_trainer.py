@@ -194,8 +194,9 @@ class StandardTrainer(Runner, AbstractTrainer):
                 "No checkpoint holds the position in the training data (%s), because "
                 "the data has no position. A run that resumes reads it from its "
                 "beginning, and counts `epochs` from 0. Use "
-                "`armillary.data.from_arrays`, Grain, TFRecords, or a loader with "
-                "`state_dict` and `load_state_dict`.",
+                "`armillary.data.from_arrays`, Grain, TFRecords, a loader with "
+                "`state_dict` and `load_state_dict`, or an iterator with `get_state` "
+                "and `set_state` (docs/data_positions.md).",
                 ", ".join(lost),
             )
         return [
@@ -286,6 +287,11 @@ class StandardTrainer(Runner, AbstractTrainer):
         output = self.train_loop_end() if num_run else None
         output = loop.add_staleness(output)
         return StartedLoops(num_run, (), lambda _: [output])
+
+
+def warn_of_positions(trainer: StandardTrainer) -> None:
+    """Warns once if the training data of a trainer has no position to save."""
+    trainer._positions()
 
 
 class StartedLoops(PendingLoops):

@@ -119,6 +119,50 @@ def test_what_a_checkpoint_lacks_of_a_trainer_is_warned_of_once(tmp_path, caplog
     assert caplog.text.count(lost) == 1
 
 
+class Counting(Descent):
+    """Trains on batches of a generator, which has no position."""
+
+    def __init__(self):
+        super().__init__({"w": jnp.ones(3)})
+        self.train_dataset = self.dataset = self.generate
+
+    def generate(self):
+        for _ in range(9):
+            yield jnp.ones(2)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_data_without_a_position_is_warned_of_in_the_first_loop(
+    tmp_path, caplog, is_whole
+):
+    def note_loop(output):
+        warned.append("docs/data_positions.md" in caplog.text)
+
+    warned = []
+    trainer = Counting()
+    objects = {"trainer": trainer} if is_whole else {"step": trainer.step}
+    controller = Controller(
+        trainer=trainer,
+        global_step=trainer.step,
+        steps_per_loop=2,
+        train_actions=[note_loop],
+        checkpoint_manager=CheckpointManager(Checkpoint(**objects), tmp_path),
+    )
+    assert "position" not in caplog.text
+
+    controller.train(4)
+
+    assert warned == [True, True]
+    lost = "No checkpoint holds the position in the training data (generator function)"
+    assert caplog.text.count(lost) == 1
+
+
+def test_without_checkpoints_data_needs_no_position(caplog):
+    trainer = Counting()
+    Controller(trainer=trainer, global_step=trainer.step, steps_per_loop=2).train(4)
+    assert "position" not in caplog.text
+
+
 class Sampler:
     def get_state(self):
         return 0
