@@ -181,12 +181,12 @@ def test_a_loss_that_is_not_one_number_is_answered(grad, loss_fn, lines):
 
 
 class OfLightning(Trainer):
-    def train_step(self, batch, batch_idx):
+    def train_step(self, batch, batch_idx):  # pyright: ignore[reportIncompatibleMethodOverride]
         pass
 
 
 class WithoutArguments(armillary.StandardEvaluator):
-    def eval_step(self):
+    def eval_step(self):  # pyright: ignore[reportIncompatibleMethodOverride]
         pass
 
 
