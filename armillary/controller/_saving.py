@@ -47,7 +47,7 @@ from armillary.goodput._stopwatch import Category
 from armillary.state._holders import held_by
 from armillary.state._slots import is_equal
 from armillary.trainer._runner import flatten_datasets
-from armillary.trainer._standard_trainer import StandardTrainer, warn_of_positions
+from armillary.trainer._standard_trainer import StandardTrainer, find_positions
 from armillary.typing import Action
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Saving:
         yield
 
     def see_data(self) -> None:
-        """Warns once if no checkpoint can hold the position in the training data.
+        """Warns once if checkpoints leave out the position in the training data.
 
         The trainer has opened its data by now, so this has no effect on the data.
         """
@@ -243,11 +243,25 @@ class Saving:
         if not isinstance(trainer, StandardTrainer):
             return
         objects = self.manager.checkpoint.objects
-        others = {name: each for name, each in objects.items() if each is not trainer}
-        saved = _find_saved_data(others)
+        holds_trainer = any(value is trainer for value in objects.values())
+        saved = set() if holds_trainer else _find_saved_data(objects)
         datasets = flatten_datasets(trainer.train_dataset)[0]
-        if not any(id(dataset) in saved for dataset in datasets):
-            warn_of_positions(trainer)
+        if all(id(dataset) in saved for dataset in datasets):
+            return
+
+        parts = find_positions(trainer)
+        if holds_trainer or self._restored is not None:
+            return  # A restore has warned already of a position that is left out.
+        for dataset, part in zip(datasets, parts, strict=True):
+            if part is not None and not saved & {id(dataset), id(part)}:
+                logger.warning(
+                    "`Checkpoint` leaves out the position in the training data (%s), "
+                    "so a run that resumes reads the first batches again. Save the "
+                    "trainer with everything that it holds: "
+                    "`Checkpoint(trainer=trainer)`.",
+                    part.source_name,
+                )
+                return
 
     def expect_evaluation(self, step: int | None) -> None:
         """Sets the step of the next evaluation: -1 for the end of the data."""

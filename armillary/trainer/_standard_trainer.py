@@ -289,9 +289,12 @@ class StandardTrainer(Runner, AbstractTrainer):
         return StartedLoops(num_run, (), lambda _: [output])
 
 
-def warn_of_positions(trainer: StandardTrainer) -> None:
-    """Warns once if the training data of a trainer has no position to save."""
-    trainer._positions()
+def find_positions(trainer: StandardTrainer) -> list[DistributedDataset | None]:
+    """Returns the training data whose position can be saved, and `None` for other data.
+
+    Warns once of data without a position.
+    """
+    return trainer._positions()
 
 
 class StartedLoops(PendingLoops):

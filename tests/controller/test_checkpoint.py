@@ -157,6 +157,35 @@ def test_data_without_a_position_is_warned_of_in_the_first_loop(
     assert caplog.text.count(lost) == 1
 
 
+@pytest.mark.parametrize("saves_data", [True, False])
+def test_a_position_that_a_checkpoint_leaves_out_is_warned_of_in_the_first_loop(
+    tmp_path, caplog, saves_data
+):
+    rows = np.ones((8, 2), np.float32)
+    data = armillary.data.from_arrays(rows, batch_size=2, repeat=True)
+    objects = {"data": armillary.get_strategy().distribute_dataset(data)}
+
+    def make_controller():
+        trainer = Descent({"w": jnp.ones(3)})
+        trainer.train_dataset = objects["data"]
+        named = {**(objects if saves_data else {}), "step": trainer.step}
+        return Controller(
+            trainer=trainer,
+            global_step=trainer.step,
+            steps_per_loop=2,
+            checkpoint_manager=CheckpointManager(Checkpoint(**named), tmp_path),
+        )
+
+    make_controller().train(4)
+    left_out = "leaves out the position in the training data (arrays)"
+    assert caplog.text.count(left_out) == (not saves_data)
+
+    caplog.clear()
+    make_controller().train(8)  # The restore has its own warning.
+    assert caplog.text.count("the position of the training data is") == (not saves_data)
+    assert left_out not in caplog.text
+
+
 def test_without_checkpoints_data_needs_no_position(caplog):
     trainer = Counting()
     Controller(trainer=trainer, global_step=trainer.step, steps_per_loop=2).train(4)
