@@ -25,7 +25,7 @@ class Category(StrEnum):
     STEPPING = "stepping"
     """Training steps run on the device, or Python starts them or waits for them."""
     COMPILING = "compiling"
-    """JAX traces or compiles, in any phase."""
+    """JAX traces or compiles, or Armillary checks what was traced, in any phase."""
     DATA = "data"
     """A loop waits for data, and the device has no steps left to run."""
     SAVING = "saving"
@@ -148,6 +148,21 @@ class Stopwatch:
 def get_stopwatch() -> Stopwatch | None:
     """Returns the stopwatch whose phase this thread is in, or `None`."""
     return _active.get()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Counts a block as compilation, with the work of the library around JAX's own.
+
+    Does nothing outside of a phase of a stopwatch.
+    """
+    start = _now()
+    try:
+        yield
+    finally:
+        stopwatch = _active.get()
+        if stopwatch is not None:
+            stopwatch.compiled(_now() - start)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary._optional import import_optional
+from armillary._optional import import_keras
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._context import get_strategy, require_replica_context
@@ -75,7 +75,7 @@ def prepare(model: Any, dataset: Any) -> DistributedDataset:
     Returns:
         The data set, distributed by the strategy in effect.
     """
-    keras = import_optional("keras", "Keras, on which `armillary.keras` runs,", "keras")
+    keras = import_keras()
     check_backend()
     if not isinstance(model, keras.Model):
         raise TypeError(

@@ -245,8 +245,20 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
     return connection
 
 
-def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int]:
-    """Waits in process 0 for the others; returns the processes that are missing."""
+def receive_all(
+    listener: socket.socket,
+    count: int,
+    seconds: float,
+    note: Callable[[list[int]], None] = lambda missing: None,
+) -> list[int]:
+    """Waits in process 0 for the others; returns the processes that are missing.
+
+    Args:
+        listener: The socket to which the others connect. It is closed afterwards.
+        count: The number of processes, with this one.
+        seconds: The longest wait.
+        note: Receives the processes that are missing, about once per second.
+    """
     end = time.monotonic() + seconds
     missing = set(range(1, count))
     arrived: dict[Any, int] = {}
@@ -275,6 +287,7 @@ def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int
             for link in arrived:
                 with contextlib.suppress(OSError):
                     link.send(news)
+            note(sorted(missing))
     return sorted(missing)
 
 
@@ -286,8 +299,22 @@ def _receive_number(link: socket.socket) -> bytes:
         return b""
 
 
-def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
-    """Waits at process 0 until all have come; returns the missing processes."""
+def attend(
+    host: str,
+    port: int,
+    index: int,
+    seconds: float,
+    note: Callable[[list[int]], None] = lambda missing: None,
+) -> list[int]:
+    """Waits at process 0 until all have come; returns the missing processes.
+
+    Args:
+        host: The host of process 0.
+        port: The port of process 0.
+        index: The number of this process.
+        seconds: The longest wait.
+        note: Receives the missing processes whenever process 0 sends them.
+    """
     end = time.monotonic() + seconds
     late = [0]
     while (left := end - time.monotonic()) > 0:
@@ -307,6 +334,7 @@ def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
                 *lines, data = data.split(b"\n")
                 if lines:
                     is_over, late = json.loads(lines[-1])
+                    note(late)
                     if is_over:
                         return late
         time.sleep(_PAUSE_SECONDS)

@@ -28,7 +28,7 @@ from armillary.trainer._last_batch import check_last_batch
 from armillary.trainer._loop_guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
 from armillary.trainer._setup import Setup
-from armillary.trainer._step_method import StepMethod
+from armillary.trainer._step_method import StepMethod, check_step_signature
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 
@@ -60,6 +60,7 @@ class Loop:
     """Runs the user's step over one nest of datasets."""
 
     def __init__(self, method: StepMethod, setup: Setup) -> None:
+        check_step_signature(method.fn, type(method.owner).__name__)
         self._method = method
         self._strategy = method.strategy
         self.datasets = setup.distribute(method.strategy)

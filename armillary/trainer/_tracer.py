@@ -28,6 +28,7 @@ from armillary.distribute.program._trace import (
     trace_step,
 )
 from armillary.errors import RetraceError
+from armillary.goodput._stopwatch import compiling
 from armillary.state._lift import State
 from armillary.trainer._batch_shapes import Leaves, check_shapes
 from armillary.trainer._hook_code import need_python
@@ -142,6 +143,7 @@ class StepPrograms:
             self._has_traced_hooks = True
         return self.hooks
 
+    @compiling()
     def _trace_hooks(self) -> Hooks | None:
         owner = self._method.owner
         flat = self.flat
@@ -185,6 +187,7 @@ class StepPrograms:
             self._traces[key] = self._trace(batches, active)
         return self._traces[key]
 
+    @compiling()
     def _trace(
         self, batches: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[TracedStep, tuple[int, ...]]:
@@ -224,8 +227,8 @@ class StepPrograms:
             raise RetraceError(
                 f"`{method.name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
                 "step, so it seems to loop over the whole data set. Take a fixed "
-                "number with `next(iterator)`; the library calls the step until the "
-                "data ends."
+                "number with `next(iterator)`, such as `x, y = next(iterator)`: the "
+                "library calls the step again until the data ends."
             ) from None
 
         flat.state.watch()
@@ -259,6 +262,7 @@ class StepPrograms:
             self._programs[key] = self._make(chunk, self._doubted.pop(key, None))
         return self._programs[key]
 
+    @compiling()
     def _make(self, chunk: Chunk, old: Program | None) -> Program:
         """Returns the program for a chunk; the old program if it is still correct."""
         method = self._method

@@ -121,6 +121,79 @@ def test_missing_parts_of_a_trainer_in_a_checkpoint_are_warned_of_once(
     assert caplog.text.count(lost) == 1
 
 
+class Counting(Descent):
+    """Trains on batches of a generator, which has no position."""
+
+    def __init__(self):
+        super().__init__({"w": jnp.ones(3)})
+        self.train_dataset = self.dataset = self.generate
+
+    def generate(self):
+        for _ in range(9):
+            yield jnp.ones(2)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_data_without_a_position_is_warned_of_in_the_first_loop(
+    tmp_path, caplog, is_whole
+):
+    def note_loop(output):
+        warned.append("docs/data_positions.md" in caplog.text)
+
+    warned = []
+    trainer = Counting()
+    objects = {"trainer": trainer} if is_whole else {"step": trainer.step}
+    controller = Controller(
+        trainer=trainer,
+        global_step=trainer.step,
+        steps_per_loop=2,
+        train_actions=[note_loop],
+        checkpoint_manager=CheckpointManager(Checkpoint(**objects), tmp_path),
+    )
+    assert "position" not in caplog.text
+
+    controller.train(4)
+
+    assert warned == [True, True]
+    lost = "No checkpoint holds the position in the training data (generator function)"
+    assert caplog.text.count(lost) == 1
+
+
+@pytest.mark.parametrize("saves_data", [True, False])
+def test_a_position_that_a_checkpoint_leaves_out_is_warned_of_in_the_first_loop(
+    tmp_path, caplog, saves_data
+):
+    rows = np.ones((8, 2), np.float32)
+    data = armillary.data.from_arrays(rows, batch_size=2, repeat=True)
+    objects = {"data": armillary.get_strategy().distribute_dataset(data)}
+
+    def make_controller():
+        trainer = Descent({"w": jnp.ones(3)})
+        trainer.train_dataset = objects["data"]
+        named = {**(objects if saves_data else {}), "step": trainer.step}
+        return Controller(
+            trainer=trainer,
+            global_step=trainer.step,
+            steps_per_loop=2,
+            checkpoint_manager=CheckpointManager(Checkpoint(**named), tmp_path),
+        )
+
+    make_controller().train(4)
+    left_out = "leaves out the position in the training data (arrays)"
+    assert caplog.text.count(left_out) == (not saves_data)
+
+    caplog.clear()
+    make_controller().train(8)  # The restore has its own warning.
+    assert caplog.text.count("the position of the training data is") == (not saves_data)
+    assert left_out not in caplog.text
+
+
+def test_without_checkpoints_data_needs_no_position(caplog):
+    trainer = Counting()
+    Controller(trainer=trainer, global_step=trainer.step, steps_per_loop=2).train(4)
+    assert "position" not in caplog.text
+
+
 class Sampler:
     def get_state(self):
         return 0

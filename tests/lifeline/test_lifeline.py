@@ -330,13 +330,17 @@ def test_missing_processes_are_named_to_all_others(monkeypatch):
     listener = listen("127.0.0.1")
     address = "127.0.0.1", listener.getsockname()[1]
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(attend, *address, 1, patience(120))
+        news: list[list[int]] = []
+        first = pool.submit(attend, *address, 1, patience(120), news.append)
         # One that dies while it waits is missing again; a stranger is nobody.
         for greeting in (b"00000003", b"GET / HTTP/1.1"):
             with socket.create_connection(address, patience(120)) as connection:
                 connection.sendall(greeting)
-        assert receive_all(listener, 4, patience(1.0)) == [2, 3]
+        own_news: list[list[int]] = []
+        seconds = patience(1.0)
+        assert receive_all(listener, 4, seconds, own_news.append) == [2, 3]
         assert first.result() == [2, 3]
+        assert news[-1] == own_news[-1] == [2, 3]
 
 
 def test_a_late_process_continues_where_the_service_of_jax_is():

@@ -22,6 +22,7 @@ WITH_KERAS = (
     "keras.md",
     "keras_controller.md",
     "keras_loop.md",
+    "keras_orbit.md",
     # Workers of Ray keep the environment of the page that starts it.
     "parameter_server.md",
     "parameter_server_keras.md",

@@ -101,6 +101,16 @@ def test_a_program_that_exec_runs_trains(names) -> None:
     check_training(run_text(**names))
 
 
+@pytest.mark.parametrize("file", ["<stdin>", "<ipython-input-1-8c2b>"])
+def test_a_program_that_python_reads_from_a_pipe_trains(file, monkeypatch) -> None:
+    module = types.ModuleType("piped")
+    module.__file__ = file
+    monkeypatch.setitem(sys.modules, "piped", module)
+    exec(compile(PROGRAM, file, "exec"), vars(module))
+    check_training(module)
+    assert not is_library_file(file)
+
+
 def test_functions_of_such_programs_are_read_again(tmp_path, monkeypatch) -> None:
     by_exec = run_text()
     imported = import_program("sched", tmp_path, monkeypatch)

@@ -39,11 +39,22 @@ _READING = {
 _MOST_ARRAYS = 20
 # Parts of error messages, and the note to add.
 _MISTAKES = {
-    "'StepIterator' object": "The step gets an iterator, and takes each batch from it: "
-    "`batch = next(iterator)`.",
+    "StepIterator": "The step gets an iterator, and takes each batch from it: "
+    "`batch = next(iterator)`, or `x, y = next(iterator)`.",
     "PerReplica": "Outside `strategy.run`, a batch holds a `PerReplica`: a value for "
     "each replica. Put the code into a function, and call it with "
     "`strategy.run(replica_fn, args=(batch,))`.",
+    # JAX's error for a loss that is not one number.
+    "scalar-output functions. Output had shape": "A gradient needs one number, but the "
+    "loss is an array, such as one number for each example. Return `loss.mean()` and "
+    'write `armillary.all_reduce("mean", gradients)`, or return '
+    "`armillary.compute_average_loss(loss)` and write "
+    '`armillary.all_reduce("sum", gradients)`.',
+    "scalar-output functions. Output was None": "The function of the loss returns "
+    "nothing. End it with `return loss`.",
+    "scalar-output functions. Output was (": "To return other values next to the loss, "
+    "write `nnx.value_and_grad(loss_fn, has_aux=True)`: the function returns "
+    "`loss, others`.",
     "different trace level": "Flax transforms the arguments of a function, but not the "
     "variables that it captures. Pass the model, as in "
     "`nnx.jit(fn)(self.model, batch)`.",

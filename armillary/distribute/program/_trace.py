@@ -5,10 +5,13 @@ changed their shape, and arrays of the trace that remain in places that nothing 
 """
 
 import contextlib
+import dis
 import functools
+import inspect
 import itertools
 import pickle
 import random
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -64,6 +67,12 @@ class StepIterator:
         self._batches = iter(batches)
 
     def __iter__(self) -> Self:
+        if _is_unpacked(inspect.currentframe()):
+            raise TypeError(
+                "A step gets an iterator over batches, which cannot be unpacked into "
+                "the parts of one batch. Take a batch from it first: "
+                "`x, y = next(iterator)`."
+            )
         return self
 
     def __next__(self) -> Any:
@@ -73,6 +82,15 @@ class StepIterator:
         raise MoreBatches(self.index)
 
     get_next = __next__
+
+
+def _is_unpacked(frame: types.FrameType | None) -> bool:
+    """Returns whether `x, y = iterator` called `__iter__`, whose frame this is."""
+    caller = frame and frame.f_back
+    if caller is None or caller.f_lasti < 0:
+        return False
+    operation = caller.f_code.co_code[caller.f_lasti]
+    return dis.opname[operation].startswith("UNPACK_")
 
 
 def check_taken(step_name: str, taken: Sequence[int]) -> None:
