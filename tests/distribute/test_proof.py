@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from armillary.distribute.replica._proof import BATCH, EQUAL, Kind, Proof
+from armillary.distribute.replica._labels import BATCH, EQUAL, LabelKind
+from armillary.distribute.replica._proof import Proof
 from armillary.errors import ReplicaMismatchError
 
 
@@ -84,7 +85,7 @@ def test_what_differs_and_why(name, find):
 
 def test_a_gradient_of_one_replica_has_its_line(find):
     found = find(lambda x, w: jax.jit(jax.grad(lambda w: jnp.sum(x * w) ** 2))(w))
-    assert "test_proof.py" in found.results[0].find(Kind.GRADIENT)
+    assert "test_proof.py" in found.results[0].find(LabelKind.GRADIENT)
 
 
 def test_a_condition_that_reduces_is_a_conflict_too(find):

@@ -19,7 +19,7 @@ from armillary._jax_compat import read_number, read_real
 from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._proof import METRIC
+from armillary.distribute.replica._marks import METRIC
 
 # Operations with one result for each operand, which is still a sum if the operand is.
 _COPIES_OF_EACH = ("psum", "psum_invariant", "optimization_barrier")

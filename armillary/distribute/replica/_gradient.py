@@ -14,16 +14,13 @@ from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import Dataflow, walk_equations
 from armillary._traceback import hides_frames
 from armillary.distribute.replica._context import lifted_state, require_replica_context
-from armillary.distribute.replica._proof import DIVISOR
+from armillary.distribute.replica._marks import AVERAGE, DIVISOR
 from armillary.errors import BatchSizeError, CapturedStateError
 from armillary.state._keras import is_variable as is_keras_variable
 from armillary.state._lift import State, strong
 from armillary.state._nnx import is_node
 from armillary.state._nnx import is_variable as is_nnx_variable
 from armillary.typing import PyTree
-
-AVERAGE = "armillary average"
-"""Marks the results of `compute_average_loss` in a program."""
 
 
 class _Local(threading.local):

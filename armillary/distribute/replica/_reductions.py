@@ -17,8 +17,8 @@ from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
-from armillary.distribute.replica._gradient import AVERAGE, num_parts, split_aux
-from armillary.distribute.replica._proof import DIVISOR, WEIGHT
+from armillary.distribute.replica._gradient import num_parts, split_aux
+from armillary.distribute.replica._marks import AVERAGE, DIVISOR, WEIGHT
 from armillary.distribute.replica._values import ReduceOp, count_active
 from armillary.errors import BatchSizeError
 from armillary.state._lift import State

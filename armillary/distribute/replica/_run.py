@@ -31,6 +31,13 @@ from armillary.distribute.replica._context import (
     Scope,
     is_in_inner_trace,
 )
+from armillary.distribute.replica._labels import (
+    BATCH,
+    EQUAL,
+    Facts,
+    Label,
+    LabelKind,
+)
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
@@ -38,14 +45,7 @@ from armillary.distribute.replica._policy import (
     leave,
     policies_of,
 )
-from armillary.distribute.replica._proof import (
-    BATCH,
-    EQUAL,
-    Facts,
-    Kind,
-    Label,
-    Proof,
-)
+from armillary.distribute.replica._proof import Proof
 from armillary.distribute.replica._values import (
     PerReplica,
     array_of,
@@ -308,7 +308,7 @@ class _MappedCall(Call):
                 is_plain = role is Role.PLAIN and not given
                 if self.before[i].dtype == jnp.uint32 and is_plain and not is_out:
                     pure_path = pure_path_of(slot, state.paths[i])
-                    label = Label(Kind.RAW_KEY, state.place_of(i), pure_path)
+                    label = Label(LabelKind.RAW_KEY, state.place_of(i), pure_path)
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
 
