@@ -13,7 +13,6 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.distribute._strategy import Strategy, ValueContext
 from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import (
-    ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -41,6 +40,7 @@ from armillary.distribute.replica._reductions import (
     scale_regularization_loss,
     weighted_mean,
 )
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import PerReplica, ReduceOp, is_per_replica
 from armillary.distribute.strategies._multi_worker import (
     MultiWorkerMirroredStrategy,

@@ -27,7 +27,7 @@ import numpy as np
 
 from armillary._checks import check_not_negative_int
 from armillary.distribute._global_arrays import on_data
-from armillary.distribute.replica._context import ReplicaContext
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.state._lift import State
 from armillary.state._slots import LeafKind, Role, Slot
 

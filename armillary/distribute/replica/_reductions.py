@@ -11,14 +11,14 @@ from jax.core import Tracer
 
 from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import mark
+from armillary.distribute.replica._arithmetic import check_wire_dtype
 from armillary.distribute.replica._context import (
-    ReplicaContext,
-    check_wire_dtype,
     get_replica_context,
     require_replica_context,
 )
 from armillary.distribute.replica._gradient import num_parts, split_aux
 from armillary.distribute.replica._marks import AVERAGE, DIVISOR, WEIGHT
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import ReduceOp, count_active
 from armillary.errors import BatchSizeError
 from armillary.state._lift import State

@@ -27,7 +27,6 @@ from armillary._jaxpr import (
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._context import (
-    ReplicaContext,
     Scope,
     is_in_inner_trace,
 )
@@ -46,6 +45,7 @@ from armillary.distribute.replica._policy import (
     policies_of,
 )
 from armillary.distribute.replica._proof import Proof
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import (
     PerReplica,
     array_of,
