@@ -21,7 +21,8 @@ import numpy as np
 
 from armillary._logging import logger
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.program._trace import trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.typing import Output
 
 BEGIN = "train_loop_begin"

@@ -18,7 +18,7 @@ import numpy as np
 
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.lifeline._lifeline import waiting
 from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks

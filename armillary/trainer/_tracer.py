@@ -32,14 +32,13 @@ from armillary.distribute.program._batch_sums import warn_of_sums
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import MetricWarnings, warn_of_draws
-from armillary.distribute.program._trace import (
+from armillary.distribute.program._step_iterator import (
     MoreBatches,
     StepIterator,
-    TracedStep,
     check_taken,
-    explained,
-    trace_step,
 )
+from armillary.distribute.program._trace import explained, trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError, StateStructureError
 from armillary.state._lift import State, as_array
