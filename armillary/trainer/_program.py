@@ -149,7 +149,7 @@ class Program:
 
         It donates the first argument. `chunk` and `health` are types with shardings.
         """
-        donated, others = self._flat.describe(self.changed)
+        donated, others = self._flat.types_to_take(self.changed)
         number = jax.ShapeDtypeStruct((), np.int32)
         inputs = _Inputs(others, list(chunk), number, number, number, health)
         types, tree = jax.tree.flatten(inputs)
