@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import get_replica_context
-from armillary.distribute.replica._proof import DENOMINATOR, NUMERATOR, SUMMED
+from armillary.distribute.replica._marks import DENOMINATOR, NUMERATOR, SUMMED
 from armillary.metrics._counts import (
     NUM_INTEGERS,
     CountingMetric,

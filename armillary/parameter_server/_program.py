@@ -19,7 +19,8 @@ from jax.interpreters import partial_eval
 
 from armillary._jaxpr import walk_equations
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.program._trace import trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._policy import (
     Policy,
     as_before,

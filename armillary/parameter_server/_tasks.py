@@ -12,8 +12,8 @@ import numpy as np
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import MoreBatches, StepIterator
-from armillary.distribute.replica._run import run_alone
+from armillary.distribute.program._step_iterator import MoreBatches, StepIterator
+from armillary.distribute.replica._run_alone import run_alone
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import OutOfRangeError
 from armillary.parameter_server._program import TaskProgram, TaskSpec

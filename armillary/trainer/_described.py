@@ -104,7 +104,7 @@ def described(
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
                 state_bytes=sum(each.size * each.dtype.itemsize for each in flat.types),
-                held_bytes=_count_held(flat.describe(())),
+                held_bytes=_count_held(flat.types_to_take(())),
                 compiler_options=dict(options.compiler_options or {}),
                 split=flat.split,
             )

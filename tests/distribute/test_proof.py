@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from armillary.distribute.replica._proof import BATCH, EQUAL, Kind, Proof
+from armillary.distribute.replica._labels import BATCH, EQUAL, LabelKind
+from armillary.distribute.replica._proof import Proof
 from armillary.errors import ReplicaMismatchError
 
 
@@ -86,7 +87,7 @@ def test_values_that_differ_and_the_reason(name, find):
 
 def test_a_gradient_of_one_replica_has_its_line(find):
     found = find(lambda x, w: jax.jit(jax.grad(lambda w: jnp.sum(x * w) ** 2))(w))
-    assert "test_proof.py" in found.results[0].find(Kind.GRADIENT)
+    assert "test_proof.py" in found.results[0].find(LabelKind.GRADIENT)
 
 
 def test_a_condition_that_reduces_is_a_conflict_too(find):

@@ -5,7 +5,7 @@ import math
 import sys
 import types
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -13,6 +13,7 @@ from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
 from armillary._owners import Owner, owner_of_file
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
@@ -20,9 +21,6 @@ from armillary.errors import ArmillaryError
 from armillary.state._lift import State
 from armillary.state._slots import describe, is_array
 from armillary.typing import PyTree
-
-if TYPE_CHECKING:
-    from armillary.distribute.program._trace import TracedStep
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 _VALUE_ERRORS = (
@@ -178,7 +176,7 @@ def _describe_layer(error: Exception) -> str | None:
     return None
 
 
-def warn_of_draws(name: str, step: "TracedStep") -> None:
+def warn_of_draws(name: str, step: TracedStep) -> None:
     """Warns of random numbers that depend on neither state nor batch."""
     draws = _Draws()
     draws.run(step.program, [True] * len(step.program.in_avals))
@@ -225,7 +223,7 @@ class MetricWarnings:
         self._batches: set[Any] = set()
         self._is_done = num_replicas == 1 and not is_evaluation
 
-    def look(self, state: State, step: "TracedStep", active: Any = None) -> None:
+    def look(self, state: State, step: TracedStep, active: Any = None) -> None:
         """Checks a program of the step, for batches on the `active` replicas."""
         if self._is_done:
             return

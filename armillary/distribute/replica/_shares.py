@@ -33,15 +33,12 @@ from jax.extend import core
 from armillary._jax_compat import count_scan_operands, read_real
 from armillary._jaxpr import Dataflow
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._proof import (
-    DENOMINATOR,
+from armillary.distribute.replica._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
+from armillary.distribute.replica._operations import (
     DRAWS,
     EXCHANGES,
-    METRIC,
-    NUMERATOR,
     REDUCTIONS,
     SOURCES,
-    SUMMED,
     is_over_all,
 )
 from armillary.distribute.replica._sameness import kind_of

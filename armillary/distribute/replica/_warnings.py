@@ -30,7 +30,7 @@ from armillary.distribute.replica._values import count_active
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
-    from armillary.distribute.replica._context import ReplicaContext
+    from armillary.distribute.replica._replica import ReplicaContext
 
 
 class Input(NamedTuple):

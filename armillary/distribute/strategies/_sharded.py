@@ -24,7 +24,7 @@ from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._program_mesh import without_program_mesh
-from armillary.distribute.replica._run import run_alone
+from armillary.distribute.replica._run_alone import run_alone
 from armillary.distribute.strategies._layouts import MeshLayout, as_devices
 from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
 from armillary.distribute.strategies._placements import ShardedPlacement

@@ -22,7 +22,9 @@ from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_nam
 from armillary.distribute.replica._context import get_strategy, set_default
 from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.replica._run import run_alone, run_in_replicas
+from armillary.distribute.replica._replica import ReplicaContext
+from armillary.distribute.replica._run import run_in_replicas
+from armillary.distribute.replica._run_alone import run_alone
 from armillary.distribute.strategies._layouts import Device, as_device, as_devices
 from armillary.distribute.strategies._placements import (
     DevicePlacement,
@@ -110,7 +112,7 @@ class OneDeviceStrategy(SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(_default)
+set_default(ReplicaContext(_default, None, active=1))
 
 
 class MirroredStrategy(Strategy):
