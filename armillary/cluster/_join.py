@@ -341,17 +341,17 @@ def _describe_wait(
     if not address:
         limit = min(_JOIN_SECONDS, seconds + _MORE_SECONDS)
         return (
-            f"This process {waited} the other processes of its job, which JAX has "
-            f"found. It waits for at most {limit:g} s. Start this program on all "
-            "machines of the job."
+            f"This process {waited} JAX to find and join the other processes of its "
+            f"job. It waits for at most {limit:g} s. Check that this program has "
+            "started on all machines of the job."
         )
 
     names = [f"process {index}" for index in missing[:_MOST_NAMED]]
     if missing[_MOST_NAMED:]:
-        names.append(f"{len(missing) - _MOST_NAMED} more")
+        names.append(f"and {len(missing) - _MOST_NAMED} more")
     return (
         f"Process {arguments['process_id']} of {arguments['num_processes']} {waited} "
-        f"{' and '.join(names)}. All processes join at {address}, the address of "
+        f"{', '.join(names)}. All processes join at {address}, the address of "
         f"process 0 (the coordinator). This process waits for at most {seconds:g} s. "
         "Check that the missing processes have started, and that they reach this "
         "address."

@@ -132,10 +132,10 @@ ARGUMENTS = {
 @pytest.mark.parametrize(
     ("arguments", "missing", "names"),
     [
-        (ARGUMENTS, [3, 7], ["Process 0 of 9", "process 3 and process 7", ":2222"]),
-        (ARGUMENTS, None, ["process 1 and", "process 5 and 3 more"]),
+        (ARGUMENTS, [3, 7], ["Process 0 of 9", "process 3, process 7", ":2222"]),
+        (ARGUMENTS, None, ["process 1, ", "process 5, and 3 more"]),
         ({**ARGUMENTS, "process_id": 4}, None, ["Process 4 of 9", "for process 0."]),
-        ({}, None, ["other processes of its job, which JAX has found"]),
+        ({}, None, ["JAX to find and join the other processes"]),
     ],
 )
 def test_a_long_wait_is_logged_once_with_the_missing_processes(
@@ -206,7 +206,7 @@ def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
     who = "ERROR: process 0 of 3: Process 1 of 3 has not joined "
     who += f"for {seconds} s, nor have 1"
     assert re.search(f"{who} others, while process 0 waits {place}", said), said
-    assert said.count("Process 0 of 3 has waited for 0.25 s for process 1 and ") == 1
+    assert said.count("Process 0 of 3 has waited for 0.25 s for process 1, ") == 1
 
 
 LISTEN = """
