@@ -123,7 +123,8 @@ def _make_handler(
 def _watch(
     reference: "weakref.ref[PreemptionNotice]", watcher: Callable[[], bool]
 ) -> None:
-    has_failed = was_taken = False
+    has_failed = False
+    was_taken = False
     while (notice := reference()) is not None and not notice.is_closed:
         try:
             is_taken = bool(watcher())

@@ -228,7 +228,7 @@ class ClusterCoordinator:
         self._named |= {id(value): "nothing" for value in objects}
 
     def shutdown(self) -> None:
-        """Ends workers and parameter servers; the variables keep what they held."""
+        """Ends workers and parameter servers; the variables keep their values."""
         self._scheduler.stop()
         self._strategy.coordinator = None
 
