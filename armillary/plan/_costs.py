@@ -84,6 +84,7 @@ def count_flops(program: Any) -> dict[str, float]:
 
 
 def _count_product(equation: Any) -> float:
+    """Returns the operations of a product or a convolution: two for each term."""
     left, right = (variable.aval for variable in equation.invars[:2])
     out = equation.outvars[0].aval
     if equation.primitive.name == "conv_general_dilated":
@@ -96,7 +97,8 @@ def _count_product(equation: Any) -> float:
     numbers = equation.params.get("dimension_numbers")
     if numbers is None:
         numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    contracted = [left.shape[axis] for axis in numbers[0][0]]
+    (axes_of_left, _), _ = numbers
+    contracted = [left.shape[axis] for axis in axes_of_left]
     return 2.0 * out.size * math.prod(contracted)
 
 
