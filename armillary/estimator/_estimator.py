@@ -424,7 +424,8 @@ class Estimator:
         # A loop without actions need not wait for the output of the loop before.
         train_actions: list[Action] = [hooks] if train_hooks else []
         seconds = config.save_checkpoints_secs
-        if trainer is not None and manager is not None and seconds is not None:
+        saves = trainer is not None and manager is not None
+        if saves and seconds is not None:
             when_due = calls.when_save_is_due or manager.save
             train_actions.append(PeriodicCall(seconds, when_due))
 
@@ -444,7 +445,20 @@ class Estimator:
         self._controller = controller
         self._stop_reason = None
         try:
-            yield controller
+            with self._adding_notes():
+                yield controller
+        finally:
+            self._controller = None
+            if manager is not None:
+                manager.close()
+            controller.summary_manager.close()
+            controller.eval_summary_manager.close()
+
+    @contextlib.contextmanager
+    def _adding_notes(self) -> Iterator[None]:
+        """Explains errors by what a model function, and labels, must be."""
+        try:
+            yield
         except CapturedStateError as error:
             error.add_note(
                 "`model_fn` is part of the step: make its modules with "
@@ -455,12 +469,6 @@ class Estimator:
             if self._label_rule is not None:
                 error.add_note(self._label_rule)
             raise
-        finally:
-            self._controller = None
-            if manager is not None:
-                manager.close()
-            controller.summary_manager.close()
-            controller.eval_summary_manager.close()
 
     def _make_trainer(self, calls: "Calls") -> tuple[EstimatorTrainer, InputPosition]:
         """Builds the model for training; returns its trainer and the data position."""
@@ -526,8 +534,10 @@ class Estimator:
 
     def _describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
-        values = {name: np.asarray(value) for name, value in (output or {}).items()}
-        numbers = {n: each if each.ndim else each.item() for n, each in values.items()}
+        numbers: dict[str, Any] = {}
+        for name, value in (output or {}).items():
+            array = np.asarray(value)
+            numbers[name] = array if array.ndim else array.item()
         return {**numbers, "global_step": self.global_step}
 
     def _bind(
@@ -550,15 +560,14 @@ class Estimator:
 
 
 def _check_keys(predict_keys: Any) -> None:
-    is_list = isinstance(predict_keys, list | tuple)
-    if predict_keys is None or (
-        is_list and all(isinstance(key, str) for key in predict_keys)
-    ):
+    if predict_keys is None:
         return
-    raise TypeError(
-        f"`predict_keys` is {predict_keys!r:.80}, but it must be a list of names of "
-        'predictions. Write `predict_keys=["logits"]`.'
-    )
+    is_list = isinstance(predict_keys, list | tuple)
+    if not is_list or not all(isinstance(key, str) for key in predict_keys):
+        raise TypeError(
+            f"`predict_keys` is {predict_keys!r:.80}, but it must be a list of names "
+            'of predictions. Write `predict_keys=["logits"]`.'
+        )
 
 
 def _as_spec(leaf: Any) -> jax.ShapeDtypeStruct:

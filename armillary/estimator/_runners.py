@@ -68,10 +68,11 @@ def _as_arrays(batch: Any) -> Any:
 def _as_array(part: Any) -> Any:
     if isinstance(part, dict):
         return {name: _as_array(value) for name, value in part.items()}
-    is_numbers = isinstance(part, list) and all(
-        isinstance(leaf, int | float) for leaf in jax.tree.leaves(part)
-    )
-    return np.asarray(part) if is_numbers else part
+    if not isinstance(part, list):
+        return part
+    leaves = jax.tree.leaves(part)
+    are_numbers = all(isinstance(leaf, int | float) for leaf in leaves)
+    return np.asarray(part) if are_numbers else part
 
 
 def distribute(
