@@ -32,7 +32,7 @@ Metric: TypeAlias = str | Callable[[Output], Any]
 """A key of an output, a path such as `"validation/loss"`, or a function."""
 
 
-def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
+def notify(actions: Iterable[Any], method: str, *arguments: Any) -> None:
     """Calls a method of all parts of actions; raises the first error at the end."""
     errors: list[Exception] = []
     for part in find_parts(actions):

@@ -21,7 +21,7 @@ from armillary._checks import (
 from armillary._copies import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
-from armillary.actions._conditions import as_actions, tell
+from armillary.actions._conditions import as_actions, notify
 from armillary.controller._display import Display, describe_attempt
 from armillary.controller._loops import Loops
 from armillary.controller._outputs import History, RunOutput, run_evaluations
@@ -182,10 +182,10 @@ class Controller(OfOneProcess):
                 warn_of_unsaved(self._actions, trainer, checkpoint_manager.checkpoint)
             is_resumed = self.restore_checkpoint() is not None
         get_lifeline().rest()
-        tell(self._actions, "bind_step_counter", global_step)
+        notify(self._actions, "bind_step_counter", global_step)
         if is_resumed and trainer is not None:
             evaluated = self._saving.evaluated or 0
-            tell(self.eval_actions, "resume_at", evaluated)
+            notify(self.eval_actions, "resume_at", evaluated)
 
     @property
     def steps_per_loop(self) -> int | None:
@@ -446,7 +446,7 @@ class Controller(OfOneProcess):
             finishes = self._end_actions, self._finish_writes
             with finishing(self._loops.report, *finishes), self._watch():
                 with run.scope():
-                    tell(self._actions, "begin_training")
+                    notify(self._actions, "begin_training")
                 yield
             reached = run.read_step()
             if reached > step and not run.history:
@@ -481,7 +481,7 @@ class Controller(OfOneProcess):
 
     def _end_actions(self) -> None:
         with self._run.scope():
-            tell(self._actions, "end_training")
+            notify(self._actions, "end_training")
 
     def _finish_writes(self) -> None:
         self._run.curves.flush()

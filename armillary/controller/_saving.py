@@ -31,7 +31,7 @@ from etils import epath
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.actions._conditions import NewBestMetric, find_parts, tell
+from armillary.actions._conditions import NewBestMetric, find_parts, notify
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._python_state import is_generator
@@ -390,7 +390,7 @@ class Saving:
             logger.info("restored from checkpoint: %s", restored)
             step = run.read_step()
             run.goodput.mark("restore", step)
-            tell(run.train_actions, "resume_at", step)
+            notify(run.train_actions, "resume_at", step)
             if run.trainer is not None:
                 for curves in {run.curves, run.eval_curves}:
                     curves.resume_at(step)

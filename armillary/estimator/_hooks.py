@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from armillary.actions._conditions import find_parts, tell
+from armillary.actions._conditions import find_parts, notify
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.checkpoint._writer import decide
@@ -65,19 +65,19 @@ class Hooks:
 
     def bind_step_counter(self, counter: Any) -> None:
         """Passes on the step counter."""
-        tell(self._hooks, "bind_step_counter", counter)
+        notify(self._hooks, "bind_step_counter", counter)
 
     def resume_at(self, step: int) -> None:
         """Passes on the step from which training continues."""
-        tell(self._hooks, "resume_at", step)
+        notify(self._hooks, "resume_at", step)
 
     def begin_training(self) -> None:
         """Passes on that training begins."""
-        tell(self._hooks, "begin_training")
+        notify(self._hooks, "begin_training")
 
     def end_training(self) -> None:
         """Passes on that training has ended."""
-        tell(self._hooks, "end_training")
+        notify(self._hooks, "end_training")
 
     @property
     def _with_state(self) -> list[Any]:

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from armillary.actions import ConditionalAction, PeriodicAction
-from armillary.actions._conditions import tell
+from armillary.actions._conditions import notify
 from tests.controller.loops import make_controller
 
 
@@ -15,7 +15,7 @@ def run(steps, *, start=0, **options):
 
     controller = make_controller(output, output, **options)
     controller.trainer.step = start
-    tell(controller.train_actions, "bind_step_counter", controller.global_step)
+    notify(controller.train_actions, "bind_step_counter", controller.global_step)
     controller.train_and_evaluate(steps, eval_interval=30)
 
 
