@@ -16,7 +16,7 @@ from jax.sharding import (
 )
 
 from armillary._checks import check_instance, check_positive_int
-from armillary.cluster._join import CommunicationOptions
+from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.distribute._global_arrays import is_key
