@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from armillary._checks import printable
-from armillary._records import find_numbers, write_whole
+from armillary._json_values import find_numbers
+from armillary._records import write_whole
 from armillary.checkpoint._folder import Saved, read_header, sync_name
 
 _FILE_NAME = "BEST"

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from armillary._checks import check_positive_int
+from armillary._json_values import find_numbers
 from armillary._launcher import tell
 from armillary._logging import logger
-from armillary._records import find_numbers
 from armillary._stack import with_room
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._display import Display
