@@ -87,8 +87,8 @@ def check_best(
     if metric is None and higher_is_better is None:
         return None
     given = f"`keep_best` is {metric!r} and `higher_is_better` is {higher_is_better!r}"
-    is_name = isinstance(metric, str) and metric != ""
-    if not is_name or not isinstance(higher_is_better, bool):
+    is_direction = isinstance(higher_is_better, bool)
+    if not isinstance(metric, str) or not metric or not is_direction:
         raise ValueError(
             f"{given}, but they must be the name of a metric and True or False. Use "
             '`keep_best="accuracy", higher_is_better=True`.'
