@@ -17,8 +17,6 @@ import numpy as np
 from armillary._checks import check_encodable
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
 # These types are checked first, because checks of abstract types are slow.
 _EXACT = frozenset({bool, int, str, type(None)})
 

@@ -12,8 +12,6 @@ import jax
 from armillary._process import READER_THREADS
 
 T = TypeVar("T")
-
-
 _EXIT_TIMEOUT_SECONDS = 5.0
 
 
