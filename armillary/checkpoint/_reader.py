@@ -152,6 +152,7 @@ def _restore_intact(
         all_saved = _as_specs(saved, states)
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = selection._replace(may_differ=may_differ)
+        # Objects that an older release saved without their state keep their own.
         new = checkpoint.missing_before - states.keys()
         expected = {name: spec for name, spec in program.items() if name not in new}
         taken, differences = match(

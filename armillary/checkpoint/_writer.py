@@ -66,6 +66,7 @@ def agree_on(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
             except CheckpointError as error:
                 problem = error
     own = json.dumps([value, None if problem is None else str(problem)])
+    # The answers of the other processes are empty, and only the first one counts.
     first, *_ = peers.gather(topic, own)
     value, text = json.loads(first)
     if text is not None:

@@ -65,6 +65,7 @@ class Loops:
         self._pending: deque[LoopsInFlight] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
         self._last_end = 0.0
+        # Unknown at first, so a single loop is started.
         self._seconds_per_loop = float("inf")
         # Log text of the epoch that begins next; empty once it is logged.
         self._epoch = ""
@@ -73,6 +74,7 @@ class Loops:
         method = getattr(type(run.trainer), "train", None)
         is_standard = method is StandardTrainer.train
         self._counts_steps: bool | None = True if is_standard else None
+
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 

@@ -225,6 +225,7 @@ class Walk:
 
     def _add(self, slot: Slot, above: tuple[int, Any] | None) -> None:
         slot.holder = above and above[0]
+        # The first path that leads to a place is its name.
         self.slots.setdefault(slot.key, slot)
 
     def reached_from(self, names: Collection[str] | None) -> set[int]:
@@ -389,6 +390,7 @@ class Watch:
     ) -> None:
         leading = walk.leading_to_slots
         watched = walk.reached_from(names) | leading
+        # No object has the `id` 0, so without names no holder is special.
         root = 0 if names is None else id(walk.roots[0][0])
         # The names of slots and constants, by the `id` of their place.
         without: dict[int, set[Any]] = collections.defaultdict(set)
@@ -408,6 +410,7 @@ class Watch:
             for part in node.parts:
                 left_out = without.get(id(part.source), ())
                 if holder == root:
+                    # New attributes that no step has read do not count.
                     leads = {n for n, child in walk.edges[root] if child in leading}
                     only = sorted({*leads, *(names or ())}.difference(left_out))
                     self._looks.append((part, (), only))

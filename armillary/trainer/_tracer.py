@@ -128,6 +128,7 @@ class StepPrograms:
         self._reason = reason
         self._programs.clear()
         self._traces.clear()
+        # Hooks in the program are traced again, and hooks in Python stay there.
         self._has_traced_hooks &= self.hooks is None
 
     def find_hooks(self) -> Hooks | None:
