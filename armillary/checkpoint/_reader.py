@@ -178,9 +178,12 @@ def _restore_intact(
         )
 
     done = tuple(name for name in taken if name not in refused)
-    # The last line of a long message is the fix, which is not needed here.
-    texts = {name: text.rpartition("\n")[0] or text for name, text in refused.items()}
-    refusals = [f"~ {name}: {texts[name]}" for name in sorted(texts)]
+    refusals: list[str] = []
+    for name in sorted(refused):
+        text = refused[name]
+        # The last line of a long message is the fix, which is not needed here.
+        shown = text.rpartition("\n")[0] or text
+        refusals.append(f"~ {name}: {shown}")
     report = RestoreReport(
         path=str(folder),
         restored=done,

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -42,6 +42,10 @@ _MOST_AHEAD = 100
 # shorter time varies by chance.
 _SPEED_SECONDS = 0.1
 _ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to continue."
+
+
+_LoopOutput: TypeAlias = tuple[int, int, dict[str, Any]]
+"""The global step before a loop, the step after it, and its output."""
 
 
 class Loops:
@@ -291,8 +295,11 @@ class Loops:
         self._seconds_per_loop = seconds / len(outputs)
         self._run.goodput.mark("loop", reached)
         speed = (reached - loops.step) / seconds
-        # A loop that did not advance has nothing to report: the data had ended before.
-        self._outputs.extend((*each, speed) for each in outputs if each[1] > each[0])
+        for step, after, output in outputs:
+            # A loop that did not advance has nothing to report: the data had ended
+            # before.
+            if after > step:
+                self._outputs.append((step, after, output, speed))
         # ORDER: last, so that after Ctrl-C the loop is still reported.
         self._pending.popleft()
 
@@ -369,10 +376,8 @@ class LoopsInFlight:
             return self._data_ended
         return num_run == 0 or num_run % self._num_steps != 0
 
-    def fetch(
-        self, last_end: float
-    ) -> tuple[list[tuple[int, int, dict[str, Any]]], float, float]:
-        """Waits for the loops; returns steps and outputs, seconds, and their end."""
+    def fetch(self, last_end: float) -> tuple[list[_LoopOutput], float, float]:
+        """Waits for the loops; returns their outputs, their seconds, and their end."""
         outputs, reached, end = self.outcome.result()
         self._started.check(self.step)
         count = len(outputs)
