@@ -1,62 +1,29 @@
 """Keywords of Orbit, tf.distribute, Keras and Lightning, and the advice for each."""
 
 _PROCESSES = "Leave it out: the strategy has joined the processes."
-
-
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
-
-
 _OF_THE_TRAINER = "The trainer takes it: `trainer=Trainer({})`."
-
-
 _OF_METHODS = "Methods take it: `{}`."
-
-
 _OF_THE_STRATEGY = "A strategy has the devices: `strategy=armillary.{}`."
-
-
 _RESTORES = "Leave it out: the `checkpoint_manager` restores the latest checkpoint."
-
-
 _CLIPS = "Optax clips gradients: `optax.chain(optax.clip_by_global_norm(1.0), ...)`."
-
-
 _OF_THE_MANAGER = "`CheckpointManager` takes it: `{}`."
-
-
 _HAS_A_MANAGER = (
     "Write `checkpoint_manager=armillary.CheckpointManager(checkpoint, directory)`."
 )
-
-
 _OF_THE_CONTROLLER = "`Controller` takes it: `{}`."
-
-
 _OF_THE_DATA = "The data has it: `armillary.data.from_arrays(arrays, {})`."
-
-
 _OF_THE_EVALUATOR = "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
-
-
 _WEIGHTS = (
     "Weight the losses in `train_step`: `armillary.weighted_mean(losses, weights)`."
 )
-
-
 _NEWEST_STAY = "Leave it out: the newest `max_to_keep` checkpoints stay."
-
-
 _BEST_STAYS = "Leave it out: `keep_best` keeps the best besides the newest."
-
-
 _IN_STEPS = "It is called `checkpoint_interval` here, and counts steps."
-
-
 _KEEPS_BEST = (
     "`CheckpointManager` takes it: `keep_best=..., higher_is_better=...`. To stop "
     "early, write `eval_actions=[armillary.actions.EarlyStopping(...)]`."
 )
-
 
 # Keywords of Orbit, `tf.distribute`, Keras and Lightning, and the advice for each. If
 # the advice depends on the class or function, its name is in front.

@@ -75,7 +75,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(value: Any) -> ExitCode:
     """Prints a value as JSON, with unknown types as strings."""
-    from armillary._records import as_json
+    from armillary._json_values import as_json
 
     sys.stdout.write(json.dumps(as_json(value), indent=2) + "\n")
     return ExitCode.OK

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
 # Libraries that this package imports from any folder. A user's package cannot have such
 # a name.
 _IMPORTED = ("armillary", "etils", "flax", "jax", "jaxlib", "numpy", "optax", "orbax")
-
-
 # Other libraries that this package works with. A user's package may have such a name.
 _OPTIONAL = frozenset(
     {
@@ -24,18 +20,10 @@ _OPTIONAL = frozenset(
         *("tensorboardX", "tensorflow", "torch"),
     }
 )
-
-
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-
-
 _IN_SITE = re.compile(r"(.*?[/\\](?:site|dist)-packages)[/\\]([^/\\]+)")
-
-
 # Modules whose functions make classes. Such a class names one of these modules.
 _MAKERS = ("abc", "types")
-
-
 # Programs that are typed or piped into Python have no file.
 _TYPED = ("<stdin>", "<console>", "<ipython-input-", "<python-input-")
 _HEAP_TYPE = 1 << 9  # Of `type.__flags__`: set for every class that Python code makes.

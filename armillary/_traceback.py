@@ -60,7 +60,7 @@ def mark_public(namespace: dict[str, Any]) -> None:
     kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
     own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
     for name in namespace.setdefault("__all__", own):
-        value = namespace.get(name)
+        value: Any = namespace.get(name)
         if isinstance(value, type):
             home = next(kind for kind in value.__mro__ if "__init__" in vars(kind))
             constructor = vars(home)["__init__"]

@@ -4,8 +4,9 @@ import types
 
 import pytest
 
-from armillary import _records
-from armillary._records import RisingClock, flatten
+from armillary import _rising_clock
+from armillary._json_values import flatten
+from armillary._rising_clock import RisingClock
 
 
 class Clocks:
@@ -17,7 +18,7 @@ class Clocks:
         clocks = types.SimpleNamespace(
             time=lambda: self.day, monotonic=lambda: self.passed
         )
-        monkeypatch.setattr(_records, "time", clocks)
+        monkeypatch.setattr(_rising_clock, "time", clocks)
 
     def move(self, seconds: float) -> None:
         self.day += seconds

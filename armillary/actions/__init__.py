@@ -8,13 +8,13 @@ that writes to a shared place must write only if `jax.process_index() == 0`.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.actions._conditions import ConditionalAction as ConditionalAction
+from armillary.actions._combined import ConditionalAction as ConditionalAction
+from armillary.actions._combined import PeriodicAction as PeriodicAction
 from armillary.actions._conditions import EarlyStopping as EarlyStopping
 from armillary.actions._conditions import NewBestMetric as NewBestMetric
-from armillary.actions._conditions import PeriodicAction as PeriodicAction
-from armillary.actions._files import ExportFileManager as ExportFileManager
-from armillary.actions._files import ExportModel as ExportModel
-from armillary.actions._files import Profile as Profile
+from armillary.actions._export import ExportFileManager as ExportFileManager
+from armillary.actions._export import ExportModel as ExportModel
+from armillary.actions._profile import Profile as Profile
 from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,
 )

@@ -152,6 +152,7 @@ def _restore_intact(
         all_saved = _as_specs(saved, states)
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = selection._replace(may_differ=may_differ)
+        # Objects that an older release saved without their state keep their own.
         new = checkpoint.missing_before - states.keys()
         expected = {name: spec for name, spec in program.items() if name not in new}
         taken, differences = match(
@@ -177,9 +178,12 @@ def _restore_intact(
         )
 
     done = tuple(name for name in taken if name not in refused)
-    # The last line of a long message is the fix, which is not needed here.
-    texts = {name: text.rpartition("\n")[0] or text for name, text in refused.items()}
-    refusals = [f"~ {name}: {texts[name]}" for name in sorted(texts)]
+    refusals: list[str] = []
+    for name in sorted(refused):
+        text = refused[name]
+        # The last line of a long message is the fix, which is not needed here.
+        shown = text.rpartition("\n")[0] or text
+        refusals.append(f"~ {name}: {shown}")
     report = RestoreReport(
         path=str(folder),
         restored=done,

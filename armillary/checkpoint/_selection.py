@@ -150,7 +150,10 @@ def match(
             f"purpose, {fix}. For a new run, use a new directory. Nothing was restored."
         )
 
-    left = [each for each in allowed if any(is_inside(n, [each]) for n in differences)]
+    left: list[str] = []
+    for part in allowed:
+        if any(is_inside(name, [part]) for name in differences):
+            left.append(part)
     taken = sorted(name for name in matching if not is_inside(name, left))
     lines = tuple(differences.values())
     if not taken:

@@ -25,7 +25,7 @@ from etils import epath
 from armillary._launcher import tell
 from armillary._logging import logger
 from armillary._process import is_first
-from armillary._records import RisingClock
+from armillary._rising_clock import RisingClock
 from armillary.checkpoint import _folder
 from armillary.checkpoint._best import Mark, read_best, write_best
 from armillary.checkpoint._folder import Saved, sync_name
@@ -66,6 +66,7 @@ def agree_on(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
             except CheckpointError as error:
                 problem = error
     own = json.dumps([value, None if problem is None else str(problem)])
+    # The answers of the other processes are empty, and only the first one counts.
     first, *_ = peers.gather(topic, own)
     value, text = json.loads(first)
     if text is not None:

@@ -22,8 +22,6 @@ _SUMMARIES = (
     ["write_summaries", "flush"],
     "Use `armillary.summary.SummaryManager(summary_dir)`.",
 )
-
-
 # For each argument, the methods that the controller calls, and a fix.
 _METHODS = {
     "strategy": (["scope"], "Use a strategy such as `armillary.MirroredStrategy()`."),
@@ -34,8 +32,6 @@ _METHODS = {
     "summary_manager": _SUMMARIES,
     "eval_summary_manager": _SUMMARIES,
 }
-
-
 _EVALUATOR = (
     "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`; several need "
     'names: `evaluator={"validation": a, "test": b}`.'

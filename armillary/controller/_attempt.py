@@ -20,8 +20,6 @@ from armillary.controller._start_lines import (
 )
 
 _PACKAGES = ["armillary", "jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras"]
-
-
 _GIT_SECONDS = 5.0
 
 

@@ -21,7 +21,7 @@ from armillary._checks import (
 from armillary._copy_refusal import OfOneProcess
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
-from armillary.actions._conditions import as_actions, notify
+from armillary.actions._combined import as_actions, notify
 from armillary.controller._arguments import (
     check_arguments,
     check_evaluations_end,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from armillary._records import RisingClock
+from armillary._rising_clock import RisingClock
 from armillary.summary._metrics_file import MetricsFile
 from armillary.summary._summary_manager import SummaryManager
 from armillary.typing import Output

@@ -24,15 +24,9 @@ from armillary._process import get_process
 from armillary.errors import CheckpointError
 
 FILE_NAME = "DONE"
-
-
 _LOCK = ".lock"
-
-
 # The text that this program will write into `DONE`, by directory.
 _ends: dict[str, str] = {}
-
-
 # The thread that trains in each directory, as the only item of a list of its own.
 _threads: dict[str, list[threading.Thread]] = {}
 

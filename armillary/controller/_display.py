@@ -147,7 +147,9 @@ class Display:
             parts.append(f"{self._speed:.1f} steps/sec")
         duration = f" for {format_seconds(int(seconds))}" if seconds >= 1 else ""
         parts.append(f"{category.label}{duration}")
-        for name in [name for name in self._scalars if name.endswith("loss")][:1]:
+        losses = [name for name in self._scalars if name.endswith("loss")]
+        if losses:
+            name = losses[0]
             parts.append(f"{name} {ShortFloat(self._scalars[name])!r}")
         return " | ".join(parts)
 

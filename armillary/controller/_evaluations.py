@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from armillary._records import find_numbers
+from armillary._json_values import find_numbers
 from armillary.cluster._join import expire_boundary
 from armillary.controller._history import add_record
 from armillary.controller._outputs import fetch_output, format_output, log_line

@@ -12,14 +12,14 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from armillary._checks import check_positive_int
+from armillary._json_values import find_numbers
 from armillary._launcher import tell
 from armillary._logging import logger
-from armillary._records import find_numbers
 from armillary._stack import with_room
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._display import Display
@@ -44,6 +44,10 @@ _SPEED_SECONDS = 0.1
 _ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to continue."
 
 
+_LoopOutput: TypeAlias = tuple[int, int, dict[str, Any]]
+"""The global step before a loop, the step after it, and its output."""
+
+
 class Loops:
     """Runs the training loops of a controller between two evaluations."""
 
@@ -65,6 +69,7 @@ class Loops:
         self._pending: deque[LoopsInFlight] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
         self._last_end = 0.0
+        # Unknown at first, so a single loop is started.
         self._seconds_per_loop = float("inf")
         # Log text of the epoch that begins next; empty once it is logged.
         self._epoch = ""
@@ -73,6 +78,7 @@ class Loops:
         method = getattr(type(run.trainer), "train", None)
         is_standard = method is StandardTrainer.train
         self._counts_steps: bool | None = True if is_standard else None
+
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
@@ -290,8 +296,11 @@ class Loops:
         self._seconds_per_loop = seconds / len(outputs)
         self._run.goodput.mark("loop", reached)
         speed = (reached - loops.step) / seconds
-        # A loop that did not advance has nothing to report: the data had ended before.
-        self._outputs.extend((*each, speed) for each in outputs if each[1] > each[0])
+        for step, after, output in outputs:
+            # A loop that did not advance has nothing to report: the data had ended
+            # before.
+            if after > step:
+                self._outputs.append((step, after, output, speed))
         # ORDER: last, so that after Ctrl-C the loop is still reported.
         self._pending.popleft()
 
@@ -368,10 +377,8 @@ class LoopsInFlight:
             return self._data_ended
         return num_run == 0 or num_run % self._num_steps != 0
 
-    def fetch(
-        self, last_end: float
-    ) -> tuple[list[tuple[int, int, dict[str, Any]]], float, float]:
-        """Waits for the loops; returns steps and outputs, seconds, and their end."""
+    def fetch(self, last_end: float) -> tuple[list[_LoopOutput], float, float]:
+        """Waits for the loops; returns their outputs, their seconds, and their end."""
         outputs, reached, end = self.outcome.result()
         self._started.check(self.step)
         count = len(outputs)

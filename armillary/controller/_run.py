@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from armillary._logging import logger
-from armillary._records import RisingClock
+from armillary._rising_clock import RisingClock
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._curves import Curves
 from armillary.controller._history import History

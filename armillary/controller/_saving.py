@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from armillary._logging import logger
-from armillary.actions._conditions import notify
+from armillary.actions._combined import notify
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import agree_on

@@ -21,8 +21,6 @@ from armillary.trainer._standard_trainer import StandardTrainer
 
 # Attributes in which a trainer without variables of a library keeps its parameters.
 _PLACES = ("model", "params")
-
-
 _MOST_MODULES = 3
 
 

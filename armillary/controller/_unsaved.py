@@ -5,7 +5,8 @@ from typing import Any
 
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
-from armillary.actions._conditions import NewBestMetric, find_parts
+from armillary.actions._combined import find_parts
+from armillary.actions._conditions import NewBestMetric
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._python_state import is_generator
 from armillary.data._dataset import DistributedDataset

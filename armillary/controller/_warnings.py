@@ -1,4 +1,4 @@
-"""Warnings about evaluations and values that tell nothing."""
+"""Warnings about evaluators without effect, and about values that are not finite."""
 
 from collections.abc import Mapping
 from typing import Any

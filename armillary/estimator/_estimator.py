@@ -14,7 +14,7 @@ import numpy as np
 from armillary._checks import check_instance, check_one_of, check_path
 from armillary._logging import logger
 from armillary._traceback import hides_frames
-from armillary.actions._files import ExportModel
+from armillary.actions._export import ExportModel
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.cluster._join import get_peers

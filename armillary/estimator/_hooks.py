@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from armillary.actions._conditions import find_parts, notify
+from armillary.actions._combined import find_parts, notify
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.checkpoint._writer import agree_on

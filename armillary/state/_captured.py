@@ -181,12 +181,13 @@ def keras_write_error(
 
 
 def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]]:
-    roots = [(fn, ""), *((method, "") for method in methods_of(fn))]
-    return {
-        id(slot.variable): (slot.path, slot.variable)
-        for slot in slots_of(roots)
-        if slot.variable is not None
-    }
+    """Returns the variables that a function reaches, with their paths, by `id`."""
+    functions = [fn, *methods_of(fn)]
+    named: dict[int, tuple[str, Variable]] = {}
+    for slot in slots_of([(each, "") for each in functions]):
+        if slot.variable is not None:
+            named[id(slot.variable)] = (slot.path, slot.variable)
+    return named
 
 
 def methods_of(fn: Callable[..., Any]) -> list[types.FunctionType]:

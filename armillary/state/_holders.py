@@ -14,7 +14,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -54,10 +54,14 @@ FUNCTION_TYPES = (
 _INNER = ("function", "wrapped")
 
 
+_Contents: TypeAlias = tuple[list[Any], list[Any]]
+"""The names of places, and the values there."""
+
+
 class Way(NamedTuple):
     """One way in which objects hold others; without `put`, arrays are constants."""
 
-    look: Callable[[Any], tuple[list[Any], list[Any]]]
+    look: Callable[[Any], _Contents]
     get: Callable[[Any, Any], Any] = operator.getitem
     put: Callable[[Any, Any, Any], None] | None = None
     join: Callable[[str, Any], str] = join
@@ -89,7 +93,7 @@ def join_captured(path: str, name: str) -> str:
     return f"{path}/{name}" if path and name else path or name
 
 
-def _look_at_items(source: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+def _look_at_items(source: dict[Any, Any]) -> _Contents:
     while True:
         names = list(source)
         values = list(source.values())
@@ -97,12 +101,12 @@ def _look_at_items(source: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
             return names, values
 
 
-def _look_at_sequence(source: Any) -> tuple[list[Any], list[Any]]:
+def _look_at_sequence(source: Any) -> _Contents:
     values = list(source)
     return list(getattr(source, "_fields", range(len(values)))), values
 
 
-def _look_at_children(source: Any) -> tuple[list[Any], list[Any]]:
+def _look_at_children(source: Any) -> _Contents:
     entries, _ = jax.tree_util.tree_flatten_with_path(
         source, is_leaf=lambda part: part is not source
     )
@@ -111,13 +115,13 @@ def _look_at_children(source: Any) -> tuple[list[Any], list[Any]]:
     return names, values
 
 
-def _look_at_keras(source: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+def _look_at_keras(source: dict[str, Any]) -> _Contents:
     names = _keras.visible_names(source)
     values = [source[name] for name in names]
     return names, values
 
 
-def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
+def _look_at_members(source: Any) -> _Contents:
     names: list[Any] = []
     values: list[Any] = []
     for name in _slot_names(type(source)):
@@ -128,11 +132,11 @@ def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
     return names, values
 
 
-def _look_at_keras_variable(source: Any) -> tuple[list[Any], list[Any]]:
+def _look_at_keras_variable(source: Any) -> _Contents:
     return _look_at_items(_keras.variable_attributes(source))
 
 
-def _look_at_captured(source: Any) -> tuple[list[Any], list[Any]]:
+def _look_at_captured(source: Any) -> _Contents:
     return _look_at_items(entries_of(source))
 
 

@@ -52,8 +52,8 @@ class State:
         self._reads = reads
         self._functions = functions
         self._walk = Walk(self.roots)
-        found = self._walk.slots.values()
-        self.slots: tuple[Slot, ...] = tuple(sorted(found, key=lambda slot: slot.path))
+        slots = sorted(self._walk.slots.values(), key=lambda slot: slot.path)
+        self.slots: tuple[Slot, ...] = tuple(slots)
         objects = [node.value for node in self._walk.nodes.values()]
         self._nodes = [value for value in objects if _nnx.is_node(value)]
 

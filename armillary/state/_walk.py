@@ -18,8 +18,8 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -71,6 +71,13 @@ _MAX_TREE_DEPTH = 100
 _MANY = 16
 _MANY_BYTES = 1 << 20
 _END = object()
+
+
+Facts: TypeAlias = dict[tuple[str, Any], Any]
+"""The plain values that a walk found, by the path and the name of their place."""
+
+_Further: TypeAlias = Callable[[int], Iterable[int]]
+"""A function from a holder to the next ones, by `id`."""
 
 
 class Node(NamedTuple):
@@ -225,6 +232,7 @@ class Walk:
 
     def _add(self, slot: Slot, above: tuple[int, Any] | None) -> None:
         slot.holder = above and above[0]
+        # The first path that leads to a place is its name.
         self.slots.setdefault(slot.key, slot)
 
     def reached_from(self, names: Collection[str] | None) -> set[int]:
@@ -334,7 +342,7 @@ def lasting_slots(walk: Walk) -> list[Slot]:
     return sorted(slots, key=lambda slot: slot.path)
 
 
-def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> set[int]:
+def _spread(start: Iterable[int], further: _Further) -> set[int]:
     """Returns all that `further` leads to, from `start`."""
     pending = list(start)
     reached: set[int] = set()
@@ -389,6 +397,7 @@ class Watch:
     ) -> None:
         leading = walk.leading_to_slots
         watched = walk.reached_from(names) | leading
+        # No object has the `id` 0, so without names no holder is special.
         root = 0 if names is None else id(walk.roots[0][0])
         # The names of slots and constants, by the `id` of their place.
         without: dict[int, set[Any]] = collections.defaultdict(set)
@@ -408,6 +417,7 @@ class Watch:
             for part in node.parts:
                 left_out = without.get(id(part.source), ())
                 if holder == root:
+                    # New attributes that no step has read do not count.
                     leads = {n for n, child in walk.edges[root] if child in leading}
                     only = sorted({*leads, *(names or ())}.difference(left_out))
                     self._looks.append((part, (), only))
@@ -484,7 +494,7 @@ class CodeWatch:
         is_same = all(each.read() is each.value for each in self._lookups)
         return is_same and self._watch.is_current()
 
-    def facts(self) -> dict[tuple[str, Any], Any]:
+    def facts(self) -> Facts:
         """Returns the values that the names stood for, by path."""
         facts = find_facts(self._walk, None)
         for lookup in self._lookups:
@@ -502,12 +512,10 @@ def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list
     return kept if part.way is SEQUENCE else [*part.names, *kept]
 
 
-def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any], Any]:
+def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
     """Returns all plain values that a walk found, by path and name."""
     root = 0 if names is None else id(walk.roots[0][0])
-    facts: dict[tuple[str, Any], Any] = {
-        (path, None): walk.fact(value) for value, path in walk.roots
-    }
+    facts: Facts = {(path, None): walk.fact(value) for value, path in walk.roots}
     for holder in walk.reached_from(names):
         node = walk.nodes[holder]
         for part in node.parts:
@@ -533,9 +541,7 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
 
 
 def find_differences(
-    old: Mapping[tuple[str, Any], Any],
-    new: Mapping[tuple[str, Any], Any],
-    fixed: Collection[int] = (),
+    old: Facts, new: Facts, fixed: Collection[int] = ()
 ) -> dict[str, str]:
     """Returns a sentence for each path whose value differs between two walks.
 

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from armillary._checks import check_path
-from armillary._records import (
-    LinesFile,
-    RisingClock,
-    as_json,
-    from_json,
-    read_lines,
-)
+from armillary._json_values import as_json, from_json
+from armillary._records import LinesFile, read_lines
+from armillary._rising_clock import RisingClock
 
 FILE_NAME = "metrics.jsonl"
 _FIELDS = {"record", "time", "step"}

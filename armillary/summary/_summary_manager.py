@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from armillary._checks import check_callable, check_instance, check_path
+from armillary._json_values import flatten
 from armillary._process import get_process
-from armillary._records import flatten
 from armillary.distribute._global_arrays import as_local
 from armillary.summary._kinds import Histogram, Summary, as_array
 from armillary.summary._tensorboard import TensorBoardWriter

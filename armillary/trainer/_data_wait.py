@@ -23,11 +23,14 @@ def waiting_for_data(queue: Peekable[Any] | None, strategy: Strategy) -> Iterato
     if stopwatch is None or (queue is not None and queue.is_ready):
         yield
         return
+
+    # While the device has steps to run, it does not wait for data.
     while queue is not None and dispatch.in_flight():
         with waiting():
             is_coming = queue.is_coming(_POLL_SECONDS)
         if not is_coming:
             break
+
     category = stopwatch.category
     with stopwatch.phase(Category.DATA):
         yield

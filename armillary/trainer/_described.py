@@ -13,6 +13,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
+from armillary.data.feed._split import count_rows
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.strategies._layouts import SingleLayout
@@ -100,7 +101,7 @@ def described(
                 depth=program.depth,
                 capacity=chunk.capacity,
                 num_shares=layout.num_shares,
-                share_size=jax.tree.leaves(shares[0])[0].shape[0] if shares else 0,
+                share_size=count_rows(shares[0]) if shares else 0,
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
                 state_bytes=sum(each.size * each.dtype.itemsize for each in flat.types),
@@ -113,10 +114,12 @@ def described(
 def _share(dataset: DistributedDataset, num_shares: int, size: int | None) -> PyTree:
     """Returns the types of one share of a batch."""
     spec = dataset.element_spec
-    rows = size or max(jax.tree.leaves(spec)[0].shape[0] // num_shares, 1)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
-    )
+    num_rows = size or max(count_rows(spec) // num_shares, 1)
+
+    def type_of_share(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(type_of_share, spec)
 
 
 def _describe_chunk(

@@ -299,6 +299,7 @@ class Loop:
             most = program.most_steps if self._method.options.compile_loop else 1
             start = self.feed.offset
             count, full = _count(chunk.ends[start:], most, remaining)
+            # A program of one step has room for one result.
             first = start if program.is_nested else 0
             # If batches are not read ahead, the data may read the state before each
             # step.

@@ -9,8 +9,6 @@ _HOOKS = (
     "a trainer has `train_loop_begin`, `train_step` and `train_loop_end`, and an "
     "evaluator `eval_begin`, `eval_step`, `eval_reduce` and `eval_end`"
 )
-
-
 # Hooks of Keras and Lightning.
 _FOREIGN = re.compile(
     r"on_((fit|train|validation|test)(_epoch|_batch)?|epoch)_(start|begin|end)|"

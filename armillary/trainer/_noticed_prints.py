@@ -10,8 +10,6 @@ from typing import Any
 from armillary._logging import logger
 
 _is_noticing = threading.Lock()
-
-
 _TRACER = re.compile(r"Tracer\(|Traced<")
 
 

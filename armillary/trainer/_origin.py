@@ -25,6 +25,7 @@ _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoin
 _NOBODY = np.int32(2**31 - 1)
 
 _Value = tuple[Any, Any]  # an array, and the number of the cause of its bad values
+_Path = tuple[Any, ...]  # an equation, after the equations around it
 
 
 def find_origin(
@@ -57,8 +58,9 @@ def find_origin(
 
 
 def _interpret(
-    program: Any, inputs: Sequence[_Value], within: tuple[Any, ...], causes: list[Any]
+    program: Any, inputs: Sequence[_Value], within: _Path, causes: list[Any]
 ) -> list[_Value]:
+    """Returns the results of a program, and adds its operations to `causes`."""
     jaxpr = getattr(program, "jaxpr", program)
     constants = [(value, _NOBODY) for value in getattr(program, "consts", ())]
     variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -84,7 +86,7 @@ def _interpret(
 
 
 def _interpret_mapped(
-    operands: Sequence[_Value], path: tuple[Any, ...], causes: list[Any]
+    operands: Sequence[_Value], path: _Path, causes: list[Any]
 ) -> list[_Value]:
     """Interprets the program of each replica; the smallest number of all counts."""
     params = path[-1].params
@@ -112,7 +114,7 @@ def _interpret_mapped(
 
 
 def _apply(
-    jaxpr: Any, operands: Sequence[_Value], path: tuple[Any, ...], causes: list[Any]
+    jaxpr: Any, operands: Sequence[_Value], path: _Path, causes: list[Any]
 ) -> list[_Value]:
     """Runs one equation as a whole: a loop or a branch is one operation."""
     equation = path[-1]

@@ -41,6 +41,15 @@ class _Inputs(NamedTuple):
     health: Any
 
 
+class _Carry(NamedTuple):
+    """The values that a loop over steps passes from step to step."""
+
+    index: Any  # of the next step in the chunk
+    changed: list[Any]  # the arrays that the step changes
+    results: list[Any]  # stacks with the results of the steps so far
+    health: Any
+
+
 class Program:
     """Compiles a traced step into a loop over a chunk with room for `capacity` steps.
 
@@ -196,25 +205,26 @@ class Program:
         changed = [slots[i] for i in self.step.changed]
         types = self.step.result_types if self._keep_results else []
         results = _empty(types, self._capacity)
-        begin = (start, changed, results, inputs.health)
-        _, new, results, health = self._run_steps(slots, chunk, begin, stop)
-        return new, results, stop, health
+        begin = _Carry(start, changed, results, inputs.health)
+        end = self._run_steps(slots, chunk, begin, stop)
+        return end.changed, end.results, stop, end.health
 
     def _run_steps(
-        self, slots: list[Any], chunk: list[Any], begin: tuple[Any, ...], stop: Any
-    ) -> tuple[Any, ...]:
-        """Runs steps up to `stop`, with `begin` as the initial carry."""
+        self, slots: list[Any], chunk: list[Any], begin: _Carry, stop: Any
+    ) -> _Carry:
+        """Runs steps up to `stop`."""
 
-        def is_running(carry: tuple[Any, ...]) -> Any:
-            index, _, _, health = carry
-            is_left = index < stop
-            return is_left if health is None else is_left & ~health.is_halted
+        def is_running(carry: _Carry) -> Any:
+            is_left = carry.index < stop
+            if carry.health is None:
+                return is_left
+            return is_left & ~carry.health.is_halted
 
-        def body(carry: tuple[Any, ...]) -> Any:
-            index, changed, results, health = carry
-            now = _replace(slots, self.step.changed, changed)
-            new, values, health = self._one_step(now, chunk, index, health)
-            return index + 1, new, _put(results, values, index), health
+        def body(carry: _Carry) -> _Carry:
+            index = carry.index
+            now = _replace(slots, self.step.changed, carry.changed)
+            new, values, health = self._one_step(now, chunk, index, carry.health)
+            return _Carry(index + 1, new, _put(carry.results, values, index), health)
 
         return jax.lax.while_loop(is_running, body, begin)
 
@@ -232,9 +242,10 @@ class Program:
             now, _ = _call_if(has_hooks, hooks.begin, now)
 
             first = inputs.start + number * size
-            begin = (first, [now[i] for i in self.step.changed], [], None)
-            _, new, _, _ = self._run_steps(now, inputs.chunk, begin, first + size)
-            now = _replace(now, self.step.changed, new)
+            of_step = [now[i] for i in self.step.changed]
+            begin = _Carry(first, of_step, results=[], health=None)
+            end = self._run_steps(now, inputs.chunk, begin, first + size)
+            now = _replace(now, self.step.changed, end.changed)
 
             now, values = _call_if(has_hooks, hooks.end, now)
             changed = [now[i] for i in self.changed]

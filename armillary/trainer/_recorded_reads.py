@@ -23,7 +23,7 @@ class RecordedReads:
     """An object whose reads of attributes `recorded_reads` can record."""
 
     if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
-
+        # This runs for every attribute, so it does nothing unless a step is traced.
         def __getattribute__(self, name: str) -> Any:
             if _recorders and (record := _recorders.get(id(self))) is not None:
                 record(name)

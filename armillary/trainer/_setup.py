@@ -53,6 +53,7 @@ class Setup(OfOneProcess):
         parts = [distribute(each, strategy) for each in leaves]
         self._parts = parts
         self._nest = self.datasets
+        # A dataset that the user distributed is the same object before and after.
         for old, new in zip(before or (), parts, strict=False):
             if old is not new and old.is_repositionable:
                 new.set_state(old.get_state())

@@ -7,7 +7,7 @@ are dropped.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,6 +48,13 @@ from armillary.xla._compile import has_slow_loop
 _MAX_BATCHES_PER_STEP = 64
 
 
+class _Trace(NamedTuple):
+    """A traced step, and the number of batches that it takes from each dataset."""
+
+    step: TracedStep
+    taken: tuple[int, ...]
+
+
 class StepPrograms:
     """The programs of one step, which takes a nest of iterators of this structure."""
 
@@ -57,9 +64,8 @@ class StepPrograms:
         self._method = method
         self._gathers = gathers
         self._structure = structure
-        # For each shape of batches, the step, and the number of batches that it takes
-        # from each dataset.
-        self._traces: dict[Any, tuple[TracedStep, tuple[int, ...]]] = {}
+        # By the shapes of batches.
+        self._traces: dict[Any, _Trace] = {}
         self._programs: dict[Any, Program] = {}
         # Programs that may be outdated, and the change that made them doubtful.
         self._doubted: dict[Any, Program] = {}
@@ -129,6 +135,7 @@ class StepPrograms:
         self._reason = reason
         self._programs.clear()
         self._traces.clear()
+        # Hooks in the program are traced again, and hooks in Python stay there.
         self._has_traced_hooks &= self.hooks is None
 
     def find_hooks(self) -> Hooks | None:
@@ -170,16 +177,14 @@ class StepPrograms:
         Returns:
             The number of batches that a step takes from each dataset.
         """
-        _, self.batches_per_step = self._find_trace(types, active)
+        self.batches_per_step = self._find_trace(types, active).taken
         return self.batches_per_step
 
     def trace(self, types: list[PyTree], active: tuple[Active, ...]) -> None:
         """Traces the step for batches that come later; the trace is kept."""
         self._find_trace(types, active)
 
-    def _find_trace(
-        self, batches: list[PyTree], active: tuple[Active, ...]
-    ) -> tuple[TracedStep, tuple[int, ...]]:
+    def _find_trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> _Trace:
         leaves, structure = jax.tree.flatten(batches)
         key = (structure, *leaves, active)
         if key not in self._traces:
@@ -188,9 +193,7 @@ class StepPrograms:
         return self._traces[key]
 
     @compiling()
-    def _trace(
-        self, batches: list[PyTree], active: tuple[Active, ...]
-    ) -> tuple[TracedStep, tuple[int, ...]]:
+    def _trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> _Trace:
         method = self._method
         flat = self.flat
         assert flat is not None
@@ -241,7 +244,7 @@ class StepPrograms:
             # The step sets a plain value to the same value in every run.
             flat.rebind(self._search())
         check_taken(method.name, taken)
-        return step, tuple(taken)
+        return _Trace(step, tuple(taken))
 
     def _warn_of_results(self) -> None:
         end = "`train_loop_end`"

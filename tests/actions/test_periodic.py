@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from armillary.actions import ConditionalAction, PeriodicAction
-from armillary.actions._conditions import notify
+from armillary.actions._combined import notify
 from tests.controller.loops import make_controller
 
 

@@ -100,7 +100,7 @@ def test_a_run_that_resumes_later_is_not_traced_again(tmp_path):
 
 def test_only_the_first_of_several_processes_traces(tmp_path, monkeypatch):
     process = type("Process", (), {"is_chief": False})
-    monkeypatch.setattr("armillary.actions._files.get_process", process)
+    monkeypatch.setattr("armillary.actions._profile.get_process", process)
     make_controller(Profile(at=5, steps=5, directory=tmp_path)).train(20)
     assert read_steps(tmp_path) == []
 

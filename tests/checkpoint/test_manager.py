@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from armillary import _records
+from armillary import _rising_clock
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._folder import find_checkpoints
 
@@ -51,7 +51,7 @@ def test_only_the_newest_are_kept_in_the_order_of_saving(make_manager):
 def set_clock(monkeypatch, wall, monotonic):
     """Sets the clocks of what is written, and no others."""
     clocks = types.SimpleNamespace(time=wall, monotonic=monotonic)
-    monkeypatch.setattr(_records, "time", clocks)
+    monkeypatch.setattr(_rising_clock, "time", clocks)
 
 
 def test_a_new_manager_continues_with_the_same_retention(make_manager, monkeypatch):

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import armillary
-from armillary.actions import _files
+from armillary.actions import _export
 from armillary.checkpoint import _reader, _writer
 from armillary.data import from_arrays
 from armillary.lifeline import _lifeline
@@ -546,13 +546,13 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
     """Exports while it trains, and restores a part; then one process cannot write."""
     directory = Path(run_dir)
     written: list[str] = []
-    write = _files.write_whole
+    write = _export.write_whole
 
     def write_noted(path: Any, data: Any, temporary: str) -> None:
         written.append(path.name)
         write(path, data, temporary)
 
-    _files.write_whole = write_noted
+    _export.write_whole = write_noted
 
     def make_export(trainer: Classifier, base_name: Path) -> Any:
         def predict(image: Any) -> Any:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary._records import RisingClock, find_numbers
+from armillary._json_values import find_numbers
+from armillary._rising_clock import RisingClock
 from armillary.summary import Histogram, Text, read_metrics
 from armillary.summary._metrics_file import MetricsFile
 

@@ -45,6 +45,15 @@ class _Offer(NamedTuple):
     shapes: str  # for messages
 
 
+class _Turn(NamedTuple):
+    """One step that all processes run together."""
+
+    num_rows: int  # examples for each replica
+    processes: list[int]  # the processes that have data
+    active: Active  # the replicas that have data
+    is_last: bool  # whether the step ends its batch
+
+
 class Lockstep:
     """Makes one sequence of batches from the data sets of several processes."""
 
@@ -82,18 +91,18 @@ class Lockstep:
 
         while turns := list(_find_turns(offers, self._in_pieces)):
             self._num_turns = len(turns)
-            for num_rows, processes, active, is_last in turns:
+            for turn in turns:
                 self._num_turns -= 1
-                if self._peers.index in processes:
+                if self._peers.index in turn.processes:
                     last = self._waiting.popleft()
                     position = last.position
                     arrays = last.arrays
                 else:
                     # This process has no effect on the step.
                     known = last or self._waiting[0]
-                    arrays = _copy_rows(known.arrays, num_rows)
+                    arrays = _copy_rows(known.arrays, turn.num_rows)
                 count = self._layout.num_replicas
-                yield Piece(arrays, active, count, position, is_last)
+                yield Piece(arrays, turn.active, count, position, turn.is_last)
             offers = self._ask()
 
     def _ask(self) -> list[list[_Offer]]:
@@ -134,14 +143,8 @@ class Lockstep:
         )
 
 
-def _find_turns(
-    offers: list[list[_Offer]], in_pieces: bool
-) -> Iterator[tuple[int, list[int], Active, bool]]:
-    """Yields the steps that follow from the offers.
-
-    A step is a number of rows, the processes and the replicas with data, and whether it
-    ends its batch.
-    """
+def _find_turns(offers: list[list[_Offer]], in_pieces: bool) -> Iterator[_Turn]:
+    """Yields the steps that follow from the offers."""
     has_more = [len(own) == MOST_OFFERS for own in offers]
     queues = [deque(own) for own in offers]
     while any(queues):
@@ -169,8 +172,12 @@ def _find_turns(
         taken = [queues[index].popleft() for index in processes]
         active = [replica for offer in taken for replica in offer.active]
         is_first = active == list(range(len(active)))
-        count = len(active) if is_first else tuple(active)
-        yield most, processes, count, all(offer.is_last for offer in taken)
+        yield _Turn(
+            num_rows=most,
+            processes=processes,
+            active=len(active) if is_first else tuple(active),
+            is_last=all(offer.is_last for offer in taken),
+        )
 
 
 def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:

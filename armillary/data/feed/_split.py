@@ -87,10 +87,11 @@ class Splitter:
             num_rows = self._round_down(num_rows, full_size)
         if self._of_replicas and self._stacked:
             num_rows *= self._num_all
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype),
-            spec,
-        )
+
+        def distributed_type(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
+
+        return jax.tree.map(distributed_type, spec)
 
     def _read_groups(
         self, batches: Iterator[SourceBatch]

@@ -140,6 +140,7 @@ class IndexedIterator:
         return self
 
     def __next__(self) -> Batch:
+        # First the rest of the last read, and then the next read.
         for ahead in (self._ahead, self._read()):
             self._ahead = ahead
             for batch, self._place in ahead:

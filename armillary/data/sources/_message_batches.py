@@ -165,7 +165,8 @@ def _take_values(
         return fits, np.fromiter(texts, object, len(texts))
 
     # A varint of one byte is its value.
-    stored = np.dtype({1: dtype.newbyteorder("<"), 2: "<f4", 3: "u1"}[kind])
+    by_kind = {1: dtype.newbyteorder("<"), 2: "<f4", 3: "u1"}
+    stored = np.dtype(by_kind[kind])
     size = count * stored.itemsize
     fits = end - begin == size
     runs = np.ndarray(max(0, len(data) - size), f"V{size}", data, strides=(1,))

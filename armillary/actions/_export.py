@@ -1,9 +1,8 @@
-"""Actions that write files: exported models, and traces of a run."""
+"""Exports a model to numbered files, by `jax.export`."""
 
 import os
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +14,7 @@ from armillary._checks import (
     check_callable,
     check_instance,
     check_methods,
-    check_not_negative_int,
     check_one_of,
-    check_path,
     check_positive_int,
     list_lines,
 )
@@ -25,7 +22,6 @@ from armillary._jaxpr import find_unchanged
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary._records import write_whole
-from armillary.actions._conditions import StepAction
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local
@@ -251,69 +247,3 @@ def _types_of(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(type_of, args)
-
-
-class Profile(StepAction):
-    """Traces some loops of training, once, with `jax.profiler`.
-
-    The trace begins after the first loop that reaches step `at`. It ends after the loop
-    that completes `steps` steps, or when training ends, even by an exception. So it
-    consists of whole loops, without the first loop, which compiles. A run that resumes
-    at `at` or later is not traced again.
-
-    Use it in `train_actions`. In a job of several processes, the first process traces
-    its devices. With any such action, the controller waits for each loop before it
-    starts the next loop, so the devices wait a moment between loops.
-
-    Args:
-        at: The global step at which the trace begins.
-        steps: The smallest number of steps to trace.
-        directory: The directory that TensorBoard shows. The trace is in its folder
-            `plugins/profile`.
-
-    Raises:
-        ValueError: If `at` is negative, `steps` not positive, or `directory` not local.
-        RuntimeError: When it is called without a step counter, or while another trace
-            is running, because JAX can run only one.
-    """
-
-    def __init__(
-        self, *, at: int, steps: int, directory: str | os.PathLike[str]
-    ) -> None:
-        self.at = check_not_negative_int("at", at)
-        self.steps = check_positive_int("steps", steps)
-        self.directory = check_path("directory", directory)
-        if "://" in self.directory:
-            raise ValueError(
-                f"`directory` is {self.directory!r}, but traces are local files. Use a "
-                "local directory, and copy it when the run has ended."
-            )
-        # The step at which the current trace began.
-        self._begun_at: int | None = None
-
-    def __call__(self, output: Output) -> None:
-        """Begins or ends the trace, if the step is reached."""
-        del output
-        last, now = self._advance()
-        if self._begun_at is not None:
-            if now >= self._begun_at + self.steps:
-                self.end_training()
-        elif last < self.at <= now and get_process().is_chief:
-            self._begin(now)
-
-    def _begin(self, step: int) -> None:
-        Path(self.directory).mkdir(parents=True, exist_ok=True)
-        options = jax.profiler.ProfileOptions()
-        # Calls of Python functions would fill the trace, and slow down the run.
-        options.python_tracer_level = 0
-        jax.profiler.start_trace(self.directory, profiler_options=options)
-        self._begun_at = step
-
-    def end_training(self) -> None:
-        """Ends the trace if it is running; a `Controller` calls this."""
-        if self._begun_at is not None:
-            begun_at = self._begun_at
-            self._begun_at = None
-            jax.profiler.stop_trace()
-            reached = self._read_step() if self._read_step else self.last_step
-            logger.info("traced steps %d to %d: %s", begun_at, reached, self.directory)
