@@ -22,9 +22,9 @@ from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.data.feed._stream import Position
 from armillary.distribute._global_arrays import everywhere
-from armillary.distribute.program._compare import (
+from armillary.distribute.program._replica_copies import (
     ReplicaComparison,
-    check_equal,
+    check_copies,
     largest_on_replicas,
 )
 from armillary.errors import NonFiniteError
@@ -257,7 +257,7 @@ class LoopCheck:
         count = self.num_steps
         if self.checksums is not None:
             when = f"after {_where(step, count, count)}"
-            check_equal(np.asarray(self.checksums), self.paths, when)
+            check_copies(np.asarray(self.checksums), self.paths, when)
         if health is None or not health.num_bad:
             return
         first = int(health.first_bad)
