@@ -22,7 +22,7 @@ from armillary.distribute.program._keys import (
     identity_of,
     objects_of,
 )
-from armillary.distribute.program._notes import MetricWarnings
+from armillary.distribute.program._step_warnings import MetricWarnings
 from armillary.distribute.replica._context import (
     get_strategy,
     is_in_run,
