@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from armillary._optional import import_ray
-from armillary.distribute.program._function import objects_of
+from armillary.distribute.program._keys import objects_of
 from armillary.errors import ClosureCancelledError
 from armillary.parameter_server._keras import (
     as_transformation,

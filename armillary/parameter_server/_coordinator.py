@@ -11,12 +11,8 @@ import numpy as np
 from armillary._checks import check_callable, check_instance
 from armillary._optional import import_ray
 from armillary.data.sources._libraries import as_source
-from armillary.distribute.program._function import (
-    code_of,
-    identity_of,
-    kind_of,
-    warn_if_compiled_often,
-)
+from armillary.distribute.program._function import warn_if_compiled_often
+from armillary.distribute.program._keys import argument_key, code_of, identity_of
 from armillary.parameter_server._closures import (
     RemoteValue,
     ScheduledTask,
@@ -260,4 +256,4 @@ def _fetch(leaf: Any) -> Any:
 def _kind_of_argument(leaf: Any) -> Any:
     if isinstance(leaf, RemoteValue):
         return RemoteValue
-    return kind_of(leaf) if is_dynamic(leaf) else identity_of(leaf)
+    return argument_key(leaf) if is_dynamic(leaf) else identity_of(leaf)

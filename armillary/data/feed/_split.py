@@ -16,6 +16,7 @@ devices. In an evaluation, where steps add up, it becomes several smaller pieces
 import math
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
