@@ -64,7 +64,7 @@ class PreemptionNotice:
         signal.signal(signal.SIGTERM, self._handler)
         if watcher is not None:
             threading.Thread(
-                target=_watch,
+                target=_poll,
                 args=(reference, watcher),
                 name="armillary-preemption",
                 daemon=True,
@@ -120,7 +120,7 @@ def _make_handler(
     return handle
 
 
-def _watch(
+def _poll(
     reference: "weakref.ref[PreemptionNotice]", watcher: Callable[[], bool]
 ) -> None:
     has_failed = False

@@ -456,7 +456,7 @@ class Estimator:
 
     @contextlib.contextmanager
     def _adding_notes(self) -> Iterator[None]:
-        """Explains errors by what a model function, and labels, must be."""
+        """Adds the rules for model functions and labels to errors."""
         try:
             yield
         except CapturedStateError as error:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from armillary._process import ExitCode
-from armillary.launch._process import Ending, Process
+from armillary.launch._process import Ending, LaunchedProcess
 
 MAX_PAUSE_SECONDS = 60.0
 MOST_ALIKE = 3
@@ -159,7 +159,7 @@ class Restarts:
         self._last = last
 
 
-def waits_in_vain(children: Sequence[Process]) -> bool:
+def waits_in_vain(children: Sequence[LaunchedProcess]) -> bool:
     """Returns whether running workers wait, or will wait, for one that has ended."""
     ended = [child for child in children if child.ended.done()]
     running = [child for child in children if child not in ended]

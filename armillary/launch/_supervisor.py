@@ -16,8 +16,8 @@ from armillary._process import ExitCode
 from armillary.launch._output import Output
 from armillary.launch._process import (
     Ending,
+    LaunchedProcess,
     Machines,
-    Process,
     make_environment,
     name_signal,
 )
@@ -173,7 +173,7 @@ class _Group:
         self.restarts = Restarts(
             self._job.max_restarts, self._job.pause_seconds, is_evaluator=is_evaluator
         )
-        self.children: list[Process] = []
+        self.children: list[LaunchedProcess] = []
         # The workers that others have named as the cause of the end.
         self._named: set[int] = set()
         self._tails: dict[str, deque[str]] = {}
@@ -205,7 +205,7 @@ class _Group:
                 return find_stop_code(self._supervisor.stop or 0, [])
 
     @property
-    def running(self) -> list[Process]:
+    def running(self) -> list[LaunchedProcess]:
         return [child for child in self.children if not child.ended.done()]
 
     def pass_on(self, number: int, note: str = "") -> None:
@@ -306,7 +306,7 @@ class _Group:
         words, _, _ = self._find_words(self.children[first]).partition("\n")
         return Attempt(cause, ending, words, absence)
 
-    def _find_words(self, child: Process) -> str:
+    def _find_words(self, child: LaunchedProcess) -> str:
         """Returns the error that a process reported, or its last line of output."""
         reported = child.told.get("failed")
         if reported:
@@ -360,7 +360,7 @@ class _Group:
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
         child.listen(functools.partial(self._hear, child))
 
-    def _hear(self, child: Process, word: str, *values: Any) -> None:
+    def _hear(self, child: LaunchedProcess, word: str, *values: Any) -> None:
         """Handles a message of a process."""
         # A late message belongs to an earlier attempt.
         if child not in self.children:

@@ -50,9 +50,9 @@ def find_line(phase: str, stack: list[Line] | None = None) -> str:
     main = read_stack() if stack is None else stack
     if not main:
         return "(the main thread has ended)"
-    lines = [_describe(_find_users(main) or main[0])]
+    lines = [_describe_line(_find_users(main) or main[0])]
     if phase in ("data", "evaluating"):
-        readers = dict.fromkeys(map(_describe, _find_lines_of_others()))
+        readers = dict.fromkeys(map(_describe_line, _find_lines_of_others()))
         lines += [f"while a thread reads ahead at {line}" for line in readers]
     return ", ".join(lines[:_MOST_LINES])
 
@@ -127,7 +127,7 @@ def _find_users(stack: list[Line]) -> Line | None:
     return next((line for line in stack if not is_library_file(line.file)), None)
 
 
-def _describe(line: Line) -> str:
+def _describe_line(line: Line) -> str:
     text = linecache.getline(line.file, line.number).strip()
     place = f"{line.file}:{line.number} in {line.function}"
     return f"{place}: {text}" if text else place

@@ -131,7 +131,7 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
             )
         number = Number(type(leaf), value.shape, value.dtype)
         numbers.append(number)
-        parts.append(_split(number, value))
+        parts.append(_split_number(number, value))
     return Described(graph, structure, tuple(numbers)), parts
 
 
@@ -159,7 +159,7 @@ def join_metric(described: Described, integers: np.ndarray) -> Any:
     stops = np.cumsum([number.num_integers for number in described.numbers])
     pieces = np.split(integers, stops[:-1])
     variables = [
-        number.kind(jnp.asarray(_join(number, piece)))
+        number.kind(jnp.asarray(_join_number(number, piece)))
         for number, piece in zip(described.numbers, pieces, strict=True)
     ]
     metric = nnx.merge(described.graph, described.structure.unflatten(variables))
@@ -170,7 +170,7 @@ def _as_plain(leaf: Any) -> Any:
     return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
 
 
-def _split(number: Number, value: jax.Array) -> jax.Array:
+def _split_number(number: Number, value: jax.Array) -> jax.Array:
     if number.is_count:
         return value.reshape(3, -1)
     flat = value.reshape(-1)
@@ -179,7 +179,7 @@ def _split(number: Number, value: jax.Array) -> jax.Array:
     return float_parts(flat, 1, NUM_INTEGERS).reshape(3, -1)
 
 
-def _join(number: Number, integers: np.ndarray) -> np.ndarray:
+def _join_number(number: Number, integers: np.ndarray) -> np.ndarray:
     if number.is_count:
         return split_integers(integers).reshape(number.shape)
     if number.is_float:

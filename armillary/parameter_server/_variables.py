@@ -24,8 +24,8 @@ from armillary.parameter_server._server import (
     ArrayType,
     Location,
     Part,
-    fetch,
-    join,
+    fetch_values,
+    join_rows,
     locations_to_read,
     to_host,
     type_of,
@@ -188,7 +188,7 @@ class Variables:
         loads = self._loads
         ranges: list[Any] = [None]
         if num_parts > 1:
-            ranges = cut(variable.type.shape[0], num_parts)
+            ranges = cut_rows(variable.type.shape[0], num_parts)
         locations: list[Location] = []
         for index, rows in enumerate(ranges):
             server = loads.index(min(loads))
@@ -256,7 +256,7 @@ class Variables:
             leaves: dict[int, tuple[Slot, list[Any]]] = {}
             for variable in placed:
                 # The array is copied, because its memory belongs to the object store.
-                whole = jnp.array(join(variable.locations, found))
+                whole = jnp.array(join_rows(variable.locations, found))
                 variable.held = variable.type.from_host(whole)
                 slot = variable.slot
                 _, held = leaves.setdefault(id(slot), (slot, slot.read()))
@@ -278,7 +278,7 @@ def _read_parts(
     answers = import_ray().get(asked)
     found: dict[Part, np.ndarray] = {}
     for of_server, answer in zip(parts.values(), answers, strict=True):
-        _, values = fetch(answer)
+        _, values = fetch_values(answer)
         found.update(zip(of_server, values, strict=True))
     return found
 
@@ -305,7 +305,7 @@ def count_parts(
     return max(1, min(int(counts[0]), shape[0]))
 
 
-def cut(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
+def cut_rows(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
     """Returns the ranges of rows of the parts, the first ones larger by at most 1."""
     size, rest = divmod(num_rows, num_parts)
     stops = [size * (i + 1) + min(i + 1, rest) for i in range(num_parts)]

@@ -160,16 +160,16 @@ class Traffic(NamedTuple):
 def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
     """Returns the traffic of a compiled loop; a step is inside `depth` loops."""
     computations, entry = _parse_module(text)
-    walk = _Walk(computations, depth, num_devices)
-    walk.enter(entry, _Position(), Counter())
+    walk = _ModuleWalk(computations, depth, num_devices)
+    walk.enter(entry, _Nesting(), Counter())
     return Traffic(tuple(walk.found), tuple(walk.host))
 
 
 @dataclass(frozen=True)
-class _Position:
-    """The position of the walk: its depth in loops, its runs, and if it is conditional.
+class _Nesting:
+    """The loops and conditions around an instruction.
 
-    `times` is the number of runs per step.
+    `depth` counts the loops, and `times` the runs per step.
     """
 
     depth: int = 0
@@ -184,7 +184,7 @@ The union of two has the larger number of each kind.
 """
 
 
-class _Walk:
+class _ModuleWalk:
     """Follows the text of a program from its entry into all that it calls."""
 
     def __init__(
@@ -196,7 +196,7 @@ class _Walk:
         self.found: list[Collective] = []
         self.host: list[str] = []
 
-    def enter(self, name: str, position: _Position, base: _Rounds) -> _Rounds:
+    def enter(self, name: str, nesting: _Nesting, base: _Rounds) -> _Rounds:
         """Walks one computation; returns the rounds that its end waits for."""
         instructions = self._computations.get(name, [])
         shapes = {each.name: each.shape for each in instructions}
@@ -207,26 +207,26 @@ class _Walk:
             if each.kind is not None and not is_end:
                 later = instructions[index + 1 :]
                 number = before[each.kind] + 1
-                if self._add(each, position, number, shapes, later):
+                if self._add(each, nesting, number, shapes, later):
                     before = before | Counter({each.kind: number})
-            elif each.reaches_host and position.depth:
+            elif each.reaches_host and nesting.depth:
                 self.host.append(each.label)
-            rounds[each.name] = self._enter_called(each, position, before)
+            rounds[each.name] = self._enter_called(each, nesting, before)
         return _union([base, *rounds.values()])
 
     def _enter_called(
-        self, each: Instruction, position: _Position, base: _Rounds
+        self, each: Instruction, nesting: _Nesting, base: _Rounds
     ) -> _Rounds:
         last = base
         for role, names in each.called.items():
-            inner = position
+            inner = nesting
             if role == "body":
                 # The loops around a step are not part of it.
-                is_in_step = position.depth >= self._depth
-                times = position.times * (each.trip_count if is_in_step else 1)
-                inner = replace(position, depth=position.depth + 1, times=times)
+                is_in_step = nesting.depth >= self._depth
+                times = nesting.times * (each.trip_count if is_in_step else 1)
+                inner = replace(nesting, depth=nesting.depth + 1, times=times)
             elif role != "calls":
-                inner = replace(position, is_conditional=True)
+                inner = replace(nesting, is_conditional=True)
             for name in names:
                 last = last | self.enter(name, inner, base)
         return last
@@ -234,7 +234,7 @@ class _Walk:
     def _add(
         self,
         each: Instruction,
-        position: _Position,
+        nesting: _Nesting,
         number: int,
         shapes: dict[str, str],
         later: list[Instruction],
@@ -254,9 +254,9 @@ class _Walk:
         collective = Collective(
             kind,
             num_bytes,
-            self._find_scope(position),
-            times=position.times,
-            is_conditional=position.is_conditional,
+            self._find_scope(nesting),
+            times=nesting.times,
+            is_conditional=nesting.is_conditional,
             group_size=size,
             is_asynchronous=is_hidden and _runs_beside(each.name, later),
             round=number,
@@ -264,11 +264,11 @@ class _Walk:
         self.found.append(collective)
         return True
 
-    def _find_scope(self, position: _Position) -> str:
-        """Returns the part of the program that repeats a position."""
-        if position.depth >= self._depth:
+    def _find_scope(self, nesting: _Nesting) -> str:
+        """Returns the part of the program that repeats a collective."""
+        if nesting.depth >= self._depth:
             return "step"
-        is_in_loop = self._depth == 2 and position.depth == 1
+        is_in_loop = self._depth == 2 and nesting.depth == 1
         return "loop" if is_in_loop else "call"
 
 

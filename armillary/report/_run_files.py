@@ -113,7 +113,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedR
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the directories of all runs at or below one, in order of names."""
-    found = list(_walk(Path(path))) if os.path.isdir(path) else []
+    found = list(_find_runs_below(Path(path))) if os.path.isdir(path) else []
     if not found:
         raise ValueError(
             f"`{path}` is not a directory with a `{METRICS_NAME}` in it or below. A "
@@ -136,7 +136,7 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RecordedRun]:
     return [read_run(run, "/".join(run.parts[-num_parts:])) for run in found]
 
 
-def _walk(path: Path) -> Iterator[Path]:
+def _find_runs_below(path: Path) -> Iterator[Path]:
     """Yields the directories of runs at or below one."""
     folders = sorted(child for child in path.iterdir() if child.is_dir())
     with_metrics = {child for child in folders if (child / METRICS_NAME).is_file()}
@@ -149,7 +149,7 @@ def _walk(path: Path) -> Iterator[Path]:
         return
     for folder in folders:
         if not folder.is_symlink():
-            yield from _walk(folder)
+            yield from _find_runs_below(folder)
 
 
 def _has_trained(folder: Path) -> bool:

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from armillary.launch import ExitCode, _process
-from armillary.launch._process import Child, DevicePlan, Machines, Process
+from armillary.launch._process import Child, DevicePlan, LaunchedProcess, Machines
 from armillary.launch._supervisor import Job, run_job
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import is_running
@@ -540,7 +540,7 @@ def test_a_process_that_cannot_start_is_a_failure(
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
     """Where workers end at moments that real ones seldom hit."""
 
-    class Scripted(Process):
+    class Scripted(LaunchedProcess):
         def __init__(self, label, arguments, environment):
             super().__init__(label)
             is_first = label == "worker 0"
