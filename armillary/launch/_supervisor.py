@@ -237,7 +237,8 @@ class _Group:
                 child.is_asked = True
                 # A worker that never came to its strategy gets SIGABRT, so that it
                 # prints the line at which it is stuck.
-                is_lost = joins and not self._is_in_vain and not child.told
+                is_expected = joins and not self._is_in_vain
+                is_lost = is_expected and not child.told
                 shows_line = is_lost and number == signal.SIGTERM
                 child.send_signal(signal.SIGABRT if shows_line else number)
 
@@ -325,6 +326,8 @@ class _Group:
             self._say("starts the evaluator.")
             self._start_process(EVALUATOR, None)
             return
+
+        # Machines may not be free for long, and a signal must end the wait for them.
         reserving = asyncio.create_task(machines.reserve(self._say))
         ending = asyncio.create_task(supervisor.is_ending.wait())
         await asyncio.wait({reserving, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -334,6 +337,7 @@ class _Group:
         ending.cancel()
         addresses, where = reserving.result()
         supervisor.addresses = addresses
+
         self._say(
             f"starts {counted(len(addresses), 'worker')}{where}, "
             f"coordinator {addresses[0]}, {machines.devices}."

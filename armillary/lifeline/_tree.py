@@ -289,6 +289,7 @@ def _receive_number(link: socket.socket) -> bytes:
 def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
     """Waits at process 0 until all have come; returns the missing processes."""
     end = time.monotonic() + seconds
+    # As long as no news has come, only process 0 is known to be missing.
     late = [0]
     while (left := end - time.monotonic()) > 0:
         data = b""
