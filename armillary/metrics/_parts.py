@@ -84,6 +84,9 @@ def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
             arrays.append(array)
             times.append(1)
             weights.append(array.size)
+
+    # From metric, part, integer to part, metric, integer: all integers of one part are
+    # neighbors.
     sums = sum_parts(tuple(arrays), tuple(times)).transpose(1, 0, 2)
     counts = split_in_parts(np.array(weights, np.int32))
     return [sums.reshape(3, -1), counts]
@@ -115,6 +118,7 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
             f"{shown} that was made outside of the step, so it would count earlier "
             f"steps again. Make a new one in the step, or keep this one. {by_hand}"
         )
+
     graph, values = nnx.split(metric)
     leaves, structure = jax.tree.flatten(values, is_leaf=_is_variable)
     adds_up = all(map(merges_by_sum, _metrics_in(metric)))
@@ -129,6 +133,7 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
                 f"{shown}, but it {fault}, so the values of several steps cannot be "
                 f"added. {by_hand}"
             )
+
         number = Number(type(leaf), value.shape, value.dtype)
         numbers.append(number)
         parts.append(_split_number(number, value))

@@ -66,6 +66,7 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     runs = read_runs([namespace.directory])
     if namespace.json:
         return lambda: print_json([_as_record(run) for run in runs])
+
     head = ["run", "began", "state", "step", "time", "goodput", "last values"]
     rows = [_as_row(run) for run in runs]
     # Each run has one line. The report and `--json` have the values that do not fit.

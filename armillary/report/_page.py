@@ -271,10 +271,13 @@ def _overview(runs: Sequence[RecordedRun]) -> str:
     for run in runs:
         found.update(key for key in run.curves if key[1] != SPEED)
     keys = sorted(found)
+    # Hyperparameters that are equal in all runs stand in a table of their own.
     configs = _find_configs(runs)
     names = find_differing(configs)
+
     head = ["run", *names, "began", "step", "state", "attempts", "time", "goodput"]
     head += [f"{source} {metric}" for source, metric in keys]
+
     rows = []
     for run, config in zip(runs, configs, strict=True):
         row = [_text(run.name)]
@@ -303,6 +306,7 @@ def _checkpoints(run: RecordedRun) -> str:
         row += [show_number(curve.get(checkpoint.number)) for curve in curves]
         row.append(_text(checkpoint.path.relative_to(run.path)))
         rows.append(row)
+
     measured = [f"{source} {metric}" for source, metric in keys]
     table = _table(["step", "saved", *measured, "folder"], rows)
     if run.best is None:

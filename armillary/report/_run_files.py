@@ -71,11 +71,13 @@ class RecordedRun:
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
         """Steps and values, by source and name: `("train", "loss")`."""
-        kinds = ("train", "eval")
-        records = [each for each in self.records if each["record"] in kinds]
-        records.sort(key=lambda each: (kinds.index(each["record"]), each["step"]))
+        training = [each for each in self.records if each["record"] == "train"]
+        evaluations = [each for each in self.records if each["record"] == "eval"]
+        training.sort(key=_step_of)
+        evaluations.sort(key=_step_of)
+
         curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for record in records:
+        for record in training + evaluations:
             source = record["record"]
             if record.get("name"):
                 source += f" {record['name']}"
@@ -86,6 +88,10 @@ class RecordedRun:
                 points = curves.setdefault((source, metric), [])
                 points.append((record["step"], float(value)))
         return curves
+
+
+def _step_of(record: Mapping[str, Any]) -> int:
+    return record["step"]
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedRun:

@@ -147,9 +147,9 @@ def _drop_repeated(records: list[_Record]) -> list[_Record]:
 
 def _stays(record: _Record, step: int, others: set[str]) -> bool:
     """Returns whether a record still counts when an attempt starts at a step."""
-    is_start = record["record"] == "start"
-    is_of_another = record["folder"] in others
-    return record["step"] <= step or is_start or is_of_another
+    if record["record"] == "start" or record["folder"] in others:
+        return True
+    return record["step"] <= step
 
 
 def _find_files(run_dir: Path) -> list[Path]:
