@@ -113,8 +113,15 @@ def find_traced(
             group_size = len(groups[0]) if groups else num_devices
             variables = equation.outvars if kind == "all-gather" else equation.invars
             for variable in variables:
-                size = variable.aval.size * variable.aval.dtype.itemsize
-                yield Collective(kind, size, "step", times, is_conditional, group_size)
+                num_bytes = variable.aval.size * variable.aval.dtype.itemsize
+                yield Collective(
+                    kind,
+                    num_bytes,
+                    scope="step",
+                    times=times,
+                    is_conditional=is_conditional,
+                    group_size=group_size,
+                )
         runs = times * _count_runs(equation)
         is_branch = is_conditional or equation.primitive.name == "cond"
         for inner in _programs_in(equation):

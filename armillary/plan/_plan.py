@@ -295,6 +295,7 @@ def plan(
             f"`{name}` is {value}, but `train_dataset` of the trainer is None: its "
             "steps make their own data and take no batch. Leave it out."
         )
+
     devices = parse_topology(topology, target, abstract=abstract)
     platform = "tpu" if devices.target is None else devices.target.platform
 
@@ -310,6 +311,7 @@ def plan(
                 export_loop(loop, platform)
             compiled = None if abstract else compile_loop(loop, devices)
             flops = count_flops(loop.step)
+
         made = Plan(
             topology=devices,
             mesh=dict(loop.mesh.shape),
@@ -323,6 +325,7 @@ def plan(
             accumulate_steps=loop.num_parts,
         )
         if made.is_divided:
+            # The traced program is the step of all devices together.
             made.flops = {kind: n / devices.num_devices for kind, n in flops.items()}
         if abstract:
             made.collectives = tuple(find_traced(loop.step, devices.num_devices))

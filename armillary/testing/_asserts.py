@@ -91,6 +91,7 @@ def assert_strategies_agree(
         raise ValueError(
             f"`strategies` has {len(strategies)}, but it must have at least two. {fix}"
         )
+
     first, *others = strategies
     expected = _record(make_trainer, first, steps, ignore)
     for strategy in others:
@@ -177,6 +178,7 @@ def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str 
     a = a.astype(wide)
     b = b.astype(wide)
     is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+    # The difference of two infinite values is NaN, and NumPy warns about it.
     with np.errstate(invalid="ignore"):
         off = np.where(is_same, 0.0, np.abs(a - b))
     # An infinite value, or NaN, on one side only.
@@ -243,6 +245,7 @@ def assert_collectives(
     limits = expected if max_bytes is None else expected | {"max_bytes": max_bytes}
     for name, wanted in limits.items():
         check_not_negative_int(name, wanted)
+
     found = find_collectives(trainer, num_replicas)
     counts = {name: count_rounds(found, name.replace("_", "-")) for name in expected}
     total = sum(each.times * each.num_bytes for each in found)
