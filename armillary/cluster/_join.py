@@ -129,11 +129,10 @@ def _start_jax(
     from jax._src import xla_bridge  # noqa: TID251
 
     apply_options(options)
-    is_late = xla_bridge.backends_are_initialized()
-    is_left_to_jax = plan.num_processes is None
-    if is_late and is_left_to_jax and jax.process_count() == 1:
-        return False  # JAX has its devices already, all on one machine.
-    if is_late:
+    if xla_bridge.backends_are_initialized():
+        is_left_to_jax = plan.num_processes is None
+        if is_left_to_jax and jax.process_count() == 1:
+            return False  # JAX has its devices already, all on one machine.
         raise ClusterError(
             "The strategy was made after JAX's devices had been used, but "
             "processes must join first. Make the strategy before every array and "
@@ -306,6 +305,7 @@ def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline
     at = host if index or is_loopback(address) else None
     connection = None
     listener = None
+    # Other programs may connect to the port, and only the children know the token.
     token = secrets.token_hex(16)
     try:
         if parent is not None:
@@ -325,6 +325,7 @@ def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline
             f"Process {index} of {count} cannot reach process {parent or 0} at "
             f"{host}:{port} ({type(error).__name__}: {error}). {_REACH}"
         ) from error
+
     put_off_aborts()
     lifeline = Lifeline(index, count, Ends(connection, listener, token))
     set_lifeline(lifeline)

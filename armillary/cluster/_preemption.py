@@ -107,9 +107,9 @@ def _make_handler(
     process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        notice = reference()
         # A forked child has inherited the handler, but SIGTERM must still end it.
-        if notice is not None and not notice.is_closed and os.getpid() == process:
+        notice = reference() if os.getpid() == process else None
+        if notice is not None and not notice.is_closed:
             notice.source = notice.source or signal.Signals(number).name
         elif callable(previous):
             previous(number, frame)

@@ -159,6 +159,7 @@ class SlurmClusterResolver(ScheduledResolver):
         if gpus_per_task is not None:
             check_positive_int("gpus_per_task", gpus_per_task)
         super().__init__(environ)
+
         num_tasks = self._number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         rank = self._number("SLURM_PROCID", below=num_tasks)
         jobs = jobs or {"worker": num_tasks}
@@ -167,6 +168,8 @@ class SlurmClusterResolver(ScheduledResolver):
                 f"`jobs` is {dict(jobs)!r}, but Slurm started {num_tasks} tasks. "
                 f"Change `jobs`, or use `srun --ntasks={sum(jobs.values())}`."
             )
+
+        # The tasks of Slurm belong to the jobs in this order.
         tasks: list[tuple[str, int]] = []
         for job in TASK_TYPES:
             tasks += [(job, index) for index in range(jobs.get(job, 0))]

@@ -178,7 +178,8 @@ def plan_process(
     cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> ProcessPlan:
     """Returns the plan of one task of a cluster whose addresses are all known."""
-    if not cluster_spec and task_type is None and task_id is None:
+    has_task = task_type is not None or task_id is not None
+    if not cluster_spec and not has_task:
         return ProcessPlan()
     for job, addresses in cluster_spec.as_dict().items():
         check_one_of("cluster_spec", job, TASK_TYPES)
@@ -188,6 +189,7 @@ def plan_process(
     alone = ProcessPlan(task_type=task_type, task_id=task_id)
     if not cluster_spec or not alone.is_training:
         return alone
+
     tasks: list[tuple[str, int]] = []
     for job in TRAINING_TASK_TYPES:
         if job in cluster_spec.jobs:
