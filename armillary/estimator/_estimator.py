@@ -421,6 +421,7 @@ class Estimator:
                 init_fn=self._make_init_fn(checkpoint),
                 may_differ="input",
             )
+
         # A loop without actions need not wait for the output of the loop before.
         train_actions: list[Action] = [hooks] if train_hooks else []
         seconds = config.save_checkpoints_secs
@@ -498,8 +499,9 @@ class Estimator:
         """Builds the model for evaluation; returns its evaluator and the spec."""
         strategy = self.config.eval_distribute
         joint = self.config.train_distribute
-        if strategy is None and joint is not None and joint.peers is not None:
-            strategy = joint
+        if strategy is None and joint is not None:
+            # Processes that train together also evaluate together.
+            strategy = None if joint.peers is None else joint
         strategy = strategy or get_strategy()
         make_data = self._bind(input_fn, ModeKeys.EVAL)
         dataset, specs = distribute(make_data, strategy, is_training=False)

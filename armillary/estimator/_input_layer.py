@@ -67,6 +67,7 @@ def as_dense(columns: Any, *, is_linear: bool) -> tuple[DenseColumn, ...]:
                 '`feature_columns=[armillary.estimator.numeric_column("x")]`.'
             )
         found.append(column)
+
     names = [column.name for column in found]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated or not found:

@@ -176,8 +176,9 @@ class Modules(nnx.Module):
             EstimatorError: If the name is not valid, `make_fn` does not return a
                 module, or it is too late to make the module.
         """
-        is_name = isinstance(name, str) and name.isidentifier() and name[0] != "_"
-        if not is_name or name == "make":
+        is_name = isinstance(name, str) and name.isidentifier()
+        is_free = is_name and not name.startswith("_") and name != "make"
+        if not is_free:
             raise EstimatorError(
                 f"`modules.make` was given the name {name!r}, but it must be a Python "
                 'identifier that does not begin with "_". Use `"model"`.'

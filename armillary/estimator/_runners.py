@@ -120,7 +120,9 @@ class InputPosition:
         """Moves to a position; if this data lacks it, the manager begins again."""
         dataset = self.dataset
         position = state["position"]
-        if self._resumes and dataset is not None and position is not None:
+        if not self._resumes or dataset is None:
+            return
+        if position is not None:
             dataset.check_repositionable()
             dataset.set_state(_begin_next_pass(dataset, position))
 
