@@ -169,9 +169,7 @@ class ClusterCoordinator:
 
     def fetch(self, values: PyTree) -> PyTree:
         """Returns a pytree of `RemoteValue` with their results, as NumPy arrays."""
-        return jax.tree.map(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, values
-        )
+        return jax.tree.map(_fetch, values)
 
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Any] | Any
@@ -253,6 +251,10 @@ class ClusterCoordinator:
             self._tasks[key] = task
             warn_if_compiled_often(fn, task.name)
         return task
+
+
+def _fetch(leaf: Any) -> Any:
+    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
 
 
 def _kind_of_argument(leaf: Any) -> Any:

@@ -177,35 +177,49 @@ def check_cluster(
 
 def start_ray(resolver: ClusterResolver | None) -> None:
     """Joins the Ray cluster that the program or `RAY_ADDRESS` names, or starts one."""
-    # Ray reads both variables when it is imported.
+    # ORDER: Ray reads both variables when it is imported.
     address = os.environ.get("RAY_ADDRESS")
-    if resolver is None and not address and "RAY_AUTH_MODE" not in os.environ:
+    is_of_program = resolver is None and not address
+    if is_of_program and "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray = import_ray()
     if ray.is_initialized():
         return
     if resolver is not None:
-        address = check_cluster(resolver)["chief"][0]
-        host, port = split_address(address)
-        node = _start_head(host, port)
-        atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
-        with quiet_forks():
-            ray.init(address=address, logging_level="ERROR")
-        atexit.register(ray.shutdown)
+        _start_as_chief(resolver)
     elif address:
         ray.init(address=address)
     else:
-        use_one_machine(is_local=True)
-        with quiet_forks():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                logging_level="ERROR",
-                object_store_memory=2**31,
-                _node_ip_address="127.0.0.1",
-            )
-        atexit.register(ray.shutdown)
-        logger.info("ray | started on this machine, for as long as the program runs.")
+        _start_here()
+
+
+def _start_as_chief(resolver: ClusterResolver) -> None:
+    """Starts the head of a cluster at the chief's address, where others join it."""
+    ray = import_ray()
+    address = check_cluster(resolver)["chief"][0]
+    host, port = split_address(address)
+    node = _start_head(host, port)
+    atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
+    with quiet_forks():
+        ray.init(address=address, logging_level="ERROR")
+    # Exit functions run in reverse order: the connection ends before the head.
+    atexit.register(ray.shutdown)
+
+
+def _start_here() -> None:
+    """Starts Ray for this program alone, on this machine."""
+    ray = import_ray()
+    use_one_machine(is_local=True)
+    with quiet_forks():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level="ERROR",
+            object_store_memory=2**31,
+            _node_ip_address="127.0.0.1",
+        )
+    atexit.register(ray.shutdown)
+    logger.info("ray | started on this machine, for as long as the program runs.")
 
 
 def use_one_machine(*, is_local: bool) -> None:

@@ -74,23 +74,27 @@ class Variables:
                 for name in set(known) - set(names):
                     self._retire(known.pop(name))
                 for offset, leaf in enumerate(slot.read()):
-                    numbers.append(
-                        self._adopt(known, names[offset], slot, offset, leaf)
-                    )
+                    number = self._adopt(known, names[offset], slot, offset, leaf)
+                    numbers.append(number)
         return numbers
 
     def _adopt(
         self, known: dict[str, int], name: str, slot: Slot, offset: int, leaf: Any
     ) -> int:
+        """Returns the number of one array, a new one if its type has changed."""
         type_ = type_of(as_array(leaf))
         number = known.get(name)
-        if number is None or self._variables[number].type != type_:
-            if number is not None:
-                self._retire(number)
+        if number is not None and self._variables[number].type != type_:
+            self._retire(number)
+            number = None
+        if number is None:
             path = slot.paths[offset]
+            # ORDER: the variable gets a number only if the partitioner raises no error.
             count = count_parts(self._partitioner, path, type_.shape, type_.dtype)
-            number = known[name] = len(self._variables)
+            number = len(self._variables)
+            known[name] = number
             self._variables.append(_Variable(slot, offset, path, type_, count))
+        # Another object of the program may hold the array now.
         variable = self._variables[number]
         variable.slot = slot
         variable.offset = offset
@@ -206,17 +210,20 @@ class Variables:
 
     def _put(self, numbers: Iterable[int], servers: Sequence[Any]) -> None:
         """Sends the values of the coordinator's objects to the servers."""
-        sent: dict[int, tuple[dict[int, ArrayType], dict[Part, np.ndarray]]] = {}
+        messages: dict[int, tuple[dict[int, ArrayType], dict[Part, np.ndarray]]] = {}
         leaves: dict[int, Any] = {}
         for number in numbers:
             variable = self._variables[number]
-            leaf = leaves[number] = variable.slot.read()[variable.offset]
+            leaf = variable.slot.read()[variable.offset]
+            leaves[number] = leaf
             array = to_host(as_array(leaf))
             for location in variable.locations:
-                types, values = sent.setdefault(location.server, ({}, {}))
+                types, values = messages.setdefault(location.server, ({}, {}))
                 types[number] = variable.type
                 values[location.part] = location.cut(array)
-        import_ray().get([servers[i].put.remote(*each) for i, each in sent.items()])
+        asked = [servers[i].put.remote(*message) for i, message in messages.items()]
+        import_ray().get(asked)
+        # ORDER: only values that have arrived count as held.
         for number, leaf in leaves.items():
             self._variables[number].held = leaf
 
