@@ -173,7 +173,7 @@ def _check_left_out(options: CommunicationOptions) -> None:
 
 
 def _check_plan(plan: ProcessPlan, index: int, count: int) -> None:
-    """Raises if JAX was started with other numbers than those of the resolver."""
+    """Raises if JAX was started with numbers that differ from the resolver's."""
     has_count = plan.num_processes in (None, count)
     has_index = plan.process_id in (None, index)
     if not (has_count and has_index):

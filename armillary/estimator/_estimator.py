@@ -425,9 +425,9 @@ class Estimator:
         # A loop without actions need not wait for the output of the loop before.
         train_actions: list[Action] = [hooks] if train_hooks else []
         seconds = config.save_checkpoints_secs
-        saves = trainer is not None and manager is not None
-        if saves and seconds is not None:
-            when_due = calls.when_save_is_due or manager.save
+        manager_of_training = manager if trainer is not None else None
+        if manager_of_training is not None and seconds is not None:
+            when_due = calls.when_save_is_due or manager_of_training.save
             train_actions.append(PeriodicCall(seconds, when_due))
 
         summary_interval = config.save_summary_steps if trainer else None

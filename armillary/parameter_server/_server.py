@@ -19,7 +19,7 @@ _INLINE_BYTES = 100_000
 
 
 class ArrayType(NamedTuple):
-    """The type of a variable's array; `dtype` is that of the words of random keys."""
+    """The type of a variable's array; for random keys, `dtype` is the type of words."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -153,7 +153,7 @@ def _stays(record: _Record, step: int, others: set[str]) -> bool:
 
 
 def _find_files(run_dir: Path) -> list[Path]:
-    """Returns the files of a run: its own first, and then those of its folders."""
+    """Returns the files of a run: its own first, and then the files of its folders."""
     if run_dir.is_file():
         return [run_dir]
     found = sorted(run_dir.glob(f"*/{FILE_NAME}"))

@@ -33,9 +33,9 @@ PLATFORM = "cpu"
 
 _CANONICAL = "canonical"
 _current_request: Any = jax.make_user_context(None)
-"""How this thread lowers convolutions: `_CANONICAL`, by a `Split`, or as JAX (`None`).
+"""The way in which this thread lowers convolutions: `_CANONICAL` or a `Split`.
 
-JAX caches the programs of different values separately.
+`None` leaves them to JAX. JAX caches the programs of different values separately.
 """
 _INSTALLING = threading.Lock()
 
