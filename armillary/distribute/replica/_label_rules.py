@@ -10,16 +10,11 @@ import jax.numpy as jnp
 from jax.dtypes import issubdtype, prng_key
 
 from armillary.distribute.replica._labels import Facts, Label, LabelKind, join_facts
+from armillary.distribute.replica._linearity import CURVED, PRODUCTS
 
 ADDITIONS = ("add", "add_any", "sub")
 _COPIES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 _PARTS = (*_COPIES, "slice", "dynamic_slice", "gather")
-_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
-# Operations that do not carry a factor of the operand over to the result.
-_NOT_LINEAR = frozenset(
-    {"integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"}
-    | {"log1p", "pow", "tanh", "logistic", "erf", "erf_inv", "sin", "cos", "sign"}
-)
 
 _DIVISIONS = {
     LabelKind.DIVISOR: LabelKind.DIVIDED,
@@ -88,7 +83,7 @@ def goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) -
         return bool(reasons)
     if kind is LabelKind.DRAWN:
         return True
-    if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
+    if not jnp.issubdtype(dtype, jnp.inexact) or name in CURVED:
         return False
     return kind is not LabelKind.REDUCED or not reasons
 
@@ -129,9 +124,9 @@ def find_lost(
     is_by_divisor = name == "div" and operands[1].find(LabelKind.DIVISOR)
     if is_by_divisor or not all(each.find(LabelKind.REDUCED) for each in divided):
         lost |= both.only(LabelKind.REDUCED)  # divided after it was reduced
-    is_square = name in _PRODUCTS and len(divided) == len(operands)
+    is_square = name in PRODUCTS and len(divided) == len(operands)
     if (is_report or is_square) and not is_backward:
         lost |= both.only(LabelKind.DIVIDED)
-    if name in _PRODUCTS and all(each.find(LabelKind.NOISED) for each in operands):
+    if name in PRODUCTS and all(each.find(LabelKind.NOISED) for each in operands):
         lost |= both.only(LabelKind.NOISED)
     return lost

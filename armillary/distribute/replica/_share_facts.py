@@ -12,24 +12,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import read_real
+from armillary.distribute.replica._linearity import NONLINEAR, PRODUCTS
 
-PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 SUMS = ("reduce_sum", "dot_general", "conv_general_dilated")
 EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
-# Operations that are linear in all their operands together.
-LINEAR = frozenset(
-    {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "real"}
-    | {"reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "rev", "imag"}
-    | {"concatenate", "pad", "split", "reduce_sum", "cumsum", "stop_gradient", "pvary"}
-    | {"reduce_precision", "optimization_barrier", "sharding_constraint", "complex"}
-)
-_NONLINEAR = frozenset(
-    {"square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "pow"}
-    | {"tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "atan2"}
-    | {"sign", "abs", "max", "min", "clamp", "floor", "ceil", "round", "sinh", "cosh"}
-    | {"reduce_max", "reduce_min", "reduce_prod", "cumprod", "cummax", "cummin"}
-    | {"cumlogsumexp", "lgamma", "digamma", "integer_pow"}
-)
 # Operations that hand on a number that something is multiplied by.
 _SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
 # Operations between the reciprocal of a sum and the weights that it gives. The root of
@@ -131,7 +117,7 @@ def bends(equation: Any, operands: list[Share]) -> bool:
     if name == "div":
         return operands[1].reach is not Reach.EQUAL
     # Optax has `g**order` with an order of 1.
-    return name in _NONLINEAR and equation.params.get("y") != 1
+    return name in NONLINEAR and equation.params.get("y") != 1
 
 
 def divides_by_own(equation: Any, operands: list[Share]) -> bool:

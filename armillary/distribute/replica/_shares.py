@@ -33,6 +33,7 @@ from jax.extend import core
 from armillary._jax_compat import count_scan_operands, read_real
 from armillary._jaxpr import Dataflow
 from armillary.distribute.replica._example_axes import axes_of_result
+from armillary.distribute.replica._linearity import LINEAR, PRODUCTS
 from armillary.distribute.replica._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
 from armillary.distribute.replica._operations import (
     DRAWS,
@@ -48,8 +49,6 @@ from armillary.distribute.replica._share_facts import (
     EQUAL,
     EXTREMES,
     LASTING,
-    LINEAR,
-    PRODUCTS,
     SUMS,
     UNKNOWN,
     Cause,
