@@ -22,34 +22,39 @@ NIGHTLY_INDEX ?=
 NIGHTLY_PIP = .venv-nightly/bin/python -m pip --disable-pip-version-check -q install \
   --upgrade
 
-# The tests start some hundred processes: none should compile the sources anew.
+# The tests start some hundred processes: none should compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow docs libraries plan-wheels plans dist differential soak busy size check lint format types layers spelling clean
 
 help:
-	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
-	@echo "make test      install, and test every promise once; 5 minutes on 2 cores"
-	@echo "make test-all  run every test; about 25 minutes on 2 cores"
-	@echo "make test-slow run the tests that make test leaves out"
-	@echo "make differential  compare 700 constructs with plain JAX; about an hour"
-	@echo "make busy      pass the tests three times, and all once, beside busy loops; hours"
-	@echo "make soak      let 1,000 faults happen to jobs (KILLS=60: ten minutes); hours"
-	@echo "make versions  make test with the oldest and the newest JAX; 20 minutes"
-	@echo "make nightly   make test with the JAX of today, for a scheduled job"
-	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
-	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
-	@echo "make check     lint, types, layers and spelling"
-	@echo "make size      print how large and how dense each package is"
-	@echo "make bench     measure against hand-written loops; about 45 minutes"
+	@echo "For every change:"
+	@echo "make demo         train on handwritten digits over 4 virtual CPU devices"
+	@echo "make test         install, and test every promise once; 5 minutes on 2 cores"
+	@echo "make test-all     run every test; about 60 minutes on 2 cores"
+	@echo "make test-slow    run the tests that make test leaves out"
+	@echo "make check        lint, types, layers and spelling; a minute or two"
+	@echo "make format       rewrite the code in the house style"
+	@echo "make docs         build the documentation site in docs/_build; about a minute"
+	@echo "make setup        install everything for development"
+	@echo "make clean        remove the environment, caches and runs"
+	@echo ""
+	@echo "For one subject, or before a release:"
+	@echo "make versions     make test with the oldest and the newest JAX; 20 minutes"
+	@echo "make nightly      make test with the JAX of today, for a scheduled job"
+	@echo "make libraries    test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
+	@echo "make plans        compile for TPUs and GPUs that are not there (installs 0.4 GB)"
+	@echo "make differential compare 700 constructs with plain JAX; about an hour"
+	@echo "make soak         inject 1,000 faults into jobs; hours (KILLS=60: ten minutes)"
+	@echo "make busy         make test three times and make test-all once, under load; hours"
+	@echo "make dist         build a wheel and an sdist in dist/, and use them; under a minute"
+	@echo ""
+	@echo "Figures:"
+	@echo "make bench        measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
-	@echo "make bench-ps  measure parameter servers; about 7 minutes"
-	@echo "make dist      build a wheel and an sdist in dist/, and use them; under a minute"
-	@echo "make docs      build the documentation site in docs/_build; about a minute"
-	@echo "make format    rewrite the code in the house style"
-	@echo "make setup     install everything for development"
-	@echo "make clean     remove the environment, caches and runs"
+	@echo "make bench-ps     measure parameter servers; about 7 minutes"
+	@echo "make size         print how large and how dense each package is"
 
 .venv/made:
 	@echo "Creating .venv ..."
@@ -103,7 +108,7 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 bench-ps: .venv/dev-installed
 	$(BIN)/python -m benchmarks.parameter_server --json bench.json
 
-# After the crash of a worker pytest-xdist may wait for ever: such a run ends at once.
+# After the crash of a worker pytest-xdist may wait forever, so such a run ends immediately.
 SHARED := -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 
 TESTS := -m pytest $(SHARED)
@@ -175,7 +180,7 @@ compare-sets: .venv/demo-installed
 
 versions-short: .venv/dev-installed oldest other compare-sets
 
-# For a scheduled job. The environment is made anew, because it has no pins.
+# For a scheduled job. The environment is created again, because it has no pins.
 nightly: .venv/made
 	@[ -n "$(NEWEST_PYTHON)" ] || { echo "Name a Python: make nightly NEWEST_PYTHON=..."; exit 1; }
 	@rm -rf .venv-nightly nightly
@@ -261,8 +266,8 @@ dist: .venv/release-installed
 	@$(PIP) install -c constraints.txt --group docs
 	@touch $@
 
-# Links of pages to files and names are resolved anew each time: a change of the sources
-# is a change of many pages.
+# Links of pages to files and names are resolved again each time, because a change of the
+# sources is a change of many pages.
 docs: .venv/docs-installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -E -b html \
 	  -c docs/site . docs/_build

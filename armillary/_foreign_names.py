@@ -17,7 +17,10 @@ _COMMUNICATION = (
     "Write `communication_options=armillary.cluster.CommunicationOptions("
     'implementation="NCCL")`.'
 )
-_KERAS = "Keras 3 runs on JAX: write `import keras` and use `keras.{}`."
+_KERAS = (
+    'Keras 3 runs on JAX: write `os.environ["KERAS_BACKEND"] = "jax"`, then `import '
+    "keras`, and use `keras.{}`."
+)
 _DEVICES = "Write `jax.devices()`, or `jax.devices('cpu')` for one kind of device."
 _EAGERLY = (
     "Write `armillary.StandardTrainerOptions(compile_step=False)`, or "
@@ -221,8 +224,8 @@ NAMES = {
     "datasets": _KERAS.format("datasets"),
     "keras.metrics": _KERAS.format("metrics"),
     "keras.utils": (
-        "Keras 3 runs on JAX: write `import keras` and use `keras.utils`. For a table "
-        "of layers, write `armillary.summarize(model)`."
+        _KERAS.format("utils")
+        + " For a table of layers, write `armillary.summarize(model)`."
     ),
     "keras.estimator": (
         "Write `armillary.keras.KerasTrainer(model, dataset)` with a `Controller`, or "

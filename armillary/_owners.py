@@ -24,6 +24,8 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _IN_SITE = re.compile(r"(.*?[/\\](?:site|dist)-packages)[/\\]([^/\\]+)")
 # Modules whose functions make classes. Such a class names one of these modules.
 _MAKERS = ("abc", "types")
+# Programs that are typed or piped into Python have no file.
+_TYPED = ("<stdin>", "<console>", "<ipython-input-", "<python-input-")
 _HEAP_TYPE = 1 << 9  # Of `type.__flags__`: set for every class that Python code makes.
 
 
@@ -41,13 +43,18 @@ class Owner(enum.IntEnum):
 
 
 def is_library_file(file: str) -> bool:
-    """Returns whether a file belongs to a library; code without a file does."""
+    """Returns whether a file belongs to a library, as `owner_of_file` decides."""
     return owner_of_file(file) is Owner.LIBRARY
 
 
 @functools.lru_cache(maxsize=4096)
 def owner_of_file(file: str) -> Owner:
-    """Returns the owner of the code in a file; code without a file is a library's."""
+    """Returns the owner of the code in a file.
+
+    Code without a file is a library's, unless it was typed or piped into Python.
+    """
+    if file.startswith(_TYPED):
+        return Owner.USER
     if file.startswith(("<", *_imported_folders())):
         return Owner.LIBRARY
 

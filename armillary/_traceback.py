@@ -11,7 +11,7 @@ import linecache
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from armillary._foreign_names import answer_names, find_answer
 from armillary._owners import Owner, is_own_file, owner_of_class
@@ -73,7 +73,7 @@ def mark_public(namespace: dict[str, Any]) -> None:
     answer_names(namespace)
 
 
-def _can_be_marked(value: Any) -> bool:
+def _can_be_marked(value: Any) -> TypeGuard[Callable[..., Any]]:
     """Returns whether a value is a function of this library that takes keywords.
 
     A function that is marked already, or wraps another function, is left alone.

@@ -1,7 +1,7 @@
 """Runs the tests on a busy machine: `make busy`.
 
 Eight loops keep the cores busy, and next to them `make test` must pass three times in a
-row, and `make test-all` once. That takes about two hours on two cores. Run nothing else
+row, and `make test-all` once. That takes several hours on two cores. Run nothing else
 meanwhile, because limits follow the load that each run measures at its start.
 """
 

@@ -1,4 +1,4 @@
-"""What every test shares: eight CPU devices, strict JAX settings and a few fixtures.
+"""Shared settings of all tests: eight CPU devices, strict JAX, and a few fixtures.
 
 The environment is set before JAX is imported, because JAX reads it once. Processes that
 a test starts inherit it.

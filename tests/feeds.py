@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from armillary.data import DistributedDataset
+from armillary.data import DistributedDataset, _dataset
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._reader import BatchReader
@@ -18,7 +18,7 @@ def open_feed(
     reads_ahead: bool = True,
 ) -> Feed[Any]:
     """Returns a feed that was not started."""
-    return Feed(
+    return _dataset.open_feed(
         datasets,
         in_pieces=in_pieces,
         begins_anew=in_pieces,

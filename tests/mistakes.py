@@ -1,4 +1,4 @@
-"""One table of mistakes: by exception, what the message says and the call that gets it.
+"""One table format for mistakes: the exception, its message, and the call.
 
 For example::
 

@@ -1,4 +1,4 @@
-"""Processes that are threads: the same code agrees, over connections in memory."""
+"""Simulated processes: threads that agree over connections in memory."""
 
 import threading
 from collections.abc import Callable

@@ -135,7 +135,7 @@ class Metrics(armillary.StandardEvaluator):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many examples each metric has seen."""
+        """The number of examples that each metric has seen."""
         return int(self.average.count[...]), int(self.accuracy.count[...])
 
 

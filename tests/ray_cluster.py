@@ -1,4 +1,4 @@
-"""How tests stop Ray."""
+"""Stops Ray after tests."""
 
 import gc
 import warnings

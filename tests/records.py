@@ -1,4 +1,4 @@
-"""TFRecord files for tests, framed by another library than the one under test."""
+"""Writes TFRecord files for tests with a different library than the tested one."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

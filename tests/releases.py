@@ -1,4 +1,4 @@
-"""Which releases the tests run with: `make versions` takes old ones, too."""
+"""Facts about the releases of the libraries that the tests run with."""
 
 import flax
 import jax

@@ -1,4 +1,4 @@
-"""A terminal for tests: a pair of pseudo terminals, and what a person sees of it."""
+"""A simulated terminal for tests, and the text that a person would see."""
 
 import contextlib
 import os

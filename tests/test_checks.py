@@ -1,4 +1,4 @@
-"""Keywords of Orbit and tf.distribute that have another name are answered with it."""
+"""Tests that keywords of Orbit and tf.distribute are answered with ours."""
 
 import inspect
 import os
@@ -230,7 +230,7 @@ def test_a_locale_with_another_encoding_is_an_error(monkeypatch):
         ),
     ],
 )
-def test_arguments_that_are_missing_or_without_a_name_are_told(call, message):
+def test_arguments_that_are_missing_or_without_a_name_are_reported(call, message):
     with pytest.raises(TypeError) as caught:
         call()
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""Copies and pickles of objects that belong to one process."""
+"""Tests that objects which belong to one process are not copied or pickled."""
 
 import copy
 import pickle
@@ -109,7 +109,7 @@ def test_copies_that_cannot_work_say_what_to_do(kind, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_manager_says_what_to_do(way, tmp_path):
+def test_the_error_of_a_copied_manager_names_the_fix(way, tmp_path):
     manager = armillary.CheckpointManager(make_checkpoint(), tmp_path)
     with pytest.raises(TypeError, match=r"`CheckpointManager` .*Make a new"):
         WAYS[way](manager)
@@ -132,7 +132,7 @@ def test_copies_that_work_are_copies():
         pickle.loads(pickle.dumps(value))
 
 
-def test_a_dataset_that_cannot_be_pickled_says_what_to_do():
+def test_the_error_of_a_pickled_dataset_names_the_fix():
     dataset = DefaultStrategy().distribute_dataset(SOURCE)
     with pytest.raises(TypeError, match=r"`DistributedDataset` .*distribute_dataset"):
         pickle.dumps(dataset)

@@ -1,4 +1,4 @@
-"""A name of another library is an `AttributeError` that says what to write."""
+"""Tests that a name of another library is an error with the line to write."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""A JAX that nobody has tested is one line of warning, at first use."""
+"""Tests of the single warning about a JAX that is newer than the tested ones."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which results of a program are its inputs, whatever calls and loops they pass."""
+"""Tests of finding the results of a program that are its inputs."""
 
 import jax
 import jax.numpy as jnp

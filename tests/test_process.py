@@ -1,4 +1,4 @@
-"""Of several processes the chief speaks and writes; the others warn."""
+"""Tests that only the chief of several processes logs and writes, except warnings."""
 
 import logging
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Proofs that plain values beside the arrays of a step mean what they mean in Python.
+"""Proofs that plain values next to the arrays of a step mean what Python means.
 
-Random nests of containers are changed at random, between loops and by the step. What
-comes out is what Python would make of it, step by step, or the change is refused and no
-array has changed.
+Random nests of containers are changed at random, between loops and by the step. The
+result must equal the result of plain Python, step by step. Otherwise, the change must
+be refused, and no array may have changed.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def run_in_python(nest: Any, in_step: Any, num_steps: int) -> float:
 
 @settings(max_examples=25, deadline=None)
 @given(NESTS, st.lists(st.tuples(st.integers(0, 20), CHANGES, LEAVES), max_size=2))
-def test_what_changes_between_loops_counts_from_the_next_loop(nest, changes):
+def test_a_change_between_loops_counts_from_the_next_loop(nest, changes):
     trainer, expected = Weigher(nest), run_in_python(nest, None, 2)
     trainer.train(2)
     for one in changes:
@@ -193,7 +193,7 @@ def test_what_changes_between_loops_counts_from_the_next_loop(nest, changes):
     st.tuples(st.integers(0, 20), CHANGES, LEAVES),
     st.sampled_from([[4], [1, 3], [1, 1, 1, 1]]),
 )
-def test_what_a_step_changes_is_what_python_makes_of_it_or_refused(nest, step, loops):
+def test_changes_by_a_step_equal_python_or_are_refused(nest, step, loops):
     expected = copy.deepcopy(nest)
     trainer = Weigher(nest, step)
     try:

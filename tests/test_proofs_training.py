@@ -273,7 +273,7 @@ def test_stop_and_resume_in_a_new_process_is_bit_identical(tmp_path, model, num_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
-def test_resume_on_another_number_of_replicas_goes_on_alike(tmp_path, num_replicas):
+def test_resume_on_another_number_of_replicas_continues_alike(tmp_path, num_replicas):
     expected, _ = get_reference("cnn")
     make_controller(tmp_path / "stopped", 4, "cnn").train(23)
 

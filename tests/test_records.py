@@ -1,4 +1,4 @@
-"""What is written into files: times that never fall, and text that UTF-8 has."""
+"""Tests of records in files: times that never fall, and text in UTF-8."""
 
 import types
 
@@ -36,7 +36,7 @@ def test_a_clock_that_is_set_back_continues_from_its_last_value(monkeypatch) -> 
     assert clock.now() == 1012
 
 
-def test_a_clock_that_is_set_forward_is_right_at_once(monkeypatch) -> None:
+def test_a_clock_that_is_set_forward_is_right_immediately(monkeypatch) -> None:
     clocks = Clocks(monkeypatch)
     clock = RisingClock()
     assert clock.now() == 1000

@@ -1,4 +1,4 @@
-"""The line of a program that a message names."""
+"""Tests of the line of a program that a message names."""
 
 import sys
 from types import ModuleType, SimpleNamespace

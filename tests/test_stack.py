@@ -1,4 +1,4 @@
-"""Deep calls do not map memory anew: the system counts the pages that they touch."""
+"""Tests that deep calls do not map memory again, by the system's page counts."""
 
 import resource
 from collections.abc import Callable

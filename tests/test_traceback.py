@@ -1,4 +1,4 @@
-"""Tracebacks show the user's lines, and not those of the library."""
+"""Tests that tracebacks show the user's lines without the library's lines."""
 
 import re
 import subprocess
@@ -81,7 +81,7 @@ def test_the_switch_of_jax_shows_all_frames():
     assert not [n for n in getattr(caught.value, "__notes__", ()) if SWITCH in n]
 
 
-def test_what_led_to_an_error_is_shortened_as_well():
+def test_the_cause_of_an_error_is_shortened_as_well():
     def write(_):
         unreached.bias[...] = unreached.bias[...] + 1
 
@@ -96,7 +96,7 @@ def test_what_led_to_an_error_is_shortened_as_well():
     assert not find_own_frames(caught.value.__cause__)
 
 
-def test_what_fails_in_a_prediction_is_shortened_as_well():
+def test_an_error_in_a_prediction_is_shortened_as_well():
     outputs = armillary.predict(multiply, [np.ones((4, 3))])
 
     with pytest.raises(TypeError, match="contracting dimensions") as caught:
@@ -107,7 +107,7 @@ def test_what_fails_in_a_prediction_is_shortened_as_well():
 
 
 @pytest.mark.slow
-def test_a_prediction_that_is_left_unfinished_ends_with_the_program_in_silence():
+def test_an_unfinished_prediction_ends_with_the_program_without_a_message():
     program = (
         "import armillary, numpy as np\n"
         "outputs = armillary.predict(lambda x: x, [np.ones((4, 3))] * 3)\n"
@@ -161,7 +161,7 @@ def test_an_error_from_within_the_library_says_where_its_frames_are():
     ],
 )
 @pytest.mark.parametrize("hook", ["train_loop_begin", "train_step", "train_loop_end"])
-def test_names_of_tensorflow_get_a_note_that_says_what_to_write(mistake, note, hook):
+def test_names_of_tensorflow_get_a_note_that_has_the_line_to_write(mistake, note, hook):
     class Old(armillary.StandardTrainer):
         def __init__(self):
             super().__init__([np.ones((4, 3), np.float32)] * 2)

@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs, where all of them would take too long."""
+"""Chooses the cases of a test that `make test` runs, if all would take too long."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

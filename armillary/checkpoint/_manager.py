@@ -63,7 +63,10 @@ class CheckpointManager(OfOneProcess):
             arguments, that gives the current step. A `Controller` binds its global step
             if this is `None`.
         checkpoint_interval: Steps between saves with `check_interval`; it needs a step
-            counter. `"auto"` saves as often as possible at a low cost: at most 1 % of
+            counter. As in Orbit, a `Controller` saves after its first loop, and then
+            whenever at least this many steps have passed since the last save. For
+            example, 1000 with loops of 500 steps saves at steps 500, 1500, 2500 and so
+            on. `"auto"` saves as often as possible at a low cost: at most 1 % of
             the time is spent waiting for saves, saves are written at most 10 % of the
             time, and they begin at least 10 seconds apart. `None` never skips a save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint. To begin

@@ -13,7 +13,8 @@ import math
 import os
 import resource
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,13 +32,14 @@ from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError, PeerError
-from armillary.lifeline._ending import JOIN, START, Place, find_line, put_off_aborts
+from armillary.lifeline._ending import JOIN, START, Phase, put_off_aborts
 from armillary.lifeline._lifeline import Lifeline, get_lifeline, set_lifeline
+from armillary.lifeline._lines import find_line
 from armillary.lifeline._tree import (
     Ends,
     attend,
     connect,
-    find_place,
+    find_neighbors,
     listen,
     receive_all,
 )
@@ -46,6 +48,9 @@ GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
 _LIFELINE_KEY = "armillary/lifeline"
 _JOIN_SECONDS, _MORE_SECONDS = 300.0, 30.0
+_SILENT_SECONDS = 10.0
+"""The time of joining after which a line in the log says who is missing."""
+_MOST_NAMED = 5
 _PARENT_SECONDS, _CHILDREN_SECONDS = 60, 75.0
 _REACH = (
     "Processes must reach each other on all ports: open them between these machines "
@@ -204,8 +209,11 @@ def join_cluster(
         tell("joining")
         seconds = options.timeout_seconds or _JOIN_SECONDS
         alone = get_lifeline()
-        with alone.watching(seconds + _MORE_SECONDS, lambda: Place(JOIN)):
-            _meet(arguments, seconds)
+        with (
+            alone.watching(seconds + _MORE_SECONDS, lambda: Phase(JOIN)),
+            _logging_long_wait(arguments, seconds) as note,
+        ):
+            _meet(arguments, seconds, note)
             has_joined = _initialize(arguments)
         if not has_joined:
             tell("joined")
@@ -230,7 +238,7 @@ def join_cluster(
     service = distributed.global_state
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
-    lifeline.watch(options.timeout_seconds, lambda: Place(START))
+    lifeline.watch(options.timeout_seconds, lambda: Phase(START))
     tell("joined")
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     peers = Peers(index, count, timeout_seconds, lifeline)
@@ -292,12 +300,73 @@ def _apply_alone(options: CommunicationOptions) -> None:
         )
 
 
-def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
+@contextlib.contextmanager
+def _logging_long_wait(
+    arguments: Mapping[str, Any], seconds: float
+) -> Iterator[Callable[[list[int]], None]]:
+    """Logs one line if the wait for the others is long.
+
+    Yields a function that receives the processes that are missing by now.
+
+    Args:
+        arguments: The arguments of `jax.distributed.initialize`.
+        seconds: The longest wait.
+    """
+    is_first = arguments.get("process_id") == 0
+    missing = list(range(1, arguments["num_processes"])) if is_first else [0]
+
+    def note(now: list[int]) -> None:
+        missing[:] = now
+
+    def log() -> None:
+        if missing:  # Otherwise all have come, and JAX connects them.
+            logger.warning("%s", _describe_wait(arguments, seconds, missing))
+
+    # The main thread waits in C code while JAX starts its service.
+    timer = threading.Timer(_SILENT_SECONDS, log)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield note
+    finally:
+        timer.cancel()
+
+
+def _describe_wait(
+    arguments: Mapping[str, Any], seconds: float, missing: Sequence[int]
+) -> str:
+    """Returns the line for the log of a process that waits for others to join."""
+    waited = f"has waited for {_SILENT_SECONDS:g} s for"
+    address = arguments.get("coordinator_address")
+    if not address:
+        limit = min(_JOIN_SECONDS, seconds + _MORE_SECONDS)
+        return (
+            f"This process {waited} JAX to find and join the other processes of its "
+            f"job. It waits for at most {limit:g} s. Check that this program has "
+            "started on all machines of the job."
+        )
+
+    names = [f"process {index}" for index in missing[:_MOST_NAMED]]
+    if missing[_MOST_NAMED:]:
+        names.append(f"and {len(missing) - _MOST_NAMED} more")
+    return (
+        f"Process {arguments['process_id']} of {arguments['num_processes']} {waited} "
+        f"{', '.join(names)}. All processes join at {address}, the address of "
+        f"process 0 (the coordinator). This process waits for at most {seconds:g} s. "
+        "Check that the missing processes have started, and that they reach this "
+        "address."
+    )
+
+
+def _meet(
+    arguments: Mapping[str, Any], seconds: float, note: Callable[[list[int]], None]
+) -> None:
     """Waits until all processes are there, or raises an error that names the missing.
 
     Args:
         arguments: The arguments of `jax.distributed.initialize`.
         seconds: The longest wait.
+        note: Receives the processes that are missing by now.
     """
     # Each connection needs an open file, even one from outside the job. The soft limit
     # only protects programs that use `select`, so it is raised to the hard limit, which
@@ -313,14 +382,15 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
     host, port = split_address(address)
     count = arguments["num_processes"]
     if index:
-        late = attend(host, port, index, seconds)
+        late = attend(host, port, index, seconds, note)
     else:
         at = host if "coordinator_bind_address" in arguments else None
         try:
             listener = listen(at, port)
         except OSError:
             return  # JAX needs the port too, and raises an error about it.
-        late = receive_all(listener, count, seconds)
+        late = receive_all(listener, count, seconds, note)
+    note(late)
     if late:
         more = f", nor have {len(late) - 1} others" if late[1:] else ""
         text = (
@@ -330,7 +400,7 @@ def _meet(arguments: Mapping[str, Any], seconds: float) -> None:
             "`CommunicationOptions(timeout_seconds=...)`."
         )
         set_process(Process(index, count))
-        get_lifeline().conclude(text)
+        get_lifeline().conclude(text, cause=late[0])
         raise PeerError(text)
 
 
@@ -401,7 +471,7 @@ def _connect_gloo(peers: Peers) -> None:
 
 def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline:
     """Connects this process to its parent in the tree, and waits for its children."""
-    parent, _, children = find_place(index, count)
+    parent, _, children = find_neighbors(index, count)
     host, port = split_address(address)
     # Like JAX's service, process 0 listens only on loopback if its address is there.
     at = host if index or is_loopback(address) else None

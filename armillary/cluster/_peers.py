@@ -18,9 +18,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from armillary._launcher import tell
 from armillary.errors import PeerError
 from armillary.lifeline._lifeline import Lifeline, waiting
-from armillary.lifeline._tree import Run
+from armillary.lifeline._tree import Span
 
 _SLICE_SECONDS = 1.0
 _MOST_CHARACTERS = 1 << 22  # Of one value.
@@ -56,29 +57,46 @@ class Peers:
                 f"between processes has at most {_MOST_CHARACTERS:,}. Send less."
             )
         with waiting():
-            runs = self._exchange(topic, value)
-        failures = [
+            spans = self._exchange(topic, value)
+        self._check_failures(spans)
+        self._check_topics(spans)
+        values: list[str] = []
+        for start, stop, (_, _, text) in spans:
+            values += [text] * (stop - start)
+        return values
+
+    def _check_failures(self, spans: list[Span]) -> None:
+        """Raises an error if a process has sent its failure in place of a value."""
+        failures = {
+            index: text for index, _, (kind, _, text) in spans if kind == "error"
+        }
+        if not failures:
+            return
+        tell("caused_by", min(failures))
+        lines = "\n".join(
             f"  process {index} of {self.count}: {text}"
-            for index, _, (kind, _, text) in runs
-            if kind == "error"
-        ]
-        if failures:
-            self._fail(
-                "Another process has failed:\n" + "\n".join(failures) + "\nFix this "
-                "error, and start all processes again."
-            )
-        if len({topic for _, _, (_, topic, _) in runs}) > 1:
-            places = "\n".join(
-                f"  process {index} of {self.count}: {topic}"
-                for start, stop, (_, topic, _) in runs
-                for index in range(start, stop)
-            )
-            self._fail(
-                f"The processes are at different points of the program:\n{places}\nAll "
-                "must run the same program with the same arguments, and take the same "
-                "decisions in it. Base decisions on values that all processes share."
-            )
-        return [text for start, stop, (*_, text) in runs for _ in range(start, stop)]
+            for index, text in failures.items()
+        )
+        self._fail(
+            f"Another process has failed:\n{lines}\nFix this error, and start all "
+            "processes again."
+        )
+
+    def _check_topics(self, spans: list[Span]) -> None:
+        """Raises an error if the processes exchange values for different topics."""
+        topics = {topic for _, _, (_, topic, _) in spans}
+        if len(topics) <= 1:
+            return
+        lines: list[str] = []
+        for start, stop, (_, topic, _) in spans:
+            for index in range(start, stop):
+                lines.append(f"  process {index} of {self.count}: {topic}")
+        places = "\n".join(lines)
+        self._fail(
+            f"The processes are at different points of the program:\n{places}\nAll "
+            "must run the same program with the same arguments, and take the same "
+            "decisions in it. Base decisions on values that all processes share."
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tells the others, at their next round, that this process has failed."""
@@ -108,7 +126,7 @@ class Peers:
             self.fail(error)
             raise
 
-    def _exchange(self, topic: str, value: str) -> list[Run]:
+    def _exchange(self, topic: str, value: str) -> list[Span]:
         """Returns the values of all processes, or raises if one does not answer."""
         self._lifeline.say(["value", topic, value])
         # The others wait longer than process 0, whose error names the late process.

@@ -424,8 +424,8 @@ class Controller(OfOneProcess):
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Ends the process, from another thread, if a block hangs."""
-        find_place = self._run.goodput.find_place
-        return get_lifeline().watching(self.hang_timeout_seconds, find_place)
+        find_phase = self._run.goodput.find_phase
+        return get_lifeline().watching(self.hang_timeout_seconds, find_phase)
 
     @contextlib.contextmanager
     def _training(self, target: int) -> Iterator[None]:

@@ -21,7 +21,7 @@ from armillary.controller._start_lines import (
     warn_if_alone,
 )
 from armillary.goodput._stopwatch import Category
-from armillary.lifeline._ending import DEBUGGER, MAKERS, is_in, read_stack
+from armillary.lifeline._lines import DEBUGGER, MAKERS, is_in, read_stack
 
 _REFRESH_SECONDS = 0.25
 _LOOK_SECONDS = 1.0

@@ -189,6 +189,7 @@ class Loops:
                 jax.profiler.StepTraceAnnotation("train", step_num=step),
             ):
                 started = self._run.trainer.start(num_steps, num_loops)
+                self._saving.see_data()
             # The device waited for its program, so this time does not count.
             start += goodput.compile_seconds - compiled
             start = min(start, time.perf_counter())

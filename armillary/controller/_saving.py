@@ -25,7 +25,11 @@ from armillary.checkpoint._writer import agree_on
 from armillary.cluster._join import get_peers
 from armillary.controller._directory import read_end
 from armillary.controller._run import Run, is_reached
-from armillary.controller._unsaved import warn_of_missing, warn_of_missing_arrays
+from armillary.controller._unsaved import (
+    warn_of_missing,
+    warn_of_missing_arrays,
+    warn_of_positions,
+)
 from armillary.distribute._global_arrays import is_divided, is_key
 from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.goodput._stopwatch import Category
@@ -68,6 +72,7 @@ class Saving:
         self._run = run
         if manager is not None and isinstance(run.trainer, StandardTrainer):
             warn_of_missing_arrays(run.trainer, manager.checkpoint)
+        self._has_seen_data = False
         self.evaluated: int | None = None
         # The step of the next evaluation, -1 for the end of the data.
         self._expected: int | None = None
@@ -109,6 +114,23 @@ class Saving:
         self._num_trainings = number + 1
         _trainings[directory] = self._num_trainings, weakref.ref(trainer)
         yield
+
+    def see_data(self) -> None:
+        """Warns once if checkpoints leave out the position in the training data.
+
+        The trainer has opened its data by now, so this has no effect on the data.
+        """
+        trainer = self._run.trainer
+        if self._has_seen_data or self.manager is None:
+            return
+        self._has_seen_data = True
+        if not isinstance(trainer, StandardTrainer):
+            return
+        warn_of_positions(
+            trainer,
+            self.manager.checkpoint.objects,
+            is_restored=self._restored is not None,
+        )
 
     def expect_evaluation(self, step: int | None) -> None:
         """Sets the step of the next evaluation: -1 for the end of the data."""

@@ -13,7 +13,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.state._holders import held_by
 from armillary.trainer._datasets import flatten_datasets
-from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._standard_trainer import StandardTrainer, find_positions
 
 
 def warn_of_missing_arrays(trainer: Any, checkpoint: Checkpoint) -> None:
@@ -45,12 +45,10 @@ def warn_of_missing(
         )
     if any(value is trainer for value in objects.values()):
         return
-    # An object that saves the position of a data set has it as `dataset`, as in an
-    # estimator.
-    saved = [getattr(value, "dataset", value) for value in objects.values()]
+    saved = _find_saved_data(objects)
     for dataset in flatten_datasets(trainer.train_dataset)[0]:
         is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
-        if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
+        if is_ours and dataset.is_repositionable and id(dataset) not in saved:
             logger.warning(
                 "%s was restored, but the position of the training data is not in it, "
                 "so the first batches are read again. Save the trainer with everything "
@@ -58,6 +56,40 @@ def warn_of_missing(
                 restored,
             )
             return
+
+
+def warn_of_positions(
+    trainer: StandardTrainer, objects: Mapping[str, Any], *, is_restored: bool
+) -> None:
+    """Warns if checkpoints leave out the position in the training data.
+
+    The trainer must have opened its data, so that this has no effect on the data.
+    """
+    holds_trainer = any(value is trainer for value in objects.values())
+    saved = set() if holds_trainer else _find_saved_data(objects)
+    datasets = flatten_datasets(trainer.train_dataset)[0]
+    if all(id(dataset) in saved for dataset in datasets):
+        return
+
+    parts = find_positions(trainer)
+    if holds_trainer or is_restored:
+        return  # A restore has warned already of a position that is left out.
+    for dataset, part in zip(datasets, parts, strict=True):
+        if part is not None and not saved & {id(dataset), id(part)}:
+            logger.warning(
+                "`Checkpoint` leaves out the position in the training data (%s), so a "
+                "run that resumes reads the first batches again. Save the trainer "
+                "with everything that it holds: `Checkpoint(trainer=trainer)`.",
+                part.source_name,
+            )
+            return
+
+
+def _find_saved_data(objects: Mapping[str, Any]) -> set[int]:
+    """Returns the identities of the objects of a checkpoint, and of their data sets."""
+    # An object that saves the position of a data set has it as `dataset`, as in an
+    # estimator.
+    return {id(getattr(value, "dataset", value)) for value in objects.values()}
 
 
 def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> None:

@@ -3,35 +3,102 @@
 import contextlib
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import jax
 
 from armillary._copy_refusal import OfOneProcessOnceUsed
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._gather import make_gather
+from armillary.data.feed._input import Input
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import (
     Position,
     check_same_order,
     decode_position,
     encode_position,
 )
-from armillary.data.feed._prefetcher import Prefetcher
 from armillary.data.feed._reader import BatchReader, place_pieces
-from armillary.data.feed._split import Piece, Splitter
-from armillary.data.feed._stream import SourceBatch, read_batches
-from armillary.data.sources._arrays import IndexedDataset
+from armillary.data.feed._split import Splitter
+from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._libraries import as_source
 from armillary.errors import CapturedStateError, DatasetStateError
 from armillary.typing import Batch, PyTree
 
 _PIPELINES = "pipelines"
 _ORDER = "order"
+
+
+class _Loan:
+    """The reader that moves the position of a data set, and who uses it.
+
+    Attributes:
+        reader: The reader.
+        feed: A reference to the feed that the reader belongs to, if it is known.
+    """
+
+    def __init__(
+        self, reader: BatchReader, owner: "weakref.ref[Any] | None" = None
+    ) -> None:
+        self.reader = reader
+        self.feed: weakref.ref[Feed[Any]] | None = None
+        self._owner = owner
+
+    def is_for(self, owner: Any) -> bool:
+        """Returns whether the reader reads for a trainer."""
+        return owner is not None and self._get_owner() is owner
+
+    def open_feed(self) -> Feed[Any] | None:
+        """Returns the feed of the reader, if it is in use and not closed."""
+        feed = None if self.feed is None else self.feed()
+        return None if feed is None or feed.is_closed else feed
+
+    @property
+    def is_read_by_a_trainer(self) -> bool:
+        """True if a trainer is in the middle of the data."""
+        is_in_use = self._get_owner() is not None and self.open_feed() is not None
+        return is_in_use and not self.reader.used.is_exhausted
+
+    def _get_owner(self) -> Any:
+        return None if self._owner is None else self._owner()
+
+
+def open_feed(
+    datasets: "Sequence[DistributedDataset]",
+    *,
+    in_pieces: bool,
+    begins_anew: bool = False,
+    name: str | None = None,
+    owner: Any = None,
+    reads_ahead: bool = True,
+) -> Feed[Any]:
+    """Returns a feed of the batches of some data sets, for one loop.
+
+    Args:
+        datasets: The data sets, from which one step may take batches together.
+        in_pieces: Whether batches that replicas cannot share come in pieces, as in an
+            evaluation.
+        begins_anew: Whether the next pass begins, if the last pass has ended.
+        name: The name of the step, for which processes compare their batches.
+        owner: The trainer that reads, if its position is to be saved.
+        reads_ahead: Whether processes may read batches that they must agree on ahead.
+    """
+    readers = [
+        dataset.open_reader(
+            in_pieces=in_pieces,
+            begins_anew=begins_anew,
+            owner=owner,
+            reads_ahead=reads_ahead,
+        )
+        for dataset in datasets
+    ]
+    feed: Feed[Any] = Feed(readers, name)
+    for dataset, reader in zip(datasets, readers, strict=True):
+        dataset.note_feed(reader, feed)
+    return feed
 
 
 class DistributedDataset(OfOneProcessOnceUsed):
@@ -79,35 +146,41 @@ class DistributedDataset(OfOneProcessOnceUsed):
         per_replica_batches: bool = False,
         options: InputOptions | None = None,
     ) -> None:
+        self.source = as_source(source)
         self.layout = layout
         self.options = options or InputOptions()
         self.per_replica_batches = per_replica_batches
+        self.input = Input(self.source, layout, self.options, per_replica_batches)
+        """The source and its way to a step, which the parts of a feed share."""
         self.ignores_state = False
         """True if `set_state` changes nothing, for a process that does not train."""
-        self.source = as_source(source)
         self.dataset_fn: Callable[[InputContext], Any] | None = None
         """The function that made the source, for code that needs a similar source."""
-        self.is_endless = getattr(self.source, "is_endless", False)
-        """True if it is known to repeat its data forever."""
-        self.is_agreed = per_replica_batches and layout.peers is not None
-        """True if processes that read data of their own agree on each batch."""
-        self._source, self.gather = make_gather(self.source, layout, self.options)
-        self.source_name: str = self._source.name
-        """The kind of source, for messages."""
-        self.num_global_batches: int | None = getattr(self._source, "num_batches", None)
-        """The number of batches in one pass over the source; `None` if unknown."""
-        # The reader whose position this is, and the trainer that it reads for, if any.
-        self._reader: BatchReader | None = None
-        self._owner: Callable[[], Any] = lambda: None
+        # The reader whose position is the position of this data set.
+        self._loan: _Loan | None = None
         # Unused batches that were opened for a look, or at a restored position.
-        self._waiting: tuple[Position, Prefetcher[SourceBatch]] | None = None
+        self._waiting: tuple[Position, Peekable[SourceBatch]] | None = None
         self._position = Position()
         self._next_epoch = 0
-        self._first: SourceBatch | None = None
 
     def __iter__(self) -> "DistributedIterator":
         """Returns an iterator over the next pass, or the rest of a restored pass."""
         return DistributedIterator(self)
+
+    @property
+    def source_name(self) -> str:
+        """The kind of source, for messages."""
+        return self.input.name
+
+    @property
+    def is_endless(self) -> bool:
+        """True if it is known to repeat its data forever."""
+        return self.input.is_endless
+
+    @property
+    def num_global_batches(self) -> int | None:
+        """The number of batches in one pass over the source; `None` if unknown."""
+        return getattr(self.input.read_source, "num_batches", None)
 
     @property
     def prefetch(self) -> int:
@@ -115,7 +188,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
         It is 0 if processes must agree on batches, which they then only read ahead.
         """
-        return 0 if self.is_agreed else self.options.prefetch
+        return 0 if self.input.is_agreed else self.options.prefetch
 
     def open_reader(
         self,
@@ -125,23 +198,26 @@ class DistributedDataset(OfOneProcessOnceUsed):
         owner: Any = None,
         reads_ahead: bool = True,
     ) -> BatchReader:
-        """Returns the reader for a feed; the arguments are the same as of `Feed`."""
+        """Returns the reader for a feed; the arguments are the same as of `open_feed`.
+
+        Its position is the position of this data set from now on, unless it only looks
+        at data that a trainer reads.
+        """
         if in_pieces and self.is_repositionable:
             # An evaluation reads the first pass each time, and moves no position.
             first = Position()
-            return BatchReader(self, first, self.read(first), in_pieces=True)
-
-        is_owners = owner is not None and self._owner() is owner
-        continues = is_owners and self.is_repositionable and not begins_anew
-        position, batches = self._find_start(
-            continues=continues, begins_anew=begins_anew
-        )
+            return BatchReader(
+                self.input, first, self.input.read(first), in_pieces=True
+            )
+        loan = self._loan
+        is_owners = loan is not None and loan.is_for(owner)
+        start = self._find_start(begins_anew=begins_anew, continues=is_owners)
         reader = BatchReader(
-            self, position, batches, in_pieces=in_pieces, reads_ahead=reads_ahead
+            self.input, *start, in_pieces=in_pieces, reads_ahead=reads_ahead
         )
-        if self._is_read_by_trainer():
+        if loan is not None and loan.is_read_by_a_trainer:
             if owner is None:
-                return reader  # This iterator only looks at data that a trainer reads.
+                return reader
             if not is_owners:
                 logger.warning(
                     "Two trainers read one distributed dataset. It has only one "
@@ -150,60 +226,39 @@ class DistributedDataset(OfOneProcessOnceUsed):
                 )
 
         # From now on, the position of the new reader is the position to save.
-        self._reader = reader
+        position, _ = start
+        self._loan = _Loan(reader, None if owner is None else weakref.ref(owner))
         self._waiting = None
-        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._next_epoch = position.epoch + 1
         return reader
 
+    def note_feed(self, reader: BatchReader, feed: Feed[Any]) -> None:
+        """Notes the feed that a reader belongs to, which `set_state` may move."""
+        if self._loan is not None and self._loan.reader is reader:
+            self._loan.feed = weakref.ref(feed)
+
     def _find_start(
-        self, *, continues: bool, begins_anew: bool
-    ) -> tuple[Position, Prefetcher[SourceBatch]]:
-        """Returns the position at which a reader begins, and the batches from there.
-
-        With `continues`, it is where the last reader ended, unless its pass is over.
-        Otherwise, it is a restored position, or the next pass.
-        """
-        last = self._reader
-        if last is not None and continues and not last.used.is_exhausted:
-            return last.used, self.read(last.used)
-        if self._waiting is None:
+        self, *, begins_anew: bool, continues: bool
+    ) -> tuple[Position, Peekable[SourceBatch]]:
+        """Returns the position that the next reader begins at, and its batches."""
+        waiting = self._waiting
+        if continues and self.is_repositionable and not begins_anew:
+            assert self._loan is not None
+            used = self._loan.reader.used
+            if not used.is_exhausted:
+                waiting = (used, self.input.read(used))
+        if waiting is None or (waiting[0].is_exhausted and begins_anew):
             return self._open_next()
-        position, _ = self._waiting
-        if position.is_exhausted and begins_anew:
-            return self._open_next()
-        return self._waiting
+        return waiting
 
-    def _is_read_by_trainer(self) -> bool:
-        """Returns whether a trainer that is alive is in the middle of a pass."""
-        last = self._reader
-        if last is None or self._owner() is None:
-            return False
-        feed = last.feed()
-        is_open = feed is not None and not feed.is_closed
-        return is_open and not last.used.is_exhausted
-
-    def read(self, position: Position) -> Prefetcher[SourceBatch]:
-        return read_batches(self._source, position, self._note_first)
-
-    def _open_next(self) -> tuple[Position, Prefetcher[SourceBatch]]:
+    def _open_next(self) -> tuple[Position, Peekable[SourceBatch]]:
         position = Position(epoch=self._next_epoch)
-        return position, self.read(position)
-
-    def _note_first(self, batch: SourceBatch) -> None:
-        if self._first is None:
-            types = jax.tree.map(_type_of, batch.arrays)
-            self._first = SourceBatch(types, batch.position)
-
-    @property
-    def source_spec(self) -> PyTree | None:
-        """The types of the first batch of the source; `None` before it was read."""
-        return None if self._first is None else self._first.arrays
+        return position, self.input.read(position)
 
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""
-        for batch in self.read(Position(epoch=epoch)):
-            yield self.gather.on_host(batch.arrays)
+        for batch in self.input.read(Position(epoch=epoch)):
+            yield self.input.gather.on_host(batch.arrays)
 
     @property
     def element_spec(self) -> PyTree:
@@ -214,31 +269,31 @@ class DistributedDataset(OfOneProcessOnceUsed):
         Raises:
             ValueError: If the source has no batch.
         """
-        if self._first is None:
-            batches = None if self._reader is None else self._reader.batches
+        if self.input.first is None:
+            batches = None if self._loan is None else self._loan.reader.batches
             if batches is None:
                 self._waiting = self._waiting or self._open_next()
                 _, batches = self._waiting
             with contextlib.suppress(StopIteration):
                 batches.head()
-        if self._first is None and self.is_repositionable:
+        if self.input.first is None and self.is_repositionable:
             # The position is after the last batch of a pass, so read the next pass.
             _, batches = self._open_next()
             next(batches, None)
-        if self._first is None:
+        if self.input.first is None:
             raise ValueError(
                 f"The source ({self.source_name}) has no batches, so there is no "
                 "`element_spec`. Pass a data set with at least one example."
             )
-        types, position = self._first
-        splitter = Splitter(self, in_pieces=False)
+        types, position = self.input.first
+        splitter = Splitter(self.input, in_pieces=False)
         distributed = splitter.distributed_types(types, position.full_size or 0)
-        return self.gather.rows(distributed)
+        return self.input.gather.rows(distributed)
 
     @property
     def is_repositionable(self) -> bool:
         """True if the position can be saved and restored."""
-        return self._source.is_repositionable
+        return self.input.is_repositionable
 
     def check_repositionable(self) -> None:
         """Raises if the position cannot be saved and restored.
@@ -264,13 +319,14 @@ class DistributedDataset(OfOneProcessOnceUsed):
             DatasetStateError: If the source cannot be repositioned.
         """
         self.check_repositionable()
-        position = self._position if self._reader is None else self._reader.used
+        loan = self._loan
+        position = self._position if loan is None else loan.reader.used
         state = encode_position(position, self.source_name)
         order = {} if position.is_between_passes else self._order
         if order:
             state[_ORDER] = order
-        peers = self.layout.peers
-        if not self.is_agreed or peers is None:
+        peers = self.layout.peers if self.input.is_agreed else None
+        if peers is None:
             return state
         texts = peers.gather("the position in the data", json.dumps(state))
         return {_PIPELINES: [json.loads(text) for text in texts]}
@@ -295,34 +351,36 @@ class DistributedDataset(OfOneProcessOnceUsed):
         position = decode_position(state, self.source_name)
         if not position.is_between_passes:
             check_same_order(state.get(_ORDER, {}), self._order)
-            is_ours = isinstance(self.source, IndexedDataset)
-            if is_ours and not self.is_endless and "epoch" in position.source:
+            is_indexed = self.input.is_indexed
+            if is_indexed and not self.is_endless and "epoch" in position.source:
                 # The state of a repeating source counts all epochs as one pass.
                 position = replace(position, epoch=position.source["epoch"])
 
-        reader = self._reader
-        feed = None if reader is None else reader.feed()
-        if feed is not None and not feed.is_closed:
+        loan = self._loan
+        feed = None if loan is None else loan.open_feed()
+        if loan is not None and feed is not None:
+            own = loan.reader
             positions = [
-                position if each is reader else each.used for each in feed.readers
+                position if each is own else each.used for each in feed.readers
             ]
             feed.seek(positions)
             self._waiting = None
         else:
-            self._waiting = (position, self.read(position))
-            self._reader = None
+            self._waiting = (position, self.input.read(position))
+            self._loan = None
             self._position = position
         self._next_epoch = position.epoch + 1
 
     @property
     def _order(self) -> dict[str, Any]:
-        # From the user's source, because `_source` may yield only row numbers.
+        # From the user's source, because the source that is read may yield only row
+        # numbers.
         return getattr(self.source, "order_of_examples", {})
 
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the part of a saved state for this process."""
         states = state.get(_PIPELINES, [state])
-        peers = self.layout.peers if self.is_agreed else None
+        peers = self.layout.peers if self.input.is_agreed else None
         count = 1 if peers is None else peers.count
         index = 0 if peers is None else peers.index
         is_of_several = _PIPELINES in state
@@ -333,10 +391,6 @@ class DistributedDataset(OfOneProcessOnceUsed):
                 "own. Restore on the same number of processes."
             )
         return states[index]
-
-
-def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 @dataclass(frozen=True)
@@ -380,7 +434,9 @@ class DistributedIterator:
     def _open(self) -> None:
         dataset = self._dataset
         self._is_fresh = True
-        self._feed: Feed[Piece] = Feed([dataset], in_pieces=False, begins_anew=True)
+        self._feed: Feed[Piece] = open_feed(
+            [dataset], in_pieces=False, begins_anew=True
+        )
         self._feed.start(place_pieces, dataset.prefetch)
 
     def initialize(self) -> None:

@@ -13,7 +13,6 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.distribute._strategy import Strategy, ValueContext
 from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import (
-    ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -28,6 +27,11 @@ from armillary.distribute.replica._cross_device import (
 )
 from armillary.distribute.replica._extended import StrategyExtended
 from armillary.distribute.replica._gradient import value_and_grad
+from armillary.distribute.replica._losses import (
+    compute_average_loss,
+    scale_regularization_loss,
+    weighted_mean,
+)
 from armillary.distribute.replica._policy import (
     VariableAggregation,
     VariableSynchronization,
@@ -36,11 +40,9 @@ from armillary.distribute.replica._policy import (
 from armillary.distribute.replica._reductions import (
     all_reduce,
     all_reduce_gradients,
-    compute_average_loss,
     over_replicas,
-    scale_regularization_loss,
-    weighted_mean,
 )
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import PerReplica, ReduceOp, is_per_replica
 from armillary.distribute.strategies._multi_worker import (
     MultiWorkerMirroredStrategy,

@@ -1,8 +1,7 @@
 """The base class of all strategies.
 
-A subclass decides where a step runs (`_run`), where state lives (`state_shardings`),
-and where batches go (`layout`). The methods that users call are written here, on top of
-these three.
+A subclass decides how a step runs (`_run`), and its placement says where state and
+batches are. The methods that users call are written here, on top of these two.
 """
 
 import contextlib
@@ -31,6 +30,7 @@ from armillary.data._layout import (
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import everywhere
+from armillary.distribute._placement import Placement
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, explain_unbound_axis
 from armillary.distribute.replica._context import (
     Scope,
@@ -82,11 +82,11 @@ class Strategy(OfOneProcess):
     Use one of the subclasses. Code written against this class runs under all of them.
 
     Args:
-        mesh: The devices, or `None` for a strategy that runs on a single device.
-        num_replicas: The number of copies of the step that run together.
+        placement: The devices, and the place of state and batches on them.
         axis_name: The name of the axis of replicas inside `run`.
 
     Attributes:
+        placement: The devices, and the place of state and batches on them.
         axis_name: The name of the axis of replicas, for the functions of `jax.lax`.
             Inside `run`, this axis exists under every strategy, even with one replica.
     """
@@ -98,39 +98,23 @@ class Strategy(OfOneProcess):
         "(`nnx.clone(model)`, or `trainer.state` of a `StepTrainer`)."
     )
 
-    peers: Peers | None = None
-    """The processes that this strategy spans; `None` for a single process."""
-
     cross_device_ops: CrossDeviceOps | None = None
     """The method of `all_reduce` to combine values; `None` leaves it to XLA."""
 
     # Whether this process trains. An evaluator does not share in the workers' data.
     _trains = True
 
-    home: Sharding | None = None
-    """The place of state between programs; `None` if programs leave it in place."""
-
     default_device: Any = None
     """The device of arrays that are made in the scope; `None` for JAX's default."""
 
-    # The platform of the devices, inside `described`.
-    _described_platform: str | None = None
-
-    split: Split | None = None
-    """The division of examples, if XLA divides a step between devices itself."""
-
     def __init__(
-        self,
-        mesh: Mesh | None,
-        num_replicas: int,
-        axis_name: str = DEFAULT_AXIS_NAME,
+        self, placement: Placement, axis_name: str = DEFAULT_AXIS_NAME
     ) -> None:
-        self._mesh: Any = mesh
-        self._num_replicas = num_replicas
+        self.placement = placement
         self.axis_name = axis_name
         # The findings in steps that the log has warned of, once each.
         self.warned: set[NamedTuple] = set()
-        self.dispatch = Dispatch(mesh)
+        self.dispatch = Dispatch(placement.mesh)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -141,21 +125,43 @@ class Strategy(OfOneProcess):
         `InputOptions(remainder="exact")`.
         """
         context = get_running_context(self)
-        return self._num_replicas if context is None else context.num_replicas_in_sync
+        if context is None:
+            return self.placement.num_replicas
+        return context.num_replicas_in_sync
 
     @property
     def mesh(self) -> Mesh | None:
         """The mesh of devices; `None` for a strategy on a single device."""
-        return self._mesh
+        return self.placement.mesh
 
     @property
     def platform(self) -> str:
         """The kind of device that steps run on, such as `"cpu"`."""
-        if self._described_platform is not None:
-            return self._described_platform
-        if self._mesh is None:
-            return jax.default_backend()
-        return self._mesh.devices.flat[0].platform  # The same for all of them.
+        return self.placement.platform
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The placement of the batches of a distributed dataset."""
+        return self.placement.layout
+
+    @property
+    def peers(self) -> Peers | None:
+        """The processes that this strategy spans; `None` for a single process."""
+        return self.placement.peers
+
+    @property
+    def home(self) -> Sharding | None:
+        """The place of state between programs; `None` if programs leave it in place."""
+        return self.placement.home
+
+    @property
+    def split(self) -> Split | None:
+        """The division of examples, if XLA divides a step between devices itself."""
+        return self.placement.split
+
+    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """Returns the sharding of each array in programs; `None` for any device."""
+        return self.placement.state_shardings(state)
 
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
@@ -166,25 +172,19 @@ class Strategy(OfOneProcess):
         Raises:
             ValueError: If the strategy is for one device or spans several processes.
         """
-        if self._mesh is None or self.peers is not None:
-            where = "one device" if self._mesh is None else "several processes"
+        present = self.placement
+        if present.mesh is None or present.peers is not None:
+            where = "one device" if present.mesh is None else "several processes"
             raise ValueError(
                 f"The strategy is {self!r}, which is for {where}. Plan with "
                 "`armillary.MirroredStrategy()` in one process, for any number of "
                 "devices."
             )
-        before = dict(vars(self))
+        self.placement = present.abstract(num_devices, platform)
         try:
-            self._describe(num_devices)
-            self._described_platform = platform
-            yield self._mesh
+            yield self.placement.mesh
         finally:
-            vars(self).clear()
-            vars(self).update(before)
-
-    def _describe(self, num_devices: int) -> None:
-        """Switches to a mesh of `num_devices` devices that are not present."""
-        raise NotImplementedError
+            self.placement = present
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -205,15 +205,6 @@ class Strategy(OfOneProcess):
             input_pipeline_id=0 if peers is None else peers.index,
             num_replicas_in_sync=self.num_replicas_in_sync,
         )
-
-    @property
-    def layout(self) -> BatchLayout:
-        """The placement of the batches of a distributed dataset."""
-        raise NotImplementedError
-
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns the sharding of each array in programs; `None` for any device."""
-        raise NotImplementedError
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -291,7 +282,7 @@ class Strategy(OfOneProcess):
         replica = get_running_context(self)
         if replica is not None:  # The code runs in a `merge_call`.
             return replica.run_merged(fn, tuple(args), kwargs or {})
-        if self._num_replicas > 1 and is_in_default_step():
+        if self.placement.num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         try:
             with self.leave_program_mesh():

@@ -74,7 +74,7 @@ class Calls:
 class Estimator:
     """Trains and evaluates a model given as a function (`tf.estimator.Estimator`).
 
-    See `docs/model_functions.md` and `docs/input_functions.md`.
+    See `docs/model_functions.md`.
 
     Args:
         model_fn: The model function.

@@ -13,7 +13,8 @@ import optax
 from flax import nnx
 
 from armillary._checks import check_callable
-from armillary.distribute.replica._context import ReplicaContext, Scope
+from armillary.distribute.replica._context import Scope
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
 from armillary.state._lift import find_slots

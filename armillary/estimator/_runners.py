@@ -15,7 +15,11 @@ from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
-from armillary.data.feed._position import Position, decode_position, encode_position
+from armillary.data.feed._position import (
+    Position,
+    decode_position,
+    encode_position,
+)
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
@@ -130,7 +134,7 @@ def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
         return state  # Another process may have batches left.
     name = dataset.source_name
     position = decode_position(state, name)
-    if next(dataset.read(position), None) is not None:
+    if next(dataset.input.read(position), None) is not None:
         return state
     return encode_position(Position(epoch=position.epoch + 1), name)
 

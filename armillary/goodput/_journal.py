@@ -21,7 +21,7 @@ from typing import Any
 from armillary._checks import check_path
 from armillary._records import LinesFile, read_lines
 from armillary.goodput._stopwatch import Category, Stopwatch
-from armillary.lifeline._lifeline import Place
+from armillary.lifeline._lifeline import Phase
 
 FILE_NAME = "goodput.jsonl"
 _FORMAT = "armillary-goodput-1"
@@ -32,7 +32,7 @@ _is_claimed = False
 
 @dataclass(frozen=True)
 class Entry:
-    """One line: what an attempt, which is one controller, has done so far."""
+    """One line: the progress so far of an attempt, which is one controller."""
 
     attempt: str
     event: str
@@ -43,9 +43,10 @@ class Entry:
     note: str = ""
 
     def as_line(self) -> str:
-        seconds = {
-            name: round(value, 6) for name, value in self.seconds.items() if value
-        }
+        seconds: dict[str, float] = {}
+        for category, value in self.seconds.items():
+            if value:
+                seconds[category] = round(value, 6)
         record = {"format": _FORMAT, **vars(self), "seconds": seconds}
         record["done"] = record.pop("is_done")
         if not self.note:
@@ -129,13 +130,15 @@ def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
         ValueError: If `run_dir` is not a directory, holds no record or several, or the
             record cannot be read.
     """
-    found = find_journals(Path(check_path("run_dir", run_dir, only_python_opens=True)))
+    path = Path(check_path("run_dir", run_dir, only_python_opens=True))
+    found = find_journals(path)
     if len(found) != 1:
-        choices = ", ".join(repr(str(path.parent)) for path in found)
+        choices = ", ".join(repr(str(each.parent)) for each in found)
+        fix = f"one of {choices}" if found else "its checkpoints"
         raise ValueError(
             f"`run_dir` is {str(run_dir)!r}, but there are {len(found)} files "
             f"`{FILE_NAME}` in it or just below it, and it must be the directory of "
-            f"one run. Use {f'one of {choices}' if found else 'its checkpoints'}."
+            f"one run. Use {fix}."
         )
     return add_up(read_entries(found[0]))
 
@@ -151,14 +154,17 @@ def add_up(entries: Iterable[Entry]) -> Goodput:
     entries = list(entries)
     firsts: dict[str, Entry] = {}
     lasts: dict[str, Entry] = {}
+    # Each entry, after the entry before it in the same attempt.
     pairs: list[tuple[Entry, Entry]] = []
     for entry in entries:
         firsts.setdefault(entry.attempt, entry)
         pairs.append((lasts.get(entry.attempt, entry), entry))
         lasts[entry.attempt] = entry
+
     seconds = dict.fromkeys(Category, 0.0)
     num_steps = 0
     num_lost_steps = 0
+    # From the end: work counts if no later attempt began before it.
     lowest = math.inf
     for last, entry in reversed(pairs):
         advance = max(0, entry.step - last.step)
@@ -172,6 +178,7 @@ def add_up(entries: Iterable[Entry]) -> Goodput:
             num_steps += advance
         if advance:
             lowest = min(lowest, last.step)
+
     for one, other in itertools.pairwise(firsts):
         if not lasts[one].is_done:
             first = firsts[other]
@@ -207,10 +214,10 @@ class Recorder(Stopwatch):
         with super().phase(category):
             yield
 
-    def find_place(self) -> Place:
-        """Returns the place of the program; other threads may call it, too."""
+    def find_phase(self) -> Phase:
+        """Returns the phase of the program; other threads may call it, too."""
         names = {None: "outside of loops", Category.OTHER: "action"}
-        return Place(names.get(self.category, str(self.category)), self.moves)
+        return Phase(names.get(self.category, str(self.category)), self.moves)
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:

@@ -25,7 +25,7 @@ class Category(StrEnum):
     STEPPING = "stepping"
     """Training steps run on the device, or Python starts them or waits for them."""
     COMPILING = "compiling"
-    """JAX traces or compiles, in any phase."""
+    """JAX traces or compiles, or Armillary checks what was traced, in any phase."""
     DATA = "data"
     """A loop waits for data, and the device has no steps left to run."""
     SAVING = "saving"
@@ -61,7 +61,7 @@ _TIMES_SLOWER = 1.5
 _LEAST_SECONDS = 0.1
 _COMPILE_EVENTS = "/jax/core/compile/"
 
-# Bound once, because inside a traced step, `time` may have functions that warn.
+# A name of this module, so that tests replace only this clock.
 _now = time.perf_counter
 _active: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)
 
@@ -97,9 +97,11 @@ class Stopwatch:
     @property
     def times(self) -> "Times":
         """The seconds so far in the categories that processes compare."""
-        seconds, waits = self.seconds, self._waits
-        own = [seconds[each] - waits[each] for each in _COMPARED]
-        return Times._make([*own, sum(waits[each] for each in _COMPARED)])
+        seconds = self.seconds
+        waits = [self._waits[category] for category in _COMPARED]
+        totals = [seconds[category] for category in _COMPARED]
+        own = [total - wait for total, wait in zip(totals, waits, strict=True)]
+        return Times._make([*own, sum(waits)])
 
     def switch(self, category: Category | None) -> Category | None:
         """Changes to another category; returns the previous one."""
@@ -148,6 +150,21 @@ def get_stopwatch() -> Stopwatch | None:
     return _active.get()
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Counts a block as compilation, with the work of the library around JAX's own.
+
+    Does nothing outside of a phase of a stopwatch.
+    """
+    start = _now()
+    try:
+        yield
+    finally:
+        stopwatch = _active.get()
+        if stopwatch is not None:
+            stopwatch.compiled(_now() - start)
+
+
 @functools.cache
 def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_add_compilation)
@@ -189,29 +206,38 @@ def find_straggler(
 ) -> Straggler | None:
     """Returns the process that takes 1.5 times as long as the others in each half."""
     # In both halves, because a save or the start may slow down a process once.
-    found = [_find_slowest(times, named) for times in halves]
-    if None in found or len({each.process for each in found if each}) != 1:
+    processes: set[int] = set()
+    for times in halves:
+        slowest = _find_slowest(times, named)
+        if slowest is None:
+            return None
+        processes.add(slowest.process)
+    if len(processes) != 1:
         return None
-    pairs = zip(*halves, strict=True)
-    return _find_slowest(
-        [Times._make(map(sum, zip(*each, strict=True))) for each in pairs], named
-    )
+    return _find_slowest([_add(each) for each in zip(*halves, strict=True)], named)
+
+
+def _add(times: Sequence[Times]) -> Times:
+    """Returns the sums of the times of one process."""
+    return Times._make(map(sum, zip(*times, strict=True)))
 
 
 def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler | None:
+    candidates = [index for index in range(len(times)) if index not in named]
+    if len(times) < 2 or not candidates:
+        return None
     # All processes wait for their devices, which wait for each other. The process that
     # waits least is the slowest, and its waiting is the time of the devices alone.
     devices = min(each.waiting for each in times)
     totals = [sum(each[:-1]) + devices for each in times]
-    candidates = [index for index in range(len(times)) if index not in named]
-    if len(times) < 2 or not candidates:
-        return None
     index = max(candidates, key=totals.__getitem__)
-    others = [each for other, each in enumerate(times) if other != index]
-    median = statistics.median(totals[:index] + totals[index + 1 :])
     seconds = totals[index]
+    median = statistics.median(totals[:index] + totals[index + 1 :])
     if seconds < _TIMES_SLOWER * median or seconds < median + _LEAST_SECONDS:
         return None
+
+    # The phase in which it loses most.
+    others = [each for other, each in enumerate(times) if other != index]
     medians = [statistics.median(values) for values in zip(*others, strict=True)]
     excesses = [
         own - other for own, other in zip(times[index][:-1], medians, strict=False)

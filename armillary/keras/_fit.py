@@ -25,8 +25,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary._logging import logger
 from armillary.cluster._peers import Peers
-from armillary.data._dataset import DistributedDataset
-from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import (
     as_global,
     as_whole,
@@ -40,7 +38,7 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.errors import PeerError
-from armillary.keras._dataset_creator import DatasetCreator
+from armillary.keras._adapters import STEPS, adapt, copy_generated
 from armillary.keras._generators import copy_batches
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state import _keras
@@ -51,12 +49,8 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
     from armillary.keras._scheduled import ScheduledSteps
 
-# The methods that take data sets, and the argument that bounds the batches of `x`.
-_STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
-_RUNNING = (*_STEPS, "train_on_batch", "test_on_batch", "predict_on_batch")
+_RUNNING = (*STEPS, "train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
-# What Keras takes beside arrays, and a data set holds in its batches.
-_BESIDE = ("y", "sample_weight", "class_weight")
 _MAKING = ("make_train_function", "make_test_function", "make_predict_function")
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -129,24 +123,29 @@ def _remember(model: Any) -> Any:
 
 
 def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Calls a method that runs a model, on the devices of the model's strategy."""
     import keras
 
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
-    if name in _STEPS:
+    if name in STEPS:
         bound = inspect.signature(method).bind(*args, **kwargs)
-        _adapt(bound.arguments, strategy or get_strategy(), name)
+        adapt(bound.arguments, strategy or get_strategy(), name)
         if strategy is not None:
-            _copy_generated(bound.arguments)
-        args, kwargs = bound.args, bound.kwargs
+            copy_generated(bound.arguments)
+        args = bound.args
+        kwargs = bound.kwargs
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
+
     if strategy.peers is not None:
         _check_same(strategy.peers, model, name)
     _warn_of_operations(strategy)
     if _made_for.get(model) is not strategy:
+        # Keras would keep functions that were made for other devices.
         for function in _FUNCTIONS:
             setattr(model, function, None)
     _made_for[model] = strategy
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(strategy.leave_program_mesh())
         stack.enter_context(_make_distribution(strategy).scope())
@@ -163,9 +162,11 @@ def _schedule_steps(model: Any, strategy: ParameterServerStrategy) -> "Scheduled
     from armillary.keras._scheduled import ScheduledSteps
 
     steps = model.train_function
-    if not isinstance(steps, ScheduledSteps) or steps.strategy is not strategy:
+    is_made = isinstance(steps, ScheduledSteps) and steps.strategy is strategy
+    if not is_made:
+        steps = ScheduledSteps(model, strategy)
         # Keras makes no function where there is one.
-        steps = model.train_function = ScheduledSteps(model, strategy)
+        model.train_function = steps
     return steps
 
 
@@ -213,13 +214,16 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
         return method(*args, **kwargs)
     step, *others = args
     strategy = _made_for[model]
-    if strategy.split is not None:
-        step = partition(step, strategy.split)
+    split = strategy.split
+    if split is not None:
+        step = partition(step, split)
     dispatch = strategy.dispatch
     sharding = everywhere(_mesh_of(strategy))
-    # Keras fetches the outputs of `predict`, which belong to the global batch.
-    is_predict = bool(others or kwargs) and strategy.peers is not None
-    gather = jax.jit(lambda outputs: outputs, out_shardings=sharding)
+    # Keras passes more than a step only for `predict`. It fetches these outputs, and
+    # they belong to the global batch.
+    is_predict = bool(others or kwargs)
+    gathers = is_predict and strategy.peers is not None
+    gather = jax.jit(_as_it_is, out_shardings=sharding)
 
     def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
         if strategy.peers is not None:
@@ -229,14 +233,19 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
         # The step computes global values, so it must not see several replicas, by whose
         # number it would scale.
         with without_strategy():
-            outputs, new = step(state, data)
-        is_divided = strategy.split is not None
-        state = jax.tree.map(_move_like, new, state) if is_divided else new
-        outputs = gather(outputs) if is_predict else outputs
+            outputs, new_state = step(state, data)
+        if split is not None:
+            new_state = jax.tree.map(_move_like, new_state, state)
+        if gathers:
+            outputs = gather(outputs)
         dispatch.started(outputs)
-        return outputs, state
+        return outputs, new_state
 
     return method(bounded_step, *others, **kwargs)
+
+
+def _as_it_is(outputs: Any) -> Any:
+    return outputs
 
 
 def _iterate(method: Any, iterator: Any, args: Any, kwargs: Any) -> Iterator[Any]:
@@ -260,9 +269,9 @@ def _divide(data: Any) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         sharding = distribution.divide(np.shape(leaf))
-        is_here = sharding.is_fully_addressable
-        put = jax.device_put if is_here else place_parts
-        return put(leaf if is_here else np.asarray(leaf), sharding)
+        if sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        return place_parts(np.asarray(leaf), sharding)
 
     return jax.tree.map(place, data)
 
@@ -270,9 +279,11 @@ def _divide(data: Any) -> Any:
 def _move_like(value: jax.Array, old: jax.Array) -> jax.Array:
     """Moves a result of a step back to the old place; XLA may choose another one."""
     # Metrics that were reset are not committed to a device.
-    is_free = not old.committed
-    is_there = is_free or value.sharding.is_equivalent_to(old.sharding, value.ndim)
-    return value if is_there else jax.device_put(value, old.sharding)
+    if not old.committed:
+        return value
+    if value.sharding.is_equivalent_to(old.sharding, value.ndim):
+        return value
+    return jax.device_put(value, old.sharding)
 
 
 def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -287,8 +298,10 @@ def _check_same(peers: Peers, model: Any, name: str) -> None:
     """Raises if processes would train different models, or in different orders."""
     own = hashlib.blake2b(repr(np.random.get_state()).encode())
     for variable in model.variables:
-        own.update(np.asarray(as_whole(_keras.value_of(variable))).tobytes())
-    if len(set(peers.gather(f"model.{name}", own.hexdigest()))) > 1:
+        whole = np.asarray(as_whole(_keras.value_of(variable)))
+        own.update(whole.tobytes())
+    digests = peers.gather(f"model.{name}", own.hexdigest())
+    if len(set(digests)) > 1:
         raise PeerError(
             f"`model.{name}` was called on processes that differ in the weights of the "
             "model, or in the random numbers with which Keras shuffles. Begin all "
@@ -311,12 +324,18 @@ def _place(model: Any) -> None:
         state = State([(model, type(model).__name__)])
         pairs = zip(state.read(), strategy.state_shardings(state), strict=True)
         homes = {id(leaf): home for leaf, home in pairs}
+
+    variables = [*model.variables]
     optimizer = getattr(model, "optimizer", None)
-    own = [] if optimizer is None else optimizer.variables
-    for variable in [*model.variables, *own, *model.metrics_variables]:
-        if not _keras.is_unset(variable):
-            value = _keras.value_of(variable)
-            _keras.set_value(variable, _copy_to(value, homes.get(id(value), sharding)))
+    if optimizer is not None:
+        variables += optimizer.variables
+    variables += model.metrics_variables
+    for variable in variables:
+        if _keras.is_unset(variable):
+            continue
+        value = _keras.value_of(variable)
+        home = homes.get(id(value), sharding)
+        _keras.set_value(variable, _copy_to(value, home))
 
 
 def _mesh_of(strategy: "Strategy") -> Mesh:
@@ -353,114 +372,3 @@ def _make_distribution(strategy: "Strategy") -> Any:
     devices = np.asarray(mesh.devices).reshape(-1)
     device_mesh = keras.distribution.DeviceMesh(devices.shape, [axis], devices)
     return StrategyDistribution(device_mesh, auto_shard_dataset=False)
-
-
-def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
-    """Replaces Armillary's data sets by adapters from which Keras takes batches."""
-    import keras
-
-    given = arguments.get
-
-    def adapt(key: str, data: Any, steps: str) -> None:
-        dataset, *beside = data
-        if key == "x" and name == "fit" and _is_of_workers(dataset, strategy):
-            _check_beside(beside, name)
-            arguments[key] = _adapt_for_workers(dataset, strategy, given(steps))
-            return
-
-        if isinstance(dataset, DatasetCreator):
-            _check_beside(beside, name)
-            dataset = arguments[key] = dataset()
-        if isinstance(dataset, IndexedDataset):
-            dataset = strategy.distribute_dataset(dataset)
-        if isinstance(dataset, DistributedDataset):
-            _check_beside(beside, name)
-            _check_dataset(dataset, name, steps, given(steps))
-            arguments[key] = _as_adapter(dataset)
-
-    adapt("x", (given("x"), *map(given, _BESIDE)), _STEPS[name])
-    data = keras.utils.unpack_x_y_sample_weight(given("validation_data"))
-    adapt("validation_data", data, "validation_steps")
-
-
-def _copy_generated(arguments: dict[str, Any]) -> None:
-    """Replaces generators by generators whose batches have arrays of their own."""
-    for name in ("x", "validation_data"):
-        if inspect.isgenerator(data := arguments.get(name)):
-            arguments[name] = copy_batches(data)
-
-
-def _is_of_workers(dataset: Any, strategy: "Strategy") -> bool:
-    """Returns whether each worker of parameter servers reads a data set of its own."""
-    if not isinstance(strategy, ParameterServerStrategy):
-        return False
-    is_distributed = isinstance(dataset, DistributedDataset)
-    has_function = is_distributed and dataset.dataset_fn is not None
-    return has_function or isinstance(dataset, DatasetCreator)
-
-
-def _adapt_for_workers(dataset: Any, strategy: Any, steps: Any) -> Any:
-    from armillary.keras._scheduled import make_worker_data
-
-    if not steps:
-        raise ValueError(
-            f"`steps_per_epoch` is {steps!r}, but the data of `model.fit` is made on "
-            f"the workers of {strategy!r}, so the end of an epoch is unknown. Pass the "
-            "number of steps of all workers together, such as `steps_per_epoch=100`."
-        )
-    is_creator = isinstance(dataset, DatasetCreator)
-    options = dataset.input_options if is_creator else dataset.options
-    return make_worker_data(dataset.dataset_fn, options, strategy)
-
-
-def _check_beside(beside: Any, name: str) -> None:
-    """Raises if an argument is passed that must be part of the data set."""
-    for argument, value in zip(_BESIDE, beside, strict=False):
-        if value is not None:
-            raise ValueError(
-                f"`model.{name}` was given `{argument}` together with a data set. "
-                f"Leave `{argument}` out, and let the data set make batches `(x, y)` "
-                "or `(x, y, sample_weight)`."
-            )
-
-
-def _check_dataset(
-    dataset: DistributedDataset, name: str, steps_name: str, steps: Any
-) -> None:
-    """Raises if a data set cannot be read whole."""
-    if dataset.per_replica_batches or dataset.options.place_on_device:
-        raise ValueError(
-            f"`model.{name}` was given a dataset of per-replica batches, or one that "
-            "stays on the device, but Keras divides global batches itself. Use "
-            "`strategy.distribute_dataset`, or pass the data set as it is."
-        )
-    if dataset.is_endless and not steps:
-        raise ValueError(
-            f"`model.{name}` was given a dataset that repeats its data without end. "
-            f"Make it without `repeat=True`, or pass `{steps_name}=`."
-        )
-
-
-def _as_adapter(dataset: DistributedDataset) -> Any:
-    """Returns an adapter from which Keras takes the global batches."""
-    from keras.src.trainers.data_adapters import data_adapter
-
-    base: Any = data_adapter.DataAdapter
-
-    class Adapter(base):
-        """Reads the source of a distributed dataset, one pass for each epoch."""
-
-        has_own_arrays = True  # Nobody writes to its batches.
-        num_batches = dataset.num_global_batches
-        batch_size = partial_batch_size = has_partial_batch = None
-        _epoch = 0
-
-        def get_jax_iterator(self) -> Iterator[Any]:
-            batches = enumerate(dataset.global_batches(self._epoch), start=1)
-            for number, batch in batches:
-                # Keras does not read further after the last batch.
-                self._epoch += number == self.num_batches
-                yield batch
-            self._epoch += self.num_batches is None
-
-    return Adapter()

@@ -47,8 +47,12 @@ class ModelStep:
         with without_strategy():
             _, after = self.model.train_step(before, batch)
 
-        for variables, olds, news in zip(self.variables(), before, after, strict=True):
-            for variable, old, new in zip(variables, olds, news, strict=True):
+        for variables, old_values, new_values in zip(
+            self.variables(), before, after, strict=True
+        ):
+            for variable, old, new in zip(
+                variables, old_values, new_values, strict=True
+            ):
                 if new is not old:
                     variable.assign(new)
 
@@ -67,7 +71,10 @@ class ModelStep:
         )
 
     def values(self) -> Values:
-        return tuple([v.value for v in variables] for variables in self.variables())
+        """Returns the values of the variables, in the same order."""
+        return tuple(
+            [variable.value for variable in variables] for variables in self.variables()
+        )
 
 
 class ScheduledSteps:
@@ -124,11 +131,13 @@ class ScheduledSteps:
         self._write(state)
 
         num_steps = 1 if self.iterator is None else self.iterator.steps_per_execution
+        taken = itertools.islice(itertools.chain([first], batches), num_steps)
         begun: deque[RemoteValue] = deque()
-        for batch in itertools.islice(itertools.chain([first], batches), num_steps):
+        for batch in taken:
             begun.append(self._schedule(batch))
             if len(begun) > self._most_begun:
-                wait([begun.popleft().future])
+                oldest = begun.popleft()
+                wait([oldest.future])
         self._coordinator.join()
 
         return dict(self._step.model.get_metrics_result()), self._step.values()
@@ -176,7 +185,10 @@ def make_worker_data(
         """Yields the name of the workers' iterators for each step, and no batches."""
 
         spec = types
-        num_batches = batch_size = partial_batch_size = has_partial_batch = None
+        num_batches = None
+        batch_size = None
+        partial_batch_size = None
+        has_partial_batch = None
 
         def __init__(self) -> None:
             self._iterator = iter(per_worker)

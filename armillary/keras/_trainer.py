@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary._optional import import_optional
+from armillary._optional import import_keras
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._context import get_strategy, require_replica_context
@@ -43,11 +43,14 @@ def scaled_for_replicas(num_replicas: int) -> Iterator[None]:
 
 
 def _scale(value: jax.Array) -> jax.Array:
-    return value / _num_replicas.get() if _num_replicas.get() > 1 else value
+    """Divides a mean by the number of replicas, in place of Keras' own function."""
+    num_replicas = _num_replicas.get()
+    return value / num_replicas if num_replicas > 1 else value
 
 
 def _unscale(value: jax.Array) -> jax.Array:
-    return value * _num_replicas.get() if _num_replicas.get() > 1 else value
+    num_replicas = _num_replicas.get()
+    return value * num_replicas if num_replicas > 1 else value
 
 
 @functools.cache
@@ -72,7 +75,7 @@ def prepare(model: Any, dataset: Any) -> DistributedDataset:
     Returns:
         The data set, distributed by the strategy in effect.
     """
-    keras = import_optional("keras", "Keras, on which `armillary.keras` runs,", "keras")
+    keras = import_keras()
     check_backend()
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -125,9 +128,11 @@ def _averaged_weights(model: Any) -> Iterator[None]:
     """Puts the averages of `use_ema` into a model, and its own weights back."""
     optimizer = getattr(model, "optimizer", None)
     averages: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    uses_averages = getattr(averages, "use_ema", False)
-    # Before the first step the averages are zeros.
-    if not (uses_averages and as_local(value_of(averages.iterations))):
+    has_averages = getattr(averages, "use_ema", False)
+    if has_averages:
+        # Before the first step the averages are zeros.
+        has_averages = bool(as_local(value_of(averages.iterations)))
+    if not has_averages:
         yield
         return
 
@@ -242,12 +247,12 @@ class KerasTrainer(StandardTrainer):
         _, gradients = value_and_grad(loss_fn, variables)
         gradients = all_reduce("sum", gradients)
         # Some optimizers assign inside branches when they are applied in place.
-        new, own = optimizer.stateless_apply(
+        new_weights, new_slots = optimizer.stateless_apply(
             [variable.value for variable in optimizer.variables],
             gradients,
             [variable.value for variable in variables],
         )
-        for variable, value in zip(
-            [*variables, *optimizer.variables], [*new, *own], strict=True
-        ):
+        for variable, value in zip(variables, new_weights, strict=True):
+            variable.assign(value)
+        for variable, value in zip(optimizer.variables, new_slots, strict=True):
             variable.assign(value)

@@ -56,7 +56,8 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         )
     text = "start one more process, of the task type `evaluator`"
     parser.add_argument("--evaluator", action="store_true", help=text)
-    rest, text = argparse.REMAINDER, "run a module, as `python -m` does"
+    rest = argparse.REMAINDER
+    text = "run a module, as `python -m` does"
     parser.add_argument("-m", dest="module", nargs=rest, metavar="MODULE", help=text)
     parser.add_argument("script", nargs=rest, metavar="SCRIPT", help="run a script")
 
@@ -88,15 +89,7 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     pause_seconds = check_not_negative("--pause-seconds", namespace.pause_seconds)
     wait_seconds = check_not_negative("--wait-seconds", namespace.wait_seconds)
     grace_seconds = check_not_negative("--grace-seconds", namespace.grace_seconds)
-    if namespace.module:
-        arguments = ["-m", *namespace.module]
-    elif words := namespace.script[namespace.script[:1] == ["--"] :]:
-        arguments = words
-    else:
-        raise ValueError(
-            "the script is missing, but it must follow the options. "
-            "Use `armillary launch --workers 2 train.py`, or `-m package.module`."
-        )
+    arguments = _find_arguments(namespace)
     if namespace.ray is None:
         devices = plan_devices(find_gpus(os.environ), most + evaluator, share)
         machines = Machines(most, devices, fewest, wait_seconds)
@@ -125,6 +118,21 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         logs=_open_logs(namespace.log_dir, labels + [EVALUATOR] * evaluator),
     )
     return lambda: run_job(job)
+
+
+def _find_arguments(namespace: argparse.Namespace) -> list[str]:
+    """Returns the arguments of Python: the script or module, and its own arguments."""
+    if namespace.module:
+        return ["-m", *namespace.module]
+    words = namespace.script
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise ValueError(
+            "the script is missing, but it must follow the options. "
+            "Use `armillary launch --workers 2 train.py`, or `-m package.module`."
+        )
+    return words
 
 
 def _open_logs(folder: Path | None, labels: list[str]) -> dict[str, FileIO]:

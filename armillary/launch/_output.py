@@ -84,7 +84,9 @@ class Output:
         # The last lines show the error, so the launcher waits for a paused reader.
         while self._has_more() and self._lock.locked():
             await self.drain()
-        logs, self._logs = self._logs, {}
+        # A thread may still write, so the files are out of its reach before they close.
+        logs = self._logs
+        self._logs = {}
         for log in logs.values():
             log.close()
 

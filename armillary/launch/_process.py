@@ -58,7 +58,10 @@ class DevicePlan:
     num_gpus: int = 0  # Only their number, if Ray chooses them.
 
     def __str__(self) -> str:
-        if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
+        num_gpus = self.num_gpus
+        if self.gpus:
+            num_gpus = num_gpus or len(self.gpus[0])
+        if num_gpus:
             return f"{counted(num_gpus, 'GPU')} each"
         if self.virtual_cpus is not None:
             return f"{counted(self.virtual_cpus, 'virtual CPU device')} each"
@@ -97,10 +100,12 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
         return []
     if "CUDA_VISIBLE_DEVICES" in environment:
         # As for CUDA, an invalid name such as -1 ends the list.
-        names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
-        return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
+        visible = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
+        return list(itertools.takewhile(lambda name: name not in {"", "-1"}, visible))
+    # The folder also has files such as `nvidiactl`.
     names = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*")]
-    return sorted((name for name in names if name.isdecimal()), key=int)
+    numbers = [name for name in names if name.isdecimal()]
+    return sorted(numbers, key=int)
 
 
 def find_addresses(count: int) -> list[str]:
@@ -139,15 +144,25 @@ def make_environment(
     }
     if any(base.get(name) for name in _PROXY_VARIABLES):
         # By default, gRPC would connect to the coordinator through the proxy.
-        direct = base.get("no_grpc_proxy") or base.get("no_proxy")
-        hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
-        changes["no_grpc_proxy"] = ",".join([*([direct] if direct else []), *hosts])
+        changes["no_grpc_proxy"] = _without_proxy(base, addresses)
     if devices.gpus:
+        # The evaluator has the last ones.
         gpus = devices.gpus[index if is_worker else -1]
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif devices.virtual_cpus is not None:
         changes["JAX_NUM_CPU_DEVICES"] = str(devices.virtual_cpus)
     return {**base, **changes}
+
+
+def _without_proxy(base: Mapping[str, str], addresses: Sequence[str]) -> str:
+    """Returns the hosts that gRPC reaches directly: the user's, and the workers'."""
+    names: list[str] = []
+    users = base.get("no_grpc_proxy") or base.get("no_proxy")
+    if users:
+        names.append(users)
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    names += dict.fromkeys(hosts)
+    return ",".join(names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +254,7 @@ class Process(ABC):
     def __init__(self, label: str) -> None:
         self.label = label
         self.is_asked = False  # True if the launcher ends it.
+        # The first value of the last message with each word.
         self.told: dict[str, Any] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.silent: asyncio.Future[None] = self.ended.get_loop().create_future()
@@ -275,12 +291,14 @@ class Process(ABC):
         """Sends a signal to the process, if it runs, but not to its own children."""
 
     def _end(self, code: int, loss: str = "", seconds: float | None = None) -> None:
-        if not self.ended.done():
-            seconds = time.monotonic() - self._since if seconds is None else seconds
-            ending = Ending(
-                returncode=code, seconds=seconds, loss=loss, is_asked=self.is_asked
-            )
-            self.ended.set_result(ending)
+        if self.ended.done():
+            return
+        if seconds is None:
+            seconds = time.monotonic() - self._since
+        ending = Ending(
+            returncode=code, seconds=seconds, loss=loss, is_asked=self.is_asked
+        )
+        self.ended.set_result(ending)
 
 
 class Child(Process):
@@ -347,10 +365,10 @@ class Machines:
         away = self._away if self._is_tired else {}
         self._is_tired = False
         self._places = [i for i in range(self._num_workers) if i not in away]
-        if gpus := self._all_gpus:
+        if self._all_gpus:
+            chosen = [self._all_gpus[place] for place in self._places]
             # The evaluator has the GPUs that come after the GPUs of all workers.
-            chosen = [gpus[place] for place in self._places]
-            chosen += gpus[self._num_workers :]
+            chosen += self._all_gpus[self._num_workers :]
             self.devices = dataclasses.replace(self.devices, gpus=tuple(chosen))
         return find_addresses(len(self._places)), ""
 
@@ -366,12 +384,13 @@ class Machines:
         if left < self._fewest:
             self._away.clear()
             return ""
-        who = f"{self._num_workers - left} of {self._num_workers} workers did not come"
-        seconds = self._wait_seconds - (now - min(self._away.values(), default=now))
-        self._is_tired = seconds <= 0
+        who = f"{len(self._away)} of {self._num_workers} workers did not come"
+        waited_seconds = now - min(self._away.values(), default=now)
+        seconds_left = self._wait_seconds - waited_seconds
+        self._is_tired = seconds_left <= 0
         if self._is_tired:
             return f"{who}, so it continues with {left}"
-        return f"{who}, and may for {seconds:.0f} s more"
+        return f"{who}, and may for {seconds_left:.0f} s more"
 
     def meet(self, index: int) -> None:
         """Notes that a worker has come."""

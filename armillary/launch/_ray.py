@@ -82,11 +82,14 @@ class _Actor:
         self, command: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> None:
         """Starts the worker; a few of its variables come from the machine."""
-        kept = {k: v for k, v in environment.items() if k not in _OF_THE_MACHINE}
-        own = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
+        variables = dict(environment)
+        for name in _OF_THE_MACHINE:
+            variables.pop(name, None)
+            if name in os.environ:
+                variables[name] = os.environ[name]
         self._socket.close()
         self._since = time.monotonic()
-        self._process, self._line = start_tied(command, {**kept, **own}, folder)
+        self._process, self._line = start_tied(command, variables, folder)
 
     async def read(self, name: str, size: int) -> bytes:
         """Returns the next bytes of a stream; none at its end."""
@@ -204,13 +207,14 @@ class RayMachines(Machines):
             try:
                 work = self._start_actors()
                 self._found = await asyncio.wait_for(work, _START_SECONDS)
-                counts = Counter(place.machine for place in self._found)
-                where = ", ".join(f"{name} ({n})" for name, n in counts.items())
-                addresses = [f"{each.address}:{each.port}" for each in self._found]
-                return addresses, f" on {where}"
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 self.release()
                 say(f"a machine was lost before it had a worker: {_shorten(error)}")
+                continue
+            counts = Counter(place.machine for place in self._found)
+            where = ", ".join(f"{name} ({n})" for name, n in counts.items())
+            addresses = [f"{place.address}:{place.port}" for place in self._found]
+            return addresses, f" on {where}"
 
     def start(
         self,
@@ -232,7 +236,8 @@ class RayMachines(Machines):
     def release(self) -> None:
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
-        self._group, self._found = None, []
+        self._group = None
+        self._found = []
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -242,13 +247,14 @@ class RayMachines(Machines):
         # run on many machines, because each computes on all cores of its machine.
         strategy = "PACK" if "GPU" in self._needs else "SPREAD"
         count = 0
-        is_waiting = False
+        has_said = False
         wanted = self._count_room(self._find_machines())
         while True:
             wanted = min(self._num_workers, max(self._fewest, wanted))
             if count != wanted:
                 self.release()
-                count, bundles = wanted, [self._needs] * wanted
+                count = wanted
+                bundles = [self._needs] * count
                 self._group = self._ray.util.placement_group(bundles, strategy=strategy)
             for _ in range(max(1, math.ceil(self._wait_seconds))):
                 # Ray takes only whole seconds.
@@ -260,22 +266,25 @@ class RayMachines(Machines):
                 continue
             # The group is kept meanwhile, so that Ray may start machines for it.
             wanted = self._count_room(self._find_machines())
-            if not is_waiting:
+            if not has_said:
+                has_said = True
                 needs = " and ".join(f"{n} {name}" for name, n in self._needs.items())
                 say(
                     f"waits for room for {counted(count, 'worker')} with {needs} each: "
                     f"the whole cluster has room for {wanted}."
                 )
-            is_waiting = True
 
     def _find_machines(self) -> list[dict[str, float]]:
         """Returns the resources of each live machine, used ones included."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _count_room(self, machines: Iterable[Mapping[str, float]]) -> int:
-        needs = self._needs.items()
-        rooms = [[have.get(key, 0) // n for key, n in needs] for have in machines]
-        return sum(int(min(room)) for room in rooms)
+        """Returns the number of workers for which some machines have resources."""
+        room = 0
+        for resources in machines:
+            shares = [resources.get(key, 0) // n for key, n in self._needs.items()]
+            room += int(min(shares))
+        return room
 
     async def _start_actors(self) -> list[_Place]:
         """Starts an actor at each place, and looks at its machine."""
@@ -284,15 +293,20 @@ class RayMachines(Machines):
         actor_class = self._ray.remote(_Actor)
         actors = []
         for index in range(self._group.bundle_count):
-            where = PlacementGroupSchedulingStrategy(self._group, index)
-            gpus = self._needs.get("GPU", 0)
-            options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": where}
-            actors.append(actor_class.options(**options).remote())
+            actor = actor_class.options(
+                num_cpus=1,
+                num_gpus=self._needs.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, index
+                ),
+            )
+            actors.append(actor.remote())
         found = await asyncio.gather(*(actor.look.remote() for actor in actors))
         places = [
             _Place(address, machine, port, actor)
             for (address, machine, port), actor in zip(found, actors, strict=True)
         ]
+        # Neighboring workers are on one machine. Actors cannot be compared.
         return sorted(places, key=lambda place: place[:2])
 
 

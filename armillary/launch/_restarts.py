@@ -19,12 +19,6 @@ MOST_ALIKE = 3
 _MOST_CRASHES = 2
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The parts of the lifeline's messages that name the process which ended the others.
-_NAMED = re.compile(
-    r"Process (\d+) of \d+ (?:is gone|has failed|has not joined)|"
-    r"process (\d+) of .*\(stopped\?\)|"
-    r"Another process has failed:\s+process (\d+) of"
-)
 
 
 class Attempt(NamedTuple):
@@ -38,33 +32,28 @@ class Attempt(NamedTuple):
 
 
 def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | None:
-    """Returns the index of the worker that failed first; `endings` has their order."""
+    """Returns the index of the worker that failed first.
+
+    Args:
+        endings: The ends of the workers, in their order.
+        named: The workers that others name as the cause of the end.
+    """
     asked = [i for i, ending in endings.items() if ending.is_asked]
     alone = [i for i in endings if i not in asked]
     failed = [i for i in alone if endings[i].returncode != 0]
-    own = [i for i in failed if not endings[i].is_reaction]
     if not failed and not asked:
         return None
-    blamed = [i for i in endings if i in named and (i in own or i not in failed)]
+
+    own = [i for i in failed if not endings[i].is_reaction]
+    blamed: list[int] = []
+    for index in endings:
+        is_reaction = index in failed and index not in own
+        if index in named and not is_reaction:
+            blamed.append(index)
     saved = [i for i in failed[:1] if endings[i].cause is ExitCode.PREEMPTED]
     # A worker that ended with 0 while others needed it.
     early = [i for i in alone[:1] if endings[i].returncode == 0]
     return [*blamed, *own, *saved, *early, *asked, *failed][0]
-
-
-def find_named(words: Sequence[str]) -> set[int]:
-    """Returns the processes that others name as the cause of the end."""
-    return {
-        int(match[match.lastindex or 0])
-        for index, said in enumerate(words)
-        for match in _NAMED.finditer(said)
-        if int(match[match.lastindex or 0]) != index
-    }
-
-
-def find_stopped(said: str) -> set[int]:
-    """Returns the processes that do not answer, from the message of another one."""
-    return {int(match[2]) for match in _NAMED.finditer(said) if match[2]}
 
 
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
@@ -89,11 +78,13 @@ class Restarts:
         self._evaluated = set[str]()
         # The checkpoint that the attempt restored, until its first loop has ended.
         self._restored = ""
-        self._go_on()
+        self._forget()
 
-    def _go_on(self) -> None:
+    def _forget(self) -> None:
         """Starts the counts since the last progress again."""
-        self._attempts = self._failures = self._alike = 0
+        self._attempts = 0
+        self._failures = 0
+        self._alike = 0
         self._last: tuple[int, str] | None = None
         self._crashes: Counter[str] = Counter()
         self._has_skipped = False
@@ -102,8 +93,10 @@ class Restarts:
     def pause_seconds(self) -> float:
         """The seconds before the next restart: they double, up to a bound."""
         # The bound of the exponent keeps the power a number that a float can hold.
-        seconds = self._first_seconds * 2 ** min(max(0, self._attempts - 1), 30)
-        return min(seconds, max(MAX_PAUSE_SECONDS, self._first_seconds))
+        num_doublings = min(max(0, self._attempts - 1), 30)
+        seconds = self._first_seconds * 2**num_doublings
+        longest = max(MAX_PAUSE_SECONDS, self._first_seconds)
+        return min(seconds, longest)
 
     def hear(self, word: str, *values: Any) -> None:
         """Handles a message of a process."""
@@ -112,12 +105,12 @@ class Restarts:
             self.skipped = ""
             if number > self._highest:
                 self._highest = number
-                self._go_on()
+                self._forget()
         elif word == "restored":
             self._restored = values[0]
             if self._is_evaluator and self._restored not in self._evaluated:
                 self._evaluated.add(self._restored)
-                self._go_on()
+                self._forget()
         elif word == "trained":
             self._restored = ""
 
@@ -129,20 +122,21 @@ class Restarts:
         # A wrong command line is also wrong in the next attempt.
         if cause in {ExitCode.OK, ExitCode.USAGE} or not self._most:
             return cause, "", ""
+
         self._attempts += 1
         if absence or ending.loss or cause is ExitCode.PREEMPTED:
             self.count += 1
             return None, "restart", absence or "a machine was taken away"
+
         self._failures += 1
         # A kill from outside need not come again, however often it came.
         is_own = -ending.returncode not in _FROM_OUTSIDE
-        last = (ending.returncode, _NUMBERS.sub("#", words))
-        self._alike = self._alike + 1 if is_own and last == self._last else 1
-        self._last = last
+        self._count_alike(ending.returncode, words, is_own=is_own)
         if is_own and restored and not self._is_evaluator:
             self._crashes[restored] += 1
         is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
-        if self._failures <= self._most and (is_bad or self._alike < MOST_ALIKE):
+        is_hopeless = self._alike >= MOST_ALIKE and not is_bad
+        if self._failures <= self._most and not is_hopeless:
             self.count += 1
             why = ""
             if is_bad:
@@ -150,22 +144,32 @@ class Restarts:
                 self.skipped = restored
                 why = f"the first steps after `{restored}` failed twice: without it"
             return None, f"restart {self._failures} of {self._most}", why
+
         why = f"the last of {self._failures} failures"
         if self._alike >= MOST_ALIKE:
             why = f"the same failure {self._alike} times"
-        said = f": {words.rstrip('.')}" if words else ""
-        return ExitCode.TOO_MANY_RESTARTS, "", f"{why} without a newer checkpoint{said}"
+        error = f": {words.rstrip('.')}" if words else ""
+        why = f"{why} without a newer checkpoint{error}"
+        return ExitCode.TOO_MANY_RESTARTS, "", why
+
+    def _count_alike(self, returncode: int, words: str, *, is_own: bool) -> None:
+        """Counts equal failures in a row; numbers in the error may differ."""
+        last = (returncode, _NUMBERS.sub("#", words))
+        self._alike = self._alike + 1 if is_own and last == self._last else 1
+        self._last = last
 
 
 def waits_in_vain(children: Sequence[Process]) -> bool:
     """Returns whether running workers wait, or will wait, for one that has ended."""
-    joins = any("joining" in child.told for child in children)
     ended = [child for child in children if child.ended.done()]
     running = [child for child in children if child not in ended]
     if not (running and ended):
         return False
+    if all(child.is_joining for child in running):
+        return True
+    if any("joined" in child.told for child in children):
+        return False
     # A worker failed before it came, although the processes of its program join.
+    joins = any("joining" in child.told for child in children)
     failed = [child for child in ended if child.ended.result().returncode]
-    never_came = joins and any("joining" not in child.told for child in failed)
-    has_joined = any("joined" in child.told for child in children)
-    return (never_came and not has_joined) or all(each.is_joining for each in running)
+    return joins and any("joining" not in child.told for child in failed)

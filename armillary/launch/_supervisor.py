@@ -25,9 +25,7 @@ from armillary.launch._restarts import (
     Attempt,
     Restarts,
     find_first,
-    find_named,
     find_stop_code,
-    find_stopped,
     waits_in_vain,
 )
 
@@ -39,7 +37,8 @@ _PASSED_ON = (*_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 _CORE_SIGNALS = (signal.SIGQUIT, signal.SIGABRT)
 _TERMINATE_SECONDS = 5.0
 _JOIN_SECONDS = 0.5
-_HEAR_SECONDS = _REPEAT_SECONDS = 1.0
+_HEAR_SECONDS = 1.0
+_REPEAT_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
 
 
@@ -91,10 +90,12 @@ class _Supervisor:
         # A signal that the launcher was started to ignore, as with `nohup`, stays
         # ignored. SIGCHLD is an exception: if it is ignored, the kernel does not keep
         # the exit codes of children.
-        heard = [*_PASSED_ON, *_CORE_SIGNALS]
-        heard = [n for n in heard if signal.getsignal(n) != signal.SIG_IGN]
+        handled: list[int] = []
+        for number in (*_PASSED_ON, *_CORE_SIGNALS):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                handled.append(number)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in heard:
+        for number in handled:
             loop.add_signal_handler(number, self._receive, number)
         try:
             code = await self.workers.run()
@@ -109,7 +110,7 @@ class _Supervisor:
             self.workers.kill()
             self.evaluator.kill()
             # From here on, a signal ends the launcher, even if its terminal is paused.
-            for number in heard:
+            for number in handled:
                 loop.remove_signal_handler(number)
             await self.output.finish()
 
@@ -164,13 +165,17 @@ class _Group:
     """Processes that start and end together: the workers, or the evaluator alone."""
 
     def __init__(self, supervisor: _Supervisor, *, is_evaluator: bool = False) -> None:
-        self._supervisor, self._job = supervisor, supervisor.job
+        self._supervisor = supervisor
+        self._job = supervisor.job
         self._say = supervisor.say
         self._output = supervisor.output
         self._is_evaluator = is_evaluator
-        most, pause = self._job.max_restarts, self._job.pause_seconds
-        self.restarts = Restarts(most, pause, is_evaluator=is_evaluator)
+        self.restarts = Restarts(
+            self._job.max_restarts, self._job.pause_seconds, is_evaluator=is_evaluator
+        )
         self.children: list[Process] = []
+        # The workers that others have named as the cause of the end.
+        self._named: set[int] = set()
         self._tails: dict[str, deque[str]] = {}
         # True if the running workers wait to join a worker that will never come.
         self._is_in_vain = False
@@ -192,7 +197,8 @@ class _Group:
                     self._say(f"no restart{alone}: the workers go on.")
                 return code
             seconds = self.restarts.pause_seconds
-            self._say(f"{what}{alone} in {seconds:g} s{why and ': '}{why}.")
+            reason = f": {why}" if why else ""
+            self._say(f"{what}{alone} in {seconds:g} s{reason}.")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_ending.wait(), seconds)
             if is_ending.is_set():
@@ -215,60 +221,71 @@ class _Group:
 
     def end_after(self, *pauses: float) -> None:
         """Ends the running processes after pauses in seconds, finally with SIGKILL."""
-        numbers = (signal.SIGTERM, signal.SIGKILL)[-len(pauses) :]
-
-        async def follow() -> None:
-            for number, seconds in zip(numbers, pauses, strict=False):
-                await asyncio.sleep(seconds)
-                if self.running:
-                    self._say(f"{number.name}: sent to {self}, which still ran.")
-                # A worker that never came to its strategy gets SIGABRT, so that it
-                # prints the line at which it is stuck.
-                joins = any("joining" in child.told for child in self.children)
-                joins &= not self._is_in_vain
-                for child in self.running:
-                    child.is_asked = True
-                    is_lost = joins and not child.told and number == signal.SIGTERM
-                    child.send_signal(signal.SIGABRT if is_lost else number)
-
         if self._ender is not None:
             self._ender.cancel()
-        self._ender = asyncio.create_task(follow())
+        self._ender = asyncio.create_task(self._end_in_turns(pauses))
+
+    async def _end_in_turns(self, pauses: Sequence[float]) -> None:
+        """Sends SIGTERM and SIGKILL, each after its pause, or only SIGKILL."""
+        numbers = (signal.SIGTERM, signal.SIGKILL)[-len(pauses) :]
+        for number, seconds in zip(numbers, pauses, strict=False):
+            await asyncio.sleep(seconds)
+            if self.running:
+                self._say(f"{number.name}: sent to {self}, which still ran.")
+            joins = any("joining" in child.told for child in self.children)
+            for child in self.running:
+                child.is_asked = True
+                # A worker that never came to its strategy gets SIGABRT, so that it
+                # prints the line at which it is stuck.
+                is_lost = joins and not self._is_in_vain and not child.told
+                shows_line = is_lost and number == signal.SIGTERM
+                child.send_signal(signal.SIGABRT if shows_line else number)
 
     def kill(self) -> None:
         for child in self.children:
             child.kill()
 
     def __str__(self) -> str:
+        if self._is_evaluator:
+            return "the evaluator"
         numbers = [child.label.rpartition(" ")[2] for child in self.running]
-        return "the evaluator" if self._is_evaluator else f"worker {', '.join(numbers)}"
+        return f"worker {', '.join(numbers)}"
 
     async def _run_attempt(self) -> Attempt:
         """Runs all processes once; returns the outcome."""
         self.children = []
+        self._named = set()
         self._is_in_vain = False
-        supervisor = self._supervisor
-        machines = self._job.machines
         try:
             await self._start()
             order = await self._wait()
         except OSError as error:
             self._say(f"cannot start a process: {error}.")
             failed = Ending(returncode=1, seconds=0.0)
-            is_worker = not self._is_evaluator
-            absence = machines.miss([len(self.children)]) if is_worker else ""
+            absence = ""
+            if not self._is_evaluator:
+                absence = self._job.machines.miss([len(self.children)])
             return Attempt(ExitCode.FAILED, failed, str(error), absence)
         finally:
-            self.kill()
-            self.end_after()
-            await self._output.drain([child.label for child in self.children])
-            if silent := [child.silent for child in self.children]:
-                await asyncio.wait(silent, timeout=_HEAR_SECONDS)
-            if not self._is_evaluator:
-                machines.release()
+            await self._clean_up()
         endings = {index: self.children[index].ended.result() for index in order}
-        words = [self._find_words(child) for child in self.children]
-        first = find_first(endings, find_named(words))
+        return self._find_outcome(endings)
+
+    async def _clean_up(self) -> None:
+        """Ends an attempt, and reads the last output and the last messages."""
+        self.kill()
+        self.end_after()
+        await self._output.drain([child.label for child in self.children])
+        silent = [child.silent for child in self.children]
+        if silent:
+            await asyncio.wait(silent, timeout=_HEAR_SECONDS)
+        if not self._is_evaluator:
+            self._job.machines.release()
+
+    def _find_outcome(self, endings: Mapping[int, Ending]) -> Attempt:
+        """Returns the outcome of an attempt, from the ends of processes in order."""
+        supervisor = self._supervisor
+        first = find_first(endings, self._named)
         is_over = self._is_evaluator and supervisor.is_ending.is_set()
         if first is not None and not is_over:
             self._show_failure(first)
@@ -277,19 +294,27 @@ class _Group:
             return Attempt(find_stop_code(supervisor.stop, causes))
         if first is None:
             return Attempt(ExitCode.OK)
+
         ending = endings[first]
         absence = ""
         if self._is_in_vain:
             # The missing workers failed while the others waited for them.
-            absence = machines.miss([i for i in endings if not endings[i].is_asked])
+            missing = [i for i in endings if not endings[i].is_asked]
+            absence = self._job.machines.miss(missing)
         is_lost = ending.is_asked or ending.cause is ExitCode.OK
         cause = ExitCode.RESTART_REQUESTED if is_lost else ending.cause
-        return Attempt(cause, ending, words[first].partition("\n")[0], absence)
+        words, _, _ = self._find_words(self.children[first]).partition("\n")
+        return Attempt(cause, ending, words, absence)
 
     def _find_words(self, child: Process) -> str:
         """Returns the error that a process reported, or its last line of output."""
-        last = (line.strip() for line in reversed(self._tails[child.label]))
-        return str(child.told.get("failed") or next(filter(None, last), ""))
+        reported = child.told.get("failed")
+        if reported:
+            return str(reported)
+        for line in reversed(self._tails[child.label]):
+            if line.strip():
+                return line.strip()
+        return ""
 
     async def _start(self) -> None:
         supervisor = self._supervisor
@@ -336,22 +361,29 @@ class _Group:
         child.listen(functools.partial(self._hear, child))
 
     def _hear(self, child: Process, word: str, *values: Any) -> None:
+        """Handles a message of a process."""
         # A late message belongs to an earlier attempt.
-        if child in self.children:
-            self.restarts.hear(word, *values)
-            if word == "joined":
-                self._job.machines.meet(self.children.index(child))
-            elif word == "failed" and not self._is_evaluator:
-                self._end_stopped(find_stopped(values[0]))
-            self._give_up_join()
+        if child not in self.children:
+            return
+        sender = self.children.index(child)
+        self.restarts.hear(word, *values)
+        if word == "joined":
+            self._job.machines.meet(sender)
+        elif word == "caused_by" and values[0] != sender:
+            self._named.add(values[0])
+        elif word == "stopped" and not self._is_evaluator:
+            self._end_stopped(values[0])
+        self._give_up_join()
 
-    def _end_stopped(self, stopped: set[int]) -> None:
-        """Immediately kills the workers that the others report as stopped."""
-        for index, child in enumerate(self.children):
-            if index in stopped and child in self.running:
-                self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
-                child.is_asked = True
-                child.send_signal(signal.SIGKILL)
+    def _end_stopped(self, index: int) -> None:
+        """Immediately kills a worker that others report as stopped."""
+        if not 0 <= index < len(self.children):
+            return
+        child = self.children[index]
+        if child in self.running:
+            self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
+            child.is_asked = True
+            child.send_signal(signal.SIGKILL)
 
     def _give_up_join(self) -> None:
         """Ends the workers if they wait for a worker that will never join them."""
@@ -372,28 +404,34 @@ class _Group:
             )
             ended = [i for i, child in enumerate(self.children) if child.ended in done]
             # Several may have ended together. One that only reacted comes after others.
-            ended.sort(key=lambda i: self.children[i].ended.result().is_reaction)
+            ended.sort(key=self._is_reaction)
             order += ended
-            failed = [i for i in ended if self.children[i].ended.result().returncode]
             if self._supervisor.stop is not None or not pending:
                 continue
             self._give_up_join()
-            if not failed or has_failed:
-                continue
-            has_failed = True
-            child = self.children[failed[0]]
-            grace_seconds = self._job.grace_seconds
-            how = "wait in vain to join it"
-            if not self._is_in_vain:
-                how = f"have {grace_seconds:g} s to end by themselves"
-                self.end_after(grace_seconds, _TERMINATE_SECONDS)
-            # The last output of the worker comes first.
-            await self._output.drain([child.label], _LAST_WORDS_SECONDS)
-            self._say(
-                f"{child.label}: {child.ended.result()}. "
-                f"{len(pending)} of {len(self.children)} still run, and {how}."
-            )
+            failed = [i for i in ended if self.children[i].ended.result().returncode]
+            if failed and not has_failed:
+                has_failed = True
+                await self._limit_others(failed[0], len(pending))
         return order
+
+    def _is_reaction(self, index: int) -> bool:
+        return self.children[index].ended.result().is_reaction
+
+    async def _limit_others(self, index: int, num_running: int) -> None:
+        """Gives the others a limited time to end, after the first failure."""
+        child = self.children[index]
+        how = "wait in vain to join it"
+        if not self._is_in_vain:
+            grace_seconds = self._job.grace_seconds
+            how = f"have {grace_seconds:g} s to end by themselves"
+            self.end_after(grace_seconds, _TERMINATE_SECONDS)
+        # The last output of the worker comes first.
+        await self._output.drain([child.label], _LAST_WORDS_SECONDS)
+        self._say(
+            f"{child.label}: {child.ended.result()}. "
+            f"{num_running} of {len(self.children)} still run, and {how}."
+        )
 
     def _show_failure(self, index: int) -> None:
         """Writes the name of the process that failed, and the end of its stderr."""
@@ -405,6 +443,7 @@ class _Group:
             how = f"did not go on, and was ended: {ending}"
         elif ending.cause is ExitCode.OK:
             how = f"{ending}, while others needed it"
+
         who = child.label if self._is_evaluator else f"{child.label} of {count}"
         tail = list(self._tails[child.label])
         if ending.cause is ExitCode.PREEMPTED:
@@ -413,5 +452,7 @@ class _Group:
         elif count > 1:
             who += " failed first"
         lines = [f"  | {line}" for line in tail if line.strip()]
-        before = [f"{who}: {how}.{' Its stderr ended with:' if lines else ''}"]
-        self._say("\n".join(before + lines))
+        title = f"{who}: {how}."
+        if lines:
+            title += " Its stderr ended with:"
+        self._say("\n".join([title, *lines]))

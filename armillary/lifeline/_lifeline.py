@@ -13,31 +13,30 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from armillary._launcher import tell
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
-    COMPILER,
     END,
+    MOST_TOLD,
     OUTSIDE,
     Pace,
-    Place,
+    Phase,
     Report,
     Sighting,
     end_process,
     find_hang,
-    find_line,
+    find_stopped,
     has_company,
-    is_in,
     leave,
-    read_stack,
     read_work_seconds,
     set_timer,
     waits_for_itself,
 )
-from armillary.lifeline._tree import Ends, Tree, find_place
+from armillary.lifeline._lines import COMPILER, Line, find_line, is_in, read_stack
+from armillary.lifeline._tree import Ends, Tree, find_neighbors
 
 _BEAT_SECONDS = 1.0
 _SEND_SECONDS = 1.0
@@ -47,18 +46,34 @@ _START_SECONDS = 60.0
 _VERDICT_SECONDS = 10.0
 _FAILURE_SECONDS = 5.0
 """The time in which the others may notice a failure by themselves."""
-_LATE_SECONDS = 10.0  # A beat that comes later means that the process was stopped.
+_LATE_SECONDS = 10.0
+"""A beat that comes later than this means that the process was stopped."""
 _PAUSE_SECONDS = 0.01
 _MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
 
 
 class Watched(NamedTuple):
-    """The work of a program: its limit, its place and its thread."""
+    """The work of a program: its limit, its phase and its thread."""
 
     rule: float | None  # Seconds; `None` for the limit that `Pace` finds.
-    find_place: Callable[[], Place]
+    find_phase: Callable[[], Phase]
     thread: threading.Thread = threading.main_thread()
+
+
+class Verdict(NamedTuple):
+    """The reason for which a job ends, and the processes that are the cause."""
+
+    reason: str
+    causes: Sequence[int] = ()
+    stopped: Sequence[int] = ()  # The processes among them that do not answer.
+
+    def tell(self) -> None:
+        """Names the causes to the launcher, which restarts the job."""
+        for index in self.causes:
+            tell("caused_by", index)
+        for index in self.stopped:
+            tell("stopped", index)
 
 
 class Lifeline:
@@ -67,7 +82,7 @@ class Lifeline:
     def __init__(
         self, index: int = 0, count: int = 1, ends: Ends | None = None
     ) -> None:
-        self.verdict: str | None = None
+        self._verdict: Verdict | None = None
         self._index = index
         self._count = count
         self._tree = Tree(index, count, ends)
@@ -83,7 +98,7 @@ class Lifeline:
         # The calls of controllers that run, newest last. If there is none, `_between`
         # counts, which `watch` sets.
         self._calls: dict[object, Watched] = {}
-        self._between = Watched(math.inf, lambda: Place(OUTSIDE))
+        self._between = Watched(math.inf, lambda: Phase(OUTSIDE))
         self._last_rule: float | None = None
         self._timer_rule: float | None = math.inf
         self._pace = Pace(time.monotonic())
@@ -112,57 +127,65 @@ class Lifeline:
 
     @contextlib.contextmanager
     def watching(
-        self, rule: float | None, find_place: Callable[[], Place]
+        self, rule: float | None, find_phase: Callable[[], Phase]
     ) -> Iterator[None]:
-        """Reports the place of the program, and ends it if it stays there too long.
+        """Reports the phase of the program, and ends it if it stays there too long.
 
         Several threads may call it at a time, and end in any order. The call that began
         last counts.
 
         Args:
             rule: The limit in seconds; `None` for the limit that `Pace` finds.
-            find_place: Returns the present place.
+            find_phase: Returns the present phase.
         """
         token = object()
         self._last_rule = rule
-        # ORDER: the limit counts from the first look at the new place.
+        # ORDER: the limit counts from the first look at the new phase.
         self._pace.restart(time.monotonic())
         thread = threading.current_thread()
-        self._calls[token] = Watched(rule, find_place, thread)
+        self._calls[token] = Watched(rule, find_phase, thread)
         self._begin(rule)
         try:
             yield
         finally:
             self._calls.pop(token, None)
 
-    def watch(self, rule: float | None, find_place: Callable[[], Place]) -> None:
+    def watch(self, rule: float | None, find_phase: Callable[[], Phase]) -> None:
         """Watches the program from now on, while no call of `watching` runs."""
         self._pace.restart(time.monotonic())
-        self._between = Watched(rule, find_place)
+        self._between = Watched(rule, find_phase)
         self._begin(rule)
 
     def _begin(self, rule: float | None) -> None:
-        if rule != math.inf:
-            self.start()
-            # The report is sent immediately, so that the others know the place even if
-            # this process is stopped now.
-            self._tell()
-            if rule != self._timer_rule:
-                self._set_timer(rule)
+        """Starts to watch, unless the limit is infinite."""
+        if rule == math.inf:
+            return
+        self.start()
+        # The report is sent immediately, so that the others know the phase even if
+        # this process is stopped now.
+        self._tell()
+        if rule != self._timer_rule:
+            self._set_timer(rule)
 
     def rest(self) -> None:
         """Ends the watch over the code before a controller."""
-        self.watch(math.inf, lambda: Place(OUTSIDE))
+        self.watch(math.inf, lambda: Phase(OUTSIDE))
 
     @property
-    def _now(self) -> "Watched":
+    def _newest(self) -> "Watched":
+        """The call that began last, or the code between two calls."""
         calls = list(self._calls.values())  # A copy, as threads may begin and end.
         return calls[-1] if calls else self._between
 
-    def conclude(self, text: str) -> None:
-        """Ends this process for a reason, unless a person is there."""
+    @property
+    def verdict(self) -> str | None:
+        """The reason for which the job ends, if it does."""
+        return None if self._verdict is None else self._verdict.reason
+
+    def conclude(self, reason: str, cause: int) -> None:
+        """Ends this process because of another one, unless a person is there."""
         if not hasattr(sys, "ps1"):
-            self._call(self._conclude, text)
+            self._call(self._conclude, Verdict(reason, [cause]))
             self._has_verdict.wait(_VERDICT_SECONDS)
 
     def close(self) -> None:
@@ -171,11 +194,12 @@ class Lifeline:
 
     def tell_failure(self, error: BaseException) -> None:
         """Sends the other processes the error with which this process ends."""
-        if not self._has_failed:
-            self._has_failed = True
-            text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-            tell("failed", text[:1000])
-            self._call(self._note_failure, self._index, text)
+        if self._has_failed:
+            return
+        self._has_failed = True
+        text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+        tell("failed", text[:MOST_TOLD])
+        self._call(self._note_failure, self._index, text)
 
     def tell_end(self) -> None:
         """Reports to the others that this process is at the end of its program."""
@@ -192,7 +216,8 @@ class Lifeline:
 
     def refuse(self, index: int, failure: str) -> None:
         """Ends a round, in process 0, with the failure of one process."""
-        self._call(self._tree.answer, [(index, index + 1, ["error", "", failure])])
+        entry = ["error", "", failure]
+        self._call(self._tree.answer, [(index, index + 1, entry)])
 
     def find_missing(self) -> list[int]:
         """Returns the processes that this one waits for; outside process 0, only it."""
@@ -221,74 +246,91 @@ class Lifeline:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tell(self) -> None:
+        """Sends the report of this process now, before the next beat."""
         if self._count > 1:
             now = time.monotonic()
-            self._call(self._pass_reports, self._report(now)[0], now)
+            own, _ = self._report(now)
+            self._call(self._pass_reports, own, now)
 
     def _tell_how_it_ends(self) -> None:
+        """Reports, at the exit of Python, an error or the end of the program."""
         if self._is_done.is_set():
             return
         if self._count == 1:
             return  # No other process waits for it.
         self._calls.clear()
-        self.watch(self._last_rule, lambda: Place(END))
+        self.watch(self._last_rule, lambda: Phase(END))
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.tell_failure(error)
         if not self._has_failed:
             self.tell_end()
+        # Calls run in order, so the report is sent when this one has run.
         is_sent = threading.Event()
         self._call(is_sent.set)
         is_sent.wait(_SEND_SECONDS)
 
     async def _watch(self) -> None:
+        """Runs in the thread until the watch, the job or the process ends."""
         self._loop = asyncio.get_running_loop()
         await self._tree.open()
         self._is_open.set()
-        said = ""
+        last_error = ""
         while not self._is_done.is_set():
             try:
                 self._beat(time.monotonic())
             except Exception as error:
                 set_timer(math.inf)  # This thread may not be able to set it again.
                 text = f"The watch over this process has failed: {error!r}\n"
-                if text != said:
+                if text != last_error:
                     os.write(2, text.encode(errors="replace"))
-                said = text
+                last_error = text
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
+
         # The next lines take some seconds. The timer stays, in case they get stuck.
-        if self.verdict is not None:
-            self._tree.send(list(self._tree.links), "verdict", self.verdict)
+        if self._verdict is not None:
+            self._tree.send(list(self._tree.links), "verdict", self._verdict)
+            # Each process names the causes to the launcher, in case another one cannot.
+            self._verdict.tell()
             self._has_verdict.set()
             if self._has_failed:
                 # The others end because of this process, which has shown its error.
                 leave(ExitCode.FAILED)
-            end_process(self.verdict)
+            end_process(self._verdict.reason)
         set_timer(math.inf)
         self._tree.close()
 
     def _beat(self, now: float) -> None:
         """Reports, and checks whether any process makes progress."""
-        if (late := now - self._beat_at) > _LATE_SECONDS:
-            self._skip(late)
+        seconds_late = now - self._beat_at
+        if seconds_late > _LATE_SECONDS:
+            self._skip(seconds_late)
         self._beat_at = now
+
         own, rule = self._report(now)
         self._set_timer(rule)
         self._pass_reports(own, now)
         self._tree.pass_on()
+
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
-                self._conclude(
-                    f"Process {index} of {self._count} has failed: {failure}"
-                )
-        # Process 0 decides for all processes, unless it is itself stopped.
-        silent = now - self._sightings[_CHIEF].time
-        limit = math.inf if own.limit_seconds is None else own.limit_seconds
-        if self._index == _CHIEF or silent >= limit + 3 * _BEAT_SECONDS:
-            text = find_hang(self._trace_silence(now), self._count, now)
-            if text is not None:
-                self._conclude(text)
+                reason = f"Process {index} of {self._count} has failed: {failure}"
+                self._conclude(Verdict(reason, [index]))
+        if self._index == _CHIEF or self._replaces_chief(own, now):
+            sightings = self._trace_silence(now)
+            reason = find_hang(sightings, self._count, now)
+            if reason is not None:
+                stopped = find_stopped(sightings, now)
+                self._conclude(Verdict(reason, stopped, stopped))
+
+    def _replaces_chief(self, own: Report, now: float) -> bool:
+        """Returns whether process 0, which decides for all, is itself stopped."""
+        if own.limit_seconds is None:
+            return False
+        silent_seconds = now - self._sightings[_CHIEF].time
+        # Three beats more leave the decision to process 0, if it can still decide.
+        return silent_seconds >= own.limit_seconds + 3 * _BEAT_SECONDS
 
     def _skip(self, seconds: float) -> None:
         """Leaves out a time in which this process was suspended.
@@ -309,29 +351,40 @@ class Lifeline:
 
     def _report(self, now: float) -> tuple[Report, float | None]:
         """Returns the report of this process, and the rule for its timer."""
-        watched = self._now
-        pace = self._pace
-        place = watched.find_place()
-        rule = watched.rule
+        watched = self._newest
+        phase = watched.find_phase()
         stack = read_stack(watched.thread.ident)
-        if rule is None and has_company(place.phase, stack):
-            rule = math.inf
-        if rule is None and self._count == 1 and waits_for_itself(place.phase):
-            rule = math.inf
+        rule = self._find_rule(watched, phase, stack)
         timer_rule = rule
         if is_in(COMPILER, stack):
-            place = Place("compiling")
+            phase = Phase("compiling")
             rule = math.inf
-        pace.look(place, read_work_seconds(place.phase, watched.thread), now)
-        limit = pace.find_limit(rule) + (0.0 if rule else pace.busy_seconds)
+        pace = self._pace
+        pace.look(phase, read_work_seconds(phase.name, watched.thread), now)
+        limit = pace.find_limit(rule)
+        if not rule:
+            # By default, a program that computes makes progress.
+            limit += pace.busy_seconds
         report = Report(
-            phase=place.phase,
-            line=find_line(place.phase, stack),
+            phase=phase.name,
+            line=find_line(phase.name, stack),
             quiet_seconds=now - pace.began,
             limit_seconds=None if limit == math.inf else limit,
             has_ended=self._has_ended,
         )
         return report, timer_rule
+
+    def _find_rule(
+        self, watched: Watched, phase: Phase, stack: list[Line]
+    ) -> float | None:
+        """Returns the user's limit; infinite if there is none and a wait is normal."""
+        if watched.rule is not None:
+            return watched.rule
+        if has_company(phase.name, stack):
+            return math.inf
+        if self._count == 1 and waits_for_itself(phase.name):
+            return math.inf
+        return None
 
     def _pass_reports(self, own: Report, now: float) -> None:
         """Sends new reports to the neighbors in the tree.
@@ -356,8 +409,9 @@ class Lifeline:
         """Returns all sightings; a silent process between is added to each as `by`."""
         traced = dict(self._sightings)
         for index, seen in traced.items():
-            place = index if index in self._tree.members else self._index
-            by = find_place(place, self._count)[0]
+            # A report from outside of this branch of the tree comes through the parent.
+            end = index if index in self._tree.members else self._index
+            by, _, _ = find_neighbors(end, self._count)
             if index == self._index or by is None or by in (index, self._index):
                 continue
             if self._sightings[by].is_silent(now):
@@ -374,14 +428,15 @@ class Lifeline:
         elif kind == "failure":
             self._note_failure(*value)
         elif kind == "verdict":
-            self._conclude(value)
+            self._conclude(Verdict(*value))
         elif index not in self._failures and not self.has_ended(index):
             report = self._sightings[index].report
-            self._conclude(
+            reason = (
                 f"Process {index} of {self._count} is gone ({report.phase}, "
                 f"{report.line}). It was killed, has crashed, or its machine or "
                 "network is down. Its own output may show the reason."
             )
+            self._conclude(Verdict(reason, [index]))
 
     def _note_failure(self, index: int, text: str) -> None:
         """Passes a failure on to process 0, which ends the round with it.
@@ -400,32 +455,31 @@ class Lifeline:
         elif index in tree.members:
             tree.send([tree.parent], *message)
 
-    def _conclude(self, text: str) -> None:
-        if self.verdict is None:
-            self.verdict = text
+    def _conclude(self, verdict: Verdict) -> None:
+        """Ends the watch with a verdict; the first one counts."""
+        if self._verdict is None:
+            self._verdict = verdict
             self._is_done.set()
 
 
 _current = Lifeline()  # The lifeline of a process that is alone.
-_waits = [0.0]
-# A traced step replaces the functions of `time` by ones that warn. So this module keeps
-# the original one.
-_now = time.perf_counter
+_seconds_waited = 0.0
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Counts a block in which the program waits for other processes or its devices."""
-    start = _now()
+    global _seconds_waited
+    start = time.perf_counter()
     try:
         yield
     finally:
-        _waits[0] += _now() - start
+        _seconds_waited += time.perf_counter() - start
 
 
 def read_waits() -> float:
     """Returns the seconds for which the program has waited so far."""
-    return _waits[0]
+    return _seconds_waited
 
 
 def get_lifeline() -> Lifeline:

@@ -24,10 +24,11 @@ _SILENCE_SECONDS = 12
 _CONNECT_SECONDS = 10.0
 _GREETING_SECONDS = 30.0
 _INDEX_DIGITS = 8
-_NEWS_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
+_NEWS_SECONDS = 1.0
+_PAUSE_SECONDS = 0.02
 
 # The first index, the index after the last one, and the entry that the processes sent.
-Run = tuple[int, int, list[str]]
+Span = tuple[int, int, list[str]]
 
 
 class Ends(NamedTuple):
@@ -43,12 +44,14 @@ class Tree:
 
     def __init__(self, index: int, count: int, ends: Ends | None = None) -> None:
         self.ends = ends or Ends()
-        self.parent, self.members, self.children = find_place(index, count)
+        self.parent, self.members, self.children = find_neighbors(index, count)
         self.links: dict[int, Any] = {}  # Objects that can `write` to a neighbor.
-        self.answers: queue.SimpleQueue[list[Run]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[list[Span]] = queue.SimpleQueue()
         self.note: Callable[[int, str, Any], None] = lambda *_: None
         self._index = index
-        self._said: list[Run] = []  # The entries of a round that are not passed on yet.
+        self._said: list[
+            Span
+        ] = []  # The entries of a round that are not passed on yet.
         self._num_said = 0
         self._server: asyncio.Server | None = None
 
@@ -77,16 +80,19 @@ class Tree:
             self.send([self.parent], "said", self._said)
             self._said = []
 
-    def answer(self, runs: list[Run]) -> None:
+    def answer(self, spans: list[Span]) -> None:
         """Ends the round in all processes below, and gives them its entries."""
-        self._hand_down(runs, json.dumps(["all", runs]).encode())
+        self._hand_down(spans, json.dumps(["all", spans]).encode())
 
     def find_missing(self) -> list[int]:
         """Returns the processes without an entry in this round."""
-        said = {i for start, stop, _ in self._said for i in range(start, stop)}
-        return [index for index in self.members if index not in said]
+        present: set[int] = set()
+        for start, stop, _ in self._said:
+            present.update(range(start, stop))
+        return [index for index in self.members if index not in present]
 
     def take(self, index: int, line: bytes) -> None:
+        """Handles one message of a neighbor."""
         kind, value = json.loads(line)
         if kind == "said":
             self._add(value)
@@ -106,26 +112,32 @@ class Tree:
         """Ends the connections of a forked child, which would outlive a dead parent."""
         links = self.links.values()
         sockets = [link.get_extra_info("socket") for link in links]
+        # The objects in the child still use the descriptors, so the descriptors stay
+        # open, but lead nowhere.
         nothing = os.open(os.devnull, os.O_RDWR)
         for each in (self.ends.connection, self.ends.listener, *sockets):
             if each is not None and each.fileno() >= 0:
                 os.dup2(nothing, each.fileno())
         os.close(nothing)
 
-    def _add(self, runs: list[Run]) -> None:
-        self._said = _join([*self._said, *runs])
-        self._num_said += sum(stop - start for start, stop, _ in runs)
-        if self._num_said >= len(self.members):
-            if self.parent is None:
-                self.answer(self._said)
-            else:
-                self.pass_on()
+    def _add(self, spans: list[Span]) -> None:
+        """Adds entries to a round, and ends the round if it is complete."""
+        self._said = _join([*self._said, *spans])
+        self._num_said += sum(stop - start for start, stop, _ in spans)
+        is_complete = self._num_said >= len(self.members)
+        if not is_complete:
+            return
+        if self.parent is None:
+            self.answer(self._said)
+        else:
+            self.pass_on()
 
-    def _hand_down(self, runs: list[Run], line: bytes) -> None:
+    def _hand_down(self, spans: list[Span], line: bytes) -> None:
         # ORDER: the next round begins here before it begins in a child.
-        self._said, self._num_said = [], 0
+        self._said = []
+        self._num_said = 0
         self._write(self.children, line)
-        self.answers.put(runs)
+        self.answers.put(spans)
 
     def _write(self, indices: Iterable[int | None], line: bytes) -> None:
         for index in indices:
@@ -145,8 +157,9 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Reports are sent all the time, so there is always one to confirm.
-            option = socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *option)
+            milliseconds = 1000 * _SILENCE_SECONDS
+            link = transport.get_extra_info("socket")
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         if self._index is not None:
             self._tree.links[self._index] = transport
         else:
@@ -168,40 +181,47 @@ class _Connection(asyncio.Protocol):
             self._tree.note(self._index, "gone", None)
 
     def _welcome(self) -> None:
+        """Accepts a child that sends its number and the token, once both are there."""
         token = self._tree.ends.token.encode()
         size = _INDEX_DIGITS + len(token)
-        if len(self._data) >= size:
-            name, said = self._data[:_INDEX_DIGITS], self._data[_INDEX_DIGITS:size]
-            index = int(name) if name.isdigit() else -1
-            is_missed = index in self._tree.children and index not in self._tree.links
-            if not hmac.compare_digest(said, token) or not is_missed:
-                self._show_out()
-                return
-            self._index, self._data = index, self._data[size:]
-            self._tree.links[index] = self._transport
+        if len(self._data) < size:
+            return
+        number = self._data[:_INDEX_DIGITS]
+        received = self._data[_INDEX_DIGITS:size]
+        index = int(number) if number.isdigit() else -1
+        is_missed = index in self._tree.children and index not in self._tree.links
+        if not hmac.compare_digest(received, token) or not is_missed:
+            self._show_out()
+            return
+        self._index = index
+        self._data = self._data[size:]
+        self._tree.links[index] = self._transport
 
     def _show_out(self) -> None:
         if self._index is None:
             self._transport.close()
 
 
-def find_place(index: int, count: int) -> tuple[int | None, range, list[int]]:
+def find_neighbors(index: int, count: int) -> tuple[int | None, range, list[int]]:
     """Returns the parent of a process, the process with all below it, its children."""
     # The processes below a process have the next indices, so that equal entries of
-    # neighbors become one short `Run`.
+    # neighbors become one short `Span`.
     parent = None
     members = range(count)
     while True:
-        size = -(-(len(members) - 1) // _ARITY) or 1
+        num_below = len(members) - 1
+        size = -(-num_below // _ARITY) or 1
         parts = [members[i : i + size] for i in range(1, len(members), size)]
         if members.start == index:
             return parent, members, [part.start for part in parts]
-        parent, members = members.start, next(p for p in parts if index in p)
+        parent = members.start
+        members = next(part for part in parts if index in part)
 
 
-def _join(runs: list[Run]) -> list[Run]:
-    joined: list[Run] = []
-    for start, stop, entry in sorted(runs, key=lambda run: run[0]):
+def _join(spans: list[Span]) -> list[Span]:
+    """Joins neighboring spans with equal entries."""
+    joined: list[Span] = []
+    for start, stop, entry in sorted(spans, key=lambda span: span[0]):
         if joined and joined[-1][1:] == (start, entry):
             start = joined.pop()[0]
         joined.append((start, stop, entry))
@@ -225,11 +245,23 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
     return connection
 
 
-def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int]:
-    """Waits in process 0 for the others; returns the processes that are missing."""
+def receive_all(
+    listener: socket.socket,
+    count: int,
+    seconds: float,
+    note: Callable[[list[int]], None] = lambda missing: None,
+) -> list[int]:
+    """Waits in process 0 for the others; returns the processes that are missing.
+
+    Args:
+        listener: The socket to which the others connect. It is closed afterwards.
+        count: The number of processes, with this one.
+        seconds: The longest wait.
+        note: Receives the processes that are missing, about once per second.
+    """
     end = time.monotonic() + seconds
     missing = set(range(1, count))
-    come: dict[Any, int] = {}
+    arrived: dict[Any, int] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         selector.register(listener, selectors.EVENT_READ)
@@ -240,29 +272,49 @@ def receive_all(listener: socket.socket, count: int, seconds: float) -> list[int
                     link = stack.enter_context(listener.accept()[0])
                     link.setblocking(False)
                     selector.register(link, selectors.EVENT_READ)
-                elif said := _hear(link):
-                    come[link] = int(said) if said.isdigit() else 0
-                    missing.discard(come[link])
+                    continue
+                number = _receive_number(link)
+                if number:
+                    # A caller from outside the job counts as process 0, which is never
+                    # missing.
+                    arrived[link] = int(number) if number.isdigit() else 0
+                    missing.discard(arrived[link])
                 else:
                     selector.unregister(link)
-                    missing |= {come.pop(link, 0)} - {0}
+                    missing |= {arrived.pop(link, 0)} - {0}
             is_over = time.monotonic() >= end
             news = json.dumps([is_over, sorted(missing)]).encode() + b"\n"
-            for link in come:
+            for link in arrived:
                 with contextlib.suppress(OSError):
                     link.send(news)
+            note(sorted(missing))
     return sorted(missing)
 
 
-def _hear(link: socket.socket) -> bytes:
+def _receive_number(link: socket.socket) -> bytes:
+    """Returns the number that a process has sent; nothing if it has gone away."""
     try:
         return link.recv(_INDEX_DIGITS)
     except OSError:
         return b""
 
 
-def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
-    """Waits at process 0 until all have come; returns the missing processes."""
+def attend(
+    host: str,
+    port: int,
+    index: int,
+    seconds: float,
+    note: Callable[[list[int]], None] = lambda missing: None,
+) -> list[int]:
+    """Waits at process 0 until all have come; returns the missing processes.
+
+    Args:
+        host: The host of process 0.
+        port: The port of process 0.
+        index: The number of this process.
+        seconds: The longest wait.
+        note: Receives the missing processes whenever process 0 sends them.
+    """
     end = time.monotonic() + seconds
     late = [0]
     while (left := end - time.monotonic()) > 0:
@@ -275,13 +327,14 @@ def attend(host: str, port: int, index: int, seconds: float) -> list[int]:
         ):
             link.sendall(f"{index:0{_INDEX_DIGITS}}".encode())
             link.settimeout(left)
-            while said := link.recv(1 << 16):
-                data += said
+            while received := link.recv(1 << 16):
+                data += received
                 if not data.startswith(b"["):
                     return []  # The service is there.
                 *lines, data = data.split(b"\n")
                 if lines:
                     is_over, late = json.loads(lines[-1])
+                    note(late)
                     if is_over:
                         return late
         time.sleep(_PAUSE_SECONDS)

@@ -166,29 +166,33 @@ def read_state(pid: int) -> tuple[str, str]:
 
 
 def _watch(pid: int) -> None:
+    """Returns when the process has ended, or after its end is forced."""
     idle = Idle()
     _, started = read_state(pid)
     last = time.monotonic()
     while True:
-        ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
-        if ready and not _hears(idle):
+        is_ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
+        if is_ready and not _receive_limit(idle):
             return
         state, start = read_state(pid)
         if start != started:
-            return
+            return  # Another process has the number now.
         now = time.monotonic()
-        last, seconds = now, now - last
-        if idle.tick(seconds, is_stopped=state[0] in "Tt"):
-            _show_stacks(pid, idle)
-            ready, _, _ = select.select([0], [], [], _DUMP_SECONDS)
-            # The signal may have ended the wait in which the process was.
-            if not (ready and _hears(idle)):
-                os.kill(pid, signal.SIGKILL)
-                return
-            last = time.monotonic()
+        seconds = now - last
+        last = now
+        if not idle.tick(seconds, is_stopped=state[0] in "Tt"):
+            continue
+        _show_stacks(pid, idle)
+        is_ready, _, _ = select.select([0], [], [], _DUMP_SECONDS)
+        # The signal may have ended the wait in which the process was.
+        has_recovered = is_ready and _receive_limit(idle)
+        if not has_recovered:
+            os.kill(pid, signal.SIGKILL)
+            return
+        last = time.monotonic()
 
 
-def _hears(idle: Idle) -> bool:
+def _receive_limit(idle: Idle) -> bool:
     """Reads new limits; returns whether the process is still there."""
     text = os.read(0, 1 << 16).decode()
     if text:

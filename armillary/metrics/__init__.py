@@ -17,15 +17,15 @@ the device, works in NumPy, and raises an error if an update got invalid values.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.metrics._counts import Distribution as Distribution
-from armillary.metrics._counts import MeanAbsoluteError as MeanAbsoluteError
-from armillary.metrics._counts import MeanSquaredError as MeanSquaredError
 from armillary.metrics._labeled import AUC as AUC
 from armillary.metrics._labeled import ConfusionMatrix as ConfusionMatrix
 from armillary.metrics._labeled import F1Score as F1Score
 from armillary.metrics._labeled import Precision as Precision
 from armillary.metrics._labeled import Recall as Recall
 from armillary.metrics._labeled import TopKAccuracy as TopKAccuracy
+from armillary.metrics._numbers import Distribution as Distribution
+from armillary.metrics._numbers import MeanAbsoluteError as MeanAbsoluteError
+from armillary.metrics._numbers import MeanSquaredError as MeanSquaredError
 from armillary.metrics._sums import Ratio as Ratio
 from armillary.metrics._sums import Sum as Sum
 from armillary.metrics._sums import WeightedMean as WeightedMean

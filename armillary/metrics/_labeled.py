@@ -7,7 +7,7 @@ on the device, where nothing can be raised. So invalid examples are counted ther
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ import numpy as np
 
 from armillary._checks import check_one_of, check_positive_int, is_positive_int
 from armillary._logging import logger
-from armillary.metrics._counts import CountingMetric, Counts, as_mask
+from armillary.metrics._counts import CountingMetric, Counts
+from armillary.metrics._numbers import as_mask
 
 _HIGHEST = 20.0  # Probabilities in 32 bits are no nearer to 1 than a logit of 17.
 _MOST_TIED = 0.01
@@ -51,39 +52,54 @@ class _LabeledMetric(CountingMetric):
             TypeError: If labels are not integers, or the mask is not boolean.
             ValueError: If the shapes do not fit.
         """
+        name = f"{type(self).__name__}.update"
         scores = self._as_scores(logits)
         labels = jnp.asarray(labels)
-        name = f"{type(self).__name__}.update"
-        sizes = self._sizes
-        if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
+        self._check(name, scores, labels)
+        counted = as_mask(name, mask, labels.shape)
+
+        axes = scores.shape[labels.ndim :]
+        num_classes = axes[0] if axes else 2
+        scores = scores.reshape(-1, *axes)
+        labels = labels.reshape(-1)
+        if labels.dtype.itemsize <= 4:
+            # The number of classes may be too large for a short type.
+            labels = labels.astype(jnp.int32)
+        is_class = (labels >= 0) & (labels < num_classes)
+        is_nan = jnp.isnan(scores)
+        is_score = ~(is_nan.any(-1) if axes else is_nan)
+        refused = jnp.stack([counted & ~is_class, counted & ~is_score])
+        self.refused.add(refused.sum(1))
+
+        labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
+        self._count(scores, labels, counted & is_class & is_score)
+
+    def _check(self, name: str, scores: jax.Array, labels: jax.Array) -> None:
+        """Raises an error if labels are not classes, or the shapes do not fit."""
+        is_whole = jnp.issubdtype(labels.dtype, jnp.integer)
+        if not is_whole and labels.dtype != bool:
             raise TypeError(
                 f"`labels` of `{name}` has the dtype {labels.dtype}, but labels are "
                 "numbers of classes. Use `labels.astype('int32')`, or "
                 "`labels.argmax(-1)` of labels that are one-hot."
             )
+        sizes = self._sizes
         axes = scores.shape[labels.ndim :]
-        is_fine = not axes if sizes is None else len(axes) == 1 and axes[0] in sizes
-        if scores.shape[: labels.ndim] != labels.shape or not is_fine:
-            rule = "the shape of `labels`"
-            if sizes is not None:
-                more = " or more" if len(sizes) > 1 else ""
-                rule += f", and then {sizes.start}{more} classes"
-            raise ValueError(
-                f"`logits` of `{name}` has the shape {scores.shape}, and `labels` "
-                f"{labels.shape}, but `logits` must have {rule}. Index or reshape one "
-                "of them, such as `logits[..., 1]` for the scores of class 1."
-            )
-        counted = as_mask(name, mask, labels.shape)
-        num_classes = axes[0] if axes else 2
-        scores, labels = scores.reshape(-1, *axes), labels.reshape(-1)
-        if labels.dtype.itemsize <= 4:
-            labels = labels.astype(jnp.int32)
-        is_class = (labels >= 0) & (labels < num_classes)
-        is_score = ~(jnp.isnan(scores).any(-1) if axes else jnp.isnan(scores))
-        bad = jnp.stack([counted & ~is_class, counted & ~is_score])
-        self.refused.add(bad.sum(1))
-        labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
-        self._count(scores, labels, counted & is_class & is_score)
+        has_examples = scores.shape[: labels.ndim] == labels.shape
+        has_classes = not axes
+        if sizes is not None:
+            has_classes = len(axes) == 1 and axes[0] in sizes
+        if has_examples and has_classes:
+            return
+        rule = "the shape of `labels`"
+        if sizes is not None:
+            more = " or more" if len(sizes) > 1 else ""
+            rule += f", and then {sizes.start}{more} classes"
+        raise ValueError(
+            f"`logits` of `{name}` has the shape {scores.shape}, and `labels` "
+            f"{labels.shape}, but `logits` must have {rule}. Index or reshape one "
+            "of them, such as `logits[..., 1]` for the scores of class 1."
+        )
 
     def _as_scores(self, logits: Any) -> jax.Array:
         return jnp.asarray(logits)
@@ -149,12 +165,14 @@ class AUC(_LabeledMetric):
         return jax.scipy.special.logit(jnp.asarray(logits, jnp.float32))
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
+        num_buckets = self.num_buckets
         scaled = (scores.astype(jnp.float32) + _HIGHEST) / (2 * _HIGHEST)
-        last = self.num_buckets - 1
-        buckets = jnp.clip(scaled * self.num_buckets, 0, last).astype(jnp.int32)
-        places = jnp.where(counted, labels * self.num_buckets + buckets, 2 * last + 2)
-        counts = jnp.zeros(2 * self.num_buckets + 1, jnp.int32).at[places].add(1)
-        self.counts.add(counts[:-1].reshape(2, -1))
+        buckets = jnp.clip(scaled * num_buckets, 0, num_buckets - 1).astype(jnp.int32)
+        # One row of buckets for each label, and a last place for the other examples.
+        nowhere = 2 * num_buckets
+        places = jnp.where(counted, labels * num_buckets + buckets, nowhere)
+        counts = jnp.zeros(nowhere + 1, jnp.int32).at[places].add(1)
+        self.counts.add(counts[:nowhere].reshape(2, -1))
 
     def _compute(self, counts: np.ndarray) -> float:
         # The order is from the highest score to the lowest.
@@ -172,8 +190,10 @@ class AUC(_LabeledMetric):
             )
         found = np.cumsum(positive)
         if self.curve == "ROC":
+            # Half of the pairs in one bucket count as right.
             return float(negative @ (found - positive / 2) / num_pairs)
-        precision = found / np.maximum(found + np.cumsum(negative), 1)
+        num_predicted = found + np.cumsum(negative)
+        precision = found / np.maximum(num_predicted, 1)
         return float(positive @ precision / found[-1])
 
 
@@ -196,9 +216,11 @@ class TopKAccuracy(_LabeledMetric):
         super().__init__(2, sizes=range(k, 2**31))
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
-        own = jnp.take_along_axis(scores, labels[:, None], axis=1)
-        is_before = jnp.arange(scores.shape[1])[None] < labels[:, None]
-        is_higher = (scores > own) | ((scores == own) & is_before)
+        label = labels[:, None]
+        score_of_label = jnp.take_along_axis(scores, label, axis=1)
+        classes = jnp.arange(scores.shape[1])[None]
+        is_before = (scores == score_of_label) & (classes < label)
+        is_higher = (scores > score_of_label) | is_before
         is_right = is_higher.sum(1) < self.k
         self.counts.add(jnp.stack([is_right & counted, counted]).sum(1))
 
@@ -229,10 +251,9 @@ class ConfusionMatrix(_LabeledMetric):
     ) -> None:
         size = 2 if num_classes is None else num_classes
         is_size = is_positive_int(size) and 2 <= size <= _MOST_CLASSES
-        is_number = threshold is None or (
-            type(threshold) in (int, float, np.float64) and math.isfinite(threshold)
-        )
-        if (num_classes is None) == (threshold is None) or not (is_size and is_number):
+        is_number = threshold is None or _is_finite(threshold)
+        is_one_given = (num_classes is None) != (threshold is None)
+        if not (is_one_given and is_size and is_number):
             raise ValueError(
                 f"`num_classes` is {num_classes!r} and `threshold` is {threshold!r}, "
                 f"but one of them must be given, 2 to {_MOST_CLASSES:,} classes or a "
@@ -246,14 +267,24 @@ class ConfusionMatrix(_LabeledMetric):
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
         size = self.num_classes
-        threshold = self.threshold
-        predicted = scores.argmax(-1) if threshold is None else scores >= threshold
-        cells = jnp.where(counted, labels * size + predicted.astype(jnp.int32), size**2)
-        matrix = jnp.zeros(size**2 + 1, jnp.int32).at[cells].add(1)
-        self.counts.add(matrix[:-1].reshape(size, size))
+        if self.threshold is None:
+            predicted = scores.argmax(-1)
+        else:
+            predicted = scores >= self.threshold
+        # The cell after the last one takes the examples that do not count.
+        num_cells = size**2
+        cells = labels * size + predicted.astype(jnp.int32)
+        cells = jnp.where(counted, cells, num_cells)
+        matrix = jnp.zeros(num_cells + 1, jnp.int32).at[cells].add(1)
+        self.counts.add(matrix[:num_cells].reshape(size, size))
 
     def _compute(self, counts: np.ndarray) -> Any:
         return counts
+
+
+def _is_finite(threshold: object) -> bool:
+    is_number = type(threshold) in (int, float, np.float64)
+    return is_number and math.isfinite(cast(float, threshold))
 
 
 class _Score(ConfusionMatrix):
@@ -275,16 +306,19 @@ class _Score(ConfusionMatrix):
         self.average = average
 
     def _compute(self, counts: np.ndarray) -> Any:
-        right, predicted, labeled = counts.diagonal(), counts.sum(0), counts.sum(1)
+        right = counts.diagonal()
+        predicted = counts.sum(0)
+        labeled = counts.sum(1)
         share = self._share_of_predictions
         whole = share * predicted + (1 - share) * labeled
-        scores = np.where(counts.any(), right / np.maximum(whole, 1), np.nan)
+        scores = right / np.maximum(whole, 1)
+        scores = np.where(counts.any(), scores, np.nan)
         if self.threshold is not None:
             return scores[1]
         if self.average is None:
             return scores
-        present = (predicted + labeled > 0).astype(np.int64)
-        weights = present if self.average == "macro" else labeled
+        is_present = predicted + labeled > 0
+        weights = is_present.astype(np.int64) if self.average == "macro" else labeled
         return scores @ weights / max(weights.sum(), 1)
 
 

@@ -48,7 +48,8 @@ class Number(NamedTuple):
     def num_integers(self) -> int:
         if self.is_count:
             return int(np.prod(self.shape[1:]))
-        return int(np.prod(self.shape)) * (NUM_INTEGERS if self.is_float else 1)
+        num_elements = int(np.prod(self.shape))
+        return num_elements * NUM_INTEGERS if self.is_float else num_elements
 
 
 class Described(NamedTuple):
@@ -74,11 +75,15 @@ def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
     weights: list[int] = []
     for name, value in plain.items():
         array = as_numbers(name, _OWNER, value)
-        is_number = array.ndim == 0
-        # A number is the mean over its batch, so it counts once for each example.
-        arrays.append(mark_metric(array, name) if is_number else array)
-        times.append(num_examples if is_number else 1)
-        weights.append(num_examples if is_number else array.size)
+        if array.ndim == 0:
+            # A number is the mean over its batch, so it counts once for each example.
+            arrays.append(mark_metric(array, name))
+            times.append(num_examples)
+            weights.append(num_examples)
+        else:
+            arrays.append(array)
+            times.append(1)
+            weights.append(array.size)
     sums = sum_parts(tuple(arrays), tuple(times)).transpose(1, 0, 2)
     counts = split_in_parts(np.array(weights, np.int32))
     return [sums.reshape(3, -1), counts]
@@ -111,28 +116,34 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
             f"steps again. Make a new one in the step, or keep this one. {by_hand}"
         )
     graph, values = nnx.split(metric)
-    leaves, structure = jax.tree.flatten(
-        values, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    leaves, structure = jax.tree.flatten(values, is_leaf=_is_variable)
     adds_up = all(map(merges_by_sum, _metrics_in(metric)))
     numbers: list[Number] = []
     parts: list[jax.Array] = []
     for leaf in leaves:
-        held = leaf[...]
-        is_real = jnp.issubdtype(held.dtype, jnp.floating)
-        is_whole = jnp.issubdtype(held.dtype, jnp.integer)
-        is_state = isinstance(leaf, nnx.metrics.MetricState)
-        is_summed = is_state and (is_real or is_whole)
-        if not (is_summed and adds_up):
-            fault = "has a running mean" if is_summed else f"holds {describe(leaf)}"
+        value = leaf[...]
+        is_sum = _is_sum(leaf, value.dtype)
+        if not (is_sum and adds_up):
+            fault = "has a running mean" if is_sum else f"holds {describe(leaf)}"
             raise TypeError(
                 f"{shown}, but it {fault}, so the values of several steps cannot be "
                 f"added. {by_hand}"
             )
-        number = Number(type(leaf), held.shape, held.dtype)
+        number = Number(type(leaf), value.shape, value.dtype)
         numbers.append(number)
-        parts.append(_split(number, held))
+        parts.append(_split(number, value))
     return Described(graph, structure, tuple(numbers)), parts
+
+
+def _is_variable(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _is_sum(leaf: object, dtype: Any) -> bool:
+    """Returns whether a variable holds numbers that a metric has added up."""
+    is_real = jnp.issubdtype(dtype, jnp.floating)
+    is_whole = jnp.issubdtype(dtype, jnp.integer)
+    return isinstance(leaf, nnx.metrics.MetricState) and bool(is_real or is_whole)
 
 
 def _metrics_in(metric: nnx.Metric) -> Iterator[nnx.Metric]:

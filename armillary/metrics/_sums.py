@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import get_replica_context
-from armillary.distribute.replica._proof import DENOMINATOR, NUMERATOR, SUMMED
+from armillary.distribute.replica._marks import DENOMINATOR, NUMERATOR, SUMMED
 from armillary.metrics._counts import (
     NUM_INTEGERS,
     CountingMetric,
@@ -84,7 +84,9 @@ class _Quotient(CountingMetric):
     def compute(self) -> float:
         """Returns the quotient, NaN if the divisor is 0; waits for the device."""
         weight = self.weight.read_float()
-        return self.total.read_float() / weight if weight else float("nan")
+        if not weight:
+            return float("nan")
+        return self.total.read_float() / weight
 
 
 class Ratio(_Quotient):
@@ -191,17 +193,21 @@ class WeightedMean(_Quotient):
             )
         numbers = _marked(numbers, NUMERATOR)
         given = _marked(given, DENOMINATOR)
-        spread = given.reshape(*given.shape, *(1,) * (numbers.ndim - given.ndim))
+        num_missing_axes = numbers.ndim - given.ndim
+        spread = given.reshape(*given.shape, *(1,) * num_missing_axes)
         spread = jnp.broadcast_to(spread, numbers.shape)
-        if spread.dtype == bool:
-            weighted = jnp.where(spread, numbers, jnp.zeros_like(numbers))
-        else:
-            wide = jnp.promote_types(numbers.dtype, spread.dtype)
-            wide = jnp.promote_types(wide, jnp.float32)
-            product = numbers.astype(wide) * spread.astype(wide)
-            weighted = jnp.where(spread == 0, 0, product)
-        add_sum(self.total, weighted)
+        add_sum(self.total, _weigh(numbers, spread))
         add_sum(self.weight, spread)
+
+
+def _weigh(numbers: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns numbers times their weights, and 0 for NaN with the weight 0."""
+    if weights.dtype == bool:
+        return jnp.where(weights, numbers, jnp.zeros_like(numbers))
+    wide = jnp.promote_types(numbers.dtype, weights.dtype)
+    wide = jnp.promote_types(wide, jnp.float32)
+    product = numbers.astype(wide) * weights.astype(wide)
+    return jnp.where(weights == 0, 0, product)
 
 
 class Pending(NamedTuple):
@@ -265,8 +271,10 @@ def sum_parts(arrays: tuple[jax.Array, ...], times: tuple[int, ...]) -> jax.Arra
     """
     rows = [_sum_as_floats(array) for array in arrays]
     total = jnp.zeros((3, len(rows), NUM_INTEGERS), jnp.int32)
-    for column in itertools.zip_longest(*rows, fillvalue=jnp.float32(0)):
-        total = add_parts(total, float_parts(jnp.stack(column), times, NUM_INTEGERS))
+    nothing = jnp.float32(0)
+    for column in itertools.zip_longest(*rows, fillvalue=nothing):
+        parts = float_parts(jnp.stack(column), times, NUM_INTEGERS)
+        total = add_parts(total, parts)
     return total.transpose(1, 0, 2)
 
 
@@ -293,20 +301,25 @@ def _sum_as_floats(values: jax.Array) -> list[jax.Array]:
 
 
 def _sum_digits(digits: jax.Array, most: int) -> list[jax.Array]:
-    if digits.size * most < _EXACT_IN_FLOAT:
+    """Returns floats whose total is the sum of integers from 0 to `most`."""
+    highest = digits.size * most
+    if highest < _EXACT_IN_FLOAT:
         return [jnp.sum(digits).astype(jnp.float32)]
-    if digits.size * most < _EXACT_IN_INTEGER:
+    if highest < _EXACT_IN_INTEGER:
         total = jnp.sum(digits)
+        low = total & _DIGIT
         high = total & ~_DIGIT
-        return [high.astype(jnp.float32), (total & _DIGIT).astype(jnp.float32)]
+        return [high.astype(jnp.float32), low.astype(jnp.float32)]
     return [jnp.sum(digits.astype(jnp.float32))]
 
 
 def _split_float(number: jax.Array) -> list[jax.Array]:
+    """Returns a float of 64 bits as two of 32 bits, or a float of 32 bits alone."""
     high = number.astype(jnp.float32)
     if number.dtype == jnp.float32:
         return [high]
-    rest = jnp.where(jnp.isfinite(high), number - high.astype(number.dtype), 0)
+    rest = number - high.astype(number.dtype)
+    rest = jnp.where(jnp.isfinite(high), rest, 0)
     return [high, rest.astype(jnp.float32)]
 
 

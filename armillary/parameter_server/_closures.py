@@ -57,10 +57,7 @@ class RemoteValue:
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
         """
-        return jax.tree.map(
-            lambda leaf: jnp.asarray(leaf) if hasattr(leaf, "dtype") else leaf,
-            self.fetch(),
-        )
+        return jax.tree.map(_as_jax_array, self.fetch())
 
     def fetch(self) -> PyTree:
         """Waits for the function, and returns its result with NumPy arrays.
@@ -81,6 +78,10 @@ class RemoteValue:
     def has_failed(self) -> bool:
         """True if the call has failed, or was cancelled before it ran."""
         return self.has_ended and self.future.exception() is not None
+
+
+def _as_jax_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if hasattr(leaf, "dtype") else leaf
 
 
 class ScheduledTask:
@@ -179,9 +180,10 @@ class Statistics:
 
 def is_dynamic(leaf: Any) -> bool:
     """Returns whether calls of one function may differ in an argument."""
-    return isinstance(leaf, RemoteValue) or (
-        not is_claimed(leaf) and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-    )
+    if isinstance(leaf, RemoteValue):
+        return True
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return is_array and not is_claimed(leaf)
 
 
 def ship(
@@ -224,8 +226,9 @@ def ship(
             f"reaches cannot be pickled ({error}). Keep files, locks, threads and "
             "devices elsewhere, or make them inside the function."
         ) from error
-    made = [_dump_transformation(each, cloudpickle) for _, each in optimizers.values()]
-    return buffer.getvalue(), made
+    updates = [update for _, update in optimizers.values()]
+    dumped = [_dump_transformation(update, cloudpickle) for update in updates]
+    return buffer.getvalue(), dumped
 
 
 def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:

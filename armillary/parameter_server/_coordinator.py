@@ -126,15 +126,17 @@ class ClusterCoordinator:
             (tuple(args or ()), dict(kwargs or {})), is_leaf=is_claimed
         )
         task = self._get_task(fn, leaves, tree)
-        with self._scheduler.needing_servers():
-            self._scheduler.revive()
-            self._variables.put_changed(self._scheduler.servers)
-        # The call is sent later, and by then the caller may have written into an array.
-        inputs = [
-            np.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
-            for leaf in leaves
-            if is_dynamic(leaf)
-        ]
+        servers = self._scheduler.server_group
+        with servers.needed():
+            servers.revive(self._variables.put_all)
+            self._variables.put_changed(servers.actors)
+        inputs: list[Any] = []
+        for leaf in leaves:
+            if not is_dynamic(leaf):
+                continue
+            # The call is sent later, and by then the caller may have written into an
+            # array.
+            inputs.append(np.copy(leaf) if isinstance(leaf, np.ndarray) else leaf)
         return self._scheduler.add(task, inputs)
 
     def join(self) -> None:
@@ -149,10 +151,11 @@ class ClusterCoordinator:
         scheduler.wait()
         if scheduler.is_stopped:
             return
-        with scheduler.needing_servers():
-            scheduler.revive()
-            self._variables.put_changed(scheduler.servers)
-            self._variables.fetch(scheduler.servers)
+        servers = scheduler.server_group
+        with servers.needed():
+            servers.revive(self._variables.put_all)
+            self._variables.put_changed(servers.actors)
+            self._variables.fetch(servers.actors)
 
     def done(self) -> bool:
         """Returns whether every scheduled call has ended.
@@ -237,7 +240,7 @@ class ClusterCoordinator:
             owner = getattr(fn, "__self__", None)
             fn = inner if owner is None else types.MethodType(inner, owner)
         # What a function reads may depend on the shapes of its arguments.
-        kinds = tuple(map(_kind, leaves))
+        kinds = tuple(map(_kind_of_argument, leaves))
         held = tuple((name, identity_of(value)) for name, value in captured(fn))
         key = code_of(fn), held, tree, kinds
         task = self._tasks.get(key)
@@ -252,7 +255,7 @@ class ClusterCoordinator:
         return task
 
 
-def _kind(leaf: Any) -> Any:
+def _kind_of_argument(leaf: Any) -> Any:
     if isinstance(leaf, RemoteValue):
         return RemoteValue
     return kind_of(leaf) if is_dynamic(leaf) else identity_of(leaf)

@@ -42,15 +42,21 @@ def reduce_keras(obj: Any) -> Any:
 
 
 def make_blank(kind: type) -> Any:
-    base: Any = next((b for b in (list, dict, set) if issubclass(kind, b)), object)
+    """Returns an object of a class without calling the class."""
+    base: Any = object
+    for container in (list, dict, set):
+        if issubclass(kind, container):
+            base = container
     return base.__new__(kind)
 
 
 def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
+    """Fills a container of Keras by the method of its base, which tracks nothing."""
     attributes, items = held
     bases = type(container).__mro__
     base: Any = next(each for each in bases if not each.__module__.startswith("keras."))
-    (base.extend if base is list else base.update)(container, items)
+    fill = base.extend if base is list else base.update
+    fill(container, items)
     vars(container).update(attributes)
 
 
@@ -91,8 +97,11 @@ class _KerasUpdate:
         # The optimizer looks variables up in these tables.
         optimizer._trainable_variables_indices = numbers
         optimizer._exclude_from_weight_decay_cache = decayed
-        new, own = optimizer.stateless_apply(list(state), list(updates), list(params))
-        return [after - before for after, before in zip(new, params, strict=True)], own
+        new_params, new_state = optimizer.stateless_apply(
+            list(state), list(updates), list(params)
+        )
+        changes = [new - old for new, old in zip(new_params, params, strict=True)]
+        return changes, new_state
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -101,6 +110,7 @@ def _check_optimizer(optimizer: Any) -> None:
     rate = vars(optimizer).get("_learning_rate")
     keras: Any = _keras.keras_module()
     schedule = keras.optimizers.schedules.LearningRateSchedule
+    is_sent = _keras.is_variable(rate) or isinstance(rate, schedule)
     if hasattr(optimizer, "inner_optimizer"):
         problem = (
             f"The optimizer is a `{name}`, which looks at all gradients before any "
@@ -113,11 +123,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "its gradients go to several parameter servers. Use `clipnorm`, which "
             "clips the gradient of each variable by itself."
         )
-    elif (
-        callable(rate)
-        and not _keras.is_variable(rate)
-        and not isinstance(rate, schedule)
-    ):
+    elif callable(rate) and not is_sent:
         problem = (
             f"The learning rate of the optimizer is {rate!r}, a function of this "
             "process. Use a number, or a schedule of `keras.optimizers.schedules`."
@@ -146,14 +152,17 @@ def make_optimizer(kind: type, index: int) -> Any:
 
 
 def _check_given(optimizer: Any, gradients: Any, variables: Any) -> None:
+    """Raises if an optimizer was not given one gradient for each of its variables."""
     own = optimizer._trainable_variables
-    if list(map(id, variables)) != list(map(id, own)) or len(gradients) != len(own):
+    has_its_variables = list(map(id, variables)) == list(map(id, own))
+    if not has_its_variables or len(gradients) != len(own):
         raise ValueError(
             f"The optimizer {optimizer.name!r} was given {len(variables)} variables in "
             f"a scheduled function, and was built for {len(own)}. Pass all of them, in "
             "the order in which it was built."
         )
-    missing = [v.path for v, g in zip(own, gradients, strict=True) if g is None]
+    pairs = zip(own, gradients, strict=True)
+    missing = [variable.path for variable, gradient in pairs if gradient is None]
     if missing:
         raise ValueError(
             f"The optimizer {optimizer.name!r} was given no gradient for "

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import fcntl
 import ipaddress
+import itertools
 import math
 import os
 import secrets
@@ -53,7 +54,8 @@ class Server:
     def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
         source = "cluster_resolver"
         if cluster_resolver is None:
-            source, cluster_resolver = "TF_CONFIG", TFConfigClusterResolver()
+            source = "TF_CONFIG"
+            cluster_resolver = TFConfigClusterResolver()
         self._spec = check_cluster(cluster_resolver, source)
         task_type = cluster_resolver.task_type
         task_id = cluster_resolver.task_id
@@ -97,10 +99,10 @@ class Server:
         )
 
     def _wait_for_chief(self) -> None:
-        said = -math.inf
+        logged_at = -math.inf
         while not _answers(self._chief):
-            if time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - logged_at > _SAY_SECONDS:
+                logged_at = time.monotonic()
                 logger.info("%s | waits for the chief at %s.", self._name, self._chief)
             time.sleep(_LOOK_SECONDS)
 
@@ -115,20 +117,25 @@ class Server:
         except Exception as error:
             # The chief may end while this task begins.
             is_over = self._chief_has_ended()
-            return None if is_over else f"Ray did not start: {_first_line(error)}"
+            return None if is_over else f"Ray did not start: {first_line(error)}"
 
         logger.info("%s | has joined the cluster of %s.", self._name, self._chief)
         try:
-            misses = 0
-            while misses < _MOST_MISSES:
-                if dead := node.dead_processes():
-                    names = ", ".join(name for name, _ in dead)
-                    is_over = self._chief_has_ended()
-                    return None if is_over else f"A process of Ray has ended: {names}."
-                time.sleep(_LOOK_SECONDS)
-                misses = 0 if _answers(self._chief) else misses + 1
+            return self._watch(node)
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+    def _watch(self, node: Any) -> str | None:
+        """Waits for the end of the chief; returns the reason if Ray ends first."""
+        num_misses = 0
+        while num_misses < _MOST_MISSES:
+            dead = node.dead_processes()
+            if dead:
+                names = ", ".join(name for name, _ in dead)
+                is_over = self._chief_has_ended()
+                return None if is_over else f"A process of Ray has ended: {names}."
+            time.sleep(_LOOK_SECONDS)
+            num_misses = 0 if _answers(self._chief) else num_misses + 1
         return None
 
     def _chief_has_ended(self) -> bool:
@@ -190,16 +197,40 @@ def start_ray(resolver: ClusterResolver | None) -> None:
         ray.init(address=address)
     else:
         use_one_machine(is_local=True)
-        with quiet_forks():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                logging_level="ERROR",
-                object_store_memory=2**31,
-                _node_ip_address="127.0.0.1",
-            )
+        _start_here(ray)
         atexit.register(ray.shutdown)
         logger.info("ray | started on this machine, for as long as the program runs.")
+
+
+def _start_here(ray: Any) -> None:
+    """Starts a Ray cluster on this machine.
+
+    Ray gives its own processes 30 seconds, which a busy machine may exceed. So a start
+    that fails is tried again.
+    """
+    for number in itertools.count(1):
+        try:
+            with quiet_forks():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    logging_level="ERROR",
+                    object_store_memory=2**31,
+                    _node_ip_address="127.0.0.1",
+                )
+            return
+        except Exception as error:
+            ray.shutdown()
+            problem = first_line(error)
+            if number == _MOST_STARTS:
+                raise ClusterError(
+                    f"Ray did not start on this machine in {_MOST_STARTS} attempts "
+                    f"({problem}). Its logs are in {_LOGS}. A machine without free "
+                    "memory or processor time is the usual reason."
+                ) from error
+        logger.warning(
+            "ray | did not start: %s (start %d of %d)", problem, number, _MOST_STARTS
+        )
 
 
 def use_one_machine(*, is_local: bool) -> None:
@@ -225,7 +256,7 @@ def _start_head(host: str, port: int) -> Any:
     except Exception as error:
         raise ClusterError(
             f"Ray did not start in the process of chief 0 at {host}:{port} "
-            f"({_first_line(error)}). Its logs are in {_LOGS}. Another program at this "
+            f"({first_line(error)}). Its logs are in {_LOGS}. Another program at this "
             "port, or a machine without free memory or processor time, are the usual "
             "reasons: start all processes of the cluster again."
         ) from error
@@ -274,8 +305,10 @@ def has_joined(job: str, index: int) -> bool:
     return any(node["Alive"] and resource in node["Resources"] for node in nodes)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error, or its type if it has no text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
 def _answers(address: str) -> bool:

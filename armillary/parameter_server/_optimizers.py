@@ -35,8 +35,11 @@ class UpdateSpec(NamedTuple):
     param_slots: list[int]
 
     def renumbered(self, numbers: Sequence[int]) -> "UpdateSpec":
-        state, params = ([numbers[slot] for slot in slots] for slots in self[2:])
-        return self._replace(state_slots=state, param_slots=params)
+        """Returns the same call, with other numbers for its variables."""
+        return self._replace(
+            state_slots=[numbers[slot] for slot in self.state_slots],
+            param_slots=[numbers[slot] for slot in self.param_slots],
+        )
 
 
 # The updates that a worker's optimizer returns: an operation that names its call and
@@ -87,33 +90,40 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
                 "`tx.update(gradients, state, params)`."
             )
         leaves, tree = jax.tree.flatten(updates)
-        trees = tree, jax.tree.structure(state), jax.tree.structure(params)
-        spec = UpdateSpec(index, trees, _find_slots(state), _find_slots(params))
+        spec = UpdateSpec(
+            transformation=index,
+            trees=(tree, jax.tree.structure(state), jax.tree.structure(params)),
+            state_slots=_find_slots(state),
+            param_slots=_find_slots(params),
+        )
         slots = spec.param_slots
-        if len(slots) != len(leaves) or len(set(slots)) < len(slots):
+        has_repeated = len(set(slots)) < len(slots)
+        if len(slots) != len(leaves) or has_repeated:
             raise ValueError(
                 f"`update` of an optimizer was given {len(leaves)} gradients for "
                 f"{len(set(slots))} variables. Pass one gradient for each of `params`."
             )
-        call = len(_recording[-1])
-        _recording[-1].append((spec, leaves))
-        marked = (
+        recorded = _recording[-1]
+        call = len(recorded)
+        recorded.append((spec, leaves))
+        marked = [
             server_update_p.bind(leaf, call=call, leaf=i)
             for i, leaf in enumerate(leaves)
-        )
+        ]
         return tree.unflatten(marked), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _find_slots(tree: PyTree) -> list[int]:
+    """Returns the numbers of the variables that hold the leaves of a tree."""
     lifted = lifted_state()
     if not _recording or lifted is None:
         raise RuntimeError(
             "An optimizer was used on a worker outside of a scheduled function."
         )
-    places = {id(leaf): i for i, leaf in enumerate(lifted.read())}
-    slots = [places.get(id(leaf), -1) for leaf in jax.tree.leaves(tree)]
+    numbers = {id(leaf): i for i, leaf in enumerate(lifted.read())}
+    slots = [numbers.get(id(leaf), -1) for leaf in jax.tree.leaves(tree)]
     if -1 in slots:
         raise ValueError(
             "`update` of an optimizer was given state or parameters that no variable "
@@ -133,12 +143,14 @@ def flat_update(
     transformation: optax.GradientTransformationExtraArgs, spec: UpdateSpec
 ) -> Callable[..., list[Any]]:
     """Returns an update as a function of leaves: of gradients, state, parameters."""
-    stops = list(itertools.accumulate(tree.num_leaves for tree in spec.trees))
 
     def update(*leaves: Any) -> list[Any]:
-        parts = zip(spec.trees, [0, *stops], stops, strict=False)
-        given = (tree.unflatten(leaves[start:stop]) for tree, start, stop in parts)
-        return jax.tree.leaves(transformation.update(*given))
+        remaining = iter(leaves)
+        arguments = []
+        for tree in spec.trees:
+            of_tree = itertools.islice(remaining, tree.num_leaves)
+            arguments.append(tree.unflatten(of_tree))
+        return jax.tree.leaves(transformation.update(*arguments))
 
     return update
 
@@ -165,6 +177,7 @@ class SplitUpdate:
         self._update = flat_update(transformation, spec)
         self._leaves = [jax.eval_shape(types[slot].zeros) for slot in self._slots]
         program = jax.make_jaxpr(self._update)(*self._leaves)
+        # The variables from which each result of one step is computed.
         needs = [{self._slots[i] for i in each} for each in find_dependencies(program)]
         of_state = dict(zip(state, needs[len(params) :], strict=True))
         # The arrays from which each array is computed, in any number of steps.
@@ -172,10 +185,13 @@ class SplitUpdate:
             for needed in of_state.values():
                 if between in needed:
                     needed |= found
+
         self.owners: dict[int, int | None] = {}
         for slot, needed in zip(self._results, needs, strict=True):
-            before = (of_state.get(other, ()) for other in needed)
-            owners = needed.union([slot], *before).intersection(params)
+            reached = {slot, *needed}
+            for other in needed:
+                reached.update(of_state.get(other, ()))
+            owners = reached.intersection(params)
             if len(owners) > 1:
                 names = ", ".join(sorted(paths[owner] for owner in owners)[:3])
                 raise ValueError(
@@ -191,13 +207,15 @@ class SplitUpdate:
 
     def is_rowwise(self, slot: int) -> bool:
         """Returns whether a variable's update is the same when mapped over its rows."""
-        own = {slot, *(s for s, owner in self.owners.items() if owner == slot)}
-        if len({self._types[each].shape for each in own}) > 1:
+        own = {slot}
+        own.update(other for other, owner in self.owners.items() if owner == slot)
+        shapes = {self._types[each].shape for each in own}
+        if len(shapes) > 1:
             return False
 
         def update(*leaves: Any) -> list[Any]:
-            pairs = zip(self._results, self._update(*leaves), strict=True)
-            return [result for each, result in pairs if each in own]
+            results = zip(self._results, self._update(*leaves), strict=True)
+            return [result for each, result in results if each in own]
 
         axes = [0 if each in own else None for each in self._slots]
         whole = jax.make_jaxpr(update)(*self._leaves)
@@ -210,16 +228,22 @@ class SplitUpdate:
 
 def _operations(program: core.ClosedJaxpr) -> list[Any]:
     """Returns the operations of a program, except repeating values along new axes."""
-    return [
-        (
-            equation.primitive.name,
-            "" if any(programs_in(equation)) else str(equation.params),
-            [str(atom) for atom in equation.invars if isinstance(atom, core.Literal)],
-            [variable.aval.shape for variable in equation.outvars],
+    operations: list[Any] = []
+    for equation in walk_equations(program):
+        if equation.primitive.name == "broadcast_in_dim":
+            continue
+        # The operations inside are walked, too, so their text would count twice.
+        has_programs = any(programs_in(equation))
+        literals = [atom for atom in equation.invars if isinstance(atom, core.Literal)]
+        operations.append(
+            (
+                equation.primitive.name,
+                "" if has_programs else str(equation.params),
+                list(map(str, literals)),
+                [variable.aval.shape for variable in equation.outvars],
+            )
         )
-        for equation in walk_equations(program)
-        if equation.primitive.name != "broadcast_in_dim"
-    ]
+    return operations
 
 
 class LocalUpdate(NamedTuple):
@@ -238,23 +262,22 @@ class LocalUpdate(NamedTuple):
 
         def pick(held: dict[Part, Any], slot: int, number: int) -> Any:
             is_shared = self.owners.get(slot, slot) is None
-            found = held.get((slot, 0 if is_shared else number))
-            return self.types[slot].zeros() if found is None else found
+            part = (slot, 0 if is_shared else number)
+            return held[part] if part in held else self.types[slot].zeros()
 
         def run(gradients: dict[Part, Any], values: dict[Part, Any]) -> dict[Part, Any]:
             new: dict[Part, Any] = {}
             # All parts of one number are updated together. Whole variables are part 0.
-            for number in sorted({part[1] for part in gradients}):
-                results = update(
-                    *(pick(gradients, slot, number) for slot in params),
-                    *(pick(values, slot, number) for slot in (*state, *params)),
-                )
+            for number in sorted({number for _, number in gradients}):
+                leaves = [pick(gradients, slot, number) for slot in params]
+                leaves += [pick(values, slot, number) for slot in (*state, *params)]
+                results = update(*leaves)
                 for slot, result in zip((*params, *state), results, strict=True):
                     owner = self.owners.get(slot, slot)
                     if owner is None:
                         new[slot, 0] = result
                     elif (owner, number) not in gradients:
-                        continue
+                        continue  # The result of zeros, for a variable elsewhere.
                     elif slot == owner:
                         old = values[slot, number]
                         new[slot, number] = optax.apply_updates(old, result)

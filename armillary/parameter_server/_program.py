@@ -19,7 +19,8 @@ from jax.interpreters import partial_eval
 
 from armillary._jaxpr import walk_equations
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.program._trace import trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._policy import (
     Policy,
     as_before,
@@ -36,6 +37,9 @@ from armillary.state._lift import State, as_array
 from armillary.state._slots import Trait, has_trait
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
+
+_COPIES = ("convert_element_type", "copy", "copy_p")
+_SUMS = ("add", "add_any", "sub")
 
 
 class TaskSpec(NamedTuple):
@@ -70,28 +74,24 @@ class TaskProgram:
 
         self._step = trace_step(body, flat, arguments, user_fn=fn, owner="the function")
         name = getattr(fn, "__name__", "the function")
-        policies = policies_of(flat.state, list(map(as_array, flat.state.read())))
-        self._keys = {
-            i
-            for i, (policy, type_) in enumerate(zip(policies, flat.types, strict=True))
-            if policy is Policy.RANDOM
-            or jnp.issubdtype(type_.dtype, jax.dtypes.prng_key)
-        }
-        kinds = dict(enumerate(policies)) | dict.fromkeys(self._keys, Policy.RANDOM)
-        found = _find_additions(self._step, updates, kinds, flat.state, name)
+        policies = _find_policies(flat)
+        self._keys = {i for i, each in policies.items() if each is Policy.RANDOM}
+        found = _find_additions(self._step, updates, policies, flat.state, name)
         self._signs = [addition.sign for addition in found.values()]
+
+        jaxpr = self._step.program.jaxpr
+        num_variables = len(flat.types)
         # A variable that is averaged is compared with its old value, so it stays an
         # input. All arguments stay too.
-        count = len(flat.types)
-        kept = [
-            i >= count or (i in found and found[i].sign == 0)
-            for i in range(len(self._step.program.jaxpr.invars))
-        ]
-        results = self._step.program.jaxpr.outvars[len(self._step.changed) :]
+        kept = [i >= num_variables for i in range(len(jaxpr.invars))]
+        for i, addition in found.items():
+            if addition.sign == 0:
+                kept[i] = True
+        results = jaxpr.outvars[len(self._step.changed) :]
         outputs = [*results, *(addition.output for addition in found.values())]
         self._program, used = _prune(self._step.program, outputs, kept)
         _check_updates_unused(self._program, name)
-        reads = tuple(i for i in used if i < count)
+        reads = tuple(i for i in used if i < num_variables)
         self.spec = TaskSpec(tuple(updates), tuple(found), reads)
         self._shapes = [flat.types[i].shape for i in found]
         self._run = compile_step(self._compute, self._program, flat.platform, None)
@@ -109,25 +109,34 @@ class TaskProgram:
     def _compute(
         self, read: list[Any], arguments: list[Any], call: Any
     ) -> tuple[list[Any], list[Any]]:
-        values = {
-            i: _fold_in(value, call) if i in self._keys else value
-            for i, value in zip(self.spec.reads, read, strict=True)
-        }
+        values: dict[int, Any] = {}
+        for i, value in zip(self.spec.reads, read, strict=True):
+            values[i] = _fold_in(value, call) if i in self._keys else value
         outputs = core.jaxpr_as_fun(self._program)(*values.values(), *arguments)
-        count = len(outputs) - len(self._signs)
-        changes = [
-            new - values[i] if sign == 0 else sign * new
-            for i, new, sign in zip(
-                self.spec.additions, outputs[count:], self._signs, strict=True
-            )
-        ]
+        num_results = len(outputs) - len(self._signs)
+        changes = []
+        for i, new, sign in zip(
+            self.spec.additions, outputs[num_results:], self._signs, strict=True
+        ):
+            changes.append(new - values[i] if sign == 0 else sign * new)
         # The addition to an array may be a single number.
-        return outputs[:count], list(map(jnp.broadcast_to, changes, self._shapes))
+        changes = list(map(jnp.broadcast_to, changes, self._shapes))
+        return outputs[:num_results], changes
 
 
 class _Addition(NamedTuple):
-    sign: int
+    sign: int  # 0 if `output` is the new value of the variable.
     output: Any
+
+
+def _find_policies(flat: FlatState) -> dict[int, Policy]:
+    """Returns the policy of each array of a state; keys are always random."""
+    arrays = list(map(as_array, flat.state.read()))
+    policies = dict(enumerate(policies_of(flat.state, arrays)))
+    for i, type_ in enumerate(flat.types):
+        if jnp.issubdtype(type_.dtype, jax.dtypes.prng_key):
+            policies[i] = Policy.RANDOM
+    return policies
 
 
 def _find_additions(
@@ -141,12 +150,13 @@ def _find_additions(
     paths = state.paths
     in_parts = _find_in_parts(state)
     origins = _Origins(step.program.jaxpr)
-    owned = {
-        slot: (call, leaf)
-        for call, spec in enumerate(updates)
-        for leaf, slot in enumerate(spec.param_slots)
-    }
-    states = {slot for spec in updates for slot in spec.state_slots}
+    owned: dict[int, tuple[int, int]] = {}
+    states: set[int] = set()
+    for call, spec in enumerate(updates):
+        states.update(spec.state_slots)
+        for leaf, slot in enumerate(spec.param_slots):
+            owned[slot] = (call, leaf)
+
     found: dict[int, _Addition] = {}
     refused: list[str] = []
     for i, out in zip(step.changed, step.program.jaxpr.outvars, strict=False):
@@ -163,9 +173,11 @@ def _find_additions(
                 refused.append(f"{paths[i]}: set to a value, not added to")
             else:
                 found[i] = addition
+
     mirrored = {i for i in found if policies[i] is Policy.MIRRORED}
     for i in mirrored:
-        if mirrored.intersection(_prune(step.program, [found[i].output])[1]):
+        _, needed = _prune(step.program, [found[i].output])
+        if mirrored.intersection(needed):
             refused.append(
                 f"{paths[i]}: the added amount depends on the values of such variables"
             )
@@ -195,7 +207,9 @@ class _Origins:
 
     def __init__(self, jaxpr: Any) -> None:
         self._invars = jaxpr.invars
-        self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._made: dict[Any, Any] = {}
+        for equation in jaxpr.eqns:
+            self._made.update(dict.fromkeys(equation.outvars, equation))
 
     def is_updated(self, out: Any, slot: int, origin: tuple[int, int]) -> bool:
         """Returns whether `out` is the variable plus the update of `origin`."""
@@ -203,14 +217,14 @@ class _Origins:
         name, terms = self._terms(out, may_round=True)
         if not name.startswith("add"):
             return False
+        old = self._invars[slot]
         a, b = (self._same(term, may_round=True) for term in terms)
-        update = self._equation(b if a is self._invars[slot] else a)
-        return (
-            self._invars[slot] in (a, b)
-            and update is not None
-            and update.primitive is server_update_p
-            and (update.params["call"], update.params["leaf"]) == origin
-        )
+        if old not in (a, b):
+            return False
+        update = self._equation(b if a is old else a)
+        if update is None or update.primitive is not server_update_p:
+            return False
+        return (update.params["call"], update.params["leaf"]) == origin
 
     def find_addition(self, out: Any, slot: int) -> _Addition | None:
         """Returns the addition to a variable; `None` if it changes in another way."""
@@ -226,24 +240,26 @@ class _Origins:
         return found if found.output.aval.dtype == old.aval.dtype else None
 
     def _equation(self, var: Any) -> Any:
+        """Returns the operation that made a value; `None` for inputs and constants."""
         return None if isinstance(var, core.Literal) else self._made.get(var)
 
     def _same(self, var: Any, *, may_round: bool = False) -> Any:
         """Follows plain copies of a value back to the first variable."""
-        while (eqn := self._equation(var)) is not None:
-            if eqn.primitive.name not in {"convert_element_type", "copy", "copy_p"}:
-                break
-            source = eqn.invars[0]
+        while True:
+            equation = self._equation(var)
+            if equation is None or equation.primitive.name not in _COPIES:
+                return var
+            source = equation.invars[0]
             if source.aval.dtype != var.aval.dtype and not may_round:
-                break
+                return var
             var = source
-        return var
 
     def _terms(self, out: Any, *, may_round: bool = False) -> tuple[str, list[Any]]:
-        eqn = self._equation(self._same(out, may_round=may_round))
-        if eqn is None or eqn.primitive.name not in {"add", "add_any", "sub"}:
+        """Returns the name and the operands of a sum or a difference, if it is one."""
+        equation = self._equation(self._same(out, may_round=may_round))
+        if equation is None or equation.primitive.name not in _SUMS:
             return "", []
-        return eqn.primitive.name, list(eqn.invars)
+        return equation.primitive.name, list(equation.invars)
 
 
 def _check_updates_unused(program: core.ClosedJaxpr, name: str) -> None:

@@ -2,24 +2,22 @@
 
 import atexit
 import collections
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from armillary._logging import logger
 from armillary._optional import import_ray
-from armillary.errors import PSUnavailableError
 from armillary.parameter_server._closures import (
     Closure,
     RemoteValue,
     ScheduledTask,
     Statistics,
 )
-from armillary.parameter_server._server import ParameterServer
+from armillary.parameter_server._node import first_line
+from armillary.parameter_server._server_group import ServerGroup
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._variables import Variables
 from armillary.parameter_server._worker import Failed, NotKnown, Worker
@@ -43,7 +41,7 @@ class _Message:
 
 
 @dataclass(eq=False)
-class _Worker:
+class _ServedWorker:
     index: int
     actor: Any
     label: str
@@ -65,8 +63,8 @@ class Scheduler:
     def __init__(self, strategy: ParameterServerStrategy, variables: Variables) -> None:
         self._strategy = strategy
         self._variables = variables
-        self.servers = list(map(self._make_server, range(strategy.num_ps)))
-        self.workers = list(map(self._make_worker, range(strategy.num_workers)))
+        self.server_group = ServerGroup(strategy)
+        self.workers = [self._make_worker(i) for i in range(strategy.num_workers)]
         self.statistics = Statistics()
         self.is_stopped = False
         # Guards all attributes that threads write; notified when a thread may continue.
@@ -78,12 +76,13 @@ class Scheduler:
         self._num_added = 0
         # Each worker builds new data sets before its next call.
         self.datasets: list[tuple[int, Any]] = []
-        self._is_broken = False
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True)
             for worker in self.workers
         ]
-        watch = threading.Thread(target=self._watch_servers, daemon=True)
+        watch = threading.Thread(
+            target=self.server_group.watch, args=(lambda: self.is_stopped,), daemon=True
+        )
         self._threads.append(watch)
         for thread in self._threads:
             thread.start()
@@ -91,35 +90,17 @@ class Scheduler:
         # never started.
         atexit.register(self.stop)
 
-    def _make_server(self, index: int) -> Any:
-        actor = import_ray().remote(ParameterServer)
-        return actor.options(**self._strategy.actor_options("ps", index)).remote()
+    @property
+    def servers(self) -> list[Any]:
+        """The actors of the parameter servers."""
+        return self.server_group.actors
 
-    def _make_worker(self, index: int) -> _Worker:
+    def _make_worker(self, index: int) -> _ServedWorker:
         options = self._strategy.actor_options("worker", index)
         actor = import_ray().remote(Worker).options(**options)
         strategy = self._strategy
         made = actor.remote(index, strategy.num_workers, strategy.axis_name)
-        return _Worker(index, made, self._strategy.name_task("worker", index))
-
-    def _watch_servers(self) -> None:
-        """Warns about parameter servers that have not started in time.
-
-        Calls that need a server wait for it without a limit.
-        """
-        ray = import_ray()
-        seconds = self._strategy.report_seconds
-        greetings = [server.greet.remote() for server in self.servers]
-        ray.wait(greetings, num_returns=len(greetings), timeout=seconds)
-        up, _ = ray.wait(greetings, num_returns=len(greetings), timeout=0)
-        for index, greeting in enumerate(greetings):
-            if greeting not in up and not self.is_stopped:
-                logger.warning(
-                    "%s is not up after %.0f s: %s.",
-                    self._strategy.name_task("ps", index),
-                    seconds,
-                    self._strategy.describe_absent("ps", index),
-                )
+        return _ServedWorker(index, made, self._strategy.name_task("worker", index))
 
     # The threads of users call these methods.
 
@@ -133,7 +114,8 @@ class Scheduler:
             self._num_added += 1
             closure = Closure(self._num_added, task, inputs)
             failed = [value for value in closure.awaited if value.has_failed]
-            if failed and (error := failed[0].future.exception()) is not None:
+            error = failed[0].future.exception() if failed else None
+            if error is not None:
                 self._fail(closure, error)
             else:
                 self._open[closure.number] = closure
@@ -152,35 +134,14 @@ class Scheduler:
 
     def raise_error(self) -> None:
         """Raises the error of a failed call, once, when all calls have ended."""
-        if self._error is not None:
-            with self._changed:
-                self._changed.wait_for(self.is_done)
-                error, self._error = self._error, None
-            if error is not None:
-                raise error
-
-    def revive(self) -> None:
-        """Replaces parameter servers that are gone, while no call runs."""
-        if not self._is_broken:
+        if self._error is None:
             return
-        ray = import_ray()
-        servers = [*self.servers]
-        for index, server in enumerate(servers):
-            try:
-                ray.get(server.greet.remote(), timeout=10)
-            except ray.exceptions.RayError:
-                servers[index] = self._make_server(index)
-        self._is_broken = False
-        self.servers = servers
-        self._variables.put_all(servers)
-
-    @contextlib.contextmanager
-    def needing_servers(self) -> Iterator[None]:
-        """Raises `PSUnavailableError` if a server is lost in the code inside it."""
-        try:
-            yield
-        except import_ray().exceptions.RayActorError as error:
-            raise self._break(error) from error
+        with self._changed:
+            self._changed.wait_for(self.is_done)
+            error = self._error
+            self._error = None
+        if error is not None:
+            raise error
 
     def stop(self) -> None:
         """Ends the actors and threads; calls that have not ended are cancelled."""
@@ -201,37 +162,35 @@ class Scheduler:
 
     # The thread of a worker calls these methods.
 
-    def _serve(self, worker: _Worker) -> None:
+    def _serve(self, worker: _ServedWorker) -> None:
         while not self.is_stopped:
             try:
-                self._go_on(worker)
+                self._proceed(worker)
             except (_WorkerLostError, import_ray().exceptions.RayError) as error:
-                if worker.pid and not self.is_stopped:
+                if self.is_stopped:
+                    return
+                if worker.pid:
                     self._lose(worker, error)
-                elif not self.is_stopped:
+                else:
                     self._wait_for(worker, error)
             except Exception as error:  # On any error, no caller may wait forever.
                 with self._changed:
-                    for each in [*worker.messages]:
-                        self._end(worker, each, [Failed(error)] * len(each.closures))
+                    for message in [*worker.messages]:
+                        self._end_all(worker, message, error)
                     self._error = self._error or error
                     self._cancel_queue()
                     self._changed.notify_all()
 
-    def _go_on(self, worker: _Worker) -> None:
+    def _proceed(self, worker: _ServedWorker) -> None:
         """Greets a new worker, sends calls, or waits for the end of some calls."""
         if not worker.pid:
-            greeting = worker.actor.greet.remote()
-            pid, address = self._get(worker, greeting, None)
-            worker.label = f"worker {worker.index} (process {pid} on {address})"
-            worker.known = set()
-            worker.servers = None
-            worker.num_datasets = 0
-            worker.pid = pid
+            self._greet(worker)
             return
-        message, step = self._take(worker), self._send
+        message = self._take(worker)
+        step = self._send
         if message is None and worker.messages:
-            message, step = worker.messages[0], self._finish
+            message = worker.messages[0]
+            step = self._finish
         if message is None:
             return
         try:
@@ -239,9 +198,19 @@ class Scheduler:
         except _WorkerLostError:
             raise
         except Exception as error:  # An argument may have been deleted, for example.
-            self._end(worker, message, [Failed(error)] * len(message.closures))
+            self._end_all(worker, message, error)
 
-    def _take(self, worker: _Worker) -> _Message | None:
+    def _greet(self, worker: _ServedWorker) -> None:
+        """Waits until the process of a worker answers; it knows nothing yet."""
+        greeting = worker.actor.greet.remote()
+        pid, address = self._get(worker, greeting, None)
+        worker.label = f"worker {worker.index} (process {pid} on {address})"
+        worker.known = set()
+        worker.servers = None
+        worker.num_datasets = 0
+        worker.pid = pid
+
+    def _take(self, worker: _ServedWorker) -> _Message | None:
         """Returns the next calls for a worker; if it has none, waits for some."""
         with self._changed:
             if not worker.messages:
@@ -254,34 +223,54 @@ class Scheduler:
             worker.messages.append(message)
             return message
 
-    def _find(self, worker: _Worker) -> Closure | None:
+    def _find(self, worker: _ServedWorker) -> Closure | None:
         """Returns the next call that a worker may begin."""
-        ahead = len(worker.messages)
-        if not self._queue or ahead >= _DEPTH:
+        num_ahead = len(worker.messages)
+        if not self._queue or num_ahead >= _DEPTH:
             return None
         # Workers without calls come first.
-        idle = [w for w in self.workers if w.pid and not w.messages]
-        if ahead and len(self._queue) <= len(idle):
+        idle = [each for each in self.workers if each.pid and not each.messages]
+        if num_ahead and len(self._queue) <= len(idle):
             return None
         return next((call for call in self._queue if call.is_ready), None)
 
-    def _take_more(self, worker: _Worker, first: Closure) -> list[Closure]:
+    def _take_more(self, worker: _ServedWorker, first: Closure) -> list[Closure]:
         """Returns the next short calls of a function, to go in one message."""
-        task, taken = first.task, list[Closure]()
+        task = first.task
+        taken: list[Closure] = []
         if task.number not in worker.known:
             return taken
         # It takes only a part of the queue, so that other workers have work at the end.
         share = len(self._queue) // (_DEPTH * len(self.workers))
-        count = min(share, int(_MESSAGE_SECONDS / max(task.seconds, 1e-6)) - 1)
+        num_in_time = int(_MESSAGE_SECONDS / max(task.seconds, 1e-6))
+        count = min(share, num_in_time - 1)
         while len(taken) < count:
-            if self._queue[0].task is not task or not self._queue[0].is_ready:
+            call = self._queue[0]
+            if call.task is not task or not call.is_ready:
                 break
             taken.append(self._queue.popleft())
         return taken
 
-    def _send(self, worker: _Worker, message: _Message) -> None:
+    def _send(self, worker: _ServedWorker, message: _Message) -> None:
         closures = message.closures
         task = closures[0].task
+        self._bring_up_to_date(worker)
+        # The arguments are passed one by one, because Ray does not fetch the results of
+        # other calls inside a list.
+        arguments: list[Any] = []
+        for closure in closures:
+            arguments += closure.arguments()
+        if task.number not in worker.known:
+            self._prepare(worker, task, arguments)
+        numbers = [closure.number for closure in closures]
+        with self._changed:
+            oldest = next(iter(self._open), numbers[0])
+        run = worker.actor.run.options(num_returns=1 + len(closures))
+        results = run.remote(worker.pid, task.number, numbers, oldest, *arguments)
+        message.statuses, *message.values = results
+
+    def _bring_up_to_date(self, worker: _ServedWorker) -> None:
+        """Sends a worker the servers and data sets that it does not have yet."""
         if worker.servers is not self.servers:
             worker.servers = self.servers
             worker.actor.connect.remote(worker.servers)
@@ -289,33 +278,37 @@ class Scheduler:
         for number, reference in self.datasets[worker.num_datasets :]:
             worker.num_datasets += 1
             worker.actor.make_dataset.remote(number, reference)
-        # The arguments are passed one by one, because Ray does not fetch the results of
-        # other calls inside a list.
-        arguments = [array for closure in closures for array in closure.arguments()]
-        if task.number not in worker.known:
-            asked = worker.actor.prepare.remote(
-                worker.pid, task.number, task.reference, *arguments
-            )
-            spec = self._get(worker, asked, f"traces `{task.name}`")
-            if isinstance(spec, Failed):
-                raise spec.error
-            with self.needing_servers():
-                self._variables.place(task, spec, worker.servers)
-            worker.actor.place.remote(task.number, task.placed)
-            worker.known.add(task.number)
-        run = worker.actor.run.options(num_returns=1 + len(closures))
-        numbers = [closure.number for closure in closures]
-        with self._changed:
-            oldest = next(iter(self._open), numbers[0])
-        results = run.remote(worker.pid, task.number, numbers, oldest, *arguments)
-        message.statuses, *message.values = results
 
-    def _finish(self, worker: _Worker, message: _Message) -> None:
+    def _prepare(
+        self, worker: _ServedWorker, task: ScheduledTask, arguments: list[Any]
+    ) -> None:
+        """Makes a worker trace a function, and tells it where the variables are."""
+        asked = worker.actor.prepare.remote(
+            worker.pid, task.number, task.reference, *arguments
+        )
+        spec = self._get(worker, asked, f"traces `{task.name}`")
+        if isinstance(spec, Failed):
+            raise spec.error
+        with self.server_group.needed():
+            self._variables.place(task, spec, worker.servers)
+        worker.actor.place.remote(task.number, task.placed)
+        worker.known.add(task.number)
+
+    def _finish(self, worker: _ServedWorker, message: _Message) -> None:
         first = message.closures[0]
         doing = f"runs call {first.number} of `{first.task.name}`"
-        self._end(worker, message, self._get(worker, message.statuses, doing))
+        statuses = self._get(worker, message.statuses, doing)
+        self._end(worker, message, statuses)
 
-    def _end(self, worker: _Worker, message: _Message, statuses: list[Any]) -> None:
+    def _end_all(
+        self, worker: _ServedWorker, message: _Message, error: Exception
+    ) -> None:
+        """Sets an error for every call of a message."""
+        self._end(worker, message, [Failed(error)] * len(message.closures))
+
+    def _end(
+        self, worker: _ServedWorker, message: _Message, statuses: list[Any]
+    ) -> None:
         """Sets the results or the errors of the calls of a message."""
         with self._changed:
             if self.is_stopped:
@@ -324,10 +317,12 @@ class Scheduler:
                 self._open.pop(closure.number, None)
                 if i >= len(statuses):  # An earlier call of the message has failed.
                     closure.cancel()
-                elif isinstance(status := statuses[i], Failed):
+                    continue
+                status = statuses[i]
+                if isinstance(status, Failed):
                     error = status.error
                     if status.lost_server is not None:
-                        error = self._break(error, status.lost_server)
+                        error = self.server_group.note_lost(error, status.lost_server)
                     self._fail(closure, error)
                 else:
                     self.statistics.count(status.staleness)
@@ -336,39 +331,50 @@ class Scheduler:
             worker.messages.remove(message)  # Last, because an error may end this.
             self._changed.notify_all()
 
-    def _wait_for(self, worker: _Worker, error: Exception) -> None:
+    def _wait_for(self, worker: _ServedWorker, error: Exception) -> None:
         """Waits before a worker is greeted again; warns once if it does not start."""
         seconds = time.monotonic() - worker.down_since
         if seconds > self._strategy.report_seconds:
             message = "%s is not up after %.0f s (%s)."
-            logger.warning(message, worker.label, seconds, _first_line(error))
+            logger.warning(message, worker.label, seconds, first_line(error))
             worker.down_since = math.inf
         time.sleep(_RETRY_SECONDS)
 
-    def _lose(self, worker: _Worker, error: Exception) -> None:
+    def _lose(self, worker: _ServedWorker, error: Exception) -> None:
         """Puts the calls of a lost worker back at the front of the queue."""
         with self._changed:
-            lost = [closure for each in worker.messages for closure in each.closures]
+            lost: list[Closure] = []
+            for message in worker.messages:
+                lost += message.closures
             worker.messages.clear()
             worker.pid = 0
             worker.down_since = time.monotonic()
             self._queue.extendleft(reversed(lost))
             self.statistics.num_lost += 1
-            for first in lost[:1]:  # The others were waiting for the first call.
-                first.num_losses += 1
-                if first.num_losses == _MOST_LOSSES:
-                    message = (
-                        f"Call {first.number} of `{first.task.name}` has lost its "
-                        f"worker {_MOST_LOSSES} times in a row ({error}), so it is not "
-                        "run again. It may need more memory than a worker has: run "
-                        "the function in this process, and look at Ray's logs."
-                    )
-                    self._fail(first, RuntimeError(message))
+            if lost:
+                # The others were waiting for the first call.
+                self._count_loss(lost[0], error)
             if self._error is not None:
                 self._cancel_queue()
             self._changed.notify_all()
-        message = "%s is lost (%s). Its %d calls are run again; Ray restarts it."
-        logger.warning(message, worker.label, error, len(lost))
+        logger.warning(
+            "%s is lost (%s). Its %d calls are run again; Ray restarts it.",
+            worker.label,
+            error,
+            len(lost),
+        )
+
+    def _count_loss(self, closure: Closure, error: Exception) -> None:
+        """Gives up a call that has lost its worker too often."""
+        closure.num_losses += 1
+        if closure.num_losses == _MOST_LOSSES:
+            message = (
+                f"Call {closure.number} of `{closure.task.name}` has lost its "
+                f"worker {_MOST_LOSSES} times in a row ({error}), so it is not "
+                "run again. It may need more memory than a worker has: run "
+                "the function in this process, and look at Ray's logs."
+            )
+            self._fail(closure, RuntimeError(message))
 
     def _fail(self, closure: Closure, error: BaseException) -> None:
         """Remembers the first error, and cancels the calls that have not begun."""
@@ -383,17 +389,7 @@ class Scheduler:
             self._open.pop(closure.number, None)
         self._queue.clear()
 
-    def _break(self, error: BaseException, which: Any = "(one)") -> PSUnavailableError:
-        """Notes that a server is gone; returns the error to raise."""
-        self._is_broken = True
-        return PSUnavailableError(
-            f"Parameter server {which} is gone ({_first_line(error)}), and with it "
-            "the changes of its variables since the last `join`. Restore the last "
-            "checkpoint and schedule further calls: the next one starts a new server, "
-            "and fills all servers from the coordinator's objects."
-        )
-
-    def _get(self, worker: _Worker, reference: Any, doing: str | None) -> Any:
+    def _get(self, worker: _ServedWorker, reference: Any, doing: str | None) -> Any:
         """Returns the answer of a worker; logs a warning if it takes long.
 
         Args:
@@ -403,22 +399,27 @@ class Scheduler:
                 started.
         """
         ray = import_ray()
-        seconds = self._strategy.report_seconds
         try:
-            try:
-                answer = ray.get(reference, timeout=seconds)
-            except ray.exceptions.GetTimeoutError:
-                absent = self._strategy.describe_absent
-                why = absent("worker", worker.index) if doing is None else f"it {doing}"
-                message = "%s has made no progress for %.0f s: %s."
-                logger.warning(message, worker.label, seconds, why)
-                answer = ray.get(reference)
+            answer = self._wait_for_answer(worker, reference, doing)
         except ray.exceptions.RayActorError as error:
-            raise _WorkerLostError(_first_line(error)) from error
+            raise _WorkerLostError(first_line(error)) from error
         if isinstance(answer, NotKnown):  # Ray has restarted the idle worker.
             raise _WorkerLostError("its process has ended")
         return answer
 
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    def _wait_for_answer(
+        self, worker: _ServedWorker, reference: Any, doing: str | None
+    ) -> Any:
+        ray = import_ray()
+        seconds = self._strategy.report_seconds
+        try:
+            return ray.get(reference, timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            if doing is None:
+                why = self._strategy.describe_absent("worker", worker.index)
+            else:
+                why = f"it {doing}"
+            logger.warning(
+                "%s has made no progress for %.0f s: %s.", worker.label, seconds, why
+            )
+        return ray.get(reference)

@@ -19,9 +19,11 @@ _INLINE_BYTES = 100_000
 
 
 class ArrayType(NamedTuple):
+    """The type of a variable's array; `dtype` is that of the words of random keys."""
+
     shape: tuple[int, ...]
     dtype: np.dtype
-    impl: str | None = None
+    impl: str | None = None  # Of random keys, such as `"threefry2x32"`.
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +55,7 @@ def to_host(array: jax.Array) -> np.ndarray:
     return np.asarray(array)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The server that holds one part of a variable."""
 
     server: int
@@ -64,13 +66,15 @@ class Place(NamedTuple):
         return array if self.rows is None else array[slice(*self.rows)]
 
 
-def places_to_read(places: Sequence[Place]) -> Sequence[Place]:
-    """Returns the places that together hold a variable once."""
-    return places[:1] if places[0].rows is None else places
+def locations_to_read(locations: Sequence[Location]) -> Sequence[Location]:
+    """Returns the locations that together hold a variable once."""
+    are_copies = locations[0].rows is None
+    return locations[:1] if are_copies else locations
 
 
-def join(places: Sequence[Place], found: Mapping[Part, np.ndarray]) -> np.ndarray:
-    rows = [found[place.part] for place in places_to_read(places)]
+def join(locations: Sequence[Location], found: Mapping[Part, np.ndarray]) -> np.ndarray:
+    """Returns a variable, from the parts that were read."""
+    rows = [found[location.part] for location in locations_to_read(locations)]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
@@ -114,8 +118,9 @@ class ParameterServer(Actor):
     def define(self, key: Any, update: Any) -> None:
         """Takes an optimizer (`LocalUpdate`), before the first gradients for it."""
         if key not in self._updates:
+            run = jax.jit(update.make(), donate_argnums=1)
             parts = [part for part in self._values if part[0] in update.types]
-            self._updates[key] = jax.jit(update.make(), donate_argnums=1), parts
+            self._updates[key] = run, parts
 
     def read(self, parts: tuple[Part, ...]) -> tuple[int, Any]:
         """Returns the version, and the values of some parts or a reference to them."""
@@ -135,6 +140,7 @@ class ParameterServer(Actor):
 
         The staleness is the number of new versions since the call read the variables.
         """
+        # Ray may run a call again, and its changes count once.
         if push.call in self._applied:
             return self._applied[push.call]
         staleness = self._version - push.version
@@ -146,6 +152,7 @@ class ParameterServer(Actor):
             old = self._values[part]
             self._values[part] = (old + change).astype(old.dtype)
         self._version += 1
+
         while self._applied and next(iter(self._applied)) < push.oldest:
             self._applied.popitem(last=False)
         self._applied[push.call] = staleness

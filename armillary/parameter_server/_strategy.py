@@ -92,7 +92,8 @@ class ParameterServerStrategy(SingleStrategy):
 
         source = "cluster_resolver"
         if cluster_resolver is None:
-            source, cluster_resolver = "TF_CONFIG", _read_tf_config()
+            source = "TF_CONFIG"
+            cluster_resolver = _read_tf_config()
         self._resolver = cluster_resolver
         if cluster_resolver is not None:
             _check_left_to(source, num_workers, num_ps)
@@ -121,13 +122,17 @@ class ParameterServerStrategy(SingleStrategy):
         """Returns Ray's options of the actor of a task."""
         # Ray restarts a lost worker on any node with room. A lost server is not
         # restarted, because its values are lost too.
-        first = {"num_cpus": 0, "max_restarts": -1 if job == "worker" else 0}
-        options = {**first, **self._options[job]}
-        if self._resolver is None:
-            return options
-        # As in `Server`: each task has a node of its own.
-        own = {name_resource(job, index): 1.0}
-        return {**options, "resources": {**options.get("resources", {}), **own}}
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "max_restarts": -1 if job == "worker" else 0,
+        }
+        options |= self._options[job]
+        if self._resolver is not None:
+            # As in `Server`: each task has a node of its own.
+            resources = dict(options.get("resources", {}))
+            resources[name_resource(job, index)] = 1.0
+            options["resources"] = resources
+        return options
 
     def name_task(self, job: str, index: int) -> str:
         """Returns the name of a task for messages, with its address if it has one."""

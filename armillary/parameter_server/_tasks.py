@@ -12,17 +12,17 @@ import numpy as np
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import MoreBatches, StepIterator
-from armillary.distribute.replica._run import run_alone
+from armillary.distribute.program._step_iterator import MoreBatches, StepIterator
+from armillary.distribute.replica._run_alone import run_alone
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import OutOfRangeError
 from armillary.parameter_server._program import TaskProgram, TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
+    Location,
     Part,
-    Place,
     join,
-    places_to_read,
+    locations_to_read,
 )
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
@@ -61,7 +61,9 @@ class PerWorkerIterator:
                 "`ClusterCoordinator.schedule`, and call `next` in the function."
             )
         iterators = _offered[-1]
-        return next(iterators.setdefault(self._number, StepIterator(self._number, ())))
+        # An iterator without batches ends the trace, which is repeated with one more.
+        empty = StepIterator(self._number, ())
+        return next(iterators.setdefault(self._number, empty))
 
     get_next = __next__
 
@@ -98,7 +100,7 @@ class WorkerStrategy(SingleStrategy):
         return run_alone(self, fn, args, kwargs)
 
 
-class _Ahead(NamedTuple):
+class _Lookahead(NamedTuple):
     """A data set whose next batches are known before they are taken."""
 
     name: str
@@ -125,25 +127,26 @@ class Datasets:
 
     def __init__(self, strategy: WorkerStrategy) -> None:
         self._strategy = strategy
-        self._found: dict[int, _Ahead | Exception] = {}
+        self._found: dict[int, _Lookahead | Exception] = {}
 
     def make(self, number: int, find_dataset_fn: Callable[[], Any]) -> None:
         """Builds a data set; an error is kept, and raised when the data is used."""
         strategy = self._strategy
         try:
             dataset_fn = find_dataset_fn()
+            # As in TensorFlow, the function need not take the context.
+            takes_context = bool(inspect.signature(dataset_fn).parameters)
+            arguments = [strategy.input_context] if takes_context else []
             with strategy.scope():
-                # As in TensorFlow, the function need not take the context.
-                takes_context = bool(inspect.signature(dataset_fn).parameters)
-                dataset = dataset_fn(*[strategy.input_context] * takes_context)
+                dataset = dataset_fn(*arguments)
             if not isinstance(dataset, DistributedDataset):
                 dataset = strategy.distribute_dataset(dataset)
-            ahead = _Ahead(dataset.source_name, iter(dataset), collections.deque())
+            ahead = _Lookahead(dataset.source_name, iter(dataset), collections.deque())
             self._found[number] = ahead
         except Exception as error:
             self._found[number] = error
 
-    def _find(self, number: int) -> _Ahead:
+    def _find(self, number: int) -> _Lookahead:
         found = self._found.get(number)
         if found is None:
             raise RuntimeError(
@@ -169,9 +172,9 @@ class Datasets:
 
 
 class PlacedTask(NamedTuple):
-    """The places of the variables that a scheduled function uses."""
+    """The locations of the variables that a scheduled function uses."""
 
-    places: dict[int, tuple[Place, ...]]
+    locations: dict[int, tuple[Location, ...]]
     updates: tuple[Any, ...]
 
 
@@ -182,7 +185,7 @@ class Dynamic:
     """A placeholder for an array that differs from call to call."""
 
 
-class Task:
+class WorkerTask:
     """One function on this worker, with a program for each kind of arguments."""
 
     def __init__(
@@ -208,15 +211,13 @@ class Task:
         self, arrays: Sequence[Any], datasets: Datasets
     ) -> tuple[TaskProgram, dict[int, int]]:
         """Returns the program for arrays of these types, and its numbers of batches."""
-        counts = self._counts.setdefault(_kinds(list(arrays)), {})
+        counts = self._counts.setdefault(_shapes_and_dtypes(list(arrays)), {})
         while True:
             arguments = datasets.peek(counts), list(arrays)
-            key = _kinds(arguments)
-            if (program := self._programs.get(key)) is not None:
-                return program, counts
-            types = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(*_kind(leaf)), arguments
-            )
+            key = _shapes_and_dtypes(arguments)
+            if key in self._programs:
+                return self._programs[key], counts
+            types = jax.tree.map(_as_type, arguments)
             try:
                 with self._strategy.scope():
                     program = TaskProgram(self._call, self._flat, types, self._fn)
@@ -226,22 +227,27 @@ class Task:
                 self._programs[key] = program
 
     def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
-        given = iter(arrays)
-        args, kwargs = self._tree.unflatten(
-            next(given) if isinstance(leaf, Dynamic) else leaf for leaf in self._leaves
-        )
+        """Calls the function, with arrays in the places of the stand-ins."""
+        remaining = iter(arrays)
+        leaves = [
+            next(remaining) if isinstance(leaf, Dynamic) else leaf
+            for leaf in self._leaves
+        ]
+        args, kwargs = self._tree.unflatten(leaves)
         with offered(batches):
             return self._fn(*args, **kwargs)
 
     def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
+        """Returns the parts that a call reads from each server."""
         reads: dict[int, list[Part]] = collections.defaultdict(list)
         for slot in spec.reads:
-            for place in places_to_read(self.placed.places[slot]):
-                reads[place.server].append(place.part)
-        # A call that sends changes must know the version of the server at its start.
+            for location in locations_to_read(self.placed.locations[slot]):
+                reads[location.server].append(location.part)
+        # A call that sends changes must know the version of the server at its start, so
+        # it asks the server even if it reads nothing.
         for slot in (*spec.updated, *spec.additions):
-            for place in self.placed.places[slot]:
-                reads[place.server] += ()
+            for location in self.placed.locations[slot]:
+                reads.setdefault(location.server, [])
         return {server: tuple(parts) for server, parts in reads.items()}
 
     def join(
@@ -256,7 +262,7 @@ class Task:
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
         for slot in spec.reads:
-            whole = join(self.placed.places[slot], found)
+            whole = join(self.placed.locations[slot], found)
             type_ = self._types[slot]
             # The program can use the NumPy array in place; a JAX array would be a copy.
             values[slot] = whole if type_.impl is None else type_.from_host(whole)
@@ -266,28 +272,38 @@ class Task:
         self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
     ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
         """Returns the message for each server: updates and additions."""
-        sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
+        messages: dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]] = {}
+
+        def message_for(location: Location) -> Any:
+            return messages.setdefault(location.server, ({}, {}))
+
         for update, key, leaves in zip(
             spec.updates, self.placed.updates, gradients, strict=True
         ):
             for slot, leaf in zip(update.param_slots, leaves, strict=True):
-                for place in self.placed.places[slot]:
-                    cut = place.cut(np.asarray(leaf))
-                    sent[place.server][0][key][place.part] = cut
+                array = np.asarray(leaf)
+                for location in self.placed.locations[slot]:
+                    updates, _ = message_for(location)
+                    parts = updates.setdefault(key, {})
+                    parts[location.part] = location.cut(array)
         for slot, leaf in zip(spec.additions, additions, strict=True):
-            for place in self.placed.places[slot]:
-                sent[place.server][1][place.part] = place.cut(np.asarray(leaf))
-        return {
-            server: (dict(updates), added) for server, (updates, added) in sent.items()
-        }
+            array = np.asarray(leaf)
+            for location in self.placed.locations[slot]:
+                _, added = message_for(location)
+                added[location.part] = location.cut(array)
+        return messages
 
 
-def _kinds(tree: PyTree) -> Any:
+def _shapes_and_dtypes(tree: PyTree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(map(_kind, leaves))
+    return structure, tuple(map(_shape_and_dtype, leaves))
 
 
-def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def _as_type(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(*_shape_and_dtype(leaf))
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     if isinstance(leaf, str | bytes):
         raise TypeError(
             f"A scheduled function was given the result of another one that holds "

@@ -22,11 +22,11 @@ from armillary.parameter_server._optimizers import (
 from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
+    Location,
     Part,
-    Place,
     fetch,
     join,
-    places_to_read,
+    locations_to_read,
     to_host,
     type_of,
 )
@@ -42,8 +42,8 @@ class _Variable:
     path: str
     type: ArrayType
     num_parts: int  # The number of parts that the partitioner has chosen.
-    # The places of its parts; or, if it is whole, the places of its copies.
-    places: tuple[Place, ...] = ()
+    # The locations of its parts; or, if it is whole, the locations of its copies.
+    locations: tuple[Location, ...] = ()
     # The value of the coordinator's object at the last exchange with the servers.
     held: Any = None
 
@@ -97,8 +97,8 @@ class Variables:
         return number
 
     def _retire(self, number: int) -> None:
-        """Forgets the places of a variable that was replaced by another one."""
-        self._variables[number].places = ()
+        """Forgets the locations of a variable that was replaced by another one."""
+        self._variables[number].locations = ()
 
     def place(
         self, task: ScheduledTask, spec: TaskSpec, servers: Sequence[Any]
@@ -108,54 +108,68 @@ class Variables:
             if task.placed is not None:
                 return
             numbers = task.numbers
-            new = list[int]()
+            new: list[int] = []
             keys = tuple((task.number, index) for index in range(len(spec.updates)))
+            # ORDER: variables of optimizers come first, because an optimizer's state
+            # must be where its parameters are.
             for key, update in zip(keys, spec.updates, strict=True):
                 dumped = task.transformations[update.transformation]
-                self._place_update(key, update.renumbered(numbers), dumped, new)
+                new += self._place_update(key, update.renumbered(numbers), dumped)
             slots = sorted({*spec.additions, *spec.reads})
             for number in (numbers[slot] for slot in slots):
-                if not self._variables[number].places:
+                if not self._variables[number].locations:
                     self._assign(number, 1, self._variables[number].type.num_bytes)
                     new.append(number)
             self._put(new, servers)
             self._define(keys, servers)
-            slots += spec.updated
-            places = {slot: self._variables[numbers[slot]].places for slot in slots}
-            task.placed = PlacedTask(places, keys)
 
-    def _place_update(
-        self, key: Any, spec: UpdateSpec, dumped: bytes, new: list[int]
-    ) -> None:
+            locations: dict[int, tuple[Location, ...]] = {}
+            for slot in (*slots, *spec.updated):
+                locations[slot] = self._variables[numbers[slot]].locations
+            task.placed = PlacedTask(locations, keys)
+
+    def _place_update(self, key: Any, spec: UpdateSpec, dumped: bytes) -> list[int]:
+        """Places the variables of one update; returns the new ones."""
         known = self._variables
         numbers = (*spec.param_slots, *spec.state_slots)
-        types = {i: known[i].type for i in numbers}
-        paths = {i: known[i].path for i in numbers}
+        types = {number: known[number].type for number in numbers}
+        paths = {number: known[number].path for number in numbers}
         split = SplitUpdate(load_transformation(dumped), spec, types, paths)
+
+        new: list[int] = []
+        # A variable weighs as much as its state, which is on the same server.
         sizes = {param: types[param].num_bytes for param in spec.param_slots}
         for slot, owner in split.owners.items():
             if owner is not None:
                 sizes[owner] += types[slot].num_bytes
-        for param in sorted(sizes, key=lambda param: (-sizes[param], param)):
-            if not known[param].places:
+        largest_first = sorted(sizes, key=lambda param: (-sizes[param], param))
+        for param in largest_first:
+            if not known[param].locations:
                 self._assign(param, self._count_parts(param, split), sizes[param])
                 new.append(param)
-        servers = {place.server for param in sizes for place in known[param].places}
-        shared = [Place(server, (0, 0)) for server in sorted(servers)]
+
+        found: set[int] = set()
+        for param in sizes:
+            found.update(location.server for location in known[param].locations)
+        servers = sorted(found)
+        everywhere = [Location(server, (0, 0)) for server in servers]
         for slot, owner in split.owners.items():
-            of = shared if owner is None else known[owner].places
-            places = tuple(p._replace(part=(slot, p.part[1])) for p in of)
-            if not known[slot].places:
-                known[slot].places = places
+            of_owner = everywhere if owner is None else known[owner].locations
+            locations = tuple(
+                each._replace(part=(slot, each.part[1])) for each in of_owner
+            )
+            if not known[slot].locations:
+                known[slot].locations = locations
                 new.append(slot)
-            elif not set(known[slot].places).issuperset(places):
+            elif not set(known[slot].locations).issuperset(locations):
                 raise RuntimeError(
                     f"{paths[slot]} of an optimizer was placed on a parameter server "
                     "by another function, before the one that updates its variables. "
                     "Schedule the function that calls the optimizer first."
                 )
         update = LocalUpdate(dumped, spec, split.owners, types)
-        self._updates[key] = update, sorted(servers)
+        self._updates[key] = update, servers
+        return new
 
     def _count_parts(self, number: int, split: SplitUpdate) -> int:
         variable = self._variables[number]
@@ -172,23 +186,23 @@ class Variables:
         """Places each part of a variable on the server that holds the fewest bytes."""
         variable = self._variables[number]
         loads = self._loads
-        rows = cut(variable.type.shape[0], num_parts) if num_parts > 1 else [None]
-        places: list[Place] = []
-        for index, part in enumerate(rows):
-            server = min(range(len(loads)), key=lambda i: (loads[i], i))
+        ranges: list[Any] = [None]
+        if num_parts > 1:
+            ranges = cut(variable.type.shape[0], num_parts)
+        locations: list[Location] = []
+        for index, rows in enumerate(ranges):
+            server = loads.index(min(loads))
             loads[server] += num_bytes // num_parts
-            places.append(Place(server, (number, index), part))
-        variable.places = tuple(places)
+            locations.append(Location(server, (number, index), rows))
+        variable.locations = tuple(locations)
 
     def _define(self, keys: Iterable[Any], servers: Sequence[Any]) -> None:
-        import_ray().get(
-            [
-                servers[server].define.remote(key, update)
-                for key in keys
-                for update, own in [self._updates[key]]
-                for server in own
-            ]
-        )
+        """Sends optimizers to the servers that run them."""
+        asked: list[Any] = []
+        for key in keys:
+            update, indices = self._updates[key]
+            asked += [servers[i].define.remote(key, update) for i in indices]
+        import_ray().get(asked)
 
     def _put(self, numbers: Iterable[int], servers: Sequence[Any]) -> None:
         """Sends the values of the coordinator's objects to the servers."""
@@ -198,10 +212,10 @@ class Variables:
             variable = self._variables[number]
             leaf = leaves[number] = variable.slot.read()[variable.offset]
             array = to_host(as_array(leaf))
-            for place in variable.places:
-                types, values = sent.setdefault(place.server, ({}, {}))
+            for location in variable.locations:
+                types, values = sent.setdefault(location.server, ({}, {}))
                 types[number] = variable.type
-                values[place.part] = place.cut(array)
+                values[location.part] = location.cut(array)
         import_ray().get([servers[i].put.remote(*each) for i, each in sent.items()])
         for number, leaf in leaves.items():
             self._variables[number].held = leaf
@@ -211,7 +225,7 @@ class Variables:
         changed: list[int] = []
         with self.lock:
             for number, variable in enumerate(self._variables):
-                if not variable.places:
+                if not variable.locations:
                     continue
                 try:
                     leaf = variable.slot.read()[variable.offset]
@@ -228,35 +242,45 @@ class Variables:
                 self._put(changed, servers)
 
     def put_all(self, servers: Sequence[Any]) -> None:
+        """Sends everything to servers that hold nothing yet."""
         with self.lock:
-            placed = (i for i, each in enumerate(self._variables) if each.places)
+            placed = [i for i, each in enumerate(self._variables) if each.locations]
             self._put(placed, servers)
             self._define(self._updates, servers)
 
     def fetch(self, servers: Sequence[Any]) -> None:
         """Copies the values of the servers into the coordinator's objects."""
         with self.lock:
-            placed = [variable for variable in self._variables if variable.places]
-            parts: dict[int, list[Part]] = {}
-            for variable in placed:
-                for place in places_to_read(variable.places):
-                    parts.setdefault(place.server, []).append(place.part)
-            found: dict[Part, np.ndarray] = {}
-            answers = import_ray().get(
-                [servers[i].read.remote(tuple(held)) for i, held in parts.items()]
-            )
-            for held, answer in zip(parts.values(), answers, strict=True):
-                found.update(zip(held, fetch(answer)[1], strict=True))
+            placed = [variable for variable in self._variables if variable.locations]
+            found = _read_parts(placed, servers)
             leaves: dict[int, tuple[Slot, list[Any]]] = {}
             for variable in placed:
                 # The array is copied, because its memory belongs to the object store.
-                whole = jnp.array(join(variable.places, found))
+                whole = jnp.array(join(variable.locations, found))
                 variable.held = variable.type.from_host(whole)
                 slot = variable.slot
                 _, held = leaves.setdefault(id(slot), (slot, slot.read()))
                 held[variable.offset] = variable.held
+            # A slot with several arrays is written once.
             for slot, held in leaves.values():
                 slot.write(held)
+
+
+def _read_parts(
+    variables: Iterable[_Variable], servers: Sequence[Any]
+) -> dict[Part, np.ndarray]:
+    """Reads all parts of some variables, with one message for each server."""
+    parts: dict[int, list[Part]] = {}
+    for variable in variables:
+        for location in locations_to_read(variable.locations):
+            parts.setdefault(location.server, []).append(location.part)
+    asked = [servers[i].read.remote(tuple(of_server)) for i, of_server in parts.items()]
+    answers = import_ray().get(asked)
+    found: dict[Part, np.ndarray] = {}
+    for of_server, answer in zip(parts.values(), answers, strict=True):
+        _, values = fetch(answer)
+        found.update(zip(of_server, values, strict=True))
+    return found
 
 
 def count_parts(

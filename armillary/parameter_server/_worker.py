@@ -25,8 +25,8 @@ from armillary.parameter_server._tasks import (
     NOWHERE,
     Datasets,
     PlacedTask,
-    Task,
     WorkerStrategy,
+    WorkerTask,
 )
 
 
@@ -55,7 +55,7 @@ class _ServerLostError(Exception):
         self.server = server
 
 
-Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
+ReadAhead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 """Values that were read before their call began, by server: parts and answer."""
 
 
@@ -64,10 +64,10 @@ class Worker(Actor):
         self._strategy = WorkerStrategy(index, num_workers, axis_name)
         self._datasets = Datasets(self._strategy)
         self._servers: list[Any] = []
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, WorkerTask] = {}
 
     def connect(self, servers: list[Any]) -> None:
-        """Takes new parameter servers, and forgets the places of variables."""
+        """Takes new parameter servers, and forgets the locations of variables."""
         self._servers = servers
         for task in self._tasks.values():
             task.placed = NOWHERE
@@ -85,8 +85,9 @@ class Worker(Actor):
             if number not in self._tasks:
                 held = [type_.zeros() for type_ in shipped.types]
                 call = unship(shipped.payload, held, self._strategy)
-                self._tasks[number] = Task(call, shipped.types, self._strategy)
-            return self._tasks[number].trace(arrays, self._datasets)[0].spec
+                self._tasks[number] = WorkerTask(call, shipped.types, self._strategy)
+            program, _ = self._tasks[number].trace(arrays, self._datasets)
+            return program.spec
         except Exception as error:
             return _failed(error)
 
@@ -99,61 +100,83 @@ class Worker(Actor):
         """Runs calls of a function, one after the other, until one fails."""
         if pid != os.getpid():
             return [NotKnown(), *[None] * len(calls)]
-        size = len(arrays) // len(calls)
-        ended: list[Done | Failed] = []
+        num_arrays = len(arrays) // len(calls)
+        statuses: list[Done | Failed] = []
         results: list[Any] = [None] * len(calls)
-        ahead: Ahead = {}
+        ahead: ReadAhead = {}
         for i, call in enumerate(calls):
             start = time.perf_counter()
-            own = arrays[i * size : (i + 1) * size]
-            last = i + 1 == len(calls)
+            of_call = arrays[i * num_arrays : (i + 1) * num_arrays]
+            is_last = i + 1 == len(calls)
             try:
                 staleness, results[i], ahead = self._run(
-                    self._tasks[number], call, oldest, own, ahead, last
+                    self._tasks[number], call, oldest, of_call, ahead, is_last=is_last
                 )
             except _ServerLostError as error:
-                ended.append(Failed(RuntimeError(str(error)), error.server))
+                statuses.append(Failed(RuntimeError(str(error)), error.server))
                 break
             except Exception as error:
-                ended.append(_failed(error))
+                statuses.append(_failed(error))
                 break
-            ended.append(Done(staleness, time.perf_counter() - start))
-        return [ended, *results]
+            statuses.append(Done(staleness, time.perf_counter() - start))
+        return [statuses, *results]
 
     def _run(
-        self, task: Task, call: int, oldest: int, arrays: Any, ahead: Any, last: bool
-    ) -> tuple[int, Any, Ahead]:
+        self,
+        task: WorkerTask,
+        call: int,
+        oldest: int,
+        arrays: Sequence[Any],
+        ahead: ReadAhead,
+        *,
+        is_last: bool,
+    ) -> tuple[int, Any, ReadAhead]:
         """Runs one call; returns its staleness, its result, and values read ahead."""
         program, counts = task.trace(arrays, self._datasets)
         reads = task.reads(program.spec)
-        known = {s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)}
-        asked = {
-            server: self._servers[server].read.remote(parts)
-            for server, parts in reads.items()
-            if server not in known
-        }
+        answers, asked = self._ask(reads, ahead)
+        # The servers answer while this worker reads its data.
         batches = self._datasets.take(counts)
-        answers = known | self._wait(asked)
+        answers |= self._wait(asked)
         values = task.join(program.spec, reads, answers)
         result, gradients, additions = program(values, (batches, arrays), call)
         result = jax.tree.map(_to_host, result)
+
         asked = {}
-        for server, (updates, added) in task.divide(
-            program.spec, gradients, additions
-        ).items():
-            push = Push(call, oldest, answers[server][0], updates, added)
+        messages = task.divide(program.spec, gradients, additions)
+        for server, (updates, added) in messages.items():
+            version, _ = answers[server]
+            push = Push(call, oldest, version, updates, added)
             actor = self._servers[server]
-            if last:
+            if is_last:
                 asked[server] = actor.push.remote(push)
             else:
                 asked[server] = actor.push_and_read.remote(push, reads[server])
-        staleness, ahead = 0, {}
+
+        staleness = 0
+        ahead = {}
         for server, answer in self._wait(asked).items():
-            if not last:
-                answer, *read = answer
+            if is_last:
+                of_server = answer
+            else:
+                of_server, *read = answer
                 ahead[server] = reads[server], tuple(read)
-            staleness = max(staleness, answer)
+            staleness = max(staleness, of_server)
         return staleness, result, ahead
+
+    def _ask(
+        self, reads: dict[int, tuple[Part, ...]], ahead: ReadAhead
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Returns the answers that were read ahead, and references to the others."""
+        answers: dict[int, Any] = {}
+        asked: dict[int, Any] = {}
+        for server, parts in reads.items():
+            parts_ahead, answer = ahead.get(server, (None, None))
+            if parts_ahead == parts:
+                answers[server] = answer
+            else:
+                asked[server] = self._servers[server].read.remote(parts)
+        return answers, asked
 
     def _wait(self, asked: dict[int, Any]) -> dict[int, Any]:
         ray = import_ray()

@@ -11,7 +11,7 @@ from armillary._format import add_json, format_time, make_table, print_json, pri
 from armillary._process import ExitCode
 from armillary.goodput._journal import Goodput, read_goodput
 from armillary.report._page import goodput_cells, make_page, show_number
-from armillary.report._run_files import SPEED, Run, read_runs
+from armillary.report._run_files import SPEED, RecordedRun, read_runs
 
 _LINE = 100  # Characters of a line.
 _FEWEST = 24  # Characters of the column with the last values, at least.
@@ -20,9 +20,12 @@ _FEWEST = 24  # Characters of the column with the last values, at least.
 def add_report(parser: argparse.ArgumentParser) -> None:
     help = "directory of a run, or of several runs to compare"
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=help)
-    help, default = "the page (default: report.html)", Path("report.html")
     parser.add_argument(
-        "--output", type=Path, default=default, metavar="FILE", help=help
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page (default: report.html)",
     )
 
 
@@ -62,12 +65,14 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     runs = read_runs([namespace.directory])
     if namespace.json:
-        return lambda: print_json([_describe(run) for run in runs])
+        return lambda: print_json([_as_record(run) for run in runs])
     head = ["run", "began", "state", "step", "time", "goodput", "last values"]
     rows = [_as_row(run) for run in runs]
     # Each run has one line. The report and `--json` have the values that do not fit.
-    taken = [max(map(len, cells)) for cells in zip(head[:-1], *rows, strict=True)]
-    room = max(_LINE - sum(taken) - 3 * len(head) - 1, _FEWEST)
+    columns = zip(head[:-1], *rows, strict=True)
+    num_taken = sum(max(map(len, cells)) for cells in columns)
+    num_of_borders = 3 * len(head) + 1
+    room = max(_LINE - num_taken - num_of_borders, _FEWEST)
     for row, run in zip(rows, runs, strict=True):
         fewest = 1 if run.best is None else 2
         row.append(_fit(_last_values(run), fewest, room))
@@ -75,8 +80,16 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     return lambda: print_out(table)
 
 
-def _describe(run: Run) -> dict[str, Any]:
+def _as_record(run: RecordedRun) -> dict[str, Any]:
+    """Returns the facts about a run that `--json` prints."""
     goodput = run.goodput
+    best = None
+    if run.best is not None:
+        best = {"checkpoint": str(run.best.saved.path), **run.best.mark._asdict()}
+    values: dict[str, float] = {}
+    for (source, metric), points in run.curves.items():
+        _, last = points[-1]
+        values[f"{source}/{metric}"] = last
     return {
         "run": run.name,
         "path": str(run.path),
@@ -86,21 +99,22 @@ def _describe(run: Run) -> dict[str, Any]:
         "attempts": None if goodput is None else goodput.num_attempts,
         "seconds": None if goodput is None else goodput.total_seconds,
         "goodput": None if goodput is None else goodput.goodput,
-        "best": run.best
-        and {
-            "checkpoint": str(run.best.saved.path),
-            **run.best.mark._asdict(),
-        },
-        "values": {
-            f"{source}/{metric}": points[-1][1]
-            for (source, metric), points in run.curves.items()
-        },
+        "best": best,
+        "values": values,
     }
 
 
-def _as_row(run: Run) -> list[str]:
-    known = [printable(run.name), format_time(run.began), run.state]
-    return [*known, show_number(run.step), *goodput_cells(run)[1:]]
+def _as_row(run: RecordedRun) -> list[str]:
+    """Returns the cells of a run in the table, without its last values."""
+    _, time, goodput = goodput_cells(run)
+    return [
+        printable(run.name),
+        format_time(run.began),
+        run.state,
+        show_number(run.step),
+        time,
+        goodput,
+    ]
 
 
 def _fit(values: list[str], fewest: int, room: int) -> str:
@@ -113,15 +127,20 @@ def _fit(values: list[str], fewest: int, room: int) -> str:
     return shown
 
 
-def _last_values(run: Run) -> list[str]:
+def _last_values(run: RecordedRun) -> list[str]:
     """Returns the best checkpoint and the last values, evaluations before training."""
-    curves = [each for each in run.curves.items() if each[0][1] != SPEED]
-    curves.sort(key=lambda each: each[0][0] == "train")
-    best = [] if run.best is None else [str(run.best)]
-    return best + [
-        printable(f"{source} {metric} {points[-1][1]:.4g}")
-        for (source, metric), points in curves
-    ]
+    shown: list[str] = []
+    if run.best is not None:
+        shown.append(str(run.best))
+    evaluations: list[str] = []
+    training: list[str] = []
+    for (source, metric), points in run.curves.items():
+        if metric == SPEED:
+            continue
+        _, last = points[-1]
+        values = training if source == "train" else evaluations
+        values.append(printable(f"{source} {metric} {last:.4g}"))
+    return shown + evaluations + training
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -152,12 +171,14 @@ def _print_goodput(goodput: Goodput) -> ExitCode:
         (category.label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
         for category, seconds in goodput.seconds.items()
     ]
-    head = ["time", "seconds", "share"]
-    sums = [("total", f"{total:.1f}", f"{bool(total):.1%}")]
-    said = (
+    whole = 1.0 if total else 0.0
+    sums = [("total", f"{total:.1f}", f"{whole:.1%}")]
+    table = make_table(
+        ["time", "seconds", "share"], rows, sums, numbers=["seconds", "share"]
+    )
+    summary = (
         f"goodput {goodput.goodput:.1%}, {counted(goodput.num_attempts, 'attempt')}, "
         f"{counted(goodput.num_steps, 'step')}, "
         f"{counted(goodput.num_lost_steps, 'step')} lost"
     )
-    table = make_table(head, rows, sums, numbers=head[1:])
-    return print_out(table, said, *goodput.stragglers)
+    return print_out(table, summary, *goodput.stragglers)

@@ -12,7 +12,7 @@ from typing import Any
 from armillary._format import format_bytes, format_seconds, format_time
 from armillary._optional import import_optional
 from armillary.goodput._stopwatch import Category
-from armillary.report._run_files import SPEED, Run
+from armillary.report._run_files import SPEED, RecordedRun
 
 _FOLDER = Path(__file__).parent
 # Fields of the first record that are elsewhere on the page. The command line is never
@@ -52,36 +52,26 @@ _MOST_POINTS = 2000
 _FEW_POINTS = 60
 
 
-def make_page(runs: Sequence[Run]) -> str:
+def make_page(runs: Sequence[RecordedRun]) -> str:
     """Returns the page of some runs, as HTML that needs no network."""
     title = "Plotly, with which `armillary report` draws,"
     graphs = import_optional("plotly.graph_objects", title, "report")
     offline = import_optional("plotly.offline", title, "report")
     names = ", ".join(_text(run.name) for run in runs)
-    records = [
-        {name: value for name, value in run.record.items() if name not in _ELSEWHERE}
-        for run in runs
-    ]
-    configs = [run.record.get("config") or {} for run in runs]
-
-    def per_run(make: Callable[[Run], str]) -> str:
-        if len(runs) == 1:
-            return make(runs[0])
-        return "".join(f"<h3>{_text(run.name)}</h3>{make(run)}" for run in runs)
-
     sections = {
         "Runs": _overview(runs),
         "Curves": _grid(_draw_curves(runs, graphs)),
         "Where the time went": _grid(_draw_time(runs, graphs)),
-        "Stragglers": per_run(_stragglers) if any(map(_stragglers, runs)) else "",
-        "Checkpoints": per_run(_checkpoints),
-        "Model": per_run(_model),
-        "Hyperparameters": _hyperparameters(runs, configs) if any(configs) else "",
-        "Record": _side_by_side(runs, records),
+        "Stragglers": _per_run(runs, _stragglers),
+        "Checkpoints": _per_run(runs, _checkpoints),
+        "Model": _per_run(runs, _model),
+        "Hyperparameters": _hyperparameters(runs),
+        "Record": _side_by_side(runs, list(map(_find_record, runs))),
     }
-    body = "".join(
-        f"<h2>{title}</h2>{content}" for title, content in sections.items() if content
-    )
+    body = ""
+    for title, content in sections.items():
+        if content:
+            body += f"<h2>{title}</h2>{content}"
     # Compressed, the script has a third of its size; the page unpacks it.
     packed = gzip.compress(offline.get_plotlyjs().encode(), mtime=0)
     return f"""<!doctype html>
@@ -106,6 +96,26 @@ def make_page(runs: Sequence[Run]) -> str:
 """
 
 
+def _per_run(runs: Sequence[RecordedRun], make: Callable[[RecordedRun], str]) -> str:
+    """Returns the parts of a section, each below the name of its run."""
+    parts = [make(run) for run in runs]
+    if len(runs) == 1 or not any(parts):
+        return "".join(parts)
+    return "".join(
+        f"<h3>{_text(run.name)}</h3>{part}"
+        for run, part in zip(runs, parts, strict=True)
+    )
+
+
+def _find_record(run: RecordedRun) -> dict[str, Any]:
+    """Returns the fields of the first record that have no other place on the page."""
+    return {key: value for key, value in run.record.items() if key not in _ELSEWHERE}
+
+
+def _find_configs(runs: Sequence[RecordedRun]) -> list[Mapping[str, Any]]:
+    return [run.record.get("config") or {} for run in runs]
+
+
 def _grid(figures: Iterable[Any]) -> str:
     cells = []
     for figure in figures:
@@ -116,22 +126,27 @@ def _grid(figures: Iterable[Any]) -> str:
     return f'<div class="grid">{"".join(cells)}</div>' if cells else ""
 
 
-def _draw_curves(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
+def _draw_curves(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
     """Yields a figure for each metric, with training and evaluations on one axis."""
-    metrics = {metric for run in runs for _, metric in run.curves}
-    # In all charts, training comes first, and a source always has the same dash.
-    sources = sorted(
-        {source for run in runs for source, _ in run.curves},
-        key=lambda source: (source != "train", source),
-    )
-    for metric in sorted(metrics, key=lambda metric: (metric == SPEED, metric)):
+    found_sources: set[str] = set()
+    found_metrics: set[str] = set()
+    for run in runs:
+        for source, metric in run.curves:
+            found_sources.add(source)
+            found_metrics.add(metric)
+    # In all charts, training comes first, and a source always has the same dash. The
+    # speed is the last chart.
+    sources = sorted(found_sources, key=lambda source: (source != "train", source))
+    metrics = sorted(found_metrics, key=lambda metric: (metric == SPEED, metric))
+    for metric in metrics:
         yield _draw_curve(runs, sources, metric, plotly)
 
 
 def _draw_curve(
-    runs: Sequence[Run], sources: Sequence[str], metric: str, plotly: Any
+    runs: Sequence[RecordedRun], sources: Sequence[str], metric: str, plotly: Any
 ) -> Any:
     figure = plotly.Figure()
+    is_alone = len(runs) == 1
     num_hidden = 0
     for number, run in enumerate(runs):
         for index, source in enumerate(sources):
@@ -141,19 +156,25 @@ def _draw_curve(
             if not finite:
                 continue
             steps, values = zip(*thin_out(finite), strict=True)
-            color = _COLORS[(number if len(runs) > 1 else index) % len(_COLORS)]
+            # A color shows a run, or a source if there is only one run.
+            color = _COLORS[(index if is_alone else number) % len(_COLORS)]
             figure.add_scatter(
                 x=steps,
                 y=values,
-                name=source if len(runs) == 1 else f"{run.name} {source}",
+                name=source if is_alone else f"{run.name} {source}",
                 mode="lines+markers" if len(steps) < _FEW_POINTS else "lines",
-                line={"color": color, "dash": _DASHES[index % 4], "width": 1.8},
+                line={
+                    "color": color,
+                    "dash": _DASHES[index % len(_DASHES)],
+                    "width": 1.8,
+                },
                 marker={"size": 5},
             )
-            if source != "train" and len(runs) == 1:
+            if is_alone and source != "train":
                 _mark_extremes(figure, finite)
         for start in run.starts[1:]:
             figure.add_vline(x=start["step"], line={"dash": "dot", "color": "#D55E00"})
+
     title = metric.replace("_", " ")
     if num_hidden:
         title += f" ({num_hidden} values that are not finite are left out)"
@@ -164,9 +185,12 @@ def _draw_curve(
 
 def _mark_extremes(figure: Any, points: Sequence[tuple[int, float]]) -> None:
     """Labels the lowest and the highest evaluation, in words."""
+    first_step, _ = points[0]
+    last_step, _ = points[-1]
     for find, word, place in ((min, "lowest", "bottom"), (max, "highest", "top")):
         step, value = find(points, key=lambda point: point[1])
-        side = "left" if 2 * step > points[0][0] + points[-1][0] else "right"
+        # The text stays inside of the chart.
+        side = "left" if 2 * step > first_step + last_step else "right"
         figure.add_scatter(
             x=[step],
             y=[value],
@@ -188,21 +212,21 @@ def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     kept: list[tuple[int, float]] = []
     for begin in range(0, len(points), size):
         stretch = sorted(points[begin : begin + size], key=lambda point: point[1])
-        kept += sorted({stretch[0], stretch[-1]})
+        lowest = stretch[0]
+        highest = stretch[-1]
+        kept += sorted({lowest, highest})
     return kept
 
 
-def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
+def _draw_time(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
     """Yields a figure with a bar for each run, divided by the use of its time."""
     known = {run.name: run.goodput.seconds for run in runs if run.goodput}
-    longest = max((sum(each.values()) for each in known.values()), default=0.0)
-    # With a large unit the ticks are round numbers; with many seconds they are not.
-    unit = next(
-        (unit for unit, size in _UNITS.items() if longest > 2 * size), "seconds"
-    )
+    if not known:
+        return
+    unit = _choose_unit(max(sum(seconds.values()) for seconds in known.values()))
     figure = plotly.Figure()
     for category, color in _CATEGORY_COLORS.items():
-        times = [each[category] / _UNITS[unit] for each in known.values()]
+        times = [seconds[category] / _UNITS[unit] for seconds in known.values()]
         if any(times):
             figure.add_bar(
                 x=times,
@@ -211,10 +235,18 @@ def _draw_time(runs: Sequence[Run], plotly: Any) -> Iterator[Any]:
                 name=category.label,
                 marker={"color": color, "line": {"width": 0}},
             )
-    if known:
-        figure.update_layout(barmode="stack")
-        figure.update_xaxes(title_text=unit)
-        yield figure
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title_text=unit)
+    yield figure
+
+
+def _choose_unit(longest_seconds: float) -> str:
+    """Returns the unit for an axis of times."""
+    # With a large unit the ticks are round numbers; with many seconds they are not.
+    for unit, size in _UNITS.items():
+        if longest_seconds > 2 * size:
+            return unit
+    return "seconds"
 
 
 def show_number(value: float | None) -> str:
@@ -224,7 +256,7 @@ def show_number(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def goodput_cells(run: Run) -> tuple[str, str, str]:
+def goodput_cells(run: RecordedRun) -> tuple[str, str, str]:
     """Returns the attempts of a run, its time and its goodput, if they are known."""
     goodput = run.goodput
     if goodput is None:
@@ -233,42 +265,52 @@ def goodput_cells(run: Run) -> tuple[str, str, str]:
     return show_number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[RecordedRun]) -> str:
     """Returns a row for each run: its progress, its time and its last values."""
-    metrics = sorted({key for run in runs for key in run.curves if key[1] != SPEED})
-    configs = [run.record.get("config") or {} for run in runs]
+    found: set[tuple[str, str]] = set()
+    for run in runs:
+        found.update(key for key in run.curves if key[1] != SPEED)
+    keys = sorted(found)
+    configs = _find_configs(runs)
     names = find_differing(configs)
     head = ["run", *names, "began", "step", "state", "attempts", "time", "goodput"]
-    head += [f"{source} {metric}" for source, metric in metrics]
+    head += [f"{source} {metric}" for source, metric in keys]
     rows = []
     for run, config in zip(runs, configs, strict=True):
-        last = [show_number(run.curves.get(key, [(0, None)])[-1][1]) for key in metrics]
-        own = [_describe(config.get(name)) for name in names]
-        known = [format_time(run.began), show_number(run.step), run.state]
-        rows.append([_text(run.name), *own, *known, *goodput_cells(run), *last])
+        row = [_text(run.name)]
+        row += [_describe(config.get(name)) for name in names]
+        row += [format_time(run.began), show_number(run.step), run.state]
+        row += goodput_cells(run)
+        for key in keys:
+            points = run.curves.get(key)
+            row.append(show_number(points[-1][1]) if points else "")
+        rows.append(row)
     return _table(head, rows)
 
 
-def _stragglers(run: Run) -> str:
-    said = run.goodput.stragglers if run.goodput else ()
-    return "".join(f"<p>{_text(each)}</p>" for each in said)
+def _stragglers(run: RecordedRun) -> str:
+    sentences = run.goodput.stragglers if run.goodput else ()
+    return "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences)
 
 
-def _checkpoints(run: Run) -> str:
+def _checkpoints(run: RecordedRun) -> str:
     """Returns a row for each checkpoint, with evaluations of its step, and the best."""
     keys = sorted(key for key in run.curves if key[0] != "train")
     curves = [dict(run.curves[key]) for key in keys]
     rows = []
-    for each in run.checkpoints:
-        known = show_number(each.number), format_time(each.saved_at)
-        measured = [show_number(curve.get(each.number)) for curve in curves]
-        rows.append([*known, *measured, _text(each.path.relative_to(run.path))])
-    head = ["step", "saved", *(f"{source} {metric}" for source, metric in keys)]
-    best = "" if run.best is None else f"<p>{_text(run.best)}</p>"
-    return _table([*head, "folder"], rows) + best
+    for checkpoint in run.checkpoints:
+        row = [show_number(checkpoint.number), format_time(checkpoint.saved_at)]
+        row += [show_number(curve.get(checkpoint.number)) for curve in curves]
+        row.append(_text(checkpoint.path.relative_to(run.path)))
+        rows.append(row)
+    measured = [f"{source} {metric}" for source, metric in keys]
+    table = _table(["step", "saved", *measured, "folder"], rows)
+    if run.best is None:
+        return table
+    return f"{table}<p>{_text(run.best)}</p>"
 
 
-def _model(run: Run) -> str:
+def _model(run: RecordedRun) -> str:
     """Returns the modules of the model, the largest first."""
     parameters = run.record.get("parameters")
     if not isinstance(parameters, Mapping):
@@ -281,33 +323,49 @@ def _model(run: Run) -> str:
     return _table(["module", "parameters", "size"], rows)
 
 
-def _hyperparameters(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]]) -> str:
+def _hyperparameters(runs: Sequence[RecordedRun]) -> str:
     """Returns the hyperparameters of the last attempts, and the values before them."""
-    table = _side_by_side(runs, configs)
+    configs = _find_configs(runs)
+    if not any(configs):
+        return ""
+    section = _side_by_side(runs, configs)
     for run in runs:
         attempts = [start.get("config") or {} for start in run.starts]
         for name in find_differing(attempts):
-            said = ", then ".join(_describe(each.get(name)) for each in attempts)
-            table += f"<p>Attempts of {_text(run.name)} had {_text(name)} = {said}.</p>"
-    return table
+            values = ", then ".join(_describe(each.get(name)) for each in attempts)
+            section += (
+                f"<p>Attempts of {_text(run.name)} had {_text(name)} = {values}.</p>"
+            )
+    return section
 
 
 def find_differing(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the names whose values are not the same in all records."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return [n for n in names if len({_describe(each.get(n)) for each in records}) > 1]
+    differing: list[str] = []
+    for name in _find_names(records):
+        values = {_describe(record.get(name)) for record in records}
+        if len(values) > 1:
+            differing.append(name)
+    return differing
 
 
-def _side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> str:
+def _find_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names in all records, in the order in which they first appear."""
+    names: dict[str, None] = {}
+    for record in records:
+        names.update(dict.fromkeys(record))
+    return list(names)
+
+
+def _side_by_side(
+    runs: Sequence[RecordedRun], records: Sequence[Mapping[str, Any]]
+) -> str:
     """Returns a row for each name in some dictionaries, marked if they differ."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    rows = [
-        [
-            _text(name),
-            *(f"<code>{_describe(each.get(name))}</code>" for each in records),
-        ]
-        for name in names
-    ]
+    names = _find_names(records)
+    rows = []
+    for name in names:
+        values = [f"<code>{_describe(record.get(name))}</code>" for record in records]
+        rows.append([_text(name), *values])
     differing = map(names.index, find_differing(records))
     return _table(["", *(run.name for run in runs)], rows, differing)
 
@@ -316,18 +374,28 @@ def _table(
     head: Sequence[str], rows: Sequence[Sequence[str]], differing: Iterable[int] = ()
 ) -> str:
     """Returns a table of HTML cells, numbers to the right, with some rows marked."""
-    right = {i for row in rows for i, cell in enumerate(row) if cell[:1].isdigit()}
-    marked = {1 + index for index in differing}
-    lines = []
-    for index, cells in enumerate([[*map(_text, head)], *rows]):
-        kind = "td" if index else "th"
-        shown = (
-            f'<{kind} class="{"number" if i in right else "text"}">{cell}</{kind}>'
-            for i, cell in enumerate(cells)
+    columns_of_numbers: set[int] = set()
+    for row in rows:
+        columns_of_numbers.update(
+            index for index, cell in enumerate(row) if cell[:1].isdigit()
         )
+    marked = set(differing)
+    lines = [_row("th", [_text(cell) for cell in head], columns_of_numbers)]
+    for index, row in enumerate(rows):
         mark = ' class="differs"' if index in marked else ""
-        lines.append(f"<tr{mark}>{''.join(shown)}</tr>")
+        lines.append(_row("td", row, columns_of_numbers, mark))
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def _row(
+    kind: str, cells: Sequence[str], columns_of_numbers: set[int], mark: str = ""
+) -> str:
+    """Returns a row of a table, whose cells are of a kind: `"th"` or `"td"`."""
+    shown = ""
+    for index, cell in enumerate(cells):
+        style = "number" if index in columns_of_numbers else "text"
+        shown += f'<{kind} class="{style}">{cell}</{kind}>'
+    return f"<tr{mark}>{shown}</tr>"
 
 
 def _text(value: Any) -> str:

@@ -26,7 +26,7 @@ SPEED = "steps_per_second"
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The content of a run's files; times are in seconds since the epoch."""
 
     name: str
@@ -55,8 +55,9 @@ class Run:
         if not self.entries:
             return ""
         last = self.entries[-1]
-        unfinished = "stopped" if last.event == "stop" else "not done"
-        return "done" if last.is_done else unfinished
+        if last.is_done:
+            return "done"
+        return "stopped" if last.event == "stop" else "not done"
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
@@ -70,33 +71,42 @@ class Run:
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
         """Steps and values, by source and name: `("train", "loss")`."""
-        found: dict[tuple[str, str], list[tuple[int, float]]] = {}
         kinds = ("train", "eval")
         records = [each for each in self.records if each["record"] in kinds]
         records.sort(key=lambda each: (kinds.index(each["record"]), each["step"]))
+        curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for record in records:
-            source = " ".join(filter(None, (record["record"], record.get("name"))))
+            source = record["record"]
+            if record.get("name"):
+                source += f" {record['name']}"
             values = dict(record.get("values") or {})
             if SPEED in record:
                 values[SPEED] = record[SPEED]
-            for key, value in values.items():
-                point = record["step"], float(value)
-                found.setdefault((source, key), []).append(point)
-        return found
+            for metric, value in values.items():
+                points = curves.setdefault((source, metric), [])
+                points.append((record["step"], float(value)))
+        return curves
 
 
-def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
+def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedRun:
+    """Reads the files of one run."""
     path = Path(path)
     journals = find_journals(path)
-    folders = [path, *(child for child in path.iterdir() if child.is_dir())]
-    folders = [epath.Path(folder) for folder in folders]
-    saved = [each for folder in folders for each in find_checkpoints(folder)]
-    return Run(
+    # Several journals belong to several runs.
+    entries = read_entries(journals[0]) if len(journals) == 1 else ()
+
+    folders = [epath.Path(path)]
+    folders += [epath.Path(child) for child in path.iterdir() if child.is_dir()]
+    checkpoints: list[Saved] = []
+    for folder in folders:
+        checkpoints += find_checkpoints(folder)
+    checkpoints.sort(key=lambda each: each.number)
+    return RecordedRun(
         name=name or path.resolve().name,
         path=path,
         records=tuple(read_metrics(path)),
-        entries=tuple(read_entries(journals[0]) if len(journals) == 1 else ()),
-        checkpoints=tuple(sorted(saved, key=lambda each: each.number)),
+        entries=tuple(entries),
+        checkpoints=tuple(checkpoints),
         best=next(filter(None, map(read_best, folders)), None),
     )
 
@@ -113,22 +123,28 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
+def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RecordedRun]:
     """Reads all runs at or below some directories, and names each by its path's end."""
-    found = [run.resolve() for path in paths for run in find_runs(path)]
-    found = list(dict.fromkeys(found))
-    count = 1
-    while len({run.parts[-count:] for run in found}) < len(found):
-        count += 1
-    return [read_run(run, "/".join(run.parts[-count:])) for run in found]
+    found: dict[Path, None] = {}
+    for path in paths:
+        for run in find_runs(path):
+            found[run.resolve()] = None
+    # The names have as many parts as are needed to tell the runs apart.
+    num_parts = 1
+    while len({run.parts[-num_parts:] for run in found}) < len(found):
+        num_parts += 1
+    return [read_run(run, "/".join(run.parts[-num_parts:])) for run in found]
 
 
 def _walk(path: Path) -> Iterator[Path]:
+    """Yields the directories of runs at or below one."""
     folders = sorted(child for child in path.iterdir() if child.is_dir())
     with_metrics = {child for child in folders if (child / METRICS_NAME).is_file()}
+    with_goodput = {child for child in folders if (child / GOODPUT_NAME).is_file()}
     trained = {child for child in with_metrics if _has_trained(child)}
-    others = with_metrics | {c for c in folders if (c / GOODPUT_NAME).is_file()}
-    if (path / METRICS_NAME).is_file() or (len(trained) == 1 and others > trained):
+    # One run may have folders for its summaries, evaluations and checkpoints.
+    holds_one_run = len(trained) == 1 and with_metrics | with_goodput > trained
+    if (path / METRICS_NAME).is_file() or holds_one_run:
         yield path
         return
     for folder in folders:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
+from armillary._optional import KERAS_ON_JAX
 from armillary.state._slots import Role, Slot
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def check_backend() -> None:
     if backend != "jax":
         raise ImportError(
             f"Keras runs on the backend {backend!r}, but Armillary needs JAX. "
-            "Set the environment variable `KERAS_BACKEND=jax` before the first "
-            "`import keras`."
+            f"{KERAS_ON_JAX}"
         )
 
 

@@ -15,7 +15,7 @@ from armillary.summary._kinds import Text as Text
 from armillary.summary._metrics_file import read_metrics as read_metrics
 from armillary.summary._summary_manager import SummaryManager as SummaryManager
 from armillary.summary._summary_manager import SummaryWriter as SummaryWriter
-from armillary.summary._summary_manager import TensorBoardWriter as TensorBoardWriter
+from armillary.summary._tensorboard import TensorBoardWriter as TensorBoardWriter
 from armillary.summary._wandb import WandbWriter as WandbWriter
 
 _mark_public(globals())

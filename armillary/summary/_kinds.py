@@ -71,19 +71,24 @@ class Histogram(Summary):
 
     def read(self, tag: str, step: int) -> Iterator[tuple[Any, ...]]:
         positive, negative = np.asarray(self.counts, np.int64).reshape(2, -1)
+        # The buckets of negative numbers come in the order of their distance from 0.
         finite = np.concatenate([negative[:_NUM_FINITE][::-1], positive[:_NUM_FINITE]])
         count = positive.sum() + negative.sum()
-        if num_left_out := count - finite.sum():
+        num_left_out = count - finite.sum()
+        if num_left_out:
             text = "%s | step: %d | %d of %d values are not finite, and are left out."
             logger.warning(text, tag, step, num_left_out, count)
+
         ends = np.arange(_NUM_FINITE + 1, dtype=np.uint32) << _SHIFT
         sizes = ends.view(np.float32).astype(np.float64)
         sizes[-1] = np.finfo(np.float32).max
         edges = np.concatenate([-sizes[:0:-1], sizes])
+
         filled = np.flatnonzero(finite)
         if filled.size:
-            first, last = filled[0], filled[-1] + 1
-            yield tag, edges[first : last + 1], finite[first:last]
+            first = filled[0]
+            last = filled[-1]
+            yield tag, edges[first : last + 2], finite[first : last + 1]
 
     def __repr__(self) -> str:
         counts = self.counts
@@ -114,9 +119,9 @@ class Image(Summary):
         dtype = self.pixels.dtype
         shape = tuple(self.pixels.shape)
         is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
-        channels = shape[2:][-1:]
         has_axes = 2 <= len(shape) <= 4 and 0 not in shape
-        if not (is_kind and has_axes and channels in ((), (1,), (3,), (4,))):
+        has_channels = len(shape) < 3 or shape[-1] in (1, 3, 4)
+        if not (is_kind and has_axes and has_channels):
             raise ValueError(
                 f"`pixels` is of dtype {dtype} and shape {shape}, but it must be of "
                 "floats from 0 to 1 or of `uint8`, and of shape ([images,] height, "
@@ -128,7 +133,8 @@ class Image(Summary):
         pixels = np.asarray(self.pixels)
         if pixels.dtype != np.uint8:
             pixels = pixels.astype(np.float32)
-            if not ((pixels >= 0) & (pixels <= 1)).all():
+            is_in_range = (pixels >= 0) & (pixels <= 1)
+            if not is_in_range.all():
                 text = "%s | step: %d | Pixels are cut off at 0 and 1."
                 logger.warning(text, tag, step)
             pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255
@@ -172,12 +178,14 @@ def as_array(name: str, value: Any) -> Any:
     arrays = jax.Array | np.ndarray | np.generic
     if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # A variable; a `PerReplica` raises.
-    kinds = (jnp.floating, jnp.integer, jnp.bool_)
-    if not isinstance(value, arrays) or not any(
-        jnp.issubdtype(value.dtype, kind) for kind in kinds
-    ):
+    if not isinstance(value, arrays) or not _is_real(value.dtype):
         raise TypeError(
             f"`{name}` holds {value!r} of type {type(value).__name__}, but it must be "
             "an array of real numbers. Convert it: `jnp.asarray(value)`."
         )
     return value
+
+
+def _is_real(dtype: Any) -> bool:
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from armillary._checks import check_path
 from armillary._json_values import as_json, from_json
@@ -18,6 +18,7 @@ FILE_NAME = "metrics.jsonl"
 _FIELDS = {"record", "time", "step"}
 _END_BYTES = 1 << 16
 _encode = json.JSONEncoder(allow_nan=False).encode
+_Record: TypeAlias = dict[str, Any]
 
 
 class MetricsFile:
@@ -34,8 +35,9 @@ class MetricsFile:
         is_of_training: bool = False,
         clock: RisingClock | None = None,
     ) -> None:
-        is_local = directory is not None and "://" not in os.fspath(directory)
-        path = Path(directory) / FILE_NAME if directory and is_local else None
+        path = None
+        if directory and "://" not in os.fspath(directory):
+            path = Path(directory) / FILE_NAME
         self._file = LinesFile(path, "metrics are")
         self._lines: list[str] = []
         self._waits = is_of_training
@@ -60,8 +62,9 @@ class MetricsFile:
     def flush(self) -> None:
         """Appends the records to the file, in one piece."""
         if self._lines:
-            lines, self._lines = self._lines, []
-            self._file.append("".join(lines))
+            text = "".join(self._lines)
+            self._lines = []
+            self._file.append(text)
 
 
 def _read_time(line: bytes) -> float:
@@ -89,23 +92,36 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ValueError: If there is no `metrics.jsonl`, or a file cannot be read.
     """
     folder_of_run = Path(check_path("run_dir", run_dir, only_python_opens=True))
-    timed: list[tuple[float, dict[str, Any]]] = []
+    timed: list[tuple[float, _Record]] = []
     for path in _find_files(folder_of_run):
         is_below = path.parent.parent == folder_of_run
         folder = path.parent.name if is_below else ""
-        latest = -math.inf
-        for _, record in read_lines(path):
-            if not (isinstance(record, dict) and record.keys() >= _FIELDS):
-                continue
-            values = record.get("values") or {}
-            values.update({name: from_json(value) for name, value in values.items()})
-            # Within a file, the order of the lines counts, because in a file of an
-            # earlier release the clock may go back.
-            latest = max(latest, record["time"])
-            timed.append((latest, {**record, "folder": folder}))
-    records = [record for _, record in sorted(timed, key=lambda pair: pair[0])]
+        timed += _read_file(path, folder)
+    timed.sort(key=lambda pair: pair[0])
+    return _drop_repeated([record for _, record in timed])
+
+
+def _read_file(path: Path, folder: str) -> list[tuple[float, _Record]]:
+    """Returns the valid records of one file, each with a time to sort by."""
+    timed: list[tuple[float, _Record]] = []
+    latest = -math.inf
+    for _, record in read_lines(path):
+        is_valid = isinstance(record, dict) and record.keys() >= _FIELDS
+        if not is_valid:
+            continue
+        values = record.get("values") or {}
+        values.update({name: from_json(value) for name, value in values.items()})
+        # Within a file, the order of the lines counts, because in a file of an
+        # earlier release the clock may go back.
+        latest = max(latest, record["time"])
+        timed.append((latest, {**record, "folder": folder}))
+    return timed
+
+
+def _drop_repeated(records: list[_Record]) -> list[_Record]:
+    """Leaves out the records of steps that a later attempt repeated."""
     trained = {each["folder"] for each in records if each["record"] == "start"}
-    kept: dict[Any, dict[str, Any]] = {}
+    kept: dict[Any, _Record] = {}
     for index, record in enumerate(records):
         if record["record"] == "start":
             # A folder of its own may belong to an evaluation, or to another run.
@@ -113,9 +129,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             kept = {
                 key: each
                 for key, each in kept.items()
-                if each["step"] <= record["step"]
-                or each["record"] == "start"
-                or each["folder"] in others
+                if _stays(each, record["step"], others)
             }
             key = index
         else:
@@ -127,10 +141,21 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(kept.values())
 
 
+def _stays(record: _Record, step: int, others: set[str]) -> bool:
+    """Returns whether a record still counts when an attempt starts at a step."""
+    is_start = record["record"] == "start"
+    is_of_another = record["folder"] in others
+    return record["step"] <= step or is_start or is_of_another
+
+
 def _find_files(run_dir: Path) -> list[Path]:
+    """Returns the files of a run: its own first, and then those of its folders."""
+    if run_dir.is_file():
+        return [run_dir]
+    found = sorted(run_dir.glob(f"*/{FILE_NAME}"))
     own = run_dir / FILE_NAME
-    found = [run_dir] if run_dir.is_file() else sorted(run_dir.glob(f"*/{FILE_NAME}"))
-    found = [own, *found] if own.is_file() else found
+    if own.is_file():
+        found.insert(0, own)
     if not found:
         raise ValueError(
             f"`run_dir` is {str(run_dir)!r}, but there is no `{FILE_NAME}` in it or in "

@@ -1,18 +1,8 @@
-"""Writes nested outputs: one directory, and one event file, for each level of nesting.
+"""Writes nested outputs: one directory, and one writer, for each level of nesting."""
 
-tensorboardX provides the format, but not the writer. Its own `flush` does not drain the
-queue, and its file names contain only seconds, so a quick restart would overwrite the
-file of the run that it continues.
-"""
-
-import importlib
 import itertools
 import os
-import struct
-import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -23,9 +13,8 @@ from armillary._json_values import flatten
 from armillary._process import get_process
 from armillary.distribute._global_arrays import as_local
 from armillary.summary._kinds import Histogram, Summary, as_array
+from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.typing import Output
-
-_file_numbers = itertools.count()
 
 
 @runtime_checkable
@@ -46,93 +35,6 @@ class SummaryWriter(Protocol):
 
     def close(self) -> None:
         """Flushes and closes; no other method is called afterwards."""
-
-
-class TensorBoardWriter:
-    """Writes a new event file; TensorBoard joins all such files of a directory.
-
-    Args:
-        directory: The directory of the file. It is made if it does not exist.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        folder = Path(check_path("directory", directory))
-        folder.mkdir(parents=True, exist_ok=True)
-        # The names differ even for two writers of one process in the same second.
-        suffix = f".{os.getpid()}.{time.time_ns()}.{next(_file_numbers)}"
-        self._events = EventsWriter(str(folder / "events"), suffix)
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Writes one value, which may be infinite or not a number."""
-        self._write(tag, step, simple_value=value)
-
-    def histogram(
-        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
-    ) -> None:
-        """Writes a histogram: the number of values between neighboring `edges`."""
-        # Only the last of several empty buckets in a row is kept.
-        kept = (counts > 0) | np.append(counts[1:] > 0, True)
-        middles = (edges[:-1] + edges[1:]) / 2
-        histogram = {
-            "min": edges[0],
-            "max": edges[-1],
-            "num": counts.sum(),
-            "sum": counts @ middles,
-            "sum_squares": counts @ middles**2,
-            "bucket_limit": edges[1:][kept],
-            "bucket": counts[kept],
-        }
-        self._write(tag, step, histo=histogram)
-
-    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        """Writes an image: `uint8`, of shape `(height, width, channels)`."""
-        height, width, channels = pixels.shape
-        image = {"height": height, "width": width, "colorspace": channels}
-        image["encoded_image_string"] = as_png(pixels)
-        self._write(tag, step, image=image)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Writes text, which TensorBoard shows as Markdown."""
-        metadata = {"plugin_data": {"plugin_name": "text"}}
-        tensor = {"dtype": "DT_STRING", "string_val": [text.encode()]}
-        self._write(tag, step, metadata=metadata, tensor=tensor)
-
-    def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
-        """Writes the values for the page of hyperparameters of the directory."""
-        from tensorboardX.summary import hparams
-
-        _, start, _ = hparams(dict(values), {})
-        # TensorBoard's reader needs a value in the summary, so this adds one float.
-        start.value[0].tensor.dtype = 1
-        start.value[0].tensor.float_val.append(0.0)
-        self._write_summary(start, 0)
-
-    def resume(self, step: int) -> None:
-        """Makes TensorBoard drop the values that were written for later steps."""
-        start = {"status": "START"}
-        self._write_event(step + 1, session_log=start)
-
-    def _write(self, tag: str, step: int, **content: Any) -> None:
-        self._write_summary({"value": [{"tag": tag, **content}]}, step)
-
-    def _write_summary(self, summary: Any, step: int) -> None:
-        self._write_event(step, summary=summary)
-
-    def _write_event(self, step: int, **content: Any) -> None:
-        # Type checkers do not see the names of a generated module.
-        proto = importlib.import_module("tensorboardX.proto.event_pb2")
-        event = proto.Event(wall_time=time.time(), step=step, **content)
-        self._events.write_event(event)
-
-    def flush(self) -> None:
-        """Brings everything written so far onto the disk."""
-        self._events.flush()
-
-    def close(self) -> None:
-        """Flushes and closes the file."""
-        self._events.close()
 
 
 class SummaryManager:
@@ -156,8 +58,9 @@ class SummaryManager:
         writer_fn: Callable[[str], SummaryWriter]
         | Sequence[Callable[[str], SummaryWriter]] = TensorBoardWriter,
     ) -> None:
-        is_several = isinstance(writer_fn, list | tuple)
-        makers: Any = writer_fn if is_several else [writer_fn]
+        makers: Any = [writer_fn]
+        if isinstance(writer_fn, list | tuple):
+            makers = writer_fn
         for make in makers:
             check_callable("writer_fn", make)
         if summary_dir is not None:
@@ -199,18 +102,19 @@ class SummaryManager:
         known = jax.tree.map(as_local, [value for *_, value in entries])
         if not get_process().is_chief:
             return
-        self._resume_before(int(step))
+        step = int(step)
+        self._resume_before(step)
         for (parents, tag, _), value in zip(entries, known, strict=True):
-            if not isinstance(value, Summary) and np.shape(value):
+            if not isinstance(value, Summary):
                 # The array is copied to the host first. Only this process comes here,
                 # so it cannot run a program over the devices of several processes.
-                value = Histogram(np.asarray(value))
-            if not isinstance(value, Summary):
-                number = float(np.asarray(value))
-                self._write(parents, "scalar", tag, number, int(step))
-                continue
-            for content in value.read(tag, int(step)):
-                self._write(parents, value.kind, *content, int(step))
+                array = np.asarray(value)
+                if not array.shape:
+                    self._write(parents, "scalar", tag, float(array), step)
+                    continue
+                value = Histogram(array)
+            for content in value.read(tag, step):
+                self._write(parents, value.kind, *content, step)
 
     def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Writes the hyperparameters of this run, to each writer that supports them.
@@ -257,7 +161,8 @@ class SummaryManager:
     def close(self) -> None:
         """Flushes and closes all files. A later write starts new ones."""
         while self._writers:
-            for writer in self._writers.popitem()[1]:
+            _, writers = self._writers.popitem()
+            for writer in writers:
                 writer.close()
 
     def _write(self, parents: tuple[str, ...], method: str, *arguments: Any) -> None:
@@ -283,7 +188,8 @@ def _find_values(
         path = (*parents, key)
         is_folder = isinstance(value, Mapping)
         is_name = isinstance(key, str) and key != ""
-        if not is_name or (is_folder and (key[0] == "/" or ".." in key.split("/"))):
+        leaves_folder = is_name and (key[0] == "/" or ".." in key.split("/"))
+        if not is_name or (is_folder and leaves_folder):
             raise TypeError(
                 f"`values` has the key {key!r} at {path!r}, but a key must be the name "
                 "of a value, or of a subdirectory. Use a name such as `'loss'`."
@@ -293,28 +199,14 @@ def _find_values(
         elif isinstance(value, int | float | Summary):
             yield parents, key, value
         else:
-            if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
-                value = np.asarray(value)
-            array = as_array("/".join(path), value)
-            if not array.size:
-                raise ValueError(f"`{'/'.join(path)}` has no elements. Leave it out.")
-            yield parents, key, array
+            yield parents, key, _as_filled_array("/".join(path), value)
 
 
-def as_png(pixels: np.ndarray) -> bytes:
-    height, width, channels = pixels.shape
-    color_type = {1: 0, 3: 2, 4: 6}[channels]
-    # Each row begins with the number of its filter: 0 for none.
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
-    chunks = {
-        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
-        b"IDAT": zlib.compress(rows.tobytes()),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data))
-        + kind
-        + data
-        + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks.items()
-    )
+def _as_filled_array(name: str, value: Any) -> Any:
+    """Returns a value as an array, which must have elements."""
+    if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
+        value = np.asarray(value)
+    array = as_array(name, value)
+    if not array.size:
+        raise ValueError(f"`{name}` has no elements. Leave it out.")
+    return array

@@ -12,7 +12,7 @@ import numpy as np
 
 from armillary._checks import check_path
 from armillary._optional import import_optional
-from armillary.summary._summary_manager import as_png
+from armillary.summary._tensorboard import as_png
 
 _STEP = "global_step"
 

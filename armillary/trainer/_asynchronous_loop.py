@@ -16,6 +16,7 @@ from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._no_data import NoBatches
 from armillary.trainer._options import LoopOptions, StandardTrainerOptions
 from armillary.trainer._setup import Setup
+from armillary.trainer._step_method import check_step_signature
 from armillary.typing import Output, PyTree
 
 
@@ -29,6 +30,7 @@ class AsynchronousLoop:
         from armillary.parameter_server._coordinator import ClusterCoordinator
 
         _check_options(setup.options)
+        check_step_signature(trainer.train_step, type(trainer).__name__)
         self._step = trainer.train_step
         self._strategy = strategy
         self._datasets = setup.datasets

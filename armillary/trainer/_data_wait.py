@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from armillary.data.feed._prefetcher import Prefetcher
+from armillary.data.feed._ahead import Peekable
 from armillary.distribute._strategy import Strategy
 from armillary.goodput._stopwatch import Category, get_stopwatch
 from armillary.lifeline._lifeline import waiting
@@ -14,9 +14,7 @@ _POLL_SECONDS = 0.002
 
 
 @contextlib.contextmanager
-def waiting_for_data(
-    queue: Prefetcher[Any] | None, strategy: Strategy
-) -> Iterator[None]:
+def waiting_for_data(queue: Peekable[Any] | None, strategy: Strategy) -> Iterator[None]:
     """Records how long the device is idle in a block that reads from a queue."""
     stopwatch = get_stopwatch()
     dispatch = strategy.dispatch

@@ -74,7 +74,7 @@ def described(
         num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
-            gathers = [replace(each.gather, layout=layout) for each in datasets]
+            gathers = [replace(each.input.gather, layout=layout) for each in datasets]
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
 
             def trace() -> tuple[FlatState, Chunk, Program]:
@@ -105,7 +105,7 @@ def described(
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
                 state_bytes=sum(each.size * each.dtype.itemsize for each in flat.types),
-                held_bytes=_count_held(flat.describe(())),
+                held_bytes=_count_held(flat.types_to_take(())),
                 compiler_options=dict(options.compiler_options or {}),
                 split=flat.split,
             )

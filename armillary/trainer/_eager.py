@@ -12,12 +12,12 @@ import jax
 from armillary.data.feed._chunks import check_pieces
 from armillary.data.feed._feed import Feed
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import (
+from armillary.distribute.program._step_iterator import (
     MoreBatches,
     StepIterator,
     check_taken,
-    explained,
 )
+from armillary.distribute.program._trace import explained
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State
 from armillary.trainer._step_method import StepMethod
@@ -60,5 +60,5 @@ def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
     """Yields the batches of a reader on their devices, and adds them to `taken`."""
     for batch in reader:
         taken.append(batch)
-        gather = reader.gather
+        gather = reader.data.gather
         yield gather.layout.wrap(gather.place(batch), batch.num_active)

@@ -14,7 +14,8 @@ import jax
 
 from armillary._logging import logger
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.program._trace import trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.trainer._hook_code import BEGIN, END
 from armillary.typing import Output
 

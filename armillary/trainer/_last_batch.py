@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import Piece, Splitter
+from armillary.data.feed._split import Splitter
 from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import BatchSizeError
@@ -25,9 +26,8 @@ def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None
     Raises:
         BatchSizeError: If the replicas cannot share the batch, or the step refuses it.
     """
-    dataset = reader.dataset
-    source = dataset.source
-    if not isinstance(source, IndexedDataset) or dataset.per_replica_batches:
+    source = reader.data.source
+    if not isinstance(source, IndexedDataset) or reader.data.per_replica_batches:
         return
     is_full = source.repeat or source.drop_remainder
     num_rows = source.num_examples % source.batch_size
@@ -43,7 +43,7 @@ def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None
 
 def _split(reader: BatchReader, num_rows: int) -> Iterator[Piece]:
     """Yields the pieces of a batch with `num_rows` rows; nothing if it is dropped."""
-    spec = reader.dataset.source_spec
+    spec = reader.data.types
     if spec is None:
         return
 
@@ -53,8 +53,8 @@ def _split(reader: BatchReader, num_rows: int) -> Iterator[Piece]:
         return np.broadcast_to(number, (num_rows, *leaf.shape[1:]))
 
     rows = jax.tree.map(make_rows, spec)
-    before = Position(full_size=reader.dataset.source.full_size)
-    splitter = Splitter(reader.dataset, in_pieces=False)
+    before = Position(full_size=reader.data.source.full_size)
+    splitter = Splitter(reader.data, in_pieces=False)
     yield from splitter.split(iter([SourceBatch(rows, before)]), before)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 
 from armillary._logging import logger
+from armillary.data._dataset import open_feed
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
-from armillary.data.feed._split import Piece
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.trainer._data_wait import waiting_for_data
@@ -27,7 +28,7 @@ from armillary.trainer._last_batch import check_last_batch
 from armillary.trainer._loop_guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
 from armillary.trainer._setup import Setup
-from armillary.trainer._step_method import StepMethod
+from armillary.trainer._step_method import StepMethod, check_step_signature
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 
@@ -59,6 +60,7 @@ class Loop:
     """Runs the user's step over one nest of datasets."""
 
     def __init__(self, method: StepMethod, setup: Setup) -> None:
+        check_step_signature(method.fn, type(method.owner).__name__)
         self._method = method
         self._strategy = method.strategy
         self.datasets = setup.distribute(method.strategy)
@@ -73,7 +75,7 @@ class Loop:
 
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
-        gathers = [data.gather for data in self.datasets]
+        gathers = [data.input.gather for data in self.datasets]
         self._programs = StepPrograms(method, gathers, self._structure)
 
     def serves(self, method: StepMethod, setup: Setup) -> bool:
@@ -91,7 +93,7 @@ class Loop:
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
         method = self._method
-        return Feed(
+        return open_feed(
             self.datasets,
             in_pieces=method.is_evaluation,
             begins_anew=begins_anew,
@@ -134,8 +136,7 @@ class Loop:
         """Returns the indices of datasets with unused batches, after the last step."""
         left: list[int] = []
         for index, reader in enumerate(self.feed.readers):
-            dataset = reader.dataset
-            if dataset.is_endless or dataset.is_agreed:
+            if reader.data.is_endless or reader.data.is_agreed:
                 continue
             if index in self.feed.rests or reader.peek() is not None:
                 left.append(index)
@@ -176,7 +177,7 @@ class Loop:
         assert self._steps_per_chunk is not None
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
-        types = [reader.gather.types(batch) for reader, batch in pairs]
+        types = [reader.data.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.num_active for batch in first)
         batches_per_step = self._programs.count_batches(types, active)
 
@@ -198,7 +199,7 @@ class Loop:
 
     def _trace_for(self, piece: Piece) -> None:
         """Traces the step for a batch of the only data set."""
-        gather = self.feed.readers[0].gather
+        gather = self.feed.readers[0].data.gather
         self._programs.trace([gather.types(piece)], (piece.num_active,))
 
     # Loops with the hooks of the trainer

@@ -55,8 +55,8 @@ def check_step_arguments(
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # Some built-in functions have no signature.
         return
-    takes_state = _takes(signature, 1)
-    takes_batch = _takes(signature, 2)
+    takes_state = takes(signature, 1)
+    takes_batch = takes(signature, 2)
     name = getattr(step, "__name__", "step")
     if has_data and takes_state and not takes_batch:
         raise TypeError(
@@ -73,7 +73,8 @@ def check_step_arguments(
         )
 
 
-def _takes(signature: inspect.Signature, count: int) -> bool:
+def takes(signature: inspect.Signature, count: int) -> bool:
+    """Returns whether a function can be called with so many arguments in order."""
     try:
         signature.bind(*[None] * count)
     except TypeError:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import source_line
-from armillary.distribute.program._trace import TracedStep
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.trainer._step_guard import is_bad
 
 # Programs that are part of the one around them.

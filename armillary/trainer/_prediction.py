@@ -11,10 +11,10 @@ import numpy as np
 
 from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
-from armillary.data._dataset import DistributedDataset
+from armillary.data._dataset import DistributedDataset, open_feed
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._piece import Piece, get_mask
 from armillary.data.feed._reader import place_pieces
-from armillary.data.feed._split import Piece, get_mask
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Function
@@ -90,7 +90,7 @@ def _predict(
     fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
 ) -> Iterator[PyTree]:
     step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
-    feed: Feed[Piece] = Feed([dataset], in_pieces=True)
+    feed: Feed[Piece] = open_feed([dataset], in_pieces=True)
     feed.start(place_pieces, dataset.prefetch)
 
     def start() -> Iterator[tuple[Piece, PyTree]]:

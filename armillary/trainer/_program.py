@@ -18,7 +18,7 @@ import numpy as np
 
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.lifeline._lifeline import waiting
 from armillary.trainer._hooks import Hooks
 from armillary.trainer._step_guard import Health, StepGuard
@@ -156,7 +156,7 @@ class Program:
 
         It donates the first argument. `chunk` and `health` are types with shardings.
         """
-        donated, others = self._flat.describe(self.changed)
+        donated, others = self._flat.types_to_take(self.changed)
         number = jax.ShapeDtypeStruct((), np.int32)
         inputs = _Inputs(others, list(chunk), number, number, number, health)
         types, tree = jax.tree.flatten(inputs)

@@ -193,8 +193,9 @@ class StandardTrainer(Runner, AbstractTrainer):
                 "No checkpoint holds the position in the training data (%s), because "
                 "the data has no position. A run that resumes reads it from its "
                 "beginning, and counts `epochs` from 0. Use "
-                "`armillary.data.from_arrays`, Grain, TFRecords, or a loader with "
-                "`state_dict` and `load_state_dict`.",
+                "`armillary.data.from_arrays`, Grain, TFRecords, a loader with "
+                "`state_dict` and `load_state_dict`, or an iterator with `get_state` "
+                "and `set_state` (docs/data_positions.md).",
                 ", ".join(lost),
             )
         return datasets
@@ -284,6 +285,14 @@ class StandardTrainer(Runner, AbstractTrainer):
         output = self.train_loop_end() if num_run else None
         output = loop.add_staleness(output)
         return LoopsOnDevice(num_run, (), lambda _: [output])
+
+
+def find_positions(trainer: StandardTrainer) -> list[DistributedDataset | None]:
+    """Returns the training data whose position can be saved, and `None` for other data.
+
+    Warns once of data without a position.
+    """
+    return trainer._positions()
 
 
 class LoopsOnDevice(PendingLoops):

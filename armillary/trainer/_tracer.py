@@ -20,14 +20,15 @@ from armillary.distribute.program._batch_sums import warn_of_sums
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import MetricWarnings, warn_of_draws
-from armillary.distribute.program._trace import (
+from armillary.distribute.program._step_iterator import (
     MoreBatches,
     StepIterator,
-    TracedStep,
     check_taken,
-    trace_step,
 )
+from armillary.distribute.program._trace import trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.errors import RetraceError
+from armillary.goodput._stopwatch import compiling
 from armillary.state._lift import State
 from armillary.trainer._batch_shapes import Leaves, check_shapes
 from armillary.trainer._hook_code import need_python
@@ -149,6 +150,7 @@ class StepPrograms:
             self._has_traced_hooks = True
         return self.hooks
 
+    @compiling()
     def _trace_hooks(self) -> Hooks | None:
         owner = self._method.owner
         flat = self.flat
@@ -190,6 +192,7 @@ class StepPrograms:
             self._traces[key] = self._trace(batches, active)
         return self._traces[key]
 
+    @compiling()
     def _trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> _Trace:
         method = self._method
         flat = self.flat
@@ -227,8 +230,8 @@ class StepPrograms:
             raise RetraceError(
                 f"`{method.name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
                 "step, so it seems to loop over the whole data set. Take a fixed "
-                "number with `next(iterator)`; the library calls the step until the "
-                "data ends."
+                "number with `next(iterator)`, such as `x, y = next(iterator)`: the "
+                "library calls the step again until the data ends."
             ) from None
 
         flat.state.watch()
@@ -262,6 +265,7 @@ class StepPrograms:
             self._programs[key] = self._make(chunk, self._doubted.pop(key, None))
         return self._programs[key]
 
+    @compiling()
     def _make(self, chunk: Chunk, old: Program | None) -> Program:
         """Returns the program for a chunk; the old program if it is still correct."""
         method = self._method

@@ -41,7 +41,8 @@ YNNPACK:
 https://github.com/jax-ml/jax/issues/37465.
 """
 
-_CONVOLUTION, _POOL_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
+_CONVOLUTION = "conv_general_dilated"
+_POOL_GRADIENT = "select_and_scatter_add"
 
 
 def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
@@ -78,9 +79,11 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
         ValueError: If `directory` is empty.
     """
     path = check_path("directory", directory)
-    if "://" not in path:
+    is_remote = "://" in path
+    if not is_remote:
         os.makedirs(path, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", path)
+    # By default, JAX leaves out programs that compile quickly or are small.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # JAX looks at its settings once, when it compiles the first program.
@@ -96,20 +99,22 @@ def compile_step(
     options: Mapping[str, Any] | None,
     *,
     split: Split | None = None,
-    **how: Any,
+    **jit_options: Any,
 ) -> Callable[..., Any]:
-    """Returns `jax.jit(fn, **how)` with options and lowering rules for a step."""
+    """Returns `jax.jit(fn, **jit_options)` with options and rules for a step."""
     has_convolutions = any(_find(program, _CONVOLUTION))
     chosen = dict(options or {})
     if platform == PLATFORM and has_convolutions:
         is_slow = has_slow_loop(program, platform, is_partitioned=split is not None)
         if not is_slow and _knows(**YNNPACK_FOR_SUMS):
             chosen = YNNPACK_FOR_SUMS | chosen
-    compiled = jax.jit(fn, compiler_options=chosen or None, **how)
+    compiled = jax.jit(fn, compiler_options=chosen or None, **jit_options)
+
     if split is not None:
         return partition(compiled, split) if has_convolutions else compiled
     has_pools = any(_find(program, _POOL_GRADIENT))
-    if platform == PLATFORM and (has_convolutions or has_pools) and has_rules():
+    may_gain = platform == PLATFORM and (has_convolutions or has_pools)
+    if may_gain and has_rules():
         return Lowered(compiled, canonically)
     return compiled
 
@@ -136,15 +141,17 @@ def has_slow_loop(
     """
     if platform != PLATFORM:
         return False
-    is_lowered: bool | None = None
-    for equation in _find(program, _CONVOLUTION):
-        if is_lowered is None:
-            is_lowered = not is_partitioned and has_rules()
+    convolutions = list(_find(program, _CONVOLUTION))
+    if not convolutions:
+        return False
+    are_lowered = not is_partitioned and has_rules()
+    for equation in convolutions:
+        has_batch_groups = equation.params["batch_group_count"] != 1
+        if is_ordered(equation.params) and not has_batch_groups:
+            continue
         values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
-        form = choose_form(equation.params, *values)
-        is_fast = is_ordered(equation.params)
-        is_fast = is_fast and equation.params["batch_group_count"] == 1
-        if not is_fast and not (is_lowered and form is not Form.UNCHANGED):
+        is_unchanged = choose_form(equation.params, *values) is Form.UNCHANGED
+        if is_unchanged or not are_lowered:
             return True
     return False
 

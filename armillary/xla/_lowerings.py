@@ -22,9 +22,8 @@ from armillary.xla._convolutions import (
     choose_form,
     convolve,
     example_axes,
-    is_supported,
-    scatter_to_winners,
 )
+from armillary.xla._pooling import is_supported, scatter_to_winners
 
 Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
 """A function of a shape and its axis of examples, if any, that returns a sharding."""
@@ -33,8 +32,8 @@ PLATFORM = "cpu"
 """The platform whose rules are replaced; on others convolutions are only divided."""
 
 _CANONICAL = "canonical"
-_how: Any = jax.make_user_context(None)
-"""The form in which this thread lowers: `_CANONICAL`, or a `Split`.
+_current_request: Any = jax.make_user_context(None)
+"""How this thread lowers convolutions: `_CANONICAL`, by a `Split`, or as JAX (`None`).
 
 JAX caches the programs of different values separately.
 """
@@ -57,7 +56,8 @@ class Lowered:
     def __init__(
         self, compiled: Any, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        self._compiled, self._context = compiled, context
+        self._compiled = compiled
+        self._context = context
 
     def __call__(self, *args: Any) -> Any:
         with self._context():
@@ -70,7 +70,7 @@ class Lowered:
 
 def canonically() -> AbstractContextManager[Any]:
     """Makes JAX lower programs for CPUs canonically, in this thread, meanwhile."""
-    return _how(_CANONICAL)
+    return _current_request(_CANONICAL)
 
 
 def partitioned(split: Split) -> AbstractContextManager[Any]:
@@ -79,12 +79,12 @@ def partitioned(split: Split) -> AbstractContextManager[Any]:
     Left to itself, XLA may divide them by places of the image, by features, or into
     unequal shares. The gradients are then wrong (JAX 0.10.2).
     """
-    return _how(split)
+    return _current_request(split)
 
 
 def _install_rules() -> None:
-    own = _find_rule(lax.conv_general_dilated_p, PLATFORM)
-    if isinstance(own, _Rule):
+    is_installed = isinstance(_find_rule(lax.conv_general_dilated_p, PLATFORM), _Rule)
+    if is_installed:
         return
     pool = _find_rule(lax.select_and_scatter_add_p, PLATFORM)
     rules = [(lax.select_and_scatter_add_p, _Rule(_lower_pool, pool), PLATFORM)]
@@ -92,11 +92,14 @@ def _install_rules() -> None:
         own = _find_rule(lax.conv_general_dilated_p, platform)
         rule = _Rule(_lower_convolution, own)
         rules.append((lax.conv_general_dilated_p, rule, platform))
+    # All rules are found before the first is replaced: a release of JAX without one of
+    # them keeps all of its own.
     for primitive, rule, platform in rules:
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _find_rule(primitive: Any, platform: str) -> Callable[..., Any]:
+    """Returns JAX's rule of a platform, or else the rule of all platforms."""
     entry = mlir._platform_specific_lowerings[platform].get(primitive)
     rule = (entry or mlir._lowerings[primitive]).rule
     if not callable(rule):
@@ -108,7 +111,8 @@ class _Rule:
     """Lowers with `ours`, whose first argument is JAX's own rule."""
 
     def __init__(self, ours: Callable[..., Any], own: Callable[..., Any]) -> None:
-        self._ours, self._own = ours, own
+        self._ours = ours
+        self._own = own
 
     def __call__(self, context: Any, *operands: Any, **parameters: Any) -> Any:
         return self._ours(self._own, context, *operands, **parameters)
@@ -117,22 +121,48 @@ class _Rule:
 def _lower_convolution(
     own: Callable[..., Any], context: Any, lhs: Any, rhs: Any, **parameters: Any
 ) -> Any:
-    how = _how.value
-    avals = (*context.avals_in, *context.avals_out)
-    if how == _CANONICAL:
-        form = choose_form(parameters, *avals)
-        # JAX makes three real convolutions of a complex one, which come here again.
-        is_complex = jnp.issubdtype(avals[-1].dtype, jnp.complexfloating)
-        if form is not Form.UNCHANGED and not is_complex:
-            lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
-            return lower(context, lhs, rhs, **parameters)
-    # Inside `shard_map`, the code is for one device.
-    is_manual = getattr(context.module_context.axis_context, "manual_axes", ())
-    if how in (None, _CANONICAL) or is_manual:
+    request = _current_request.value
+    if request is None:
         return own(context, lhs, rhs, **parameters)
+    if request == _CANONICAL:
+        return _lower_canonically(own, context, lhs, rhs, parameters)
+    # Inside `shard_map`, the code is for one device, so there is nothing to divide.
+    is_manual = getattr(context.module_context.axis_context, "manual_axes", ())
+    if is_manual:
+        return own(context, lhs, rhs, **parameters)
+    return _lower_divided(request, own, context, lhs, rhs, parameters)
+
+
+def _lower_canonically(
+    own: Callable[..., Any],
+    context: Any,
+    lhs: Any,
+    rhs: Any,
+    parameters: dict[str, Any],
+) -> Any:
+    lhs_aval, rhs_aval = context.avals_in
+    (out_aval,) = context.avals_out
+    form = choose_form(parameters, lhs_aval, rhs_aval, out_aval)
+    # JAX makes three real convolutions of a complex one, which come here again.
+    is_complex = jnp.issubdtype(out_aval.dtype, jnp.complexfloating)
+    if form is Form.UNCHANGED or is_complex:
+        return own(context, lhs, rhs, **parameters)
+    lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
+    return lower(context, lhs, rhs, **parameters)
+
+
+def _lower_divided(
+    split: Split,
+    own: Callable[..., Any],
+    context: Any,
+    lhs: Any,
+    rhs: Any,
+    parameters: dict[str, Any],
+) -> Any:
+    """Constrains operands and result, so that XLA divides them by examples."""
 
     def constrain(value: Any, aval: Any, axis: int | None) -> Any:
-        sharding = how(aval.shape, axis)
+        sharding = split(aval.shape, axis)
         lower = mlir.lower_fun(
             lambda array: lax.with_sharding_constraint(array, sharding),
             multiple_results=False,
@@ -140,16 +170,20 @@ def _lower_convolution(
         (value,) = lower(context.replace(avals_in=[aval], avals_out=[aval]), value)
         return value
 
-    axes = example_axes(parameters)
-    lhs, rhs = map(constrain, (lhs, rhs), avals, axes)
+    lhs_aval, rhs_aval = context.avals_in
+    (out_aval,) = context.avals_out
+    lhs_axis, rhs_axis, out_axis = example_axes(parameters)
+    lhs = constrain(lhs, lhs_aval, lhs_axis)
+    rhs = constrain(rhs, rhs_aval, rhs_axis)
     (out,) = own(context, lhs, rhs, **parameters)
-    return [constrain(out, avals[-1], axes[-1])]
+    return [constrain(out, out_aval, out_axis)]
 
 
 def _lower_pool(
     own: Callable[..., Any], context: Any, *operands: Any, **parameters: Any
 ) -> Any:
-    if _how.value != _CANONICAL or not is_supported(parameters, *context.avals_in):
+    is_asked = _current_request.value == _CANONICAL
+    if not is_asked or not is_supported(parameters, *context.avals_in):
         return own(context, *operands, **parameters)
     lower = mlir.lower_fun(scatter_to_winners, multiple_results=False)
     return lower(context, *operands, **parameters)

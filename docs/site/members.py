@@ -31,7 +31,6 @@ INTERNAL = {
         "global_batches",
         "open_reader",
         "prefetch",
-        "source_spec",
     ),
     "EarlyStopping": ("begin_training",),
     "IndexedDataset": (

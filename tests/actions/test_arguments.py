@@ -1,4 +1,4 @@
-"""What each action says to arguments and outputs that it cannot use.
+"""Tests that each action refuses arguments and outputs that it cannot use.
 
 `tests/meta/test_arguments.py` gives wrong values to each argument.
 """
@@ -47,6 +47,6 @@ NESTED = {"loss": 1.0, "validation": {"l1": 2.0}}
         },
     }
 )
-def test_what_an_action_cannot_use_is_an_error(call, error, message, tmp_path):
+def test_arguments_that_an_action_cannot_use_are_errors(call, error, message, tmp_path):
     with pytest.raises(error, match=message):
         call(tmp_path)

@@ -1,4 +1,4 @@
-"""`NewBestMetric` and `EarlyStopping`, and what runs when they hold."""
+"""Tests of `NewBestMetric`, `EarlyStopping`, and the actions that they trigger."""
 
 import json
 from types import SimpleNamespace
@@ -81,7 +81,9 @@ def stop_early(request_stop, *, higher=False, **options):
         ([np.nan, np.nan], {"patience": 2}, 2),
     ],
 )
-def test_it_stops_after_outputs_without_improvement(losses, options, expected):
+def test_early_stopping_stops_after_outputs_without_improvement(
+    losses, options, expected
+):
     reasons = []
     stopping = stop_early(reasons.append, **options)
     count = None

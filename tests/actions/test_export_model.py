@@ -1,4 +1,4 @@
-"""Models are exported whole, without being disturbed, and run on JAX alone."""
+"""Tests that models are exported whole, unchanged, and run on JAX alone."""
 
 import subprocess
 import sys
@@ -100,7 +100,7 @@ def test_any_batch_size_if_it_is_asked_for(tmp_path):
         load(fixed.file_manager.managed_files[-1]).call(IMAGES)
 
 
-def test_what_the_function_sets_is_set_back_and_no_array_changes(tmp_path):
+def test_values_that_the_function_sets_are_set_back_and_no_array_changes(tmp_path):
     model = Net()
     arrays, held = read_all(model), model.head.kernel.get_value()
 

@@ -1,4 +1,4 @@
-"""`PeriodicAction` runs when an interval has passed, of steps or of seconds."""
+"""Tests that `PeriodicAction` runs after an interval of steps or seconds."""
 
 from unittest.mock import Mock
 
@@ -23,7 +23,7 @@ def collect(seen):
     return lambda output: seen.append(output["step"])
 
 
-def test_it_runs_at_the_first_output_after_each_multiple():
+def test_a_periodic_action_runs_at_the_first_output_after_each_multiple():
     seen, evaluated = [], []
 
     run(
@@ -36,13 +36,13 @@ def test_it_runs_at_the_first_output_after_each_multiple():
     assert evaluated == [60]
 
 
-def test_a_run_that_resumes_goes_on_with_the_same_multiples():
+def test_a_run_that_resumes_continues_with_the_same_multiples():
     seen = []
     run(100, start=40, train_actions=[PeriodicAction(collect(seen), 25)])
     assert seen == [50, 80, 100]
 
 
-def test_it_combines_with_other_actions():
+def test_a_periodic_action_combines_with_other_actions():
     seen = []
     inner = PeriodicAction([collect(seen), collect(seen)], interval=20)
     outer = ConditionalAction(lambda output: output["step"] > 20, inner)
@@ -51,7 +51,7 @@ def test_it_combines_with_other_actions():
     assert seen == [30, 30, 40, 40, 60, 60]
 
 
-def test_all_actions_hear_of_the_end_of_training():
+def test_all_actions_receive_the_end_of_training():
     first, second = Mock(), Mock()
     first.end_training.side_effect = OSError("no space left")
     with pytest.raises(OSError, match="no space left"):

@@ -1,4 +1,4 @@
-"""`Profile` traces whole loops, and never leaves a trace running."""
+"""Tests that `Profile` traces whole loops, and never leaves a trace running."""
 
 import gzip
 import json
@@ -98,14 +98,14 @@ def test_a_run_that_resumes_later_is_not_traced_again(tmp_path):
     assert read_steps(tmp_path) == []
 
 
-def test_of_several_processes_the_first_one_traces(tmp_path, monkeypatch):
+def test_only_the_first_of_several_processes_traces(tmp_path, monkeypatch):
     process = type("Process", (), {"is_chief": False})
     monkeypatch.setattr("armillary.actions._profile.get_process", process)
     make_controller(Profile(at=5, steps=5, directory=tmp_path)).train(20)
     assert read_steps(tmp_path) == []
 
 
-def test_two_traces_at_once_are_an_error(tmp_path):
+def test_two_traces_at_the_same_time_are_an_error(tmp_path):
     first = Profile(at=5, steps=20, directory=tmp_path)
     second = Profile(at=10, steps=5, directory=tmp_path)
 

@@ -1,4 +1,4 @@
-"""`SaveCheckpointIfPreempted` in one process, and in threads that act as processes."""
+"""Tests of `SaveCheckpointIfPreempted`, in one process and in simulated ones."""
 
 import contextlib
 import os
@@ -95,7 +95,7 @@ def test_a_signal_ends_the_program_with_77_after_the_loop(tmp_path, caplog):
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
-def test_the_same_program_goes_on_from_there_and_ends_well(tmp_path):
+def test_the_same_program_continues_from_there_and_ends_well(tmp_path):
     run = Run(at_5=terminate)
     manager = make_manager(run, tmp_path)
     with training(run, manager) as controller, pytest.raises(SystemExit):
@@ -188,7 +188,7 @@ def test_a_step_is_not_saved_twice(tmp_path, caplog):
     assert f"saved {tmp_path}/checkpoint_4;" in said(caplog)[0]
 
 
-def test_training_that_goes_on_saves_once_for_each_notice(tmp_path, caplog):
+def test_training_that_continues_saves_once_for_each_notice(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     before, calls = signal.getsignal(signal.SIGTERM), []
     run = Run(at_1=terminate, at_2=terminate, at_5=terminate)
@@ -234,7 +234,7 @@ def test_a_failed_save_is_said_and_is_no_preemption(
     assert "after the last loop" not in caplog.text
 
 
-def test_a_signal_after_the_last_loop_is_not_forgotten_in_silence(tmp_path, caplog):
+def test_a_signal_after_the_last_loop_is_reported(tmp_path, caplog):
     run = Run()
     with training(run, make_manager(run, tmp_path)) as controller:
         controller.train(2)

@@ -1,4 +1,4 @@
-"""What every test of the benchmarks needs."""
+"""Fixtures for the tests of the benchmarks."""
 
 import logging
 

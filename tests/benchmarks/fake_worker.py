@@ -1,4 +1,4 @@
-"""A worker that says what its arguments tell it to: for tests of the parent.
+"""A worker that behaves as its arguments say, for tests of the parent process.
 
 Arguments: the seconds of one step, and what it does at a run (`run`, `hang`, `die`,
 `error`, `skip`).

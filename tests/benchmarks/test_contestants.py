@@ -1,4 +1,4 @@
-"""The comparison is fair only if all contestants compute the same."""
+"""Tests that all contestants compute the same numbers, so the comparison is fair."""
 
 import jax
 import numpy as np
@@ -35,13 +35,13 @@ def test_all_contestants_reach_the_same_losses(task):
 
 
 @pytest.mark.slow
-def test_they_agree_on_several_devices():
+def test_contestants_agree_on_several_devices():
     assert_all_agree("mlp", devices=2)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:grain")
-def test_they_agree_from_grain():
+def test_contestants_agree_with_data_from_grain():
     assert_all_agree("mlp", data="grain")
 
 

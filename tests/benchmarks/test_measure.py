@@ -1,3 +1,5 @@
+"""Tests of the parent process, which starts contestants and collects their figures."""
+
 import os
 import sys
 from pathlib import Path
@@ -49,7 +51,7 @@ def test_figures_are_relative_to_the_faster_reference():
 
 
 @pytest.mark.slow
-def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on():
+def test_a_contestant_that_fails_is_left_out_with_the_reason():
     entry = measure(
         reference_step=(0.001, "die"),
         reference_scan=(0.001, "run"),

@@ -1,4 +1,4 @@
-"""The commands that measure one further thing each, at tiny sizes."""
+"""Runs each further measurement of `make bench` once, at tiny sizes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmark of parameter servers: its arithmetic, and one tiny run of it."""
+"""Tests of the parameter server benchmark: its arithmetic, and one tiny run."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def test_calls_that_were_lost_or_made_twice_are_noticed():
         check_calls([right, wrong], 7)
 
 
-def test_ratios_are_those_of_speeds_in_the_same_round():
+def test_ratios_compare_speeds_of_the_same_round():
     found = parameter_server.compare({"armillary": [1.0, 4.0], "copies": [0.5, 1.0]})
     assert found["calls_per_second"] == {"armillary": 0.4, "copies": 1 / 0.75}
     assert found["ratios"]["copies"] == {"median": 0.375, "low": 0.25, "high": 0.5}
@@ -72,9 +72,7 @@ def test_contestants_take_turns_and_the_table_shows_ratios(monkeypatch, tmp_path
     assert "12.5" in shown
 
 
-def test_who_fails_or_is_not_installed_leaves_its_row_to_the_others(
-    monkeypatch, tmp_path
-):
+def test_a_contestant_that_fails_or_is_not_installed_has_no_row(monkeypatch, tmp_path):
     monkeypatch.setattr(parameter_server, "_PEER_PYTHON", tmp_path / "none")
     row = parameter_server.measure(1024, 3, list(SECONDS), 3, 1.0, start_fake)
     assert "It broke." in row["missing"]["armillary"]

@@ -1,4 +1,4 @@
-"""Peers run the same tasks, each where its environment exists."""
+"""Tests that other libraries run the same tasks, each in its own environment."""
 
 import jax
 import numpy as np
@@ -83,6 +83,6 @@ def test_peers_train_on_several_devices(peer):
         ),
     ],
 )
-def test_what_is_no_fair_comparison_is_refused(contestant, task, options, message):
+def test_an_unfair_comparison_is_refused(contestant, task, options, message):
     with pytest.raises(UnsupportedError, match=message):
         contestant().setup(make_task(task), Options(**options))

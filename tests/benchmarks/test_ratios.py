@@ -1,3 +1,5 @@
+"""Tests of the ratio between a contestant and the faster hand-written loop."""
+
 import pytest
 
 from benchmarks.ratios import Ratio, choose_burst, find_faster, pair_ratios

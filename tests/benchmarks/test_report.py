@@ -1,3 +1,5 @@
+"""Tests of the table that the benchmarks print."""
+
 import io
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""The benchmarks of scale run, and what they measure is there."""
+"""Tests that the benchmarks of scale run, and measure what they claim."""
 
 import json
 

@@ -1,3 +1,5 @@
+"""Tests of the data, models and sizes of the benchmark tasks."""
+
 import jax
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Managers that are closed after a test."""
+"""Fixtures that close checkpoint managers after a test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training program with every kind of state, for tests that end it at any moment."""
+"""A training program with every kind of state, for tests that kill it."""
 
 import hashlib
 from collections.abc import Callable

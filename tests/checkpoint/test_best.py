@@ -1,4 +1,4 @@
-"""The best checkpoint: which one it is, that it stays, and that all know it."""
+"""Tests of the best checkpoint: its choice, its protection, and its file."""
 
 import contextlib
 import json
@@ -233,7 +233,7 @@ def test_a_controller_saves_a_new_best_and_restores_it(tmp_path, capsys, monkeyp
     assert best in _page._checkpoints(read_run(tmp_path / "run"))
 
 
-def test_what_is_saved_again_at_the_end_is_still_the_best(tmp_path):
+def test_a_best_checkpoint_that_is_saved_again_at_the_end_is_still_the_best(tmp_path):
     controller = make(tmp_path, {10: 0.5})
     # What an action changes is saved once more.
     controller.eval_actions = (lambda output: setattr(loops, "array", jnp.ones(1)),)
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_is_evaluated_later_can_be_the_best(tmp_path, by_manag
     assert names_in(tmp_path) == [f"checkpoint_{step}" for step in (10, 20, 30)]
 
 
-def test_an_evaluator_elsewhere_says_what_the_job_that_trains_keeps(tmp_path, caplog):
+def test_an_evaluator_elsewhere_decides_what_the_training_job_keeps(tmp_path, caplog):
     values = {10: 0.5, 20: 0.25, 30: 0.75, 40: 0.5, 50: 0.5}
     options = {"max_to_keep": 1, "checkpoint_interval": 10}
     trains = make(tmp_path, values, **options)

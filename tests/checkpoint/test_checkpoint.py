@@ -1,4 +1,4 @@
-"""Tests of what a checkpoint holds, how it is written back, and what it refuses."""
+"""Tests of the content of a checkpoint, of restoring it, and of refusals."""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.mistakes import mistakes
 
 
 class Position:
-    """Has a state that is not made of arrays, as a dataset has."""
+    """An object whose state has no arrays, like the state of a dataset."""
 
     def __init__(self, state: Any = 0) -> None:
         self.state = state
@@ -187,7 +187,7 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
         },
     }
 )
-def test_an_error_says_what_is_wrong_and_writes_nothing(tmp_path, call, error, message):
+def test_an_error_names_the_fault_and_writes_nothing(tmp_path, call, error, message):
     with pytest.raises(error, match=message):
         call(tmp_path)
 

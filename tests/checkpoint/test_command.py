@@ -1,4 +1,4 @@
-"""`armillary checkpoint show`: what it prints, and what each mistake says."""
+"""Tests of `armillary checkpoint show`: its output and its error messages."""
 
 import jax
 import jax.numpy as jnp

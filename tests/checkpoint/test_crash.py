@@ -1,4 +1,4 @@
-"""A save that runs when its program ends is completed. Faults: `tests/recovery`."""
+"""Tests that a save in progress is completed when its program ends."""
 
 import subprocess
 import sys

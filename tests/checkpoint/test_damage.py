@@ -1,4 +1,4 @@
-"""Tests of checkpoints that are not as they were saved."""
+"""Tests that damaged checkpoints are never loaded."""
 
 import logging
 import os
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(
     assert caplog.text == ""
 
 
-def test_a_run_goes_on_over_a_damaged_checkpoint(directory):
+def test_a_run_continues_over_a_damaged_checkpoint(directory):
     flip_numbers(directory / "checkpoint_2")
     run = Run(9)
     manager = make_manager(run, directory)

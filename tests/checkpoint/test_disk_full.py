@@ -1,4 +1,4 @@
-"""Saves that the kernel refuses to write: a file that may not grow is a full disk."""
+"""Tests of saves to a full disk, simulated by a limit on the size of files."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Tests of which folders are checkpoints, and which of them go."""
+"""Tests of how folders of checkpoints are recognized and removed."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[Callable[[epath.Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "reason"), BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_is_no_checkpoint_and_has_a_reason(tmp_path, damage, reason):
+def test_a_broken_folder_is_no_checkpoint_and_has_a_reason(tmp_path, damage, reason):
     make(tmp_path, "checkpoint_1")
     broken = make(tmp_path, "checkpoint_2", serial=2)
     damage(broken)

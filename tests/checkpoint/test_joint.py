@@ -1,4 +1,4 @@
-"""Saving and restoring with several processes: one decides and writes, all know."""
+"""Tests of saving and restoring with several processes, of which one writes."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from armillary.errors import CheckpointError, PeerError
 from tests.peers import make_peers, run_together
 
 
-def test_an_error_of_a_save_is_that_of_all_and_another_ends_the_others():
+def test_all_processes_raise_the_error_of_a_save_and_other_errors_end_them():
     def run(error):
         def fail():
             raise error
@@ -59,7 +59,7 @@ class Lost:
         raise AssertionError
 
 
-def test_a_state_that_one_process_cannot_read_is_told_to_the_others(
+def test_a_state_that_one_process_cannot_read_is_sent_to_the_others(
     tmp_path, monkeypatch
 ):
     chief, peers = make_peers()
@@ -105,7 +105,9 @@ DAMAGES = {
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), blind=st.sets(st.integers(0, 2)))
-def test_what_one_process_finds_damaged_is_damaged_for_all(saved, data, blind):
+def test_a_checkpoint_that_one_process_finds_damaged_is_damaged_for_all(
+    saved, data, blind
+):
     sums = read_checksums(epath.Path(saved) / "checkpoint_6")
     name = data.draw(st.sampled_from([*sorted(sums), "checksums.json"]))
     damage = DAMAGES[data.draw(st.sampled_from(sorted(DAMAGES)))]

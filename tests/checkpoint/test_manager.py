@@ -1,4 +1,4 @@
-"""Tests of saving and restoring through a manager."""
+"""Tests of saving and restoring with a `CheckpointManager`."""
 
 import itertools
 import os
@@ -54,7 +54,7 @@ def set_clock(monkeypatch, wall, monotonic):
     monkeypatch.setattr(_rising_clock, "time", clocks)
 
 
-def test_a_new_manager_goes_on_with_the_same_retention(make_manager, monkeypatch):
+def test_a_new_manager_continues_with_the_same_retention(make_manager, monkeypatch):
     hours = iter(range(1000))
     set_clock(monkeypatch, lambda: 3600.0 * next(hours), time.monotonic)
     counter = Counter()

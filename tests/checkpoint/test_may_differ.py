@@ -1,4 +1,4 @@
-"""A run goes on though its program has changed, where it says that it may."""
+"""Tests of `may_differ`: continuing a run whose program has changed."""
 
 import logging
 import threading
@@ -82,7 +82,7 @@ def position_of(controller):
 PART, CHANGE = "optimizer/opt_state", {"transform": optax.sgd(0.1, momentum=0.9)}
 
 
-def test_a_changed_part_begins_anew_once_and_then_goes_on(make, caplog):
+def test_a_changed_part_begins_again_once_and_then_continues(make, caplog):
     first = make()
     first.train(3)
     with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{PART}'`"):
@@ -118,7 +118,7 @@ def test_a_changed_part_begins_anew_once_and_then_goes_on(make, caplog):
 
 
 @pytest.mark.slow
-def test_data_that_have_grown_begin_anew(make, caplog):
+def test_data_that_have_grown_begin_again(make, caplog):
     line = "examples: 16 in the state, 20 in the program"
     changes = {"num_examples": 20, "checkpoint_interval": 4}
     first = make()

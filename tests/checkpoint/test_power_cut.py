@@ -1,11 +1,11 @@
-"""Tests of what a power cut leaves of a directory of checkpoints.
+"""Tests of the state of a checkpoint directory after a simulated power cut.
 
-A recorder looks at all files after each operation by which Python syncs, renames,
-makes or removes one, and so knows what was synced, and what else there was, at each of
-these moments. A cut leaves what was synced; of the rest it leaves anything: changes of
-a folder in part and in any order, files that are empty, torn, zeros or whole. What
-TensorStore syncs, in C++, is not seen and counts as not synced. Not simulated are disks
-that lose what they were told to keep.
+A recorder looks at all files after each sync, rename, creation and removal by Python.
+So it knows which files were synced at each moment. A simulated cut keeps synced data.
+Everything else may be lost in part and in any order: changes of a folder may be
+missing, and files may be empty, torn, zeros or whole. Syncs of TensorStore happen in
+C++, so the recorder counts them as missing. Disks that lose synced data are not
+simulated.
 """
 
 import os
@@ -30,7 +30,7 @@ Image = tuple[tuple[str, bytes | None], ...]
 
 
 class Moment(NamedTuple):
-    """What a disk has for certain, and what it may have, by the number of the inode.
+    """The certain and the possible content of a disk, by the number of the inode.
 
     `changes` of a folder are those since it was synced; what one of them does, it does
     at once: a new name, a removed one, or both for a file that is renamed.

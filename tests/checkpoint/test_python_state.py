@@ -1,4 +1,4 @@
-"""Python state in a checkpoint: NumPy arrays, random generators, states of objects."""
+"""Tests of Python state in a checkpoint: arrays, generators and objects."""
 
 import json
 import random
@@ -148,7 +148,7 @@ def test_states_with_arrays_are_restored_in_place(tmp_path):
     assert new["scale"] == 3
 
 
-def test_what_a_state_holds_is_shown_by_dtype_and_shape(tmp_path, capsys):
+def test_the_content_of_a_state_is_shown_by_dtype_and_shape(tmp_path, capsys):
     buffer = Buffer()
     buffer.play()
     path = armillary.Checkpoint(buffer=buffer).write(tmp_path / "saved")
@@ -346,6 +346,6 @@ def save(state: Any) -> None:
         }
     }
 )
-def test_what_a_checkpoint_cannot_hold(call, error, message):
+def test_objects_that_a_checkpoint_cannot_hold(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""`Checkpoint.read`: parts of a checkpoint go into another program, the rest stays."""
+"""Tests of `Checkpoint.read`, which restores parts into a different program."""
 
 import logging
 
@@ -121,7 +121,7 @@ def test_an_average_of_an_earlier_release_is_read_into_a_plain_model(
     assert len(report.restored) == 4 and not report.kept
 
 
-def test_a_run_begins_with_a_part_and_goes_on_with_its_own(saved, make_manager):
+def test_a_run_begins_with_a_part_and_continues_with_its_own(saved, make_manager):
     pretrained, path = saved
     model, step = Net(1, num_classes=2), {"value": jnp.zeros((), jnp.int32)}
     checkpoint = Checkpoint(model=model, step=step)
@@ -179,6 +179,8 @@ def restore(
         },
     }
 )
-def test_what_does_not_fit_is_an_error_and_changes_nothing(call, error, message, saved):
+def test_a_part_that_does_not_fit_is_an_error_and_changes_nothing(
+    call, error, message, saved
+):
     with pytest.raises(error, match=message):
         call(saved)

@@ -1,4 +1,4 @@
-"""What was saved comes back: bits, kinds of objects, devices and memory."""
+"""Tests that saving and restoring keeps bits, types, devices and memory."""
 
 import os
 import subprocess
@@ -122,7 +122,7 @@ assert (state["sharded"] == jnp.arange(24.0)).all()
 
 
 @pytest.mark.slow
-def test_what_eight_devices_saved_is_read_in_a_process_of_one(make_manager):
+def test_a_checkpoint_of_eight_devices_is_read_in_a_process_with_one(make_manager):
     state = {"sharded": jax.device_put(jnp.arange(24.0), on_devices(8))}
     manager = make_manager(Checkpoint(state=state))
     path = manager.save(1)
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_restored_from_a_directory_of_any_name(
     assert (tmp_path / name / "checkpoint_1").is_dir()
 
 
-def test_what_cannot_be_read_back_is_no_checkpoint(make_manager, monkeypatch):
+def test_a_save_that_cannot_be_read_back_is_an_error(make_manager, monkeypatch):
     saved = SimpleNamespace(weights=jnp.arange(6.0))
     manager = make_manager(Checkpoint(model=saved), max_to_keep=1)
     first = manager.save(1)

@@ -1,4 +1,4 @@
-"""Tests of who may read what is written, and of what reading may run."""
+"""Tests of file permissions, and that reading a checkpoint runs no code."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Which values of a checkpoint go where: against plain definitions, and the diff."""
+"""Tests of how parts of a checkpoint are selected, and of the diff in errors."""
 
 import re
 
@@ -90,7 +90,7 @@ def is_named(path, parts):
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(saved=LEAVES, program=LEAVES, only=PARTS, skip=PARTS, may_differ=PARTS)
-def test_what_is_restored_is_what_the_arguments_say(
+def test_the_restored_parts_are_the_parts_of_the_arguments(
     saved, program, only, skip, may_differ
 ):
     selection = Selection(only or None, skip, may_differ)

@@ -1,4 +1,4 @@
-"""The lines of TensorFlow's guides: `save`, `write`, `restore` and their status."""
+"""Tests of `save`, `write`, `restore` and their status, as in TensorFlow's guides."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +72,7 @@ def test_the_line_of_the_bert_tutorial_reads_a_part_of_a_checkpoint(tmp_path):
         status.assert_consumed()
 
 
-def test_what_stayed_in_the_program_fails_the_assertion(tmp_path):
+def test_values_that_were_not_restored_fail_the_assertion(tmp_path):
     path = Checkpoint(encoder=Encoder(0)).write(tmp_path / "encoder")
     model = Encoder(1)
     status = Checkpoint(encoder=model).read(path, skip="encoder/layer/bias")

@@ -1,4 +1,4 @@
-"""Threads that save at the same time, each one in a directory of its own."""
+"""Tests of threads that save at the same time, each in its own directory."""
 
 import threading
 

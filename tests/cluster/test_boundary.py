@@ -1,4 +1,4 @@
-"""Between two loops the processes tell each other everything in one exchange."""
+"""Tests of the single exchange between processes after each loop."""
 
 import gc
 import time
@@ -16,7 +16,7 @@ from armillary.actions import SaveCheckpointIfPreempted
 from armillary.cluster import _join
 from armillary.cluster._peers import Boundary, Peers
 from armillary.data import from_arrays
-from armillary.data.feed._prefetcher import Prefetcher
+from armillary.data.feed._ahead import Prefetcher
 from armillary.distribute.strategies import _multi_worker
 from tests.patience import patience
 from tests.peers import make_peers, run_together
@@ -32,7 +32,7 @@ class Part:
         return next(self.values)
 
 
-def test_whoever_asks_first_gets_the_answers_of_the_others():
+def test_the_first_to_ask_gets_the_answers_of_the_others():
     def talk(peers: Peers) -> list[Any]:
         first, second = Part(f"a{peers.index}"), Part(f"b{peers.index}", "later")
         boundary = peers.boundary

@@ -1,4 +1,4 @@
-"""What XLA is told of communication options, and what it cannot follow."""
+"""Tests of how communication options become flags of XLA, or an error."""
 
 import jax
 import pytest
@@ -74,7 +74,7 @@ def test_xla_knows_the_flags():
         ({"timeout_seconds": 5}, "tpu", "is 5, which XLA follows only on cpu and gpu"),
     ],
 )
-def test_what_xla_cannot_do_is_an_error(options, platform, message):
+def test_options_that_xla_cannot_follow_are_errors(options, platform, message):
     with pytest.raises(ValueError, match=f"`{next(iter(options))}` {message}"):
         CommunicationOptions(**options)._find_flags(platform)
 
@@ -101,7 +101,7 @@ def test_a_value_that_is_no_option_is_an_error(options, rule):
         CommunicationOptions(**options)
 
 
-def test_an_implementation_in_the_place_of_a_resolver_is_told_where_it_goes():
+def test_an_implementation_in_the_place_of_a_resolver_is_an_error_with_its_place():
     fix = r'`communication_options=.*CommunicationOptions\(implementation="RING"\)`'
     with pytest.raises(TypeError, match=fix):
         MultiWorkerMirroredStrategy(RING)

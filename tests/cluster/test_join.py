@@ -1,4 +1,4 @@
-"""Joining the processes of a job, as far as one process shows it."""
+"""Tests of joining the processes of a job, as far as one process can show it."""
 
 import os
 import re
@@ -122,10 +122,67 @@ def test_a_flag_that_xla_does_not_know_is_an_error_before_xla_reads_it(monkeypat
     assert os.environ["XLA_FLAGS"] == "--xla_a=1"
 
 
+ARGUMENTS = {
+    "coordinator_address": "10.0.0.1:2222",
+    "num_processes": 9,
+    "process_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "names"),
+    [
+        (ARGUMENTS, [3, 7], ["Process 0 of 9", "process 3, process 7", ":2222"]),
+        (ARGUMENTS, None, ["process 1, ", "process 5, and 3 more"]),
+        ({**ARGUMENTS, "process_id": 4}, None, ["Process 4 of 9", "for process 0."]),
+        ({}, None, ["JAX to find and join the other processes"]),
+    ],
+)
+def test_a_long_wait_is_logged_once_with_the_missing_processes(
+    monkeypatch, caplog, arguments, missing, names
+):
+    monkeypatch.setattr(_join.threading, "Timer", FakeTimer)
+    with _join._logging_long_wait(arguments, 42.0) as note:
+        if missing is not None:
+            note([1, 2, 3, 4, 5])
+            note(missing)
+        FakeTimer.latest.function()
+    (record,) = caplog.records
+    for name in (*names, "at most 42 s" if arguments else "at most 72 s"):
+        assert name in record.getMessage()
+
+
+def test_a_job_that_is_complete_logs_no_wait(monkeypatch, caplog):
+    monkeypatch.setattr(_join.threading, "Timer", FakeTimer)
+    with _join._logging_long_wait(ARGUMENTS, 42.0) as note:
+        note([])
+        FakeTimer.latest.function()
+    assert not caplog.records
+    assert FakeTimer.latest.is_canceled
+
+
+class FakeTimer:
+    """A timer that the test fires."""
+
+    latest: "FakeTimer"
+
+    def __init__(self, seconds, function):
+        self.function = function
+        self.is_canceled = False
+        FakeTimer.latest = self
+
+    def start(self):
+        pass
+
+    def cancel(self):
+        self.is_canceled = True
+
+
 JOIN = """
     import armillary, sys, time
-    from armillary.cluster import CommunicationOptions, SimpleClusterResolver
+    from armillary.cluster import CommunicationOptions, SimpleClusterResolver, _join
     from armillary.lifeline import _ending
+    _join._SILENT_SECONDS = 0.25
     _ending.tell = lambda *_: time.sleep(1)  # The main thread ends meanwhile.
     resolver = SimpleClusterResolver({"worker": sys.argv[1:]}, "worker", 0)
     options = CommunicationOptions(timeout_seconds=SECONDS)
@@ -137,7 +194,7 @@ JOIN = """
 def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
     program = tmp_path / "train.py"
     seconds = round(patience(3))
-    program.write_text(textwrap.dedent(JOIN).replace("SECONDS", str(seconds)))
+    program.write_text(textwrap.dedent(JOIN).replace("=SECONDS", f"={seconds}"))
     command = [sys.executable, str(program), *find_addresses(3)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(
@@ -145,10 +202,11 @@ def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
     ) as process:
         _, said = process.communicate(timeout=patience(120))
     assert process.returncode == ExitCode.RESTART_REQUESTED, said
-    place = r"at .*train.py:8 in <module>: armillary.MultiWorker"
+    place = r"at .*train.py:9 in <module>: armillary.MultiWorker"
     who = "ERROR: process 0 of 3: Process 1 of 3 has not joined "
     who += f"for {seconds} s, nor have 1"
     assert re.search(f"{who} others, while process 0 waits {place}", said), said
+    assert said.count("Process 0 of 3 has waited for 0.25 s for process 1, ") == 1
 
 
 LISTEN = """

@@ -1,4 +1,4 @@
-"""Processes find each other's place in the tree through the key-value store."""
+"""Tests of how processes exchange the addresses of their tree of connections."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ import pytest
 from armillary.cluster import _join as module
 from armillary.cluster._peers import Peers
 from armillary.errors import ClusterError
-from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lifeline import Lifeline, Verdict
 from tests.lifeline.test_lifeline import close
 from tests.patience import patience, wait_until
 
@@ -112,7 +112,8 @@ class Knowing(Lifeline):
 
     def __init__(self, *, ended: bool = False, verdict: str | None = None) -> None:
         super().__init__(0, 2)
-        self._ended, self.verdict = ended, verdict
+        self._ended = ended
+        self._verdict = None if verdict is None else Verdict(verdict)
         self.failures: list[BaseException] = []
 
     def has_ended(self, index: int) -> bool:
@@ -125,7 +126,7 @@ class Knowing(Lifeline):
         self.failures.append(error)
 
 
-def test_waiting_for_a_process_that_has_ended_is_an_error_at_once(monkeypatch):
+def test_waiting_for_a_process_that_has_ended_is_an_immediate_error(monkeypatch):
     peers = Peers(0, 2, patience(120), Knowing(ended=True))
     monkeypatch.setattr("armillary.cluster._peers._SLICE_SECONDS", 0.05)
     error = catch(lambda: peers.gather("whether to stop", ""))
@@ -140,7 +141,7 @@ def test_waiting_for_a_process_that_is_gone_tells_so(monkeypatch):
     )
 
 
-def test_an_error_that_another_process_caused_is_explained_and_not_told():
+def test_an_error_that_another_process_caused_is_explained_and_not_sent():
     gone = Knowing(verdict="Process 1 of 2 is gone.")
     cause = Peers(0, 2, patience(120), gone).explain(ValueError("Gloo failed"))
     assert str(cause) == "Process 1 of 2 is gone."
@@ -148,7 +149,7 @@ def test_an_error_that_another_process_caused_is_explained_and_not_told():
 
 
 @pytest.mark.parametrize("error", [ValueError("bad data"), SystemExit(77)])
-def test_an_error_of_ones_own_is_told_and_an_end_by_choice_is_not(error):
+def test_an_own_error_is_sent_and_a_chosen_exit_is_not(error):
     lifeline = Knowing()
     peers = Peers(0, 2, patience(120), lifeline)
     assert peers.explain(error) is None

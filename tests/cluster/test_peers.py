@@ -1,13 +1,14 @@
-"""Processes agree over a tree of connections, or say who does not."""
+"""Tests of how processes agree on values, and name a process that does not answer."""
 
 import math
 import time
 
 import pytest
 
+from armillary.cluster import _peers
 from armillary.cluster._peers import Peers
 from armillary.errors import PeerError
-from armillary.lifeline._tree import find_place
+from armillary.lifeline._tree import find_neighbors
 from tests import peers
 from tests.patience import patience
 from tests.peers import make_peers, run_together
@@ -15,7 +16,7 @@ from tests.peers import make_peers, run_together
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 16, 100, 1024])
 def test_a_text_passes_few_processes_and_few_connections(count):
-    places = [find_place(index, count) for index in range(count)]
+    places = [find_neighbors(index, count) for index in range(count)]
     behind = [index for _, _, children in places for index in children]
     assert sorted(behind) == list(range(1, count))  # Each is behind one other.
     for index, (parent, members, children) in enumerate(places):
@@ -30,7 +31,7 @@ def test_a_text_passes_few_processes_and_few_connections(count):
     assert max(depths) <= math.ceil(math.log(7 * count + 1, 8)) <= 5
 
 
-def test_what_all_say_is_told_in_as_many_words_as_one_says():
+def test_equal_values_of_all_processes_are_sent_once():
     written: list[bytes] = []
 
     class Wire(peers.Wire):
@@ -48,7 +49,7 @@ def test_what_all_say_is_told_in_as_many_words_as_one_says():
     assert everyone[150].gather("number", "y") == ["x" * 1000] * 200
 
 
-def test_who_has_said_nothing_is_known_through_others_before_all_have_spoken():
+def test_silent_processes_are_known_before_all_have_answered():
     everyone = make_peers(30)
     for each in everyone:
         if each.index not in (1, 3, 20):
@@ -98,6 +99,19 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
             )
 
 
+def test_a_failure_is_named_to_the_launcher(monkeypatch):
+    told = []
+    monkeypatch.setattr(_peers, "tell", lambda *message: told.append(message))
+
+    def talk(peers: Peers) -> object:
+        if peers.index == 1:
+            peers.fail(ValueError("no disk"))
+        return peers.gather("end", "")
+
+    run_together(talk)
+    assert told == [("caused_by", 1)]
+
+
 def test_a_silent_process_is_named_in_time():
     def talk(peers: Peers) -> object:
         return peers.gather("end", "") if peers.index else None
@@ -108,7 +122,7 @@ def test_a_silent_process_is_named_in_time():
 
 
 @pytest.mark.slow
-def test_the_others_are_told_who_is_silent():
+def test_the_silent_process_is_named_to_the_others():
     def talk(peers: Peers) -> object:
         return None if peers.index == 1 else peers.gather("end", "")
 
@@ -122,7 +136,7 @@ def test_the_others_are_told_who_is_silent():
         raise third
 
 
-def test_the_others_are_told_of_an_interrupt_of_a_process_that_waits():
+def test_an_interrupt_of_a_waiting_process_is_sent_to_the_others():
     def talk(peers: Peers) -> object:
         peers.gather("start", "")
         if peers.index == victim:

@@ -1,4 +1,4 @@
-"""What hears SIGTERM, and what SIGTERM is before and after."""
+"""Tests of the handler of SIGTERM, and of the handler that it replaces."""
 
 import gc
 import os
@@ -212,6 +212,6 @@ def test_a_watcher_that_fails_is_logged_once_and_asked_again(
 
 
 @pytest.mark.parametrize("name", ["exit_fn", "watcher"])
-def test_what_is_to_be_called_must_be_callable(name):
+def test_callbacks_must_be_callable(name):
     with pytest.raises(TypeError, match=f"`{name}` is 77 of type int, but it must be"):
         TerminationConfig(**{name: 77})

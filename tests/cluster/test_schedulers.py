@@ -1,4 +1,4 @@
-"""What each scheduler tells a process, and which one is chosen."""
+"""Tests of the cluster resolvers of schedulers, and of the choice between them."""
 
 import json
 import logging
@@ -193,7 +193,7 @@ NO_ADDRESS = "but it must be a host, a colon and a port"
         },
     }
 )
-def test_what_describes_no_process_is_an_error(call, error, message):
+def test_variables_that_describe_no_process_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -392,7 +392,7 @@ EVALUATOR = {
         ),
     ],
 )
-def test_a_line_says_what_was_chosen_and_why(environ, line, caplog):
+def test_a_log_line_names_the_chosen_resolver_and_the_reason(environ, line, caplog):
     caplog.set_level(logging.INFO, logger="armillary")
     resolve_cluster(environ)
     (record,) = caplog.records

@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, and what each of them needs to join the others."""
+"""Tests of the tasks of a cluster, and of the facts that each needs to join."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_specs_are_compared_shown_and_may_be_empty():
         ("a-1.b_c:80", ("a-1.b_c", 80)),
     ],
 )
-def test_hosts_have_many_forms_and_are_told_as_a_socket_takes_them(address, parts):
+def test_hosts_have_many_forms_and_are_returned_as_a_socket_takes_them(address, parts):
     assert ClusterSpec({"worker": [address]}).task_address("worker", 0) == address
     assert split_address(address) == parts
 
@@ -87,7 +87,7 @@ def test_a_malformed_address_is_an_error(address):
         ),
     ],
 )
-def test_what_is_no_cluster_is_an_error(cluster, error, message):
+def test_a_wrong_cluster_is_an_error(cluster, error, message):
     with pytest.raises(error, match=message):
         SimpleClusterResolver(cluster)
 
@@ -134,7 +134,7 @@ def test_an_empty_cluster_is_a_single_process():
     assert not result.is_distributed
 
 
-def test_jax_gets_what_it_needs_and_detects_nothing_by_itself():
+def test_jax_gets_all_arguments_and_detects_nothing():
     assert plan("worker", 1).initialize_arguments() == {
         "coordinator_address": "10.0.0.1:2222",
         "num_processes": 3,

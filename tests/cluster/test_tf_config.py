@@ -1,4 +1,4 @@
-"""What the variable of `tf.distribute` says, and what each mistake in it does."""
+"""Tests of reading `TF_CONFIG`, and of the error for each mistake in it."""
 
 import json
 

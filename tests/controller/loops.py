@@ -1,4 +1,4 @@
-"""A trainer and evaluator that only counts, and a controller of it."""
+"""A trainer and an evaluator that only count, and a controller for them."""
 
 import armillary
 

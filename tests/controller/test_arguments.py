@@ -1,4 +1,4 @@
-"""Arguments of `Controller` must fit each other, and have what its methods need.
+"""Tests that arguments of `Controller` fit each other and its methods.
 
 `tests/meta/test_arguments.py` gives wrong values to each argument.
 """
@@ -71,7 +71,7 @@ def test_steps_to_train_up_to_lie_ahead_and_loops_have_some():
         ("checkpoint_manager", lambda controller: controller.save_checkpoint()),
     ],
 )
-def test_what_a_method_needs_is_named(missing, method):
+def test_missing_arguments_of_a_method_are_named(missing, method):
     controller = make_controller(**{missing: None})
 
     with pytest.raises(ValueError, match=rf"`{missing}` is None.*Pass `{missing}="):

@@ -1,4 +1,4 @@
-"""`Controller` with checkpoints: saves, restores, resumes, watches."""
+"""Tests of a `Controller` that saves, restores, resumes and watches checkpoints."""
 
 import json
 import os
@@ -98,7 +98,9 @@ def test_a_dictionary_that_steps_replace_is_called_missing(tmp_path, caplog):
     assert "\n  params/b\n  params/w\n" in caplog.text
 
 
-def test_what_a_checkpoint_lacks_of_a_trainer_is_warned_of_once(tmp_path, caplog):
+def test_missing_parts_of_a_trainer_in_a_checkpoint_are_warned_of_once(
+    tmp_path, caplog
+):
     trainer = Descent({"w": jnp.ones(3)})
     trainer.mean = nnx.metrics.Average("x")  # Begins anew in each loop.
     for objects in ({"step": trainer.step}, {"trainer": trainer}):
@@ -117,6 +119,79 @@ def test_what_a_checkpoint_lacks_of_a_trainer_is_warned_of_once(tmp_path, caplog
     assert "\n  params/w\n" in caplog.text
     lost = "No checkpoint holds the position in the training data (iterable list)"
     assert caplog.text.count(lost) == 1
+
+
+class Counting(Descent):
+    """Trains on batches of a generator, which has no position."""
+
+    def __init__(self):
+        super().__init__({"w": jnp.ones(3)})
+        self.train_dataset = self.dataset = self.generate
+
+    def generate(self):
+        for _ in range(9):
+            yield jnp.ones(2)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_data_without_a_position_is_warned_of_in_the_first_loop(
+    tmp_path, caplog, is_whole
+):
+    def note_loop(output):
+        warned.append("docs/data_positions.md" in caplog.text)
+
+    warned = []
+    trainer = Counting()
+    objects = {"trainer": trainer} if is_whole else {"step": trainer.step}
+    controller = Controller(
+        trainer=trainer,
+        global_step=trainer.step,
+        steps_per_loop=2,
+        train_actions=[note_loop],
+        checkpoint_manager=CheckpointManager(Checkpoint(**objects), tmp_path),
+    )
+    assert "position" not in caplog.text
+
+    controller.train(4)
+
+    assert warned == [True, True]
+    lost = "No checkpoint holds the position in the training data (generator function)"
+    assert caplog.text.count(lost) == 1
+
+
+@pytest.mark.parametrize("saves_data", [True, False])
+def test_a_position_that_a_checkpoint_leaves_out_is_warned_of_in_the_first_loop(
+    tmp_path, caplog, saves_data
+):
+    rows = np.ones((8, 2), np.float32)
+    data = armillary.data.from_arrays(rows, batch_size=2, repeat=True)
+    objects = {"data": armillary.get_strategy().distribute_dataset(data)}
+
+    def make_controller():
+        trainer = Descent({"w": jnp.ones(3)})
+        trainer.train_dataset = objects["data"]
+        named = {**(objects if saves_data else {}), "step": trainer.step}
+        return Controller(
+            trainer=trainer,
+            global_step=trainer.step,
+            steps_per_loop=2,
+            checkpoint_manager=CheckpointManager(Checkpoint(**named), tmp_path),
+        )
+
+    make_controller().train(4)
+    left_out = "leaves out the position in the training data (arrays)"
+    assert caplog.text.count(left_out) == (not saves_data)
+
+    caplog.clear()
+    make_controller().train(8)  # The restore has its own warning.
+    assert caplog.text.count("the position of the training data is") == (not saves_data)
+    assert left_out not in caplog.text
+
+
+def test_without_checkpoints_data_needs_no_position(caplog):
+    trainer = Counting()
+    Controller(trainer=trainer, global_step=trainer.step, steps_per_loop=2).train(4)
+    assert "position" not in caplog.text
 
 
 class Sampler:
@@ -387,7 +462,7 @@ def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tm
     assert json.loads((tmp_path / "DONE").read_text())["step"] == 8
 
 
-def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
+def test_training_that_continues_or_fails_is_not_over(tmp_path):
     training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
     training.train(2)
     _directory.announce_ends()
@@ -404,7 +479,7 @@ def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
     assert not (tmp_path / "DONE").exists()
 
 
-def test_evaluating_writes_nothing_beside_the_checkpoints(tmp_path):
+def test_evaluating_writes_nothing_next_to_the_checkpoints(tmp_path):
     make_controller(
         Run(), tmp_path, {"checkpoint_interval": 1, "max_to_keep": 9}
     ).train(6)

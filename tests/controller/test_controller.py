@@ -1,4 +1,4 @@
-"""The loops of `Controller`: what runs when, in which order, and how it ends."""
+"""Tests of the loops of `Controller`: their order and their end."""
 
 import contextlib
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_train_runs_loops_up_to_the_global_step():
     assert controller.steps_per_loop == 5
 
 
-def test_the_end_of_the_data_ends_training_and_says_what_to_do(caplog):
+def test_the_end_of_the_data_ends_training_and_names_the_fix(caplog):
     caplog.set_level("INFO", "armillary")
     trainer = Trainer(num_batches=6)
     controller = make_controller(trainer)
@@ -257,7 +257,7 @@ def test_stop_request_ends_training_at_the_loop_boundary(caplog):
     assert "second" not in caplog.text and "early" not in caplog.text
 
 
-def test_the_first_error_is_the_one_to_be_told():
+def test_the_first_error_is_reported():
     def fail():
         raise OSError("disk full")
 

@@ -1,4 +1,4 @@
-"""Signs of life: one line in a terminal, and few log lines elsewhere."""
+"""Tests of the live line in a terminal, and of the log lines for slow phases."""
 
 import contextlib
 import logging
@@ -221,7 +221,7 @@ def terminal():
         _logging.get_console.cache_clear()
 
 
-def test_what_is_written_stands_above_the_line():
+def test_printed_text_stands_above_the_line():
     with terminal() as (screen, line):
         early = logging.StreamHandler()  # It holds the stream.
         line.show("step 1")

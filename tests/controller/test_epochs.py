@@ -121,7 +121,7 @@ def test_an_iterator_has_one_epoch():
 
 
 class Own(Sum):
-    """Has a loop of its own."""
+    """A trainer with a loop of its own."""
 
     def train(self, num_steps):
         raise NotImplementedError

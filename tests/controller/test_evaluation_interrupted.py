@@ -1,8 +1,8 @@
-"""Whatever ends a run, wherever it is, its evaluations stay part of it.
+"""Tests that an interrupted run repeats or keeps each of its evaluations.
 
-Each case is a run that is interrupted at one point of the sequence train, evaluate, act
-and save, and started again. It must end as the run that nothing has interrupted: the
-same arrays, actions, best model, kept checkpoints, and one record of an evaluation.
+Each case interrupts a run at one point of the sequence train, evaluate, act and save,
+and starts it again. The run must end like a run without interruption: with the same
+arrays, actions, best model and kept checkpoints, and with one record of an evaluation.
 """
 
 import contextlib
@@ -342,7 +342,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
         assert Program(tmp_path, **FIXED).best.best_value == min(LOSSES[: step // 5])
 
 
-def test_actions_that_forget_are_told(tmp_path, caplog):
+def test_actions_that_forget_are_reported(tmp_path, caplog):
     step = armillary.create_global_step()
     best = NewBestMetric("loss", higher_is_better=False)
     for objects, told in (({"best": best}, 0), ({}, 1)):

@@ -1,4 +1,4 @@
-"""`Controller` accounts for its time, also across a `kill -9`."""
+"""Tests that `Controller` accounts for all its time, also across a `kill -9`."""
 
 import os
 import signal

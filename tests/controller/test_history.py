@@ -1,4 +1,4 @@
-"""What a run has seen comes back from it."""
+"""Tests of the history that `train` returns."""
 
 import math
 import pickle
@@ -65,7 +65,7 @@ def test_the_output_is_the_dictionary_that_it_was(controller):
     assert again.history["loss"] == [0.5]
 
 
-def test_a_history_is_that_of_one_call(controller):
+def test_a_history_covers_one_call(controller):
     first = controller.train(4)
     controller.evaluate()
     second = controller.train(8)

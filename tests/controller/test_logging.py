@@ -1,4 +1,4 @@
-"""Log lines keep Orbit's form, and a program without logging sees them once."""
+"""Tests of log lines: Orbit's form, and one copy without logging set up."""
 
 import re
 import subprocess

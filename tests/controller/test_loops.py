@@ -1,4 +1,4 @@
-"""Loops are looked at while the next one runs, and nothing of them is lost."""
+"""Tests that outputs are reported while the next loop runs, and none is lost."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -107,7 +107,7 @@ def test_a_loop_is_reported_before_its_checkpoint_is_saved(tmp_path, caplog):
     assert kinds == [*["train", "saving", "train"] * 2, "saving"]
 
 
-def test_what_a_failing_loop_leaves_behind_is_reported():
+def test_outputs_before_a_failing_loop_are_reported():
     events = []
     trainer, controller = make(events)
     trainer._notes.fail_at = 4
@@ -139,7 +139,7 @@ def test_a_wrong_step_is_noticed_where_the_data_ends_in_the_first_loop():
 
 
 @pytest.mark.parametrize("is_method", [True, False])
-def test_a_loop_written_by_hand_is_looked_at_before_it_goes_on(is_method):
+def test_a_loop_written_by_hand_is_looked_at_before_it_continues(is_method):
     events = []
 
     class ByHand(Counting):

@@ -1,4 +1,4 @@
-"""What a controller records of a run: its curves, and what ran."""
+"""Tests of the records of a run that a controller writes to `metrics.jsonl`."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_one_directory_in_two_spellings_is_one(tmp_path, as_path):
     assert controller.eval_summary_manager is controller.summary_manager
 
 
-def test_without_summaries_the_record_is_beside_the_checkpoints(tmp_path):
+def test_without_summaries_the_record_is_next_to_the_checkpoints(tmp_path):
     controller = make_controller(
         directory=tmp_path / "run", summary_manager=SummaryManager(None)
     )
@@ -112,7 +112,7 @@ def test_a_run_that_is_resumed_has_one_curve(tmp_path):
 
 
 @pytest.mark.parametrize("is_of_trainer", [True, False])
-def test_the_first_record_says_what_runs(tmp_path, is_of_trainer):
+def test_the_first_record_describes_the_run(tmp_path, is_of_trainer):
     config = {"rate": 0.1, "optimizer": {"name": "adam"}, "limit": float("inf")}
     strategy = armillary.MirroredStrategy(jax.devices()[:4])
     controller = make_controller(

@@ -1,4 +1,4 @@
-"""Programs that run, and whose numbers are not what they seem: the log says so."""
+"""Tests of warnings about programs that run, but compute something else."""
 
 import gc
 
@@ -71,7 +71,7 @@ def warnings(caplog):
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("factor", [np.inf, np.nan])
-def test_weights_that_are_not_finite_are_told_where_no_output_shows_them(
+def test_weights_that_are_not_finite_are_reported_where_no_output_shows_them(
     factor, num_replicas, caplog
 ):
     controller = make(Trainer(make_strategy(num_replicas), factor))
@@ -91,7 +91,9 @@ def test_weights_that_are_not_finite_are_told_where_no_output_shows_them(
     [(1.0, None), (np.nan, {"loss": 1.0})],
     ids=["finite", "shown"],
 )
-def test_others_are_not(factor, output, caplog):
+def test_finite_weights_and_weights_with_an_output_get_no_warning(
+    factor, output, caplog
+):
     make(Trainer(make_strategy(1), factor, output)).train(4)
     assert not warnings(caplog)
 
@@ -105,7 +107,7 @@ def test_large_arrays_are_not_looked_at_when_small_ones_tell(caplog, monkeypatch
     assert "model/bias" in message
 
 
-def test_an_evaluator_without_an_end_is_told(caplog):
+def test_an_evaluator_without_an_end_is_reported(caplog):
     trainer = Trainer(make_strategy(1))
     controller = make(trainer, evaluator={"a": Silent(trainer.model)})
 
@@ -116,7 +118,7 @@ def test_an_evaluator_without_an_end_is_told(caplog):
     assert message.startswith("`Silent` has no `eval_end`")
 
 
-def test_an_evaluator_of_a_copy_is_told(caplog):
+def test_an_evaluator_of_a_copy_is_reported(caplog):
     trainer = Trainer(make_strategy(1))
     controller = make(trainer, evaluator=Evaluator(nnx.clone(trainer.model)))
 

@@ -1,4 +1,4 @@
-"""The live line in a notebook, with a shell that stands for the one of a kernel."""
+"""Tests of the live line in a notebook, with a simulated kernel."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,4 +1,4 @@
-"""A resumed run that would not go on as it was is warned of."""
+"""Tests of the warning about a resumed run that would differ."""
 
 import logging
 

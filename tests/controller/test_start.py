@@ -1,4 +1,4 @@
-"""The lines at the start of a run say what is known, and nothing else."""
+"""Tests of the log lines at the start of a run."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
     ]
 
 
-def test_what_is_not_known_is_left_out(caplog):
+def test_unknown_facts_are_left_out(caplog):
     lines = find_lines(caplog, Trainer(lambda: iter([ARRAYS] * 4)))
     assert lines == [
         "devices: 8 x cpu, of which one trains",

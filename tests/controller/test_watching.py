@@ -1,4 +1,4 @@
-"""Watching checkpoints of another job: each one once, until a timeout or its end."""
+"""Tests of evaluating the checkpoints of another job, each once."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A layout without a strategy, and helpers to read what it hands out."""
+"""A layout without a strategy, and helpers that read its batches."""
 
 import dataclasses
 import threading
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset
-from armillary.data.feed._split import Piece
+from armillary.data.feed._piece import Piece
 from armillary.typing import PyTree
 from tests.feeds import open_reader, wait_until
 
 
 class HostValues(NamedTuple):
-    """What `HostLayout` hands to a step."""
+    """The batch that `HostLayout` gives to a step."""
 
     arrays: PyTree
     num_active: int
@@ -65,7 +65,7 @@ def read_all() -> Callable[[DistributedDataset, bool], list[Piece]]:
     def read(dataset: DistributedDataset, in_pieces: bool) -> list[Piece]:
         reader = open_reader(dataset, in_pieces=in_pieces)
         return [
-            dataclasses.replace(batch, arrays=reader.gather.on_host(batch.arrays))
+            dataclasses.replace(batch, arrays=reader.data.gather.on_host(batch.arrays))
             for batch in reader
         ]
 

@@ -1,4 +1,4 @@
-"""The contract of sources, for every module that tests some."""
+"""The contract of data sources, for every module that tests a source."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,11 @@ import pytest
 
 from armillary.data import DistributedDataset, Source, as_source
 from armillary.data._layout import BatchLayout
-from armillary.data.feed._position import Position, decode_position, encode_position
+from armillary.data.feed._position import (
+    Position,
+    decode_position,
+    encode_position,
+)
 from armillary.errors import DatasetStateError
 from tests.feeds import open_reader
 
@@ -91,7 +95,7 @@ def _check_exact_evaluation(make: Callable[[], Any], layout: BatchLayout) -> Non
     reader = open_reader(DistributedDataset(make(), layout), in_pieces=True)
     seen = []
     for batch in reader:
-        (array,) = jax.tree.leaves(reader.gather.on_host(batch.arrays))
+        (array,) = jax.tree.leaves(reader.data.gather.on_host(batch.arrays))
         seen += np.asarray(array)[: batch.num_active].ravel().tolist()
     assert sorted(seen) == list(range(10))
 

@@ -1,3 +1,5 @@
+"""Tests of `from_arrays`: batches, order, repetition and positions."""
+
 import jax.numpy as jnp
 import numpy as np
 import pytest

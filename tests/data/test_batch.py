@@ -1,3 +1,5 @@
+"""Tests of how the batches of every library become NumPy arrays."""
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes

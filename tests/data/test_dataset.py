@@ -1,3 +1,5 @@
+"""Tests of distributed datasets: iteration, passes, positions and resuming."""
+
 import json
 import threading
 import time
@@ -85,7 +87,7 @@ def test_each_iter_is_the_next_epoch(make_dataset):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("count", range(NUM_BATCHES + 1))
 @pytest.mark.parametrize("kind", SOURCES)
-def test_resume_in_a_new_program_equals_going_on(make_dataset, kind, count, prefetch):
+def test_resume_in_a_new_program_equals_continuing(make_dataset, kind, count, prefetch):
     dataset = make_dataset(SOURCES[kind](), prefetch=prefetch)
     iterator = iter(dataset)
     read(iterator, count)
@@ -115,7 +117,7 @@ def test_a_living_iterator_goes_back_and_forth(make_dataset, kind, prefetch):
     assert read(iterator, NUM_BATCHES - 2) == everything[2:]
 
 
-def test_state_is_that_of_batches_used_and_not_of_those_read_ahead(make_dataset):
+def test_the_state_counts_used_batches_and_not_batches_read_ahead(make_dataset):
     dataset = make_dataset(SOURCES["arrays"](), prefetch=3)
     assert dataset.get_state()["source"] is None
     iterator = iter(dataset)
@@ -142,7 +144,7 @@ def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
     state = dataset.get_state()
     del iterator
     # The thread that watches a program may hold its last frame for a moment.
-    wait_until(lambda: dataset._reader.feed() is None)
+    wait_until(lambda: dataset._loan.feed() is None)
     dataset.set_state(state)
     release.set()
     assert first + read(iter(dataset)) == [batch.tolist() for batch in make_batches()]

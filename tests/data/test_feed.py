@@ -1,3 +1,5 @@
+"""Tests of chunks: the batches of many steps, stacked for one program."""
+
 import time
 from unittest.mock import Mock
 
@@ -110,7 +112,7 @@ def test_a_step_that_lacks_a_batch_does_not_happen(make_dataset):
 @pytest.mark.parametrize(
     ("has_position", "prefetch"), [(True, 2), (False, 0), (False, 1)]
 )
-def test_set_state_drops_what_was_read_ahead_and_other_data_go_on(
+def test_set_state_drops_what_was_read_ahead_and_other_data_continue(
     make_dataset, has_position, prefetch
 ):
     numbers = np.arange(100, 120)
@@ -135,7 +137,7 @@ def test_set_state_drops_what_was_read_ahead_and_other_data_go_on(
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_interrupted_seek_goes_on_from_what_was_used(
+def test_an_interrupted_seek_continues_from_what_was_used(
     make_dataset, prefetch, monkeypatch
 ):
     dataset = make_dataset(from_arrays(np.arange(20), batch_size=2))
@@ -144,7 +146,7 @@ def test_an_interrupted_seek_goes_on_from_what_was_used(
     feed.next_chunk()
     feed.commit(3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(dataset, "read", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(dataset.input, "read", Mock(side_effect=KeyboardInterrupt))
         feed.seek(start)
     assert unstack(feed.next_chunk())[0] == [[6], [7]]
     feed.close()

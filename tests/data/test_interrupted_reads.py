@@ -1,4 +1,4 @@
-"""Ctrl-C while a source reads: it is read again, from what was used last."""
+"""Tests of Ctrl-C while a source is read: lost batches are read again."""
 
 import signal
 import threading
@@ -46,7 +46,7 @@ def generate(interrupts):
 
 
 @pytest.mark.parametrize("per_replica", [False, True])
-def test_an_iterator_goes_on_behind_the_last_batch(make_layout, per_replica):
+def test_an_iterator_continues_behind_the_last_batch(make_layout, per_replica):
     interrupts = [0, 3]
     dataset = DistributedDataset(
         lambda: Counter(interrupts),
@@ -116,7 +116,7 @@ def test_a_source_that_cannot_go_back_is_an_error(index, compile_step):
     assert float(trainer.total) == float("1234"[: int(trainer.num_steps)] or 0)
 
 
-def test_a_generator_that_a_thread_reads_goes_on():
+def test_a_generator_that_a_thread_reads_continues():
     started, go_on = threading.Event(), threading.Event()
 
     def generate():

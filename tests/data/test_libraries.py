@@ -1,4 +1,4 @@
-"""Data of TensorFlow, PyTorch and Hugging Face, where these are installed."""
+"""Tests of data from TensorFlow, PyTorch and Hugging Face, where installed."""
 
 import jax
 import jax.numpy as jnp
@@ -238,7 +238,7 @@ def test_columns_and_transforms_of_huggingface_are_kept(datasets):
     assert batch["n"].tolist() == [1, 2]
 
 
-def test_huggingface_streams_shuffle_anew_each_epoch(datasets):
+def test_huggingface_streams_shuffle_again_each_epoch(datasets):
     rows = make_rows(datasets, x=list(range(64))).to_iterable_dataset(num_shards=8)
     source = as_source(rows.shuffle(seed=0, buffer_size=8).batch(64))
     epochs = [read(source.make_iterator(epoch))[0] for epoch in (0, 1, 0)]

@@ -1,4 +1,4 @@
-"""Processes that read data of their own come to one sequence of batches."""
+"""Tests that processes with separate data agree on one sequence of batches."""
 
 import contextlib
 import threading
@@ -206,7 +206,7 @@ def test_processes_agree_on_each_batch_that_is_not_read_ahead(prefetch):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
+def test_a_position_counts_used_batches_however_far_was_read(prefetch):
     def run(peers: Any) -> list[Any]:
         source = Counted()
         dataset = make_dataset(peers, lambda: source, prefetch)
@@ -236,7 +236,7 @@ def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
 
 
 @pytest.mark.parametrize("per_replica_batches", [True, False])
-def test_an_error_in_the_middle_of_a_chunk_is_told_by_all(per_replica_batches):
+def test_an_error_in_the_middle_of_a_chunk_is_reported_by_all(per_replica_batches):
     def run(peers: Any) -> None:
         def read_batches() -> Iterator[np.ndarray]:
             for number in range(30):

@@ -1,4 +1,4 @@
-"""The order of the examples belongs to a position: another one is an error."""
+"""Tests that a position is refused for data in a different order."""
 
 import functools
 import json
@@ -107,7 +107,7 @@ def test_a_loader_of_grain_compares_its_sampler():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_what_does_not_change_the_order_may_change(num_replicas, tmp_path):
+def test_options_that_keep_the_order_may_change(num_replicas, tmp_path):
     state = save(make_arrays())
     rows = restore(make_arrays(), state)
     assert len(rows) == 10
@@ -172,7 +172,7 @@ def test_a_fingerprint_sees_each_changed_value(dtype):
         assert from_arrays(changed, batch_size=1).order_of_examples != expected
 
 
-def test_of_large_arrays_a_fingerprint_sees_rows_from_end_to_end(monkeypatch):
+def test_a_fingerprint_of_large_arrays_reads_rows_from_end_to_end(monkeypatch):
     monkeypatch.setattr(_arrays, "_MOST_BYTES", 2**20)
     array = np.zeros((2**20 + 1, 1), np.int8)
     expected = from_arrays(array, batch_size=1).order_of_examples

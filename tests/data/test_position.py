@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a position, and how reading moves it."""
+"""Tests of the position in a checkpoint, and of how reading moves it."""
 
 import json
 import random
@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.data.feed._position import Position, decode_position, encode_position
+from armillary.data.feed._position import (
+    Position,
+    decode_position,
+    encode_position,
+)
 from armillary.errors import DatasetStateError
 from tests import problems
 from tests.feeds import open_feed, open_reader

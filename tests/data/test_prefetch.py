@@ -1,10 +1,12 @@
+"""Tests of the thread that reads items ahead."""
+
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.data.feed._prefetcher import Prefetcher
+from armillary.data.feed._ahead import read_ahead
 from tests.feeds import wait_until
 
 pytestmark = pytest.mark.usefixtures("prefetch_threads")
@@ -25,7 +27,7 @@ def note_numbers(count, read):
 
 @pytest.mark.parametrize("size", [0, 1, 2, 100])
 def test_items_come_in_order_and_the_end_stays(size):
-    prefetcher = Prefetcher(iter(range(20)), size, OWNER)
+    prefetcher = read_ahead(iter(range(20)), size, OWNER)
     assert list(prefetcher) == list(range(20))
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -34,7 +36,7 @@ def test_items_come_in_order_and_the_end_stays(size):
 
 def test_the_thread_is_asleep_until_it_is_to_read_on():
     read = []
-    prefetcher = Prefetcher(note_numbers(4, read), 1, OWNER)
+    prefetcher = read_ahead(note_numbers(4, read), 1, OWNER)
     assert prefetcher.head() == 0
     prefetcher.read_on()
     wait_until(lambda: len(read) == 2)
@@ -58,7 +60,7 @@ def test_the_thread_is_asleep_until_it_is_to_read_on():
 def test_jax_settings_of_the_caller_hold_while_items_are_read(size):
     device = jax.devices()[1]
     items = (jnp.asarray([2**40 + number]) for number in range(3))
-    prefetcher = Prefetcher(items, size, OWNER)
+    prefetcher = read_ahead(items, size, OWNER)
     with jax.enable_x64(True), jax.default_device(device):
         arrays = list(prefetcher)
     assert [int(array[0]) - 2**40 for array in arrays] == [0, 1, 2]

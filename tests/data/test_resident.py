@@ -76,7 +76,7 @@ def assert_same(actual, expected):
     ],
     ids=str,
 )
-def test_batches_are_those_of_the_host(strategy, arguments, prefetch):
+def test_batches_equal_batches_from_the_host(strategy, arguments, prefetch):
     source = from_arrays(make_arrays(), **arguments)
     host, resident = make_pair(strategy, source, prefetch=prefetch)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_batches_are_those_of_the_host(strategy, arguments, prefetch):
 
 
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_remainders_are_those_of_the_host(strategy, remainder):
+def test_remainders_equal_remainders_from_the_host(strategy, remainder):
     source = from_arrays(make_arrays(37), batch_size=10, shuffle_seed=1)
     host, resident = make_pair(strategy, source, remainder=remainder)
     assert resident.element_spec == host.element_spec
@@ -178,7 +178,9 @@ def test_datasets_of_one_source_share_the_arrays_of_a_layout():
         for each in (layout, layout, other)
     ]
     with ThreadPoolExecutor(3) as threads:
-        first, second, _ = threads.map(lambda each: each.gather.resident, datasets)
+        first, second, _ = threads.map(
+            lambda each: each.input.gather.resident, datasets
+        )
     assert (layout.num_replicated, other.num_replicated) == (1, 1)
     assert first is second
 
@@ -191,8 +193,8 @@ def test_strategies_of_the_same_devices_share_the_arrays_until_the_last_is_gone(
     iterator = iter(dataset)
     next(iterator)
     iterator.close()
-    assert dataset.gather.resident is other.gather.resident
-    placed = weakref.ref(dataset.gather.resident["int64"])
+    assert dataset.input.gather.resident is other.input.gather.resident
+    placed = weakref.ref(dataset.input.gather.resident["int64"])
     del dataset, iterator
     gc.collect()
     assert placed() is not None

@@ -1,4 +1,4 @@
-"""One contract for all sources, then what each of them says when it is misused."""
+"""Tests of the contract of all sources, and of the errors of each."""
 
 import itertools
 import subprocess
@@ -120,7 +120,7 @@ class Shuffled:
 
 @pytest.mark.parametrize("num_batches", [3, 4, 5, 8, 9])
 @pytest.mark.parametrize("is_seen", [False, True])
-def test_a_loader_with_an_order_of_its_own_goes_on_in_it(num_batches, is_seen):
+def test_a_loader_with_an_order_of_its_own_continues_in_it(num_batches, is_seen):
     strategy = armillary.distribute.DefaultStrategy()
 
     def read_on(dataset):

@@ -1,4 +1,4 @@
-"""How batches become pieces that the replicas can share."""
+"""Tests of how batches are divided into pieces for the replicas."""
 
 import numpy as np
 import pytest
@@ -206,7 +206,7 @@ def test_pad_needs_a_place_for_the_mask(split):
     ("remainder", "per_replica_batches", "rows"),
     [(None, True, 24), ("exact", False, 8), ("drop", False, 6), ("pad", False, 9)],
 )
-def test_element_spec_is_that_of_a_global_batch(
+def test_element_spec_describes_a_global_batch(
     remainder, per_replica_batches, rows, make_layout
 ):
     spec = DistributedDataset(

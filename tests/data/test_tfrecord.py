@@ -1,3 +1,5 @@
+"""Tests of `from_tfrecords`: values, order, addresses and damaged files."""
+
 import base64
 import itertools
 import re
@@ -405,7 +407,7 @@ def test_an_unusual_list_among_many_is_read_as_it_is_alone(tmp_path, kind, held)
         assert source.read_rows(np.arange(17))["x"].tolist()[16:] == alone
 
 
-def test_a_damaged_record_stops_at_its_own_batch_though_many_are_read_at_once(ten):
+def test_a_damaged_record_stops_at_its_own_batch_if_many_are_read_together(ten):
     source = from_tfrecords(ten, {"x": INT}, batch_size=2)
     assert source.rows_at_once == 10
     data = bytearray(ten[1].read_bytes())

@@ -1,4 +1,4 @@
-"""Numbers of 64 bits that do not fit on a device are errors, from every source."""
+"""Tests that 64-bit numbers which do not fit on a device are errors."""
 
 import grain
 import jax

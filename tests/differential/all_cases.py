@@ -1,6 +1,6 @@
-"""Every construct gives on N replicas what plain JAX gives on one device.
+"""Tests that every construct gives on N replicas what plain JAX gives on one device.
 
-This takes about an hour, so the name of this file is not one that pytest looks for:
+This takes about an hour, so pytest does not collect this file by its name.
 `make differential` names it.
 """
 

@@ -36,7 +36,7 @@ Losses = Callable[[Any, Batch], Any]
 
 
 class Replica:
-    """What a step asks of the replica that runs it."""
+    """The facts that a step needs about the replica that runs it."""
 
     def average(self, losses: Any) -> Any:
         """Returns this replica's part of the average loss over the whole batch."""

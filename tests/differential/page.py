@@ -1,5 +1,8 @@
 """Writes docs/internals/compatibility.md: `python -m tests.differential.page`."""
 
+import re
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.differential.harness import Case
@@ -30,6 +33,8 @@ two replicas. A test fails if one of these has no case: a public factory of Opta
 layer or transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` or
 `jax.ops`. For `jax.numpy` and `jax.scipy`, one function stands for each primitive.
 
+{stamp}
+
 | | |
 | --- | --- |
 | constructs | {cases} |
@@ -44,10 +49,32 @@ with its share of the batch, and with its own random key.
 """
 
 
-def render() -> str:
-    """Returns the page."""
+STAMP = re.compile(
+    r"^Measured in \w+ \d{4}, with JAX \S+, Flax \S+ and Optax \S+\.$", re.MULTILINE
+)
+
+
+def make_stamp() -> str:
+    """Returns the sentence with the month and the releases of a run that ends now."""
+    releases = {name: version(name) for name in ("jax", "flax", "optax")}
+    month = date.today().strftime("%B %Y")
+    return (
+        f"Measured in {month}, with JAX {releases['jax']}, Flax {releases['flax']} and "
+        f"Optax {releases['optax']}."
+    )
+
+
+def read_stamp() -> str:
+    """Returns the sentence that the page has now, or an empty text."""
+    found = STAMP.search(PAGE.read_text())
+    return found[0] if found else ""
+
+
+def render(stamp: str) -> str:
+    """Returns the page; `stamp` says when its results were measured."""
     refused = [case for case in CASES if case.refusal]
     head = HEAD.format(
+        stamp=stamp,
         cases=len(CASES),
         configurations=count_configurations(CASES),
         equal=len(CASES) - len(refused),
@@ -84,4 +111,4 @@ def _place(num_replicas: int) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    PAGE.write_text(render(make_stamp()))

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.differential.page import PAGE, render
+from tests.differential.page import PAGE, STAMP, make_stamp, read_stamp, render
 from tests.differential.suite import CASES
 
 COVERED = {
@@ -159,6 +159,11 @@ def test_a_reason_is_given_only_where_there_is_no_case():
 
 
 def test_the_page_lists_the_cases():
-    assert PAGE.read_text() == render(), (
+    assert PAGE.read_text() == render(read_stamp()), (
         "Run `make differential` to write the page again."
     )
+
+
+def test_the_page_says_when_and_with_which_releases_it_was_measured():
+    assert read_stamp()
+    assert STAMP.fullmatch(make_stamp())

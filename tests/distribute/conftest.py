@@ -1,4 +1,4 @@
-"""What the tests of strategies share: replicas on some of the virtual devices."""
+"""Fixtures of the tests of strategies: replicas on some of the virtual devices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

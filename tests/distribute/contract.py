@@ -1,4 +1,4 @@
-"""Every strategy, for the tests of what holds under all of them."""
+"""A list of every strategy, for tests of rules that hold under all of them."""
 
 import jax
 import pytest

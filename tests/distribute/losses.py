@@ -1,4 +1,4 @@
-"""What tests of losses on several replicas share: data, losses, and wrappers of JAX."""
+"""Data, losses and wrappers of JAX for tests of losses on several replicas."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""Random steps, and what they must compute on several replicas.
+"""Random steps, and the numbers that they must compute on several replicas.
 
-A program is a list of instructions. Each makes one more vector from those before it;
-bodies of branches, loops and losses are programs too. `run_traced` writes a program in
-JAX, as a user would. `run_by_hand` computes it for all replicas side by side, without
-anything of the library: collectives combine the replicas' values, a branch is taken by
-each replica for itself.
+A program is a list of instructions. Each instruction makes one more vector from the
+earlier vectors. Bodies of branches, loops and losses are programs too. `run_traced`
+writes a program in JAX, as a user would. `run_by_hand` computes it for all replicas
+without the library: collectives combine the replicas' values, and each replica takes
+its own branch.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step says of its reductions, under every strategy."""
+"""Tests of `all_reduce` under every strategy."""
 
 import re
 
@@ -199,7 +199,7 @@ def test_one_replica_sends_nothing_in_another_dtype():
     assert found == value
 
 
-def test_what_is_reduced_twice_is_an_error_in_another_dtype(strategy, rows):
+def test_reducing_twice_is_an_error_in_another_dtype(strategy, rows):
     def step_fn(x):
         half = armillary.all_reduce("sum", x, dtype="bfloat16")
         return armillary.all_reduce("sum", half, dtype="bfloat16")
@@ -245,12 +245,12 @@ def test_what_is_reduced_twice_is_an_error_in_another_dtype(strategy, rows):
         },
     }
 )
-def test_what_cannot_be_right_is_an_error(call, error, message, strategy):
+def test_arguments_that_cannot_be_right_are_errors(call, error, message, strategy):
     with strategy.scope(), pytest.raises(error, match=message):
         call()
 
 
-def test_what_run_returned_is_reduced_by_the_strategy(strategy, rows):
+def test_results_of_run_are_reduced_by_the_strategy(strategy, rows):
     values = strategy.run(lambda x: x, args=(rows,))
     with pytest.raises(
         ReplicaContextError, match=r"use `strategy.reduce\(op, value\)`"

@@ -1,4 +1,4 @@
-"""The axis of replicas can have the name that a model has."""
+"""Tests of strategies whose axis has the name that a model uses."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Variables in one place: where they are, and that the numbers are the same."""
+"""Tests of `CentralStorageStrategy`: the place of variables, and equal numbers."""
 
 import jax
 import jax.numpy as jnp

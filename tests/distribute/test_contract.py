@@ -1,4 +1,4 @@
-"""What holds under every strategy, whatever the number of replicas."""
+"""Tests of the rules that hold under every strategy."""
 
 import jax
 import jax.numpy as jnp
@@ -400,7 +400,7 @@ def test_an_error_in_merge_call_reaches_the_caller(strategy):
         strategy.run(lambda: get_replica_context().merge_call(3))
 
 
-def test_merge_call_outside_of_run_is_that_of_the_default_strategy():
+def test_merge_call_outside_of_run_uses_the_default_strategy():
     seen = []
 
     def merge_fn(strategy, x):

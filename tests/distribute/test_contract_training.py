@@ -1,4 +1,4 @@
-"""What training gives under every strategy: the numbers of one replica."""
+"""Tests that training under every strategy gives the numbers of one replica."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ class Net(nnx.Module):
 
 
 class Trainer(armillary.StandardTrainer):
-    """Has every kind of state that a policy is about."""
+    """A trainer with every kind of state that has a policy."""
 
     def __init__(self, strategy, **options):
         self.data = make_training_data(strategy)

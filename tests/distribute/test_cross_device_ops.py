@@ -1,4 +1,4 @@
-"""Ways to reduce over replicas: the same numbers, by other collectives."""
+"""Tests of cross-device operations: equal numbers, different collectives."""
 
 import functools
 import re
@@ -305,7 +305,7 @@ REDUCED_TWICE = {
 
 @pytest.mark.parametrize("kind", ["nccl", "groups", "one device", "own"])
 @pytest.mark.parametrize("name", REDUCED_TWICE)
-def test_what_is_reduced_twice_is_an_error(kind, name):
+def test_reducing_twice_is_an_error(kind, name):
     strategy = make_strategy(OPS[kind])
     parts = make_parts(strategy)
     with pytest.raises(DoubleReductionError, match=r"over replicas at .*test_cross_"):
@@ -326,7 +326,7 @@ RIGHT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nccl", "groups", "one device", "own"])
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_reduced_once_is_right(kind, name):
+def test_reducing_once_is_right(kind, name):
     def run(strategy):
         parts = make_parts(strategy)
         result = strategy.run(lambda parts: RIGHT[name](parts["x"][0]), (parts,))
@@ -411,7 +411,7 @@ def reduce_by(ops):
         },
     }
 )
-def test_what_cannot_be_reduced_is_an_error(call, error, message):
+def test_values_that_cannot_be_reduced_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -432,7 +432,7 @@ def test_a_sum_in_one_group_alone_is_not_equal_everywhere():
         reduce_by(OneLevel())
 
 
-def test_what_the_step_gives_to_an_operation_may_differ():
+def test_arguments_of_an_operation_may_differ():
     class Weighed(CrossDeviceOps):
         def reduce(self, op, values):
             return [jax.lax.psum(value, "replica") * self.weight for value in values]

@@ -1,4 +1,4 @@
-"""What single strategies are: their devices, names, arguments and resolvers."""
+"""Tests of the devices, names, arguments and resolvers of single strategies."""
 
 import os
 import re
@@ -180,7 +180,7 @@ def devices_of(*arrays):
     return [f"{device.platform}:{device.id}" for device in found]
 
 
-def test_what_is_made_in_the_scope_of_one_device_lies_there():
+def test_objects_made_in_the_scope_of_one_device_are_there():
     strategy = OneDeviceStrategy("cpu:2")
     with strategy.scope():
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -334,6 +334,6 @@ def make_tpu_by_name():
         },
     }
 )
-def test_what_it_cannot_do_is_an_error(call, error, message):
+def test_arguments_that_it_cannot_follow_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -1,3 +1,5 @@
+"""Tests that programs in flight are bounded, and results may be donated."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def test_tracers_are_not_waited_for(make):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_what_reduce_returns_may_be_donated(num_devices):
+def test_the_result_of_reduce_may_be_donated(num_devices):
     strategy = MirroredStrategy(jax.devices()[:num_devices])
     double = jax.jit(lambda array: 2 * array, donate_argnums=0)
 

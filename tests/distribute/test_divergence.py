@@ -1,4 +1,4 @@
-"""A bit that flips in one copy of mirrored state is found, and its place is named."""
+"""Tests that a flipped bit in one copy of mirrored state is found and located."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A reduction that counts something twice is an error.
+"""Tests that a reduction which counts something twice is an error.
 
 It is found behind a user's `jit`, loop, branch, backward pass and rematerialization.
 """
@@ -89,7 +89,7 @@ PLACES = [("loss", around) for around in AROUND] + [
 
 @pytest.mark.parametrize(("place", "around"), PLACES)
 @pytest.mark.parametrize("name", TWICE)
-def test_what_counts_twice_is_an_error_behind(name, around, place, make_mirrored):
+def test_a_double_reduction_is_an_error_behind(name, around, place, make_mirrored):
     loss_fn, differentiate, op = TWICE[name]
 
     def reduce(w, value):

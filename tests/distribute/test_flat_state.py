@@ -1,4 +1,4 @@
-"""State is right whatever a user, or a program that failed, has left in the places."""
+"""Tests that state stays correct after edits by users and failed programs."""
 
 import dataclasses
 from typing import Any
@@ -84,7 +84,7 @@ def test_slots_hold_what_programs_put_out_and_give_it_to_the_next(data):
         assert are_same(flat.arrays, expected)
 
 
-def test_only_what_was_put_into_a_container_is_taken_anew():
+def test_only_what_was_put_into_a_container_is_taken_again():
     root = make_root()
     flat = make_flat(root)
     everything = tuple(range(len(flat.arrays)))
@@ -130,7 +130,7 @@ class Trainer(armillary.StandardTrainer):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_comes_back_after_a_program_failed_is_used(strategy, monkeypatch):
+def test_values_written_after_a_failed_program_are_used(strategy, monkeypatch):
     trainer = Trainer(STRATEGIES[strategy]())
     trainer.train(1)
     plain, rate = trainer.plain, trainer.rate.get_value()
@@ -167,7 +167,7 @@ def test_a_change_inside_the_container_of_a_variable_is_used(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_written_into_a_variable_with_a_numpy_array_is_used(strategy):
+def test_writes_into_a_variable_with_a_numpy_array_are_used(strategy):
     trainer = Trainer(STRATEGIES[strategy]())
     trainer.train(1)
     mine = np.full(2, 10, np.float32)
@@ -215,7 +215,7 @@ def test_a_key_that_is_added_to_a_dictionary_of_arrays_is_used(added):
     np.testing.assert_array_equal(trainer.plain, [12, 12])
 
 
-def test_an_object_beside_arrays_that_is_replaced_by_an_equal_one_is_used():
+def test_an_object_next_to_arrays_that_is_replaced_by_an_equal_one_is_used():
     trainer = Nest()
     trainer.nest["layer"] = Layer(10.0)
     trainer.train(1)
@@ -224,7 +224,7 @@ def test_an_object_beside_arrays_that_is_replaced_by_an_equal_one_is_used():
     np.testing.assert_array_equal(trainer.plain, [112, 112])
 
 
-def test_what_a_program_only_reads_may_be_assigned_while_it_runs():
+def test_arrays_that_a_program_only_reads_may_be_assigned_while_it_runs():
     class Trainer(armillary.StandardTrainer):
         def __init__(self):
             super().__init__(self.make_batches)
@@ -264,7 +264,7 @@ def test_a_variable_may_hold_a_python_number():
 @pytest.mark.parametrize("kind", ["keys", "numbers"])
 @pytest.mark.parametrize("place", ["free", "second device", "both devices"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_user_put_into_a_state_stays_whole_and_where_it_is(name, place, kind):
+def test_arrays_that_a_user_put_into_a_state_stay_whole_and_in_place(name, place, kind):
     class Trainer(armillary.StandardTrainer):
         def __init__(self, strategy):
             source = from_arrays({"x": np.ones((4, 1), np.float32)}, batch_size=2)

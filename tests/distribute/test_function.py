@@ -1,4 +1,4 @@
-"""State that a compiled function reads, writes and returns."""
+"""Tests of the state that an `armillary.function` reads, writes and returns."""
 
 import functools
 import threading

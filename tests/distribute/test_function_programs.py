@@ -1,4 +1,4 @@
-"""Which calls of a function share a program, and which are of another one."""
+"""Tests of which calls of an `armillary.function` share a program."""
 
 import array
 import copy
@@ -55,7 +55,9 @@ def test_equal_static_arguments_of_different_types_are_told_apart(first, second)
         (array.array("d", [1]), lambda s: s.append(5)),
     ],
 )
-def test_what_changes_in_place_is_another_argument(first, change, make_mirrored):
+def test_an_argument_that_changes_in_place_counts_as_different(
+    first, change, make_mirrored
+):
     strategy = make_mirrored(2)
 
     def double(x, values):
@@ -75,7 +77,7 @@ def test_what_changes_in_place_is_another_argument(first, change, make_mirrored)
 @pytest.mark.parametrize(
     "argument", [iter([1.0]), np.random.default_rng(0), random.Random(0)]
 )
-def test_what_is_drawn_from_is_no_argument(argument):
+def test_a_generator_that_is_drawn_from_is_no_argument(argument):
     kind = type(argument).__name__
     with pytest.raises(CapturedStateError, match=f"`take` is of type {kind}.*next"):
 
@@ -91,7 +93,7 @@ def test_a_zero_has_a_sign_as_a_static_argument_too():
     assert [divide(jnp.ones(()), each) for each in (0.0, -0.0)] == [np.inf, -np.inf]
 
 
-def test_run_is_compiled_once_for_closures_that_are_made_anew(
+def test_run_is_compiled_once_for_closures_that_are_made_again(
     make_mirrored, traces, no_retrace
 ):
     strategy, count = make_mirrored(2), nnx.Variable(jnp.asarray(0))
@@ -244,7 +246,7 @@ def test_a_lambda_that_captures_what_changes_is_named_once(caplog, make_mirrored
     assert "its captured variables (rate)" in caplog.text
 
 
-def test_objects_made_anew_are_the_same_function(traces):
+def test_objects_made_again_are_the_same_function(traces):
     holder = Holder(config={"rate": 2.0}, total=jnp.zeros(()))
 
     @armillary.function

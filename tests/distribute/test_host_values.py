@@ -1,4 +1,4 @@
-"""A step that draws random numbers from a generator of the host is told so."""
+"""Tests that a step with random numbers from the host is refused."""
 
 import random
 import threading

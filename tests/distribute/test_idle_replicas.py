@@ -1,4 +1,4 @@
-"""Reductions of JAX in an evaluation, where a short last batch leaves replicas idle."""
+"""Tests of JAX reductions in evaluations whose last batch leaves replicas idle."""
 
 import jax
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""Tests that Ctrl-C and other signals wait until a critical block is done."""
+
 import signal
 from typing import Any
 

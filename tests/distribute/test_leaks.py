@@ -1,7 +1,7 @@
-"""Programs that leak from one replica to another if a reduction is not the one meant.
+"""Tests of programs that leak between replicas with the wrong reduction.
 
-Each is a loss for every example, of a parameter `w` with shape `(3,)` and rows `x` with
-shape `(batch, 3)`. The gradient on several replicas is that on one.
+Each program computes a loss for every example, from a parameter `w` of shape `(3,)` and
+rows `x` of shape `(batch, 3)`. Its gradient must not depend on the number of replicas.
 """
 
 import jax
@@ -49,7 +49,7 @@ def gradient(strategy, losses, w=W):
     return [np.asarray(part) for part in strategy.local_results(result)]
 
 
-def test_what_a_backward_pass_has_summed_is_not_summed_again(make_mirrored):
+def test_values_summed_by_a_backward_pass_are_not_summed_again(make_mirrored):
     def backward(res, g):
         context = armillary.get_replica_context()
         return context.all_reduce(ReduceOp.SUM, g * res[1]), g * res[0]

@@ -1,4 +1,4 @@
-"""The last pieces of a complete evaluation, where some replicas hold no data."""
+"""Tests of the last pieces of an evaluation, when some replicas have no data."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests of `compute_average_loss` and `scale_regularization_loss`."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,9 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
     global_batch_size=st.none() | st.integers(1, 64),
     seed=st.integers(0, 2**16),
 )
-def test_the_average_is_that_of_numpy(shape, weight_axes, global_batch_size, seed):
+def test_the_average_equals_the_average_of_numpy(
+    shape, weight_axes, global_batch_size, seed
+):
     rng = np.random.default_rng(seed)
     losses = rng.normal(size=shape).astype(np.float32)
     weights = None
@@ -101,7 +105,7 @@ def make_rows(strategy, count=16):
 
 
 @pytest.mark.parametrize("size", [4, 8, 15])
-def test_a_batch_size_below_that_of_the_batch_is_an_error(size, make_mirrored):
+def test_a_batch_size_smaller_than_the_batch_is_an_error(size, make_mirrored):
     strategy = make_mirrored(4)
     message = rf"is {size}, but .* got 16 examples, 4 on each of 4 .*batch_size=16`"
     with pytest.raises(BatchSizeError, match=message):
@@ -111,7 +115,7 @@ def test_a_batch_size_below_that_of_the_batch_is_an_error(size, make_mirrored):
         )
 
 
-def test_a_batch_size_below_that_of_the_batch_is_an_error_in_parts(make_mirrored):
+def test_a_batch_size_smaller_than_the_batch_is_an_error_in_parts(make_mirrored):
     strategy = make_mirrored(2)
 
     def step_fn(batch, size):

@@ -1,7 +1,7 @@
-"""Ordinary losses on several replicas: which reduction makes them those of one device.
+"""Tests of which reduction trains each common loss as on one device.
 
-Every one of them once trained another model on four replicas, in silence. The reference
-is plain JAX with the whole batch, in float64.
+Each of these losses once trained a different model on four replicas, without an error.
+The reference is plain JAX with the whole batch, in float64.
 """
 
 import jax

@@ -1,3 +1,5 @@
+"""Tests of `make_distributed_dataset`."""
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def test_a_dataset_is_split(strategy):
     assert rows_of(make_distributed_dataset(strategy, dataset), strategy) == EXPECTED
 
 
-def test_what_a_function_returns_is_split(strategy):
+def test_the_result_of_a_function_is_split(strategy):
     def make_data(size, *, batch_size):
         return from_arrays(np.arange(size), batch_size=batch_size)
 

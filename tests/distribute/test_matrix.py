@@ -1,4 +1,4 @@
-"""Every strategy with every way to train: the matrix of TensorFlow's guide.
+"""Tests of every strategy with every way to train, as TensorFlow's guide lists them.
 
 Each cell trains a model of one weight and one bias, whose numbers NumPy can predict.
 The table in `docs/strategies.md` shows the same cells. Two processes do the same in

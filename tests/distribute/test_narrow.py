@@ -1,4 +1,4 @@
-"""Steps on fewer replicas than devices: everything is as under so many replicas."""
+"""Tests of steps that run on fewer replicas than there are devices."""
 
 import jax
 import jax.numpy as jnp

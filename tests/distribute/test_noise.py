@@ -1,4 +1,4 @@
-"""The noise of an optimizer is that of one device, on any number of replicas."""
+"""Tests that the noise of an optimizer equals the noise of one device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""No value of a trace is left behind, and `jax.jit` around `run` is refused by name."""
+"""Tests that no traced value is left behind, and `jit` around `run` is refused."""
 
 import jax
 import jax.numpy as jnp

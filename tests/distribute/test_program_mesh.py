@@ -1,4 +1,4 @@
-"""A mesh and other settings of JAX that a program has set for itself."""
+"""Tests of programs that set a mesh or other settings of JAX themselves."""
 
 import jax
 import jax.numpy as jnp

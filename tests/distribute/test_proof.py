@@ -1,9 +1,12 @@
+"""Tests of the proof that mirrored state stays equal on all replicas."""
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from armillary.distribute.replica._proof import BATCH, EQUAL, Kind, Proof
+from armillary.distribute.replica._labels import BATCH, EQUAL, LabelKind
+from armillary.distribute.replica._proof import Proof
 from armillary.errors import ReplicaMismatchError
 
 
@@ -72,19 +75,19 @@ def through_reference(value):
 
 
 @pytest.mark.parametrize("name", EQUALS)
-def test_what_is_equal(name, find):
+def test_values_that_are_equal(name, find):
     assert not find(EQUALS[name]).results[0].reasons
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_differs_and_why(name, find):
+def test_values_that_differ_and_the_reason(name, find):
     fn, reason = DIFFERENT[name]
     assert reason in " ".join(find(fn).results[0].reasons)
 
 
 def test_a_gradient_of_one_replica_has_its_line(find):
     found = find(lambda x, w: jax.jit(jax.grad(lambda w: jnp.sum(x * w) ** 2))(w))
-    assert "test_proof.py" in found.results[0].find(Kind.GRADIENT)
+    assert "test_proof.py" in found.results[0].find(LabelKind.GRADIENT)
 
 
 def test_a_condition_that_reduces_is_a_conflict_too(find):

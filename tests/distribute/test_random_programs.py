@@ -1,4 +1,4 @@
-"""No step leaves replicas different in silence: random programs, computed by hand too.
+"""Tests random programs: replicas stay equal, or the step is refused.
 
 More of them: `ARMILLARY_PROGRAMS=2000 pytest tests/distribute/test_random_programs.py`.
 """

@@ -1,4 +1,4 @@
-"""Every replica draws its own random numbers, from one stored key."""
+"""Tests that every replica draws its own random numbers from one stored key."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_the_first_replica_draws_what_one_replica_alone_draws(make_mirrored):
         assert len({value.tobytes() for value in values}) == num_replicas
 
 
-def test_streams_are_those_of_folded_keys(strategy):
+def test_streams_come_from_folded_keys(strategy):
     rngs = nnx.Rngs(dropout=7)
     result = strategy.run(lambda: jax.random.uniform(rngs.dropout()))
     base = nnx.Rngs(dropout=7).dropout.key[...]

@@ -1,4 +1,4 @@
-"""State that would differ between replicas is refused by name."""
+"""Tests that state which would differ between replicas is refused by name."""
 
 import re
 from typing import Any
@@ -71,7 +71,7 @@ def gradient(model: nnx.Module, x: jax.Array) -> Any:
     )
 
 
-def test_the_error_is_that_of_the_run_in_a_compiled_function(strategy, batch):
+def test_a_compiled_function_raises_the_error_of_its_run(strategy, batch):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
 
     def step_fn(x):

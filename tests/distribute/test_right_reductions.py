@@ -1,6 +1,6 @@
-"""What is right is no error, and gives on several replicas what it gives on one.
+"""Tests that correct reductions are accepted, and equal one device.
 
-Steps that reduce more than once: each of them once looked like one that counts twice.
+Each step reduces more than once, and was once refused by mistake.
 """
 
 import jax
@@ -237,7 +237,7 @@ def test_the_mean_of_what_was_divided_is_refused(loss_fn, make_mirrored):
 
 
 @pytest.mark.parametrize("step_fn", RIGHT.values(), ids=RIGHT)
-def test_what_is_right_is_what_one_replica_computes(step_fn, make_mirrored):
+def test_correct_reductions_equal_one_replica(step_fn, make_mirrored):
     expected = on_replicas(make_mirrored(1), step_fn)
     for num_replicas in (2, 4):
         check(on_replicas(make_mirrored(num_replicas), step_fn), expected)
@@ -271,7 +271,7 @@ LOSSES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_right_is_right_behind(name, around, make_mirrored):
+def test_a_correct_reduction_is_accepted_behind(name, around, make_mirrored):
     loss_fn, op = LOSSES[name]
     expected = on_replicas(make_mirrored(1), gradient_of(loss_fn, op))
     step_fn = gradient_of(AROUND[around](loss_fn), op)

@@ -1,4 +1,4 @@
-"""What `run` traces, binds and calls: on several replicas, on one, and eagerly."""
+"""Tests of `run`: tracing, binding and calling, on several replicas and eagerly."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,9 @@ def test_a_function_that_jax_has_traced_knows_which_replicas_hold_data(
     assert float(total.array) == 3
 
 
-def test_what_a_loop_writes_to_a_reference_differs_if_its_length_does(make_mirrored):
+def test_a_reference_differs_if_the_loop_that_writes_it_has_another_length(
+    make_mirrored,
+):
     strategy, held = make_mirrored(2), Holder(total=jnp.zeros(()))
 
     def step_fn():
@@ -118,7 +120,7 @@ def test_a_module_that_run_returns_is_the_module(strategy):
     assert not trainer.model.kernel[...].any()
 
 
-def test_what_jax_cannot_do_with_one_replica_is_refused():
+def test_operations_that_jax_lacks_with_one_replica_are_refused():
     def step_fn(trainer, batch):
         exchange = jax.lax.all_to_all
         trainer.strategy.run(

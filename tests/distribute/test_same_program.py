@@ -1,4 +1,4 @@
-"""Processes run one program, with the same constants in it, or that is an error."""
+"""Tests that processes with different programs or constants get an error."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Data and state that all processes must share are the same, or that is an error."""
+"""Tests that processes with different data or state get an error."""
 
 import jax
 import jax.numpy as jnp

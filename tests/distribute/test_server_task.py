@@ -1,4 +1,4 @@
-"""A parameter server cannot train alone: a `ps` makes no strategy of its own."""
+"""Tests that a parameter server task is refused under other strategies."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""State split over devices: the numbers of one device, at a fraction of its memory."""
+"""Tests of `ShardedStrategy`: equal numbers, with a fraction of the memory."""
 
 from typing import Any
 
@@ -143,7 +143,7 @@ def x64():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-def test_numbers_are_those_of_one_device_with_uneven_batches():
+def test_numbers_with_uneven_batches_equal_one_device():
     def run(name):
         strategy = MAKERS[name]()
         digits = make_digits(70)
@@ -479,7 +479,7 @@ def test_a_bad_step_is_undone():
     np.testing.assert_array_equal(after["first/kernel"], before["first/kernel"])
 
 
-def test_a_step_that_changes_the_structure_is_told_as_elsewhere():
+def test_a_step_that_changes_the_structure_gets_the_usual_error():
     strategy, held = ShardedStrategy(), nnx.Variable({"a": jnp.ones(2048)})
 
     def step_fn():
@@ -528,7 +528,7 @@ SPEC = PartitionSpec
         },
     }
 )
-def test_mistakes_are_told_before_anything_runs(call, error, message):
+def test_mistakes_are_reported_before_anything_runs(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -543,7 +543,7 @@ def test_metrics_are_whole_so_that_each_process_can_read_them():
     assert auc.compute() == 1
 
 
-def test_it_says_what_it_is():
+def test_its_repr_has_the_whole_mesh():
     strategy = ShardedStrategy({"fsdp": 4, "data": 2})
     shown = "ShardedStrategy(data=2, fsdp=4, tensor=1, cpu, 1 replica)"
     assert repr(strategy) == shown

@@ -1,4 +1,4 @@
-"""Random numbers that are equal on all replicas: for examples a mistake, or meant."""
+"""Tests of the warning about random numbers that are equal on all replicas."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Numbers that depend on how replicas share a batch: found where they differ.
+"""Tests of warnings about numbers that depend on how replicas share a batch.
 
 Each program trains on one device and on four. A program gets a warning if and only if
 its numbers differ. So the warnings have neither gaps nor false alarms here.
@@ -137,6 +137,79 @@ def tokens_loss(w, batch):
     return (parts**2).sum(axis=(1, 2)).mean()
 
 
+def weights_loss(w, batch):
+    """Normalizes the weights of examples before the sum."""
+    weights = batch["mask"] / batch["mask"].sum()
+    return (losses_of(w, batch) * weights).sum()
+
+
+def scaled_weights_loss(w, batch):
+    """Multiplies by the reciprocal of a sum."""
+    scale = 1 / jnp.maximum(batch["mask"].sum(), 1)
+    return (losses_of(w, batch) * batch["mask"] * scale).sum()
+
+
+def classes_loss(w, batch):
+    """Weights the classes by their number in the batch."""
+    labels = (batch["y"] > 0).astype(int)
+    counts = jax.nn.one_hot(labels, 3).sum(axis=0)
+    weights = len(labels) / (3 * counts + 1)
+    return (labels_losses(w, batch) * weights[labels]).mean()
+
+
+def covariance_loss(w, batch):
+    hidden = batch["x"] * w[None]
+    covariance = hidden.T @ hidden / len(hidden)
+    return mean_loss(w, batch) + (covariance**2).sum()
+
+
+def balance_loss(w, batch):
+    """Is the loss that balances the experts of a mixture."""
+    probabilities = jax.nn.softmax(batch["x"] * w[None])
+    chosen = jax.nn.one_hot(probabilities.argmax(axis=1), 3)
+    return 3 * (chosen.mean(axis=0) * probabilities.mean(axis=0)).sum()
+
+
+def deviation_loss(w, batch):
+    deviation = jnp.sqrt((batch["x"] * w[None]).var(axis=0) + 1e-3)
+    return jax.nn.relu(3 - deviation).mean()
+
+
+def after_ascent(w, batch):
+    """Takes the gradient at a point that the gradient of the share leads to."""
+    gradient = jax.grad(mean_loss)(w, batch)
+    return jax.grad(mean_loss)(w + 0.1 * gradient, batch)
+
+
+def adapted_loss(w, batch):
+    """Takes one step with half of the examples before the loss of the others."""
+    first = jax.tree.map(lambda rows: rows[::2], batch)
+    second = jax.tree.map(lambda rows: rows[1::2], batch)
+    adapted = w - 0.1 * jax.grad(mean_loss)(w, first)
+    return mean_loss(adapted, second)
+
+
+def hardest_loss(w, batch):
+    return jax.lax.top_k(losses_of(w, batch), 2)[0].mean()
+
+
+def risk_loss(w, batch):
+    """Compares each example with those before it."""
+    hidden = batch["x"] @ w
+    return (jnp.log(jnp.cumsum(jnp.exp(hidden))) - hidden).mean()
+
+
+def median_of(losses):
+    return jnp.sort(losses)[len(losses) // 2]
+
+
+def ordered_loss(w, batch):
+    """Sorts the examples by an expert and puts them back, as mixtures of experts do."""
+    order = jnp.argsort(batch["x"][:, 0])
+    hidden = (batch["x"][order] * w[None]) ** 2
+    return hidden[jnp.argsort(order)].mean()
+
+
 WRONG = {
     "the exponential of a mean": (
         metric_step(lambda losses, *_: jnp.exp(losses.mean())),
@@ -236,6 +309,56 @@ WRONG = {
     ),
     "contrastive": (loss_step(contrastive_loss), ("all_gather",)),
     "distances": (loss_step(distances), ("all_gather",)),
+    "normalized weights": (
+        loss_step(weights_loss),
+        ("weights of examples", "armillary.weighted_mean(values, weights)"),
+    ),
+    "weights times a reciprocal": (
+        loss_step(scaled_weights_loss),
+        ("gradient of a loss", "armillary.weighted_mean(values, weights)"),
+    ),
+    "weights of classes": (loss_step(classes_loss), ("weights of examples",)),
+    "normalized weights in a metric": (
+        metric_step(
+            lambda losses, batch, _: (
+                losses * batch["mask"] / batch["mask"].sum()
+            ).sum()
+        ),
+        ("weights of examples", '"metric": armillary.metrics.Ratio('),
+    ),
+    "the square of a mean": (
+        loss_step(lambda w, batch: mean_loss(w, batch) ** 2),
+        ("gradient of a loss",),
+    ),
+    "a covariance": (loss_step(covariance_loss), ("gradient of a loss",)),
+    "a balance of experts": (loss_step(balance_loss), ("gradient of a loss",)),
+    "a deviation in a loss": (loss_step(deviation_loss), ("gradient of a loss",)),
+    "a gradient after a step": (
+        gradient_step(after_ascent),
+        ("used before its reduction", 'armillary.all_reduce("mean", gradient)'),
+    ),
+    "a step within a loss": (
+        loss_step(adapted_loss),
+        ("used before its reduction",),
+    ),
+    "the hardest examples": (loss_step(hardest_loss), ("`top_k`", "all_gather")),
+    "a median": (
+        metric_step(lambda losses, *_: median_of(losses)),
+        ("`sort`", "all_gather"),
+    ),
+    "a risk": (loss_step(risk_loss), ("`cumsum`", "all_gather")),
+    "a variance": (
+        metric_step(lambda losses, *_: losses.var()),
+        ("spread of numbers", "loop_end"),
+    ),
+    "a ratio to a constant": (
+        metric_step(lambda losses, *_: Ratio(losses.sum(), 10.0)),
+        ("equal on all 4 replicas", "counts 4 times"),
+    ),
+    "a number in a sum": (
+        metric_step(lambda *_: Sum(3)),
+        ("counts 4 times",),
+    ),
     "clipped before the reduction": (gradient_step(clipped), ("clipped after",)),
     "an optimizer before the reduction": (
         gradient_step(scaled_by_adam),
@@ -301,6 +424,50 @@ RIGHT = {
     ),
     "the root of the mean of all": loss_step(
         lambda w, batch: jnp.sqrt(armillary.all_reduce("mean", mean_loss(w, batch)))
+    ),
+    "a ratio to the size": metric_step(
+        lambda losses, *_: Ratio(losses.sum(), len(losses))
+    ),
+    "a ratio of means": metric_step(lambda losses, *_: Ratio(losses.mean(), 1.0)),
+    "a variance of each example": metric_step(
+        lambda _, batch, __: batch["x"].var(axis=1).mean()
+    ),
+    "weights that all replicas normalize": loss_step(
+        lambda w, batch: (
+            losses_of(w, batch)
+            * batch["mask"]
+            / armillary.all_reduce("mean", batch["mask"].sum())
+        ).sum()
+    ),
+    "a covariance of all": loss_step(
+        lambda w, batch: (
+            (
+                armillary.all_reduce(
+                    "mean", batch["x"].T @ batch["x"] / len(batch["x"])
+                )
+                @ w
+            )
+            ** 2
+        ).sum()
+    ),
+    "the best numbers of each example": loss_step(
+        lambda w, batch: jax.lax.top_k(batch["x"] * w[None], 2)[0].mean()
+    ),
+    "an order of examples and back": loss_step(ordered_loss),
+    "a sum along each example": loss_step(
+        lambda w, batch: (jnp.cumsum(batch["x"] * w[None], axis=1) ** 2).mean()
+    ),
+    "a gradient after a reduced step": gradient_step(
+        lambda w, batch: jax.grad(mean_loss)(
+            w + 0.1 * armillary.all_reduce("mean", jax.grad(mean_loss)(w, batch)),
+            batch,
+        )
+    ),
+    "the gradient of each example": loss_step(
+        lambda w, batch: (
+            mean_loss(w, batch)
+            + (jax.grad(lambda x: jnp.tanh(x @ w).sum())(batch["x"]) ** 2).mean()
+        )
     ),
     "parts of a batch": gradient_step(accumulated),
     "one by one": gradient_step(added_one_by_one),

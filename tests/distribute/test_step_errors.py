@@ -1,4 +1,7 @@
-"""Errors in a step come with what JAX and Flax cannot know."""
+"""Tests of the notes that Armillary adds to errors of JAX and Flax in a step."""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +128,8 @@ class Model(nnx.Module):
 
 
 class Mistaken(Trainer):
-    def __init__(self, step):
-        super().__init__(make_strategy(2), None)
+    def __init__(self, step, **options):
+        super().__init__(make_strategy(2), None, **options)
         self.model, self.step = Model(), step
 
     def train_step(self, iterator):
@@ -146,6 +149,8 @@ def compile_a_closure(trainer, iterator):
     [
         (lambda _, batch: batch["x"], TypeError, "`batch = next(iterator)`"),
         (lambda _, batch: batch.x, AttributeError, "`batch = next(iterator)`"),
+        (lambda _, batch: 2 * batch, TypeError, "`x, y = next(iterator)`"),
+        (lambda _, batch: jnp.mean(batch), TypeError, "`x, y = next(iterator)`"),
         (lambda _, it: next(it)["x"].mean(), AttributeError, "run(replica_fn"),
         (lambda _, it: next(it)["x"] * 2, TypeError, "run(replica_fn"),
         (lambda _, it: jnp.sum(next(it)["x"]), TypeError, "run(replica_fn"),
@@ -158,7 +163,80 @@ def test_a_mistake_is_answered_with_what_to_write(step, kind, line):
     assert len(notes) == 1 and line in notes[0], notes
 
 
-def test_other_errors_and_those_of_the_library_get_no_such_note():
+@pytest.mark.parametrize(
+    ("loss_fn", "lines"),
+    [
+        (lambda x: x, ["`loss.mean()`", "`armillary.compute_average_loss(loss)`"]),
+        (lambda x: x[:, None] ** 2, ["`armillary.compute_average_loss(loss)`"]),
+        (lambda x: (x.sum(), x), ["has_aux=True"]),
+        (lambda x: None, ["`return loss`"]),
+    ],
+)
+@pytest.mark.parametrize("grad", [jax.grad, nnx.value_and_grad])
+def test_a_loss_that_is_not_one_number_is_answered(grad, loss_fn, lines):
+    for strategy in (ONE, make_strategy(2)):
+        notes = notes_of(Trainer(strategy, grad(loss_fn)))
+        assert all(line in note for note in notes[:1] for line in lines)
+        assert len(notes) == 1
+
+
+class OfLightning(Trainer):
+    def train_step(self, batch, batch_idx):  # pyright: ignore[reportIncompatibleMethodOverride]
+        pass
+
+
+class WithoutArguments(armillary.StandardEvaluator):
+    def eval_step(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments"),
+    [
+        (lambda: OfLightning(ONE, None).train(1), r"train_step.*\(batch, batch_idx\)"),
+        (lambda: WithoutArguments([jnp.ones(2)]).evaluate(1), r"eval_step.*`\(\)`"),
+    ],
+)
+def test_a_step_with_other_arguments_is_answered_with_what_to_write(run, arguments):
+    line = r".*iterator.*step\(self, iterator\):`.*`x, y = next\(iterator\)`"
+    with pytest.raises(TypeError, match=arguments + line):
+        run()
+
+
+def unpack(trainer, iterator):
+    x, y = iterator
+    return x + y
+
+
+def unpack_the_first(trainer, iterator):
+    x, *others = iterator
+    return x, others
+
+
+def unpack_in_a_replica(trainer, iterator):
+    trainer.strategy.run(functools.partial(unpack, trainer), args=(iterator,))
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+@pytest.mark.parametrize("step", [unpack, unpack_the_first, unpack_in_a_replica])
+def test_unpacking_the_iterator_is_answered_with_what_to_write(step, compile_step):
+    trainer = Mistaken(step, compile_step=compile_step)
+    with pytest.raises(TypeError, match=r"iterator over .*`x, y = next\(iterator\)`"):
+        trainer.train(1)
+
+
+def test_a_step_may_iterate_over_some_batches():
+    class Sums(Trainer):
+        def train_step(self, iterator):
+            for batch in itertools.islice(iterator, 2):
+                self.total += batch["x"].sum()
+
+    trainer = Sums(ONE, None)
+    trainer.train(1)
+    assert float(trainer.total) == 8.0
+
+
+def test_other_errors_and_library_errors_get_no_such_note():
     def fail(x):
         raise TypeError("no")
 

@@ -1,4 +1,4 @@
-"""Errors of the calls that every strategy shares."""
+"""Tests of the errors of calls that every strategy has."""
 
 import re
 
@@ -54,7 +54,7 @@ def all_reduce(op, value):
         },
     }
 )
-def test_what_a_strategy_cannot_do_is_an_error(
+def test_calls_that_a_strategy_does_not_support_are_errors(
     call, error, message, make_mirrored, put_rows
 ):
     strategy = make_mirrored(2)

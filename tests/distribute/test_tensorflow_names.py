@@ -1,4 +1,4 @@
-"""Spellings of TensorFlow's guides, old ones too, under every strategy."""
+"""Tests of TensorFlow's spellings, old and new, under every strategy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A traced step stands in the program of a loop as it is."""
+"""Tests that a traced step is part of a loop's program without changes."""
 
 import jax
 import jax.numpy as jnp

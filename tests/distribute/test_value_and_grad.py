@@ -1,3 +1,5 @@
+"""Tests of `armillary.value_and_grad`."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def test_gradients_of_keras_variables_outside_of_any_step(keras):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 4])
-def test_gradients_in_run_are_those_of_the_replica(keras, num_replicas):
+def test_gradients_in_run_belong_to_the_replica(keras, num_replicas):
     strategy = armillary.MirroredStrategy(jax.devices()[:num_replicas])
     weight, seen = nnx.Param(jnp.asarray(2.0)), keras.metrics.Sum()
     keras_weight = keras.Variable(3.0)
@@ -71,7 +73,7 @@ def test_gradients_in_run_are_those_of_the_replica(keras, num_replicas):
     assert float(seen.result()) == data.sum()
 
 
-def test_what_is_no_variable_is_refused():
+def test_an_argument_that_is_no_variable_is_refused():
     with pytest.raises(TypeError, match="must be a list of variables of Keras or Flax"):
         armillary.value_and_grad(lambda: jnp.zeros(()), [jnp.zeros(())])
 

@@ -1,3 +1,5 @@
+"""Tests of per-replica values: how to read them, and the errors of misuse."""
+
 import copy
 import inspect
 import operator
@@ -13,7 +15,7 @@ import armillary
 from armillary.distribute import PerReplica, ReduceOp, is_per_replica
 
 
-def test_a_value_lists_those_of_its_replicas():
+def test_a_value_lists_the_values_of_its_replicas():
     value = PerReplica(jnp.arange(6.0).reshape(3, 2), 3)
     assert [row.tolist() for row in value.values] == [[0, 1], [2, 3], [4, 5]]
     assert value.active is value.stacked
@@ -88,7 +90,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_arithmetic_outside_run_says_what_to_write(name):
+def test_arithmetic_outside_run_has_the_line_to_write(name):
     value = PerReplica(jnp.ones(4), 4)
     with pytest.raises(TypeError) as caught:
         OPERATIONS[name](value)
@@ -142,7 +144,7 @@ def number_replicas(strategy):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", DEVICES)
-def test_what_another_strategy_reduced_goes_into_run(kind, devices):
+def test_values_reduced_by_another_strategy_go_into_run(kind, devices):
     strategy = armillary.MirroredStrategy(jax.devices()[:4])
     other = kind(jax.devices()[DEVICES[devices]])
     mean = other.reduce("MEAN", number_replicas(other))

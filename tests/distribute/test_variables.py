@@ -1,4 +1,4 @@
-"""What becomes of each kind of variable when several replicas write it."""
+"""Tests of each kind of variable that several replicas write."""
 
 import jax
 import jax.numpy as jnp
@@ -289,7 +289,7 @@ def test_a_flag_of_a_metric_must_be_equal_on_all_replicas(strategy):
     assert int(count.value[...]) == 5 + 4 * 2 and bool(count.is_used[...])
 
 
-def test_what_a_replica_reads_of_a_sum_is_its_share(strategy, ids):
+def test_a_replica_reads_its_share_of_a_sum(strategy, ids):
     seen = nnx.Variable(jnp.asarray(2.0), aggregation=VariableAggregation.SUM)
 
     def step_fn(x):

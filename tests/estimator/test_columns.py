@@ -1,4 +1,4 @@
-"""Feature columns: the numbers that they give, and what they refuse."""
+"""Tests of feature columns: their numbers and their errors."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What cannot work is refused by name."""
+"""Tests that estimators refuse what cannot work, by name."""
 
 import json
 import re

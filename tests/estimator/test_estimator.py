@@ -127,7 +127,7 @@ def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_metrics_of_a_model_function_are_those_of_its_predictions(tmp_path):
+def test_metrics_of_a_model_function_equal_metrics_of_its_predictions(tmp_path):
     made = make_net(tmp_path, 2).train(make_input_fn(), steps=3)
     result = made.evaluate(make_input_fn())
     predictions = predict(made)
@@ -188,7 +188,7 @@ def test_training_that_was_killed_ends_bit_for_bit_as_if_it_was_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_data_begin_anew_in_each_call_and_steps_add_up(tmp_path):
+def test_data_begin_again_in_each_call_and_steps_add_up(tmp_path):
     input_fn = make_input_fn(X[:8], Y[:8])
     made = make_regressor(tmp_path).train(make_input_fn(), steps=2)
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_data_begin_anew_in_each_call_and_steps_add_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_data_begin_anew_with_a_warning(tmp_path, caplog):
+def test_other_data_begin_again_with_a_warning(tmp_path, caplog):
     make_regressor(tmp_path).train(make_input_fn(X[:8], Y[:8]), max_steps=1)
     with caplog.at_level(logging.WARNING):
         made = make_regressor(tmp_path).train(make_input_fn(), max_steps=3)

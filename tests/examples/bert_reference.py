@@ -1,4 +1,4 @@
-"""BERT in NumPy, with arrays that have the names of google-research/bert."""
+"""BERT in NumPy, with the array names of google-research/bert."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs an example as a reader runs it."""
+"""Runs an example in a process, as a reader runs it."""
 
 import re
 import subprocess

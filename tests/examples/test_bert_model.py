@@ -1,4 +1,4 @@
-"""The model of the BERT example: against its equations, and read from files."""
+"""Tests of the BERT model against its equations and against read files."""
 
 import dataclasses
 import re
@@ -49,7 +49,7 @@ def make_batch(length):
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_the_equations_from_each_kind_of_file(tmp_path):
+def test_logits_from_each_kind_of_file_equal_the_equations(tmp_path):
     model = make_model()
     for number, names in enumerate([("bert.", False), ("", False), ("bert.", True)]):
         path = tmp_path / f"{number}.safetensors"
@@ -144,7 +144,9 @@ def test_presets_have_the_size_of_the_published_models(preset, expected):
         ),
     ],
 )
-def test_what_does_not_fit_is_listed_and_nothing_is_read(tmp_path, changes, parts):
+def test_arrays_that_do_not_fit_are_listed_and_nothing_is_read(
+    tmp_path, changes, parts
+):
     path = write_model(tmp_path / "model.safetensors", ARRAYS)
     model = make_model(**changes)
     pattern = r"(?s)" + ".*".join(map(re.escape, parts))

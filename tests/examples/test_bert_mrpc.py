@@ -1,4 +1,4 @@
-"""The BERT example: its data, its optimizer, and what its runs keep."""
+"""Tests of the BERT example: data, optimizer and runs."""
 
 import itertools
 import re

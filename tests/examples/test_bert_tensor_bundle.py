@@ -1,4 +1,4 @@
-"""The reader of TensorFlow's checkpoints, with files of an independent writer."""
+"""Tests of the reader of TensorFlow's checkpoints, with independent files."""
 
 import re
 import tempfile

@@ -1,4 +1,4 @@
-"""The turns of the two models, and the measure of how well they do."""
+"""Tests of the GAN example: the turns of its models, and its measure of quality."""
 
 import jax
 import numpy as np

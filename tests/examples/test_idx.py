@@ -1,4 +1,4 @@
-"""The IDX reader of the Fashion-MNIST example: what it reads and what it refuses."""
+"""Tests of the IDX reader of the Fashion-MNIST example."""
 
 import gzip
 import re

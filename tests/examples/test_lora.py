@@ -1,4 +1,4 @@
-"""Only the adapters are trained, and the merged weights are the adapted network."""
+"""Tests that LoRA trains only the adapters, and merges them correctly."""
 
 import re
 from pathlib import Path

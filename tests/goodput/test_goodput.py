@@ -1,4 +1,4 @@
-"""What the attempts of a run add up to, and what `armillary goodput` prints of it."""
+"""Tests of the sums over attempts of a run, and of `armillary goodput`."""
 
 import json
 
@@ -14,7 +14,7 @@ def spent(goodput):
     return {str(name): value for name, value in goodput.seconds.items() if value}
 
 
-def test_what_a_killed_attempt_did_after_its_last_save_is_lost():
+def test_work_of_a_killed_attempt_after_its_last_save_is_lost():
     first = Attempt("a", 100.0, step=0).spend(1.0, Category.START_UP)
     first.spend(10.0, step=20).spend(1.0, Category.SAVING)
     first.spend(4.0, step=27).spend(1.0, Category.DATA, step=28)

@@ -1,4 +1,4 @@
-"""What a recorder writes and when, and what can be read of its file."""
+"""Tests of the recorder: what it writes, when, and how its file is read."""
 
 import itertools
 import json

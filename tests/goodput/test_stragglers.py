@@ -1,4 +1,4 @@
-"""Which process the others wait for, on simulated times."""
+"""Tests of finding the process that others wait for, with simulated times."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def simulate_half(random, count, jitter, slow, phase, extra):
 
 
 @pytest.mark.slow
-def test_of_1000_runs_with_jitter_no_process_is_accused():
+def test_no_process_is_accused_in_1000_runs_with_jitter():
     random = np.random.default_rng(0)
     for run in range(1000):
         times = simulate(random, [2, 4, 16, 64][run % 4], jitter=0.3)

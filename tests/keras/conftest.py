@@ -1,4 +1,4 @@
-"""What the tests of compiled models share: data, models and strategies."""
+"""Data, models and strategies for the tests of compiled Keras models."""
 
 from types import SimpleNamespace
 

@@ -1,3 +1,5 @@
+"""Tests of Keras with a different backend, and of a program without Keras."""
+
 import os
 import subprocess
 import sys
@@ -48,6 +50,7 @@ def test_another_backend_matters_to_objects_of_a_step_alone(keras):
     assert len(errors) == 3
     for error in errors:
         assert error.startswith("Keras runs on the backend 'numpy', but")
+        assert 'os.environ["KERAS_BACKEND"] = "jax"' in error
 
 
 def test_without_keras_the_extra_is_named():
@@ -58,3 +61,16 @@ def test_without_keras_the_extra_is_named():
     error = run(code).stderr.splitlines()[-1]
     assert error.startswith("ImportError: Keras, on which `armillary.keras` runs, is")
     assert "pip install '.[keras]'" in error
+
+
+def test_a_backend_that_is_not_installed_is_no_missing_keras(keras):
+    """TensorFlow is Keras' own choice."""
+    del keras
+    code = (
+        "import sys; sys.modules['tensorflow'] = None; import armillary\n"
+        "armillary.keras.KerasTrainer(None, None)"
+    )
+    error = run(code, KERAS_BACKEND="tensorflow").stderr.splitlines()[-1]
+    assert error.startswith("ImportError: Keras, on which `armillary.keras` runs, can")
+    assert "tensorflow" in error
+    assert 'os.environ["KERAS_BACKEND"] = "jax"` before the first `import' in error

@@ -1,4 +1,4 @@
-"""Compiled models in a `Checkpoint`."""
+"""Tests of compiled Keras models in a `Checkpoint`."""
 
 import numpy as np
 import pytest

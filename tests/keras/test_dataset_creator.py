@@ -60,7 +60,7 @@ def test_wrong_arguments_are_errors(call, error, message):
         call()
 
 
-def test_targets_beside_it_are_refused(problem):
+def test_targets_next_to_it_are_refused(problem):
     creator = armillary.keras.DatasetCreator(lambda context: None)
     with STRATEGIES["mirrored"]().scope():
         model = problem.make_model()

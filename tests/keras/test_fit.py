@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` on the devices of a strategy."""
+"""Tests of `fit`, `evaluate` and `predict` on the devices of a strategy."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ def check_same(problem, model, expected, data=None):
 
 @slow_after_first("strategy", STRATEGIES)
 @slow_after_first("kind", ["sequential", "functional", "subclassed"])
-def test_numbers_are_those_of_one_replica_with_uneven_batches(problem, strategy, kind):
+def test_numbers_with_uneven_batches_equal_one_replica(problem, strategy, kind):
     expected = run(problem, problem.make_model(kind))
     strategy = STRATEGIES[strategy]()
     with strategy.scope():
@@ -99,7 +99,7 @@ def test_batches_may_come_from_other_sources(problem, kind):
 
 
 @pytest.mark.slow
-def test_a_model_that_was_fitted_goes_on_in_a_step_and_back(problem):
+def test_a_model_that_was_fitted_continues_in_a_step_and_back(problem):
     strategy = STRATEGIES["mirrored"]()
     with strategy.scope():
         model = problem.make_model()
@@ -151,7 +151,7 @@ def make_data(problem, strategy, *arrays, place_on_device=False, **options):
 BESIDE = r"`model\.%s` was given `%s` together with a .* batches `\(x, y\)` or"
 
 
-def test_what_batches_must_hold_is_refused_beside_a_data_set(problem):
+def test_arguments_for_arrays_are_refused_with_a_data_set(problem):
     strategy = STRATEGIES["mirrored"]()
     with strategy.scope():
         model = problem.make_model()

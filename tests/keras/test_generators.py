@@ -1,4 +1,4 @@
-"""`fit` under a strategy on data that fill one buffer again and again."""
+"""Tests of `fit` with generators that fill one buffer again and again."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Losses of Keras in a step of one's own: the sum of means is an error."""
+"""Tests of Keras losses in custom steps: the sum of means is an error."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_the_sum_of_means_is_an_error(name):
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_no_error(name):
+def test_a_correct_reduction_is_no_error(name):
     np.testing.assert_allclose(run(RIGHT[name]).array, EXPECTED, rtol=1e-5)
 
 

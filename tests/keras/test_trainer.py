@@ -1,3 +1,5 @@
+"""Tests of `KerasTrainer` and `KerasEvaluator`."""
+
 import jax
 import numpy as np
 import pytest
@@ -38,7 +40,7 @@ def to_floats(output):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
-def test_numbers_are_those_of_fit_and_of_evaluate(problem, kind):
+def test_numbers_equal_fit_and_evaluate(problem, kind):
     model = problem.make_model(kind)
     history = fit(problem, model, 2)
     expected = model.evaluate(
@@ -136,7 +138,9 @@ def test_a_step_of_the_models_own_is_not_dropped(problem, keras):
 @pytest.mark.slow
 @pytest.mark.parametrize("frequency", [None, 3])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_averaged_weights_are_those_of_fit(problem, keras, frequency, num_replicas):
+def test_averaged_weights_equal_the_weights_of_fit(
+    problem, keras, frequency, num_replicas
+):
     def make():
         options = {"ema_momentum": 0.9, "ema_overwrite_frequency": frequency}
         optimizer = keras.optimizers.SGD(0.05, use_ema=True, **options)

@@ -1,4 +1,4 @@
-"""A launcher to start in a test, and the proof that nothing of it is left after."""
+"""Starts launchers in tests, and checks that no process is left afterwards."""
 
 import os
 import signal

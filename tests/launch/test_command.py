@@ -1,4 +1,4 @@
-"""The command line: what is taken, and what each mistake says."""
+"""Tests of the options of `armillary launch` and of their errors."""
 
 import asyncio
 import re
@@ -49,7 +49,7 @@ def test_defaults(jobs):
         (["-m", "train", "--workers", "7"],) * 2,
     ],
 )
-def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
+def test_arguments_after_the_script_are_the_scripts(jobs, words, arguments):
     assert _cli.main(["launch", "--workers", "3", *words]) == 0
     assert jobs[0].arguments == arguments
     assert count_workers(jobs[0]) == 3

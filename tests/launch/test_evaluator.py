@@ -1,4 +1,4 @@
-"""The evaluator beside the workers of a job: real processes that run plain Python."""
+"""Tests of the evaluator of a job, with real processes of plain Python."""
 
 import signal
 
@@ -67,7 +67,7 @@ def test_an_evaluator_that_fails_is_restarted_alone(launcher):
 
 
 @pytest.mark.slow
-def test_an_evaluator_that_goes_on_failing_ends_no_worker(launcher):
+def test_an_evaluator_that_keeps_failing_ends_no_worker(launcher):
     launcher.start(
         """
     if role == "evaluator":
@@ -88,7 +88,7 @@ def test_an_evaluator_that_goes_on_failing_ends_no_worker(launcher):
 
 
 @pytest.mark.slow
-def test_an_evaluator_goes_on_while_the_workers_are_restarted(launcher):
+def test_an_evaluator_continues_while_the_workers_are_restarted(launcher):
     code, stdout, stderr = launcher.run(
         """
     if role == "evaluator":

@@ -1,4 +1,4 @@
-"""The launcher's environment is all that JAX needs to connect its processes."""
+"""Tests that JAX processes connect with the launcher's environment alone."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The launcher from outside: real processes that run plain Python.
+"""Tests of the launcher with real processes of plain Python.
 
 A fixture checks after each test that no process is left.
 """
@@ -138,6 +138,42 @@ def test_the_first_cause_wins(launcher):
     )
     assert code == ExitCode.FAILED
     assert "worker 0 of 3 failed first: exit code 3 after" in stderr
+
+
+def test_a_worker_that_others_report_as_stopped_is_killed_and_blamed(launcher):
+    code, _, stderr = launcher.run(
+        """
+        from armillary._launcher import tell
+        if index == 1:
+            mark("ready")
+            time.sleep(300)
+        wait_for_mark("ready")
+        tell("caused_by", 1)
+        tell("stopped", 1)
+        wait_for_end_of(1)
+        sys.exit(75)
+        """,
+        "--workers 2 --grace-seconds 300",
+    )
+    assert code == ExitCode.RESTART_REQUESTED, stderr
+    assert "SIGKILL: sent to worker 1, which does not answer" in stderr
+    assert "worker 1 of 2 failed first: did not go on" in stderr
+
+
+def test_the_worker_that_others_name_is_blamed_and_no_other(launcher):
+    code, _, stderr = launcher.run(
+        """
+        from armillary._launcher import tell
+        if index == 0:
+            tell("caused_by", 2)
+            sys.exit(3)
+        wait_for_end_of(index - 1)
+        sys.exit(3)
+        """,
+        "--workers 3 --grace-seconds 300",
+    )
+    assert code == ExitCode.FAILED, stderr
+    assert "worker 2 of 3 failed first: exit code 3" in stderr
 
 
 @pytest.mark.slow
@@ -293,7 +329,7 @@ def test_the_same_failure_ends_a_job_that_asked_for_no_limit(launcher):
 
 
 @pytest.mark.slow
-def test_a_job_without_a_worker_that_never_joins_ends_at_once(launcher):
+def test_a_job_whose_worker_never_joins_ends_immediately(launcher):
     # `run` waits for less than this grace.
     code, _, stderr = launcher.run(
         """
@@ -502,7 +538,7 @@ def test_a_process_that_cannot_start_is_a_failure(
 @slow_after_first("stop", [None, signal.SIGTERM])
 @slow_after_first("num_looks", range(5))
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
-    """Where workers end at moments that real ones seldom hit."""
+    """Jobs whose workers end at moments that real workers seldom hit."""
 
     class Scripted(Process):
         def __init__(self, label, arguments, environment):

@@ -1,4 +1,4 @@
-"""What a worker finds, what its end means, and what comes of it: pure functions."""
+"""Tests of worker environments, exit codes and restarts, as pure functions."""
 
 import asyncio
 import dataclasses
@@ -25,9 +25,7 @@ from armillary.launch._restarts import (
     Attempt,
     Restarts,
     find_first,
-    find_named,
     find_stop_code,
-    find_stopped,
 )
 from tests.conftest import REPOSITORY
 
@@ -88,7 +86,9 @@ def test_a_process_knows_the_cluster_and_its_role(index, task):
         ),
     ],
 )
-def test_variables_are_set_and_those_of_the_user_kept(base, index, devices, expected):
+def test_variables_are_set_and_variables_of_the_user_are_kept(
+    base, index, devices, expected
+):
     before = dict(base)
     environment = make(base, index, devices)
     assert {name: environment.get(name) for name in expected} == expected
@@ -207,7 +207,7 @@ def test_restarts_end_when_they_are_used_up(code):
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_what_a_restart_cannot_change_is_final(code):
+def test_exit_codes_that_a_restart_cannot_change_are_final(code):
     assert judge(Restarts(5, 1.0), code)[0] is ExitCode(code)
 
 
@@ -269,7 +269,7 @@ def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
     assert restarts.skipped == ""
 
 
-def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
+def test_the_evaluator_continues_with_each_checkpoint_that_it_takes_up():
     restarts = Restarts(1, 1.0, is_evaluator=True)
     for number in range(3):
         restarts.hear("restored", f"/run/checkpoint_{number}")
@@ -279,62 +279,40 @@ def test_the_evaluator_goes_on_with_each_checkpoint_that_it_takes_up():
     assert restarts.skipped == ""
 
 
-GONE = "Process 1 of 3 is gone (step, a line). It was killed."
-STOPPED = (
-    "No process has made progress for 9 seconds (`hang_timeout_seconds`):\n"
-    "  process 0 of 3: step for 9 s, at a line\n"
-    "  process 1 of 3: step for 9 s, at a line; it has not answered for 9 s (stopped?)"
-)
-
-
 @pytest.mark.parametrize(
-    ("endings", "words", "first"),
+    ("endings", "named", "first"),
     [
-        # Workers in the order of their ends, their codes, and what worker 0 says.
-        ("0:0 1:0 2:0", "", None),
-        ("1:-9 0:75 2:75", GONE, 1),
+        # Workers in the order of their ends, their codes, and the worker that 0 names.
+        ("0:0 1:0 2:0", None, None),
+        ("1:-9 0:75 2:75", 1, 1),
         # A reaction may end before what it reacts to.
-        ("0:75 2:75 1:1", "Process 1 of 3 has failed: RuntimeError: boom", 1),
-        ("0:75 2:75 1:1", "", 1),
+        ("0:75 2:75 1:1", 1, 1),
+        ("0:75 2:75 1:1", None, 1),
         # It ended with 0, and others aborted before they could say so.
-        ("1:0 0:75 2:75", GONE, 1),
-        ("1:0 2:-6 0:75", GONE, 1),
-        ("1:0 0:75 2:75", "", 1),
+        ("1:0 0:75 2:75", 1, 1),
+        ("1:0 2:-6 0:75", 1, 1),
+        ("1:0 0:75 2:75", None, 1),
         # The job was done for it, and another one failed then.
-        ("1:0 2:3 0:75", "", 2),
+        ("1:0 2:3 0:75", None, 2),
         # It was stopped, so that the launcher had to end it.
-        ("0:75 2:75 1:-9!", "", 1),
-        ("0:75 1:-9! 2:-9!", STOPPED, 1),
+        ("0:75 2:75 1:-9!", None, 1),
+        ("0:75 1:-9! 2:-9!", 1, 1),
         # One that never joined the others.
-        ("2:0 0:-15! 1:-15!", "", 2),
-        ("2:1 0:-15! 1:-15!", "", 2),
+        ("2:0 0:-15! 1:-15!", None, 2),
+        ("2:1 0:-15! 1:-15!", None, 2),
         # Preempted, and one did not manage to save in time.
-        ("1:77 0:77 2:-9!", "", 1),
+        ("1:77 0:77 2:-9!", None, 1),
         # A connection between two that live: each names the other.
-        ("0:75 1:75 2:75", GONE, 0),
+        ("0:75 1:75 2:75", 1, 0),
     ],
 )
-def test_what_failed_first_is_blamed(endings, words, first):
+def test_the_first_failure_is_blamed(endings, named, first):
     found = {}
     for text in endings.split():
         index, _, code = text.partition(":")
         ending = Ending(returncode=int(code.rstrip("!")), seconds=1.0)
         found[int(index)] = dataclasses.replace(ending, is_asked="!" in code)
-    assert find_first(found, find_named([words, "", ""])) == first
-
-
-def test_who_failed_where_all_agree_is_named():
-    said = "PeerError: Another process has failed:\n  process 1 of 2: KeyError: 'x'\nRe"
-    assert find_named([said, ""]) == {1}
-
-
-def test_who_does_not_answer_is_ended_at_once_and_no_other():
-    gone = "Process 1 of 3 is gone (step, a line)."
-    quiet = "process 2 of 3: step for 9 s; it has not answered for 9 s (stopped?)"
-    assert find_stopped(f"No process has gone on:\n  {quiet}\n  {gone}") == {2}
-    # It is to show the line that it is at.
-    assert not find_stopped("Process 1 of 3 has not joined for 9 s.")
-    assert not find_stopped(f"{gone} Process 0 of 3 has failed: ValueError")
+    assert find_first(found, [] if named is None else [named]) == first
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is written is whole, is labeled, and is never worth ending a job."""
+"""Tests that output is whole and labeled, and that its errors never end a job."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def split(*pieces: bytes) -> list[str]:
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\r", b"\n"))))
-def test_lines_are_those_of_the_text(pieces):
+def test_lines_equal_the_lines_of_the_text(pieces):
     expected = b"".join(pieces).decode("utf-8", "replace").split("\n")
     if not expected[-1]:
         del expected[-1]

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster: real nodes on loopback, which die with their workers."""
+"""Tests of jobs on a Ray cluster of loopback nodes that die."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a Ray cluster has room for, and what the launcher makes of it: without Ray."""
+"""Tests of how workers are placed on the machines of a Ray cluster, without Ray."""
 
 import asyncio
 import contextlib
@@ -122,7 +122,7 @@ def test_a_wait_ends_with_the_job():
     assert ray.open == 0
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch):
+def test_without_ray_the_error_names_the_package(monkeypatch):
     def import_ray():
         raise ImportError("Ray is not installed. Install it.")
 

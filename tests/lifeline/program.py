@@ -1,4 +1,4 @@
-"""What the processes of the tests run: a training that comes to grief in some way."""
+"""Programs for the tests of this folder: trainings that fail in different ways."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""The end of a process: said on stderr, with an exit code, and nothing half done."""
+"""Tests of how a process ends: its message, exit code and unfinished work."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_the_end_is_said_and_waits_for_work_in_the_background():
 
 
 @pytest.mark.slow
-def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
+def test_a_main_thread_that_has_ended_is_not_waited_for():
     # The limit of `run` is shorter than these waits.
     ended = run("""
         import atexit, threading, time

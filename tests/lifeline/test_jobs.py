@@ -1,4 +1,4 @@
-"""Real jobs in which a process dies or gets stuck: the others say so, and end."""
+"""Tests of real jobs in which one process dies or gets stuck."""
 
 import re
 import signal
@@ -75,7 +75,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(start, count, dead):
 
 
 @pytest.mark.slow
-def test_a_replacement_that_joins_at_once_ends_the_old_job_as_a_death_does(start):
+def test_a_replacement_that_joins_early_ends_the_old_job_like_a_death(start):
     job = start("kill")
     job.wait_for_step(20)
     job.start(1)
@@ -137,7 +137,7 @@ def test_a_process_that_holds_the_interpreter_ends_with_its_stack(start, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_job_that_is_suspended_for_longer_than_its_limit_goes_on(start, count):
+def test_a_job_that_is_suspended_for_longer_than_its_limit_continues(start, count):
     job = start("suspend", count, limit_seconds=HANG_TIMEOUT)
     job.wait_for_step(20)
     for process in job.processes:
@@ -165,7 +165,7 @@ def test_a_process_that_the_others_wait_for_is_named_once(start):
 
 
 @pytest.mark.slow
-def test_an_error_in_one_process_is_told_by_all_and_keeps_its_own_exit_code(start):
+def test_an_error_in_one_process_is_reported_by_all_and_keeps_its_own_exit_code(start):
     job = start("raise")
     codes = job.wait_for_ends([0, 1])
     assert codes[1] == ExitCode.FAILED

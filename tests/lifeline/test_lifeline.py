@@ -1,4 +1,4 @@
-"""Processes tell each other what they do; here they are threads with real sockets."""
+"""Tests of the reports between processes, with threads and real sockets."""
 
 import contextlib
 import math
@@ -19,13 +19,14 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._ending import COMPILER, Line, Place, Report
+from armillary.lifeline._ending import Phase, Report
 from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lines import COMPILER, Line
 from armillary.lifeline._tree import (
     Ends,
     attend,
     connect,
-    find_place,
+    find_neighbors,
     listen,
     receive_all,
 )
@@ -43,7 +44,7 @@ class Job:
         ports = [listener.getsockname()[1] for listener in listeners]
         self.port, self.lifelines = ports[0], []
         for index, listener in enumerate(listeners):
-            parent, *_ = find_place(index, count)
+            parent, *_ = find_neighbors(index, count)
             connection = None
             if parent is not None:
                 connection = connect("127.0.0.1", ports[parent], TOKEN, index)
@@ -107,7 +108,27 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
         assert job.lifelines[index].wait_for_verdict(0.0) == reason
 
 
-def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
+def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    job = start(3)
+    close(job.lifelines[2])
+    wait_until(lambda: len(told) == 2)
+    assert told == [("caused_by", 2)] * 2
+
+
+def test_a_stopped_process_is_named_to_the_launcher(start, monkeypatch):
+    told = []
+    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", 0.2)
+    job = start(2)
+    monkeypatch.setattr(job.lifelines[1], "_beat", lambda now: None)
+    with job.lifelines[0].watching(0.5, lambda: Phase("step", 1)):
+        wait_until(lambda: ("stopped", 1) in told)
+    assert told[:2] == [("caused_by", 1), ("stopped", 1)]
+
+
+def test_watching_continues_after_an_error_of_its_own(start, monkeypatch, capfd):
     job, timers, is_broken = start(2), [], True
     own = [lifeline._thread for lifeline in job.lifelines]
     failures = Counter()
@@ -129,7 +150,7 @@ def test_watching_goes_on_after_an_error_of_its_own(start, monkeypatch, capfd):
     wait_until(lambda: all(failures[thread] >= 3 for thread in own))
     assert {(thread, math.inf) for thread in own} <= set(timers)
     is_broken = False
-    job.lifelines[0].watch(7.0, lambda: Place("step", 1))
+    job.lifelines[0].watch(7.0, lambda: Phase("step", 1))
     wait_until(lambda: (own[0], 7.0) in timers)
     assert job.reasons == [None] * 2
     text = "The watch over this process has failed: OSError('too many open files')"
@@ -145,7 +166,7 @@ def test_a_program_may_compile_for_as_long_as_that_takes(start, monkeypatch):
     def report():
         return job.lifelines[0]._sightings[0].report
 
-    with job.lifelines[0].watching(0.3, lambda: Place("step", 1)):
+    with job.lifelines[0].watching(0.3, lambda: Phase("step", 1)):
         wait_until(lambda: report().phase == "compiling")
         assert report().limit_seconds is None
         time.sleep(1.0)
@@ -161,7 +182,9 @@ def test_a_process_that_came_to_its_end_is_not_missed(start):
     assert job.reasons == [None] * 3
 
 
-def test_a_failure_is_told_when_the_others_have_not_noticed_in_time(start, monkeypatch):
+def test_a_failure_is_reported_when_the_others_have_not_noticed_in_time(
+    start, monkeypatch
+):
     monkeypatch.setattr(module, "_FAILURE_SECONDS", 0.3)
     job = start(3)
     codes = []
@@ -177,8 +200,8 @@ def test_a_stuck_job_ends_with_the_place_of_every_process(start):
     job = start(2)
     with contextlib.ExitStack() as stack:
         for index, lifeline in enumerate(job.lifelines):
-            place = Place(["step", "data"][index], 7)
-            stack.enter_context(lifeline.watching(0.5, lambda place=place: place))
+            phase = Phase(["step", "data"][index], 7)
+            stack.enter_context(lifeline.watching(0.5, lambda phase=phase: phase))
         job.wait(0, 1)
     for reason in job.reasons:
         assert "No process has made progress for 0.5 seconds:" in reason
@@ -193,15 +216,13 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
     seen = job.lifelines[1]._sightings[0]
     report = seen.report._replace(limit_seconds=0.3, phase="step")
     job.lifelines[1]._sightings[0] = seen._replace(report=report)
-    with job.lifelines[1].watching(0.3, lambda: Place("step", 1)):
+    with job.lifelines[1].watching(0.3, lambda: Phase("step", 1)):
         job.wait(1)
     assert "process 0 of 2: step for" in (job.reasons[1] or "")
 
 
 @pytest.mark.slow
-def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
-    start, monkeypatch
-):
+def test_processes_below_a_stopped_process_are_not_called_stopped(start, monkeypatch):
     job = start(12)
     silent_seconds, limit = patience(1.0), patience(2.5)
     monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", silent_seconds)
@@ -209,7 +230,7 @@ def test_those_who_are_heard_of_through_a_stopped_process_are_not_called_so(
     monkeypatch.setattr(job.lifelines[3], "_beat", lambda now: None)
     with contextlib.ExitStack() as stack:
         for lifeline in job.lifelines:
-            stack.enter_context(lifeline.watching(limit, lambda: Place("step", 1)))
+            stack.enter_context(lifeline.watching(limit, lambda: Phase("step", 1)))
         job.wait(*range(12))
     for reason in (job.reasons[0] or "", job.reasons[4] or ""):
         assert re.search(
@@ -224,10 +245,10 @@ def test_process_0_decides_while_it_answers(start):
     # Process 1 decides if it does not hear of process 0 for so long.
     limit = patience(2.0)
     moves = iter(range(10**9))
-    places = [lambda: Place("step", 1)] * 2 + [lambda: Place("step", next(moves))]
+    phases = [lambda: Phase("step", 1)] * 2 + [lambda: Phase("step", next(moves))]
     with contextlib.ExitStack() as stack:
-        for lifeline, find_place in zip(job.lifelines, places, strict=True):
-            stack.enter_context(lifeline.watching(limit, find_place))
+        for lifeline, find_phase in zip(job.lifelines, phases, strict=True):
+            stack.enter_context(lifeline.watching(limit, find_phase))
         # Process 1 knows nothing of process 2, and waits for it nevertheless.
         time.sleep(1.5 * limit)
     assert job.reasons == [None] * 3
@@ -235,7 +256,7 @@ def test_process_0_decides_while_it_answers(start):
 
 def test_a_program_alone_is_watched_too(start):
     job = start(1)
-    with job.lifelines[0].watching(0.3, lambda: Place("action", 1)):
+    with job.lifelines[0].watching(0.3, lambda: Phase("action", 1)):
         job.wait(0)
     assert "process 0 of 1: action for" in (job.reasons[0] or "")
 
@@ -249,15 +270,15 @@ def report_of(lifeline: Lifeline) -> Report:
 )
 def test_a_program_alone_may_wait_for_itself_without_a_limit(start, phase, limit):
     job = start(1)
-    with job.lifelines[0].watching(None, lambda: Place(phase, 1)):
+    with job.lifelines[0].watching(None, lambda: Phase(phase, 1)):
         report = report_of(job.lifelines[0])
     assert report.limit_seconds == limit
 
 
 def test_calls_of_two_threads_end_in_any_order(start):
     lifeline = start(1).lifelines[0]
-    first = lifeline.watching(30.0, lambda: Place("step", 1))
-    second = lifeline.watching(20.0, lambda: Place("data", 2))
+    first = lifeline.watching(30.0, lambda: Phase("step", 1))
+    second = lifeline.watching(20.0, lambda: Phase("data", 2))
     first.__enter__()
     second.__enter__()
     assert report_of(lifeline).phase == "data"
@@ -277,7 +298,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
     )
 
     def train_in_a_thread():
-        with lifeline.watching(30.0, lambda: Place("step", 1)):
+        with lifeline.watching(30.0, lambda: Phase("step", 1)):
             is_there.set()
             is_done.wait()
 
@@ -293,7 +314,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
 
 def test_a_time_in_which_all_were_suspended_does_not_count(start):
     lifeline = start(2).lifelines[0]
-    with lifeline.watching(30.0, lambda: Place("step", 1)):
+    with lifeline.watching(30.0, lambda: Phase("step", 1)):
         wait_until(lambda: lifeline._sightings[1].report.phase != "start")
         now = time.monotonic()
         lifeline._beat(now)
@@ -304,21 +325,25 @@ def test_a_time_in_which_all_were_suspended_does_not_count(start):
     lifeline._skip(-1000.0)
 
 
-def test_those_who_are_missing_are_named_to_all_who_came(monkeypatch):
+def test_missing_processes_are_named_to_all_others(monkeypatch):
     monkeypatch.setattr(_tree, "_NEWS_SECONDS", 0.05)
     listener = listen("127.0.0.1")
     address = "127.0.0.1", listener.getsockname()[1]
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(attend, *address, 1, patience(120))
+        news: list[list[int]] = []
+        first = pool.submit(attend, *address, 1, patience(120), news.append)
         # One that dies while it waits is missing again; a stranger is nobody.
         for greeting in (b"00000003", b"GET / HTTP/1.1"):
             with socket.create_connection(address, patience(120)) as connection:
                 connection.sendall(greeting)
-        assert receive_all(listener, 4, patience(1.0)) == [2, 3]
+        own_news: list[list[int]] = []
+        seconds = patience(1.0)
+        assert receive_all(listener, 4, seconds, own_news.append) == [2, 3]
         assert first.result() == [2, 3]
+        assert news[-1] == own_news[-1] == [2, 3]
 
 
-def test_whoever_comes_late_goes_on_where_the_service_of_jax_is():
+def test_a_late_process_continues_where_the_service_of_jax_is():
     with listen("127.0.0.1") as listener, ThreadPoolExecutor() as pool:
         port = listener.getsockname()[1]
         waiting = pool.submit(attend, "127.0.0.1", port, 1, patience(120))
@@ -396,7 +421,7 @@ FORKS = """
 
 
 @pytest.mark.slow
-def test_children_of_children_and_after_the_end_are_forked_in_silence():
+def test_forks_of_children_and_after_the_end_log_nothing():
     # What fails right after a fork is only shown.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKS)],
@@ -410,6 +435,7 @@ def test_children_of_children_and_after_the_end_are_forked_in_silence():
 ENDS = """
     import sys
     from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lines import COMPILER, Line
     from armillary.lifeline._tree import Ends, connect
 
     connection = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)

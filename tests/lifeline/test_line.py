@@ -1,4 +1,4 @@
-"""The line that is named is the user's."""
+"""Tests that a message names a line of the user's code."""
 
 import gc
 import json
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from armillary.lifeline import _ending
+from armillary.lifeline import _lines
 from tests.patience import patience
 
 
@@ -18,7 +18,7 @@ def test_the_innermost_line_of_the_program_is_found_below_a_library():
 
     def ask() -> None:
         # `json` is a library, and calls back.
-        json.loads("{}", object_hook=lambda _: found.append(_ending.find_line("step")))
+        json.loads("{}", object_hook=lambda _: found.append(_lines.find_line("step")))
 
     ask()
     (text,) = found
@@ -37,7 +37,7 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
     thread.start()
     is_there.wait(patience(120))
     try:
-        data, step = _ending.find_line("data"), _ending.find_line("step")
+        data, step = _lines.find_line("data"), _lines.find_line("step")
     finally:
         may_go.set()
         thread.join()
@@ -47,15 +47,15 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
 
 
 def test_a_function_that_has_only_begun_is_at_no_line():
-    line = _ending.Line(json.__file__, 0, "loads")
-    assert _ending._describe(line) == f"{json.__file__}:0 in loads"
+    line = _lines.Line(json.__file__, 0, "loads")
+    assert _lines._describe(line) == f"{json.__file__}:0 in loads"
 
 
 def test_a_thread_that_has_ended_has_no_stack():
     thread = threading.Thread(target=int)
     thread.start()
     thread.join()
-    assert _ending.read_stack(thread.ident) == []
+    assert _lines.read_stack(thread.ident) == []
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_a_stack_is_read_at_one_moment():
         # Long enough to meet a moment at which the thread changes its function.
         while num_reads < 2000 or (len(seen) < 2 and time.monotonic() < end):
             num_reads += 1
-            stack = _ending.read_stack(thread.ident)
+            stack = _lines.read_stack(thread.ident)
             *inner, worker = [line for line in stack if line.file == __file__]
             if names := {line.function for line in inner}:
                 line = linecache.getline(__file__, worker.number)
@@ -112,18 +112,18 @@ def pause(*_: object) -> None:
 def test_the_collector_is_as_it_was_after_a_read_also_one_that_fails(monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", lambda: {}["thread"])
     with pytest.raises(KeyError):
-        _ending.read_stack()
+        _lines.read_stack()
     assert gc.isenabled()
     monkeypatch.undo()
     gc.disable()
     try:
-        assert _ending.read_stack()
+        assert _lines.read_stack()
         assert not gc.isenabled()
     finally:
         gc.enable()
 
 
-def test_compiling_is_told_by_the_stack():
+def test_compiling_is_recognized_by_the_stack():
     import jax
     import jax.numpy as jnp
 
@@ -131,7 +131,7 @@ def test_compiling_is_told_by_the_stack():
 
     def look() -> None:
         while not is_done.is_set():
-            seen.append(_ending.is_in(_ending.COMPILER, _ending.read_stack()))
+            seen.append(_lines.is_in(_lines.COMPILER, _lines.read_stack()))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -142,11 +142,11 @@ def test_compiling_is_told_by_the_stack():
         is_done.set()
         thread.join()
     assert any(seen)
-    assert not _ending.is_in(_ending.COMPILER, _ending.read_stack())
+    assert not _lines.is_in(_lines.COMPILER, _lines.read_stack())
 
 
 def is_own_in(files):
-    return _ending.is_in(files, _ending.read_stack(threading.get_ident()))
+    return _lines.is_in(files, _lines.read_stack(threading.get_ident()))
 
 
 def test_tracing_and_lowering_make_a_program():
@@ -155,20 +155,20 @@ def test_tracing_and_lowering_make_a_program():
     seen = []
 
     def traced(x):
-        seen.append(is_own_in(_ending.MAKERS))
+        seen.append(is_own_in(_lines.MAKERS))
         return x
 
     jax.jit(traced)(1.0)
     assert seen == [True]
-    assert not is_own_in(_ending.MAKERS)
+    assert not is_own_in(_lines.MAKERS)
 
 
-def test_a_debugger_is_told_by_the_stack():
+def test_a_debugger_is_recognized_by_the_stack():
     import bdb
 
     seen = []
     debugger = bdb.Bdb()
-    debugger.runcall(lambda: seen.append(is_own_in(_ending.DEBUGGER)))
+    debugger.runcall(lambda: seen.append(is_own_in(_lines.DEBUGGER)))
 
     assert seen == [True]
-    assert not is_own_in(_ending.DEBUGGER)
+    assert not is_own_in(_lines.DEBUGGER)

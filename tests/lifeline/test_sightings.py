@@ -1,4 +1,4 @@
-"""When a job counts as stuck, and what is said then."""
+"""Tests of when a job counts as stuck, and of its message, with simulated time."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from armillary.lifeline import _ending
-from armillary.lifeline._ending import Pace, Place, Report, Sighting
+from armillary.lifeline._ending import Pace, Phase, Report, Sighting
 from tests.patience import wait_until
 
 NOW = 1000.0
@@ -27,7 +27,7 @@ def find_hang(*sightings: Sighting) -> str | None:
     return _ending.find_hang(dict(enumerate(sightings)), len(sightings), NOW)
 
 
-def test_a_job_is_stuck_when_no_process_goes_on():
+def test_a_job_is_stuck_when_no_process_continues():
     text = find_hang(see(), see(31, phase="data", line="train.py:7 in read"))
     assert text == (
         "No process has made progress for 30 seconds:\n"
@@ -40,7 +40,18 @@ def test_a_job_is_stuck_when_no_process_goes_on():
     )
 
 
-def test_a_process_that_goes_on_is_waited_for():
+def test_only_a_running_process_that_could_answer_is_stopped():
+    silent = see(silent=9)
+    sightings = [
+        see(),
+        silent,
+        silent._replace(by=1),
+        silent._replace(report=silent.report._replace(has_ended=True)),
+    ]
+    assert _ending.find_stopped(dict(enumerate(sightings)), NOW) == [1]
+
+
+def test_a_process_that_continues_is_waited_for():
     assert find_hang(see(), see(quiet=3)) is None
 
 
@@ -72,7 +83,7 @@ def test_a_process_that_ended_is_named_and_not_waited_for():
 
 
 class Program:
-    """What a simulated program does, looked at once a second as by a lifeline."""
+    """A simulated program, which is looked at once a second, as by a lifeline."""
 
     def __init__(self) -> None:
         self.now, self.moves, self.worked = 0.0, 0, 0.0
@@ -85,8 +96,8 @@ class Program:
         while self.next_look < end:
             self.now = self.next_look
             busy = self.worked + work * (seconds - (end - self.now))
-            place = Place(phase, self.moves)
-            self.pace.look(place, busy, self.now)
+            observed = Phase(phase, self.moves)
+            self.pace.look(observed, busy, self.now)
             limit = self.pace.find_limit(None) + self.pace.busy_seconds
             may_be = None if phase == "compiling" else limit
             report = Report(phase, "x.py:1", self.now - self.pace.began, may_be)
@@ -127,7 +138,7 @@ def test_a_stopped_process_is_called_so_when_the_timeout_is_short():
 
 def test_a_time_in_which_the_whole_process_was_stopped_does_not_count():
     pace = Pace(0.0)
-    pace.look(Place("data", 1), 0.0, 0.0)
+    pace.look(Phase("data", 1), 0.0, 0.0)
     pace.skip(1000.0)  # Ctrl-Z, and `fg`
     assert 1010.0 - pace.began == 10.0
     assert pace.busy_seconds == 0.0

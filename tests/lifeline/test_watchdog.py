@@ -1,4 +1,4 @@
-"""When the watchdog of a process counts time, and what it leaves alone."""
+"""Tests of when the watchdog counts time, and of the processes it leaves alone."""
 
 import gc
 import math
@@ -27,7 +27,7 @@ def test_a_limit_is_reached_by_time_in_which_nothing_came():
     assert idle.who == "process 1 of 2"
 
 
-def test_time_counts_anew_from_each_limit():
+def test_time_counts_again_from_each_limit():
     idle = make_idle()
     idle.tick(2.0, is_stopped=False)
     idle.tick(2.0, is_stopped=False)
@@ -55,7 +55,7 @@ def test_without_a_limit_nothing_is_reached():
     assert not Idle().tick(1e9, is_stopped=False)
 
 
-def test_the_state_of_a_process_is_that_of_this_one_and_no_other():
+def test_the_state_is_read_of_the_right_process():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=-1)
     try:
         assert read_state(child.pid)[0][0] in "RSD"
@@ -119,7 +119,9 @@ def test_two_threads_start_one_watchdog(monkeypatch):
     watchdog.let_go()
 
 
-def test_a_program_that_cannot_start_a_watchdog_goes_on(monkeypatch, tmp_path, caplog):
+def test_a_program_that_cannot_start_a_watchdog_continues(
+    monkeypatch, tmp_path, caplog
+):
     """As where the user may not execute the interpreter that runs the program."""
     python = tmp_path / "python"
     python.write_text("")

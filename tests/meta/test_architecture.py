@@ -65,6 +65,21 @@ def test_the_table_of_analyses_has_each_file_with_an_analysis():
     assert files <= set(listed)
 
 
+def test_the_table_of_threads_has_each_thread_of_the_library():
+    section = TEXT.partition("\n## Threads\n")[2].partition("\n## ")[0]
+    rows = dict(
+        re.findall(r"^\| `(armillary-\w+)` \(`([\w/]+\.py)`\) \|", section, re.M)
+    )
+    sources = [path.read_text() for path in (REPOSITORY / "armillary").rglob("*.py")]
+    named = {
+        name for each in sources for name in re.findall(r'"(armillary-\w+)"', each)
+    }
+    assert rows.keys() == named
+    for name, file in rows.items():
+        source = (REPOSITORY / "armillary" / file).read_text()
+        assert re.search(r"Thread(PoolExecutor)?\(", source), name
+
+
 class Trainer(armillary.StandardTrainer):
     """A user's trainer, whose loss a loop reports."""
 

@@ -1,7 +1,7 @@
-"""Every public argument, given many kinds of value: taken rightly, or refused by name.
+"""Tests every public argument with many kinds of values.
 
-The arguments are those of the signatures of what the packages make public, so that a
-new one is tested as soon as it is there. What fits one is read from its annotation.
+The arguments come from the signatures of public names, so a new argument is tested as
+soon as it exists. Its annotation tells which values fit.
 """
 
 import enum
@@ -441,7 +441,7 @@ def find_problem(name: str, parameter: inspect.Parameter, value: Any) -> str | N
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Has everything that is written go to a folder of its own."""
+    """Lets all tests of this module write into one temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("arguments"))
         yield
@@ -480,6 +480,6 @@ def test_every_keyword_that_is_misspelt_gets_an_answer(name):
         assert found[1] == f"Did you mean `{argument}`?"
 
 
-def test_what_is_not_tested_is_there_and_has_a_reason():
+def test_untested_arguments_exist_and_have_a_reason():
     assert set(NOT_TESTED) | REFUSING <= set(CALLABLES)
     assert all(NOT_TESTED.values())

@@ -1,4 +1,4 @@
-"""The run of the tests on a busy machine."""
+"""Tests of the program behind `make busy`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Documents keep their promises: code prints what they show, and commands exist."""
+"""Tests that the code on pages prints what they show, and their links exist."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ WITH_KERAS = (
     "keras.md",
     "keras_controller.md",
     "keras_loop.md",
-    "keras_stateless.md",
+    "keras_orbit.md",
     # Workers of Ray keep the environment of the page that starts it.
     "parameter_server.md",
     "parameter_server_keras.md",

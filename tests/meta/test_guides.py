@@ -224,7 +224,7 @@ def find_answer(error: AttributeError) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_the_guides_resolves_or_says_what_to_write(name, here):
+def test_a_name_of_the_guides_resolves_or_has_the_line_to_write(name, here):
     root, _, rest = name.partition(".")
     value = getattr(here, root) if rest else armillary
     try:
@@ -240,7 +240,7 @@ CALLS = [(kind, name) for kind, names in KEYWORDS.items() for name in names.spli
 
 
 @pytest.mark.parametrize(("kind", "name"), CALLS)
-def test_a_keyword_of_the_guides_is_taken_or_says_what_to_write(kind, name):
+def test_a_keyword_of_the_guides_is_taken_or_has_the_line_to_write(kind, name):
     function = operator.attrgetter(kind)(armillary)
     if name not in inspect.signature(function).parameters:
         owner = kind.rpartition(".")[2]

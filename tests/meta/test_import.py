@@ -122,7 +122,7 @@ def test_a_name_that_does_not_exist_is_no_attribute(name):
     assert not hasattr(armillary, name)
 
 
-def test_what_is_not_used_is_not_imported(tmp_path):
+def test_unused_modules_are_not_imported(tmp_path):
     # A class of a program in a string has no source, which hooks would be read from.
     program = tmp_path / "program.py"
     program.write_text(LATE)

@@ -1,4 +1,4 @@
-"""A number that pages state is the number of the code, or of the page that measures."""
+"""Tests that numbers on pages equal the numbers of the code and of measurements."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Rules about the project's own files that no other tool checks."""
+"""Tests of the project's own files that no other tool checks."""
 
 import re
 import subprocess
@@ -110,6 +110,6 @@ def test_the_oldest_set_is_what_the_bounds_say():
         assert re.fullmatch(re.escape(bounds[name]) + r"(\.\d+)*", oldest[name])
 
 
-def test_the_newest_jax_is_that_of_the_pins():
+def test_the_newest_tested_jax_is_pinned():
     newest = ".".join(map(str, NEWEST_TESTED))
     assert newest == read_pins("constraints.txt")["jax"]

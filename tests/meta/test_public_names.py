@@ -1,4 +1,4 @@
-"""Public names: each package lists exactly what it offers, in order."""
+"""Tests that each package lists exactly the names it offers, in order."""
 
 import ast
 import importlib

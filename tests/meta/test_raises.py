@@ -1,4 +1,4 @@
-"""Every announced exception is asserted, and every error has a row in the docs."""
+"""Tests that every documented exception is asserted, and has a row in the docs."""
 
 import ast
 import re

@@ -14,6 +14,7 @@ import pytest
 import yaml  # Orbax needs it, so it is always installed.
 
 from tests.meta.test_project import PYTHONS, find_lines
+from tests.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -71,6 +72,42 @@ def test_each_command_of_a_workflow_exists():
     named = {name for each in commands for name in re.findall(r"\bmake ([\w-]+)", each)}
     assert {"differential", "dist", "docs", "nightly", "test-all"} <= named <= targets
     assert (REPOSITORY / ".ci" / "run").is_file()
+
+
+NO_PACKAGES = "ERROR: No matching distribution found for jax==0.8.2"
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "output", "is_good"),
+    [
+        ("none", 0, "", True),
+        ("oldest", 2, NO_PACKAGES, True),
+        ("plan-wheels", 2, "error: subprocess-exited-with-error", True),
+        ("other", 124, "Installing ...", True),
+        ("oldest", 2, "awk: cannot open constraints.txt", False),
+        ("compare-sets", 2, NO_PACKAGES, False),
+        ("test", 2, "1 failed", False),
+    ],
+)
+def test_ci_leaves_out_only_packages_that_cannot_be_installed(
+    target, status, output, is_good, tmp_path
+):
+    make = tmp_path / "make"
+    make.write_text(
+        f'#!/bin/sh\n[ "$1" != {target} ] || {{ echo "{output}"; exit {status}; }}\n'
+    )
+    make.chmod(0o755)
+    ended = subprocess.run(
+        [str(REPOSITORY / ".ci" / "run")],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert (ended.returncode == 0) == is_good, ended.stdout + ended.stderr
+    assert output in ended.stdout
+    is_left_out = f"Left out: make {target} " in ended.stdout
+    assert is_left_out == (is_good and status != 0)
 
 
 def test_each_job_has_a_limit_and_few_rights():
@@ -141,7 +178,7 @@ def test_the_citation_has_the_version_and_the_license():
 
 
 def belongs_to_someone(address: str) -> bool:
-    """Whether somebody can own an address, which reserved names exclude."""
+    """Returns whether an address can have an owner; reserved names cannot."""
     parts = urlsplit(address)
     host = parts.hostname or ""
     is_reserved = host.rpartition(".")[2] in {"example", "invalid", "localhost", "test"}

@@ -1,4 +1,4 @@
-"""The figures of `make size`."""
+"""Tests of the figures of `make size`."""
 
 from tests.meta.size import measure
 

@@ -99,7 +99,7 @@ def test_waiting_ends_at_the_event_or_names_it(monkeypatch):
         wait_until(lambda: False, lambda: "the end", seconds=0.0)
 
 
-def test_what_was_left_out_is_five_lines_at_most():
+def test_the_summary_of_left_out_tests_has_at_most_five_lines():
     reasons = [f"Skipped: reason {number // 3}. More." for number in range(30)]
     lines = summarize(1200, "not slow", reasons)
     assert len(lines) == MOST_LINES

@@ -1,4 +1,4 @@
-"""Counts stay exact where floats and integers of 32 bits do not."""
+"""Tests that counts stay exact beyond 32-bit floats and integers."""
 
 import fractions
 import math

@@ -1,4 +1,4 @@
-"""What each metric takes, refuses and returns."""
+"""Tests of the arguments, errors and results of each metric."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ LABELS = jnp.array([1, 0, 1])
         (metrics.MeanAbsoluteError(), math.nan),
     ],
 )
-def test_what_saw_no_example_has_no_value(metric, empty):
+def test_a_metric_without_examples_has_no_value(metric, empty):
     np.testing.assert_array_equal(metric.compute(), empty)
 
 
@@ -123,7 +123,7 @@ def update(metric, **changes):
         },
     }
 )
-def test_what_a_metric_cannot_use_is_an_error(call, error, message):
+def test_values_that_a_metric_cannot_use_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -145,7 +145,7 @@ def test_the_area_of_continuous_scores_is_within_its_buckets(curve, caplog):
     assert not caplog.records
 
 
-def test_scores_in_few_buckets_are_told(caplog):
+def test_scores_in_few_buckets_are_reported(caplog):
     metric = metrics.AUC(num_buckets=1000)
     metric.update(logits=np.arange(100) / 1e4, labels=np.arange(100) % 2)
     with caplog.at_level(logging.WARNING, "armillary"):

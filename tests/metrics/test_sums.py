@@ -1,4 +1,4 @@
-"""`Sum`, `Ratio` and `WeightedMean`, updated in a step or made in one."""
+"""Tests of `Sum`, `Ratio` and `WeightedMean`, updated or made in a step."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ WEIGHTS = RNG.integers(0, 5, 40).astype("int32")
 
 
 @slow_after_first("num_replicas", [4, 1])
-def test_a_metric_that_is_updated_on_replicas_is_that_of_all_examples(num_replicas):
+def test_a_metric_that_replicas_update_covers_all_examples(num_replicas):
     strategy = make_strategy(num_replicas)
     total, ratio, mean = metrics.Sum(), metrics.Ratio(), metrics.WeightedMean()
 
@@ -56,7 +56,7 @@ def test_a_reset_forgets_all(make):
     np.testing.assert_equal(metric.compute(), 0.0 if make is metrics.Sum else np.nan)
 
 
-def test_they_share_the_arguments_of_a_multi_metric():
+def test_metrics_share_the_arguments_of_a_multi_metric():
     several = nnx.MultiMetric(total=metrics.Sum(), mean=metrics.WeightedMean())
     several.update(values=jnp.array([1.0, 3.0]), weights=jnp.array([1, 0]))
     assert several.compute() == {"total": 4.0, "mean": 1.0}

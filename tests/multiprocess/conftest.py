@@ -1,4 +1,4 @@
-"""Starts a job of several real processes on loopback, and ends it in any case."""
+"""Starts jobs of several real processes on loopback, and always ends them."""
 
 import json
 import os
@@ -81,7 +81,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended: for each process its exit code, its result and its output."""
+    """The end of a job: the exit code, result and output of each process."""
 
     codes: list[int]
     results: list[Any]

@@ -1,4 +1,4 @@
-"""What the processes of the tests run: one function for each scenario."""
+"""The programs of the processes in these tests, one function for each scenario."""
 
 import json
 import os
@@ -25,7 +25,9 @@ import armillary
 from armillary.actions import _export
 from armillary.checkpoint import _reader, _writer
 from armillary.data import from_arrays
+from armillary.lifeline import _lifeline
 from tests.multiprocess.sharded import sharded
+from tests.patience import patience
 from tests.problems import CNN, MLP, Classifier, make_digits, read_state
 
 
@@ -664,6 +666,8 @@ def catch(fn: Any) -> str:
 
 
 def main() -> None:
+    # Some scenarios catch the error of a process, which ends the others after a time.
+    _lifeline._FAILURE_SECONDS = patience(5.0)
     scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     strategy = None
     if scenario == "sharded":

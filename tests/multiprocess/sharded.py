@@ -1,4 +1,4 @@
-"""What two processes do under `ShardedStrategy`, one after the other in one start."""
+"""The program of two processes under `ShardedStrategy`, all scenarios in one start."""
 
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def read_part(strategy: Any, directory: Path) -> dict[str, Any]:
 
 
 class Poisoned(armillary.StandardTrainer):
-    """Has a parameter of which one process gets a bad value in its second step."""
+    """A trainer; one process gets a bad value of a parameter in its second step."""
 
     def __init__(self, strategy: Any) -> None:
         batches = [np.ones(4, np.float32), np.full(4, np.nan, np.float32)]

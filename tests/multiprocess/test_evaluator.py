@@ -1,4 +1,4 @@
-"""An evaluator beside two workers, through the launcher. Real processes."""
+"""Tests of an evaluator next to two workers, with real processes."""
 
 import os
 import re

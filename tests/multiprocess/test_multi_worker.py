@@ -1,4 +1,4 @@
-"""The same numbers on several processes as on one. Each job is real processes."""
+"""Tests that several real processes give the numbers of one process."""
 
 import re
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_the_devices_of_each_process_are_a_group(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_processes_with_other_weights_are_told_how_to_begin_alike(keras, tmp_path):
+def test_processes_with_different_weights_get_an_error_with_the_fix(keras, tmp_path):
     del keras
     options = {"processes": 2, "devices": 1, "seeds": [0, 1]}
     outcome = run_job(tmp_path, "fit_keras", **options)
@@ -149,7 +149,7 @@ def check_values(first: Any, second: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path):
+def test_a_run_continues_with_other_numbers_of_processes(tmp_path: Path):
     run_dir = tmp_path / "run"
     parts = [(2, 0, 6), (1, 6, 10), (4, 10, 21)]
     outcomes = [

@@ -1,4 +1,4 @@
-"""One process of a job gets SIGTERM: all save the same step and say why they end."""
+"""Tests of SIGTERM to one process: all save the same step and exit."""
 
 import os
 import re
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 60
 
 
-def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
+def test_sigterm_to_one_process_saves_all_and_the_run_continues_bit_for_bit(
     tmp_path: Path,
 ):
     options = {"run_dir": str(tmp_path / "run"), "steps": STEPS}

@@ -1,4 +1,4 @@
-"""A save or a restore that fails in one process: all say the same, and none hangs."""
+"""Tests that a save or restore that fails in one process fails in all."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.multiprocess.conftest import run_job
 pytestmark = pytest.mark.slow
 
 
-def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path):
+def test_all_processes_raise_the_same_error_of_a_save_or_a_restore(tmp_path: Path):
     run_dir = tmp_path / "runs"
     outcome = run_job(tmp_path, "saves", processes=2, devices=1, run_dir=str(run_dir))
     assert outcome.codes == [0, 0], outcome.log

@@ -1,4 +1,4 @@
-"""State divided between processes: the numbers of one process, and of one device."""
+"""Tests that state divided between processes gives the numbers of one device."""
 
 from pathlib import Path
 from typing import Any

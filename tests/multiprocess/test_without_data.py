@@ -1,4 +1,4 @@
-"""Steps without data, and Python state, in two processes. Real processes."""
+"""Tests of steps without data, and of Python state, in two real processes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tests on Ray share: one cluster, and one strategy for most of them."""
+"""One Ray cluster, and one strategy for most tests of this folder."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The Ray cluster of one machine is for this machine only."""
+"""Tests that the Ray cluster of one machine is closed to other machines."""
 
 import os
 import subprocess

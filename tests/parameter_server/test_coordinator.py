@@ -1,6 +1,6 @@
-"""Calls on workers and variables on servers, over Ray, and what survives which loss.
+"""Tests of scheduled calls and variables over Ray, and of lost processes.
 
-The cases of losses are those of TensorFlow's tests of fault tolerance
+The cases of losses come from TensorFlow's tests of fault tolerance
 (`coordinator/fault_tolerance_test_base.py`).
 """
 
@@ -46,11 +46,11 @@ def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
     kernel = next(
         v for v in coordinator._variables._variables if v.path.endswith("kernel")
     )
-    assert sorted(place.server for place in kernel.places) == [0, 1]
+    assert sorted(location.server for location in kernel.locations) == [0, 1]
 
 
 @pytest.mark.slow
-def test_what_is_put_into_variables_is_sent_before_the_next_call(coordinator, problem):
+def test_new_values_of_variables_are_sent_before_the_next_call(coordinator, problem):
     model = problem.model
 
     def read():
@@ -93,7 +93,7 @@ def test_results_are_arguments_of_other_calls(coordinator):
 
 
 @pytest.mark.slow
-def test_arguments_are_those_of_the_call(coordinator):
+def test_arguments_are_taken_at_the_time_of_the_call(coordinator):
     gate, numbers = coordinator.schedule(lambda: time.sleep(0.5)), np.zeros(2)
 
     def add(numbers, gate):
@@ -339,7 +339,7 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
 
 
 @pytest.mark.slow
-def test_what_a_function_captures_stays_what_it_is(coordinator, problem):
+def test_captured_values_of_a_function_keep_their_type(coordinator, problem):
     model = problem.model
     start = model.kernel[...]  # The array that the variable holds, too.
     number = nnx.Variable(7)
@@ -394,7 +394,7 @@ def test_calls_take_as_many_batches_as_they_use(alone):
 
 
 @pytest.mark.slow
-def test_errors_are_those_of_the_user(coordinator, problem):
+def test_errors_of_calls_show_the_error_of_the_user(coordinator, problem):
     step = problem.make_step(coordinator.strategy)
     iterator = problem.make_iterator(coordinator)
 

@@ -1,4 +1,4 @@
-"""Estimators under a `ParameterServerStrategy`: they train, evaluate and export."""
+"""Tests of estimators under a `ParameterServerStrategy`."""
 
 from pathlib import Path
 

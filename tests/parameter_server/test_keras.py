@@ -1,4 +1,4 @@
-"""Keras on parameter servers: `fit`, `KerasTrainer`, and steps of one's own."""
+"""Tests of Keras on parameter servers: `fit`, `KerasTrainer` and custom steps."""
 
 import numpy as np
 import pytest
@@ -414,7 +414,7 @@ def test_an_optimizer_of_keras_in_a_step(keras, coordinator):
         (None, r"a `LossScaleOptimizer`, .* `mixed_bfloat16`"),
     ],
 )
-def test_what_servers_cannot_run_is_refused(keras, alone, make, message):
+def test_models_that_servers_cannot_run_are_refused(keras, alone, make, message):
     optimizers = keras.optimizers
     scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
     with alone.strategy.scope():

@@ -1,4 +1,4 @@
-"""How many parts variables are cut into."""
+"""Tests of the number of parts that partitioners return."""
 
 import re
 
@@ -34,7 +34,7 @@ from armillary.state._lift import State
         (MaxSizePartitioner(1), (6, 2), [6, 1]),
     ],
 )
-def test_counts_are_those_of_tensorflow(partitioner, shape, counts):
+def test_counts_equal_the_counts_of_tensorflow(partitioner, shape, counts):
     assert partitioner(shape, np.float32) == counts
 
 

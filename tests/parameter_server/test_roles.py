@@ -1,4 +1,4 @@
-"""A cluster that `TF_CONFIG` describes: one program, which each process runs."""
+"""Tests of a cluster that `TF_CONFIG` describes, with one program for all roles."""
 
 import json
 import logging
@@ -190,7 +190,7 @@ def test_a_server_reads_tf_config(monkeypatch):
         Server()
 
 
-def test_a_server_that_waits_says_so_at_once(monkeypatch, caplog):
+def test_a_waiting_server_logs_a_line_immediately(monkeypatch, caplog):
     """Before, a worker was silent for as long as its chief was not there."""
     looks = iter([False, False, True])
     monkeypatch.setattr(_node, "_answers", lambda address: next(looks, False))
@@ -281,6 +281,44 @@ def test_a_chief_whose_node_does_not_start_is_named(monkeypatch, starts):
     message = r"process of chief 0 at 127\.0\.0\.1:1 \(The current node timed out"
     with pytest.raises(ClusterError, match=message):
         _node.start_ray(resolve("chief", HERE))
+
+
+@pytest.fixture
+def inits(monkeypatch):
+    """Replaces `ray.init`: each call takes one result, and raises it if it can."""
+    ray = pytest.importorskip("ray")
+    results = []
+
+    def init(**options):
+        assert options["_node_ip_address"] == "127.0.0.1"
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(_node.atexit, "register", lambda fn: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return results
+
+
+def test_ray_is_started_again_on_a_machine_that_is_busy(inits, caplog):
+    caplog.set_level(logging.INFO, "armillary")
+    inits += [TIMEOUT, TIMEOUT, None]
+
+    _node.start_ray(None)
+
+    assert inits == []
+    assert "start 2 of 5" in caplog.messages[1]
+    assert "started on this machine" in caplog.messages[2]
+
+
+def test_ray_that_never_starts_is_an_error_with_its_reason(inits):
+    inits += [TIMEOUT] * 5
+    message = r"in 5 attempts \(The current node timed out.*Its logs are in /tmp/ray"
+    with pytest.raises(ClusterError, match=message):
+        _node.start_ray(None)
 
 
 def test_a_resolver_counts_the_tasks():

@@ -1,4 +1,4 @@
-"""`strategy.run` in the process that schedules: it trains, and the workers idle."""
+"""Tests of `strategy.run` in the process that schedules."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +74,7 @@ def test_a_run_that_evaluates_here_is_as_it_should_be(strategy, caplog, run):
 @pytest.mark.parametrize(
     ("joined", "found"), [(True, "its process starts"), (False, "is not in the clu")]
 )
-def test_what_an_absent_task_lacks(monkeypatch, joined, found):
+def test_parts_that_an_absent_task_lacks(monkeypatch, joined, found):
     resolver = SimpleClusterResolver(CLUSTER, task_type="chief", task_id=0)
     strategy = armillary.ParameterServerStrategy(resolver)
     monkeypatch.setattr(_strategy, "has_joined", lambda job, index: joined)

@@ -1,4 +1,4 @@
-"""A parameter server applies what arrives once, in order."""
+"""Tests that a parameter server applies each update once, in order."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_calls_that_ended_are_forgotten_and_others_not(server):
     assert read(server)[0] == 5
 
 
-def test_what_was_read_does_not_change_later(server):
+def test_values_that_were_read_do_not_change_later(server):
     _, (before,) = fetch(server.read((PART,)))
     server.push(push(0, 1.0))
     assert before.tolist() == [0, 0]

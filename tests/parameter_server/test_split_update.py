@@ -1,4 +1,4 @@
-"""Optimizers, cut into one for each variable: the same numbers, or a named refusal."""
+"""Tests of optimizers split by variable: equal numbers, or a refusal by name."""
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def test_parts_on_several_servers_are_updated_as_a_whole(name):
     ],
     ids=["adafactor", "lamb", "rms", "shape", "constant", "sum", "turned", "sorted"],
 )
-def test_what_looks_at_a_whole_variable_leaves_it_whole(transformation):
+def test_an_optimizer_that_uses_a_whole_variable_leaves_it_whole(transformation):
     transformation, spec, types, _ = make_case(transformation)
     assert not make_split(transformation, spec, types).is_rowwise(0)
 
@@ -141,7 +141,7 @@ def test_what_looks_at_a_whole_variable_leaves_it_whole(transformation):
     ],
     ids=["global norm", "if finite", "a step ago"],
 )
-def test_what_looks_at_several_variables_is_refused(transformation):
+def test_an_optimizer_that_uses_several_variables_is_refused(transformation):
     transformation, spec, types, _ = make_case(transformation)
     with pytest.raises(ValueError, match=r"from several variables .*global_norm"):
         make_split(transformation, spec, types)

@@ -1,4 +1,4 @@
-"""What a scheduled function may do to variables, and what is refused by name."""
+"""Tests of the use of variables in scheduled functions, and of refusals."""
 
 import re
 
@@ -28,7 +28,7 @@ class Net(nnx.Module):
 
 
 class Holder:
-    """What a worker has of a function: its optimizers stand for others."""
+    """The objects of a function in a worker; its optimizers are placeholders."""
 
     def __init__(self):
         self.model = Net()
@@ -191,7 +191,7 @@ def clip_besides(h):
         },
     }
 )
-def test_what_servers_cannot_do_is_refused(call, error, message):
+def test_operations_that_servers_cannot_do_are_refused(call, error, message):
     def step(h, strategy):
         call(h)
 

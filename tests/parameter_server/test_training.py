@@ -1,4 +1,4 @@
-"""Trainers under a `ParameterServerStrategy`: one line, and the same numbers."""
+"""Tests of trainers under a `ParameterServerStrategy`."""
 
 import jax
 import numpy as np
@@ -134,8 +134,10 @@ def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
     assert (tmp_path / "checkpoint_160").exists()
 
 
-def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tmp_path):
-    """The loop that docs/lost_servers.md shows."""
+def test_a_controller_continues_after_a_lost_server(
+    coordinator, problem, kill, tmp_path
+):
+    """The loop that docs/parameter_server_cluster.md shows."""
     trainer = Trainer(coordinator.strategy, problem.make_data())
     lost = []
 
@@ -157,7 +159,7 @@ def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tm
 
 
 def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
-    """Of ten batches each worker takes five, and then the data has ended."""
+    """Two workers take five batches each; then the data has ended."""
     data = problem.make_data(repeat=False)
     trainer = Trainer(coordinator.strategy, data)
     output = trainer.train(100)

@@ -1,8 +1,8 @@
-"""What TPU's and NVIDIA's compilers make of a training loop, without such a device.
+"""Tests of training loops, compiled for TPUs and GPUs that are not there.
 
-They run where their wheels are: installed, or in the folder that the environment
-variable `ARMILLARY_PLAN_WHEELS` names (`docs/plan.md`). What is asserted is what a user
-of the hardware cares about.
+These tests need the wheels of the compilers: installed, or in the folder that the
+environment variable `ARMILLARY_PLAN_WHEELS` names (`docs/plan.md`). They assert what a
+user of the hardware cares about.
 """
 
 from functools import cache
@@ -71,13 +71,13 @@ def test_nothing_inside_the_loop_reaches_the_host(topology):
     assert make_plan(topology).host_transfers == ()
 
 
-def test_it_fits(topology):
+def test_the_compiled_program_fits_into_the_memory_of_a_device(topology):
     found = make_plan(topology)
     assert found.fits
     assert "compiled, not run" in str(found)
 
 
-def test_temporaries_are_no_larger_than_those_of_a_loop_written_by_hand(topology):
+def test_temporaries_are_no_larger_than_in_a_loop_written_by_hand(topology):
     devices = parse_topology(topology)
     trainer = make_trainer()
     with described(trainer, devices.num_devices, devices.target.platform) as loop:

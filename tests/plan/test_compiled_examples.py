@@ -1,6 +1,6 @@
-"""What the compilers make of the examples, for TPUs and GPUs that are not there.
+"""Tests of the examples, compiled for TPUs and GPUs that are not there.
 
-They run where their wheels are; see `test_compiled.py`.
+These tests need the wheels of the compilers: see `test_compiled.py`.
 """
 
 import jax

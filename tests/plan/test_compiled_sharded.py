@@ -1,6 +1,6 @@
-"""What the compilers make of a transformer that is divided over devices.
+"""Tests of a sharded transformer, compiled for TPUs and GPUs that are not there.
 
-They run where their wheels are; see `test_compiled.py`.
+These tests need the wheels of the compilers: see `test_compiled.py`.
 """
 
 from functools import cache

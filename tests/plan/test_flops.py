@@ -1,4 +1,4 @@
-"""The arithmetic of a step is counted as it was traced."""
+"""Tests that the arithmetic of a traced step is counted correctly."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is read from the text of a compiled program."""
+"""Tests of the facts that are read from the text of a compiled program."""
 
 import pytest
 
@@ -113,7 +113,7 @@ def test_collectives_under_a_condition_or_in_a_loop_of_known_length():
     assert [each.is_conditional for each in branch] == [True, True, False]
 
 
-def test_what_reaches_the_host_inside_a_loop_is_named():
+def test_operations_that_reach_the_host_inside_a_loop_are_named():
     for operation in (
         'custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"',
         "outfeed(%x)",

@@ -1,8 +1,9 @@
-"""Plans without a compiler, and what is refused."""
+"""Tests of plans without a compiler, and of their errors."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -104,7 +105,7 @@ def make_sharded(**options):
 
 
 @pytest.mark.slow
-def test_of_a_sharded_state_each_device_has_a_part():
+def test_each_device_has_a_part_of_a_sharded_state():
     rules = {"hidden/kernel": PartitionSpec("fsdp", "tensor")}
     trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2}, rules=rules)
     before = repr(trainer.strategy)
@@ -195,7 +196,7 @@ class HasItsOwnLoop(Trainer):
         return {}
 
 
-def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
+def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     def fails(error, message, *arguments, **options):
         with pytest.raises(error, match=message):
             plan(*arguments, **options)
@@ -216,7 +217,11 @@ def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
     single.strategy = armillary.OneDeviceStrategy("cpu:0")
     single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
     fails(ValueError, "is for one device", single, 8, abstract=True)
-    monkeypatch.setattr(trainer.strategy, "peers", SimpleNamespace(count=2))
+    placement = trainer.strategy.placement
+    layout = replace(placement.layout, peers=SimpleNamespace(count=2))
+    monkeypatch.setattr(
+        trainer.strategy, "placement", replace(placement, layout=layout)
+    )
     message = "which is for several processes"
     with pytest.raises(ValueError, match=message), trainer.strategy.described(8, "cpu"):
         pass
@@ -254,7 +259,7 @@ def test_a_plan_is_a_table_and_json():
     assert record["collectives"][0]["kind"] == "all-reduce"
 
 
-def test_memory_is_what_a_device_must_hold_at_once():
+def test_memory_is_the_sum_that_a_device_holds_at_the_same_time():
     memory = Memory(
         arguments=10 * MB,
         donated=6 * MB,

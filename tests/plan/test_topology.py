@@ -1,4 +1,4 @@
-"""What users write for devices, and the devices that are known."""
+"""Tests of the names of devices that a plan accepts."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_target_of_the_users_own_takes_any_name():
         ("h100:8", 'Write "h100:1x8" for one host'),
     ],
 )
-def test_what_describes_no_devices_is_an_error(text, message):
+def test_a_topology_without_devices_is_an_error(text, message):
     with pytest.raises(ValueError, match=message):
         parse_topology(text)
 

@@ -28,7 +28,7 @@ class Game(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What was seen and done, along the first axis: moves."""
+    """The observations and actions; the first axis has the moves."""
 
     seen: jax.Array
     action: jax.Array

@@ -1,4 +1,4 @@
-"""`armillary new`: what it writes is clean, trains, and passes its own tests."""
+"""Tests that a project of `armillary new` is clean, trains, and passes its tests."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_command_writes_a_project_and_says_how_to_go_on(tmp_path, capsys):
+def test_the_command_writes_a_project_and_names_the_next_steps(tmp_path, capsys):
     folder = tmp_path / "new" / NAME
     assert _cli.main(["new", str(folder)]) == 0
     output = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_the_name_takes_the_place_of_the_template_s(project):
     assert sum(NAME in text for text in texts) > 5
 
 
-def test_every_part_says_what_to_adapt(project):
+def test_every_part_names_the_lines_to_adapt(project):
     parts = [*(project / NAME).glob("*.py"), *(project / "tests").glob("test_*.py")]
     assert len(parts) == 12
     for path in [*parts, project / "pyproject.toml", project / "README.md"]:
@@ -151,7 +151,7 @@ def test_names_that_cannot_be(tmp_path, capsys, name, message):
     assert not (tmp_path / name).exists()
 
 
-def test_nothing_is_written_over(tmp_path):
+def test_existing_files_are_not_overwritten(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")

@@ -1,7 +1,7 @@
-"""A training program that something happens to, as `plan.json` in its folder says.
+"""A training program with faults that `plan.json` in its folder describes.
 
-Whoever runs it writes the plan: for the workers and for the evaluator a fault for each
-attempt. Nothing is imported early that takes time, since faults also come before.
+The test writes the plan: a fault for each attempt of the workers and of the evaluator.
+Slow imports come late, because some faults happen before them.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""Proof: a job to which anything happens ends as one that was left alone, bit for bit.
+"""Proves that a job with random faults ends like an undisturbed job, bit for bit.
 
     python -m tests.recovery.soak --faults 1000
 
-Each fault ends an attempt of a job under `armillary launch`, or the whole job, which is
-then started again as an operator would. Compared are the state of each process, with
-its losses, the order of its examples, and what the evaluator found. No process and no
-half of a checkpoint may be left, and the account of the time must close.
+Each fault ends an attempt of a job under `armillary launch`, or the whole job. The job
+is then started again, as an operator would do. At the end, the state of each process,
+its losses, the order of its examples and the results of the evaluator are compared. No
+process and no incomplete checkpoint may be left, and the recorded times must add up.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a job ended, and how long each fault took."""
+    """The end of a job, and the seconds that each fault took."""
 
     finals: dict[str, Any]
     times: list[tuple[Fault, Times]]

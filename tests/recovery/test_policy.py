@@ -1,4 +1,4 @@
-"""Proof: what a job does by itself about bad checkpoints and workers that stay away."""
+"""Tests of automatic reactions to bad checkpoints and absent workers."""
 
 import itertools
 import json

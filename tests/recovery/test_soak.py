@@ -1,4 +1,4 @@
-"""Twenty faults, with each kind among them; `make soak` has a thousand."""
+"""Tests of twenty faults, with each kind among them; `make soak` injects 1,000."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""Two runs: one with a crash in it, and one beside it that has done less."""
+"""Two recorded runs: one with a crash, and a shorter one for comparison."""
 
 import json
 
@@ -107,7 +107,7 @@ def crashed(tmp_path):
 
 @pytest.fixture
 def short(tmp_path):
-    """Has only summaries, and other hyperparameters."""
+    """Writes a run with summaries only, and different hyperparameters."""
     run = tmp_path / "runs" / "sweep" / "short"
     records = [make_start(2000.0, 0, rate=0.2, layers=[2, 3])]
     records += [make_train(2000.0 + step, step, 1 / step) for step in range(1, 4)]

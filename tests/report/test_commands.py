@@ -1,4 +1,4 @@
-"""`armillary report` and `armillary runs`: what they write, and what mistakes say."""
+"""Tests of `armillary report` and `armillary runs`, and of their errors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the files of a run say, and where runs are."""
+"""Tests of finding runs in folders, and of reading their files."""
 
 from armillary.report._run_files import find_runs, read_run, read_runs
 

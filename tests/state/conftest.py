@@ -1,4 +1,4 @@
-"""What the tests of state share: a step lifted by hand, and run as a program."""
+"""A step that is lifted by hand and run as a program, for the tests of state."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,3 +1,5 @@
+"""Tests of errors about state that a step uses without a path from the trainer."""
+
 import functools
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Tests of the comparison of objects before and after a step."""
+
 import collections
 import dataclasses
 import types
@@ -46,7 +48,7 @@ def differences(old: Walk, root: Any, names: Any = None) -> dict[str, str]:
     return find_differences(*facts)
 
 
-def test_objects_made_anew_are_alike():
+def test_objects_that_are_made_again_are_alike():
     assert differences(snapshot(make_root()), make_root()) == {}
 
 

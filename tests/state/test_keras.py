@@ -1,3 +1,5 @@
+"""Tests of Keras variables as the state of a step."""
+
 import subprocess
 import sys
 
@@ -39,7 +41,7 @@ def make_model(keras):
     )
 
 
-def test_paths_are_names_of_attributes_and_roles_those_of_keras(keras):
+def test_paths_are_names_of_attributes_and_roles_follow_keras(keras):
     model = make_model(keras)
     found = {slot.path: slot.role for slot in find_slots(model, "model")}
     assert found == {

@@ -1,3 +1,5 @@
+"""Tests of lifting: a step's changes become outputs, and objects keep identity."""
+
 import collections
 import dataclasses
 import functools
@@ -161,7 +163,7 @@ def test_a_python_number_may_replace_an_array_of_its_dtype():
     assert (after.dtype, after.weak_type) == (jnp.float32, False)
 
 
-def test_a_container_of_variables_may_be_made_anew(run_lifted):
+def test_a_container_of_variables_may_be_made_again(run_lifted):
     # `nnx.grad` makes the dictionaries of a module anew, with their keys in order.
     first, second = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.zeros(()))
     root = Holder(variables={"b": first, "a": second})
@@ -207,7 +209,7 @@ def test_a_queue_of_arrays_may_move_on(run_lifted):
     assert list(map(float, root.recent)) == [3, 5]
 
 
-def test_what_a_step_sets_every_time_is_set(run_lifted):
+def test_a_value_that_a_step_sets_every_time_is_set(run_lifted):
     root = Holder(model=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), w=jnp.ones(2), mode=None)
     root.model.eval()
 
@@ -220,7 +222,7 @@ def test_what_a_step_sets_every_time_is_set(run_lifted):
     assert root.mode == "train" and root.model.deterministic is False
 
 
-def test_what_a_step_caches_is_kept(run_lifted):
+def test_a_value_that_a_step_caches_is_kept(run_lifted):
     class Cached(Holder):
         @functools.cached_property
         def scale(self):

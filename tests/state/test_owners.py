@@ -1,4 +1,4 @@
-"""Whose code something is: decided by files, because anyone may take a name."""
+"""Tests of telling the user's code from library code, by files."""
 
 import collections
 import functools
@@ -99,6 +99,16 @@ def test_a_package_of_the_user_may_have_the_name_of_a_library(
 @pytest.mark.parametrize("names", [{}, {"__name__": "code"}, {"__name__": "mine"}])
 def test_a_program_that_exec_runs_trains(names) -> None:
     check_training(run_text(**names))
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<ipython-input-1-8c2b>"])
+def test_a_program_that_python_reads_from_a_pipe_trains(file, monkeypatch) -> None:
+    module = types.ModuleType("piped")
+    module.__file__ = file
+    monkeypatch.setitem(sys.modules, "piped", module)
+    exec(compile(PROGRAM, file, "exec"), vars(module))
+    check_training(module)
+    assert not is_library_file(file)
 
 
 def test_functions_of_such_programs_are_read_again(tmp_path, monkeypatch) -> None:

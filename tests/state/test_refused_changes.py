@@ -1,4 +1,4 @@
-"""What a step may not do to its state: it is refused, and arrays are put back."""
+"""Tests of refused changes to state, after which the arrays are put back."""
 
 import argparse
 import collections
@@ -128,7 +128,7 @@ def test_arrays_are_put_back_when_a_step_raises(run_lifted):
     model.kernel[...] = model.kernel[...] + 1  # its trace state is the outer one again
 
 
-def test_all_changes_are_reported_at_once(run_lifted):
+def test_all_changes_are_reported_together(run_lifted):
     root = Holder(
         model=linear(),
         params={"w": jnp.ones(2)},
@@ -158,7 +158,7 @@ def test_all_changes_are_reported_at_once(run_lifted):
     assert "and cast before assigning (`value.astype(jnp.float32)`)" in message
 
 
-def test_what_a_step_that_fails_did_to_python_stays_without_its_arrays(run_lifted):
+def test_python_changes_of_a_failed_step_stay_without_its_arrays(run_lifted):
     root = Holder(last=None, names={"a"}, queue=collections.deque([1]), w=jnp.ones(2))
 
     def step():

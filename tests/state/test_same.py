@@ -1,3 +1,5 @@
+"""Tests of the comparison of traced programs and their constants."""
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Tests of reading the global step from any object that holds it."""
+
 import jax.numpy as jnp
 import numpy as np
 import optax

@@ -1,4 +1,4 @@
-"""`summarize` counts what a model consists of, whatever it is made with."""
+"""Tests of `summarize` for models of every library."""
 
 from types import SimpleNamespace
 

@@ -1,3 +1,5 @@
+"""Tests of the walk that finds the arrays that an object reaches."""
+
 import abc
 import argparse
 import collections
@@ -233,7 +235,7 @@ def in_function_of_the_library(model, other):
         in_function_of_the_library,
     ],
 )
-def test_what_a_function_reaches_by_name_is_found(make):
+def test_objects_that_a_function_reaches_by_name_are_found(make):
     model, other = linear(0), linear(1)
     found = {slot.key for slot in find_slots(make(model, other))}
     assert found == {id(v) for m in (model, other) for v in (m.kernel, m.bias)}

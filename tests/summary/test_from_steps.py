@@ -1,4 +1,4 @@
-"""What a step sees reaches the event files, the same on any number of replicas."""
+"""Tests of summaries of values in a step, on any number of replicas."""
 
 from pathlib import Path
 from typing import Any

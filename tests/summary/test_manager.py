@@ -1,4 +1,4 @@
-"""Nested outputs as a hierarchy of summary directories, for one writer or several."""
+"""Tests of nested outputs as summary directories, for one writer or several."""
 
 from unittest.mock import Mock
 
@@ -104,7 +104,7 @@ def test_arrays_are_written_as_histograms(tmp_path, as_array):
         (TypeError, 3, 1.0),
     ],
 )
-def test_what_cannot_be_written_is_named_and_nothing_is(
+def test_values_that_cannot_be_written_are_named_and_nothing_is_written(
     tmp_path, recorder, error, key, value
 ):
     manager = SummaryManager(tmp_path, writer_fn=recorder)

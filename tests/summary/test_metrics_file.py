@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: written line by line, and read without what was done again."""
+"""Tests of `metrics.jsonl`: its lines, and reading it after a resumed run."""
 
 import json
 import math
@@ -84,7 +84,9 @@ def test_a_later_attempt_takes_the_place_of_what_it_did_again(tmp_path):
 
 
 @pytest.mark.parametrize("jump", [-600.0, 600.0])
-def test_the_order_is_that_of_writing_where_a_clock_jumps(jump, tmp_path, monkeypatch):
+def test_records_keep_the_order_of_writing_if_a_clock_jumps(
+    jump, tmp_path, monkeypatch
+):
     wall = iter([1000.0] * 5 + [1000.0 + jump] * 5)
     monkeypatch.setattr(time, "time", lambda: next(wall))
     for attempt in range(2):
@@ -122,7 +124,7 @@ def test_the_order_of_lines_counts_in_a_file_of_an_earlier_release(tmp_path):
     assert read_metrics(tmp_path)[-1]["time"] == 500
 
 
-def test_runs_beside_each_other_keep_their_records(tmp_path):
+def test_runs_next_to_each_other_keep_their_records(tmp_path):
     """As of two trainers that take turns, each with summaries of its own."""
     first, second = MetricsFile(tmp_path / "x"), MetricsFile(tmp_path / "y")
     write_run(first, ("start", 0), ("train", 10))
@@ -156,6 +158,6 @@ def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_read_is_an_error(tmp_path):
+def test_lines_that_cannot_be_read_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"`run_dir` is .*no `metrics\.jsonl` in it"):
         read_metrics(tmp_path)

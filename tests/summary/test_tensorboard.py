@@ -1,4 +1,4 @@
-"""Histograms, images, text and event files, with the reader of TensorBoard itself."""
+"""Tests of event files, with TensorBoard's own reader."""
 
 import io
 import logging
@@ -92,7 +92,7 @@ def test_all_arrays_of_a_tree_are_counted_together():
     assert Histogram(nnx.Linear(3, 2, rngs=nnx.Rngs(0))).counts.sum() == 8
 
 
-def test_what_is_not_finite_is_left_out_and_told(tmp_path, caplog):
+def test_values_that_are_not_finite_are_left_out_and_reported(tmp_path, caplog):
     values = jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf, 2.0])
     with caplog.at_level(logging.WARNING, "armillary"):
         events = write_and_read(

@@ -1,4 +1,4 @@
-"""Weights & Biases, with itself if installed, and MLflow: with stand-ins."""
+"""Tests of Weights & Biases if it is installed, and of a simulated MLflow."""
 
 import sys
 import time

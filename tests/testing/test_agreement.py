@@ -1,4 +1,4 @@
-"""The check that strategies agree: it passes, and each kind of difference fails it."""
+"""Tests of `assert_strategies_agree`: it passes, and finds each difference."""
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ class GoesWrong(Regression):
 
 
 @pytest.mark.slow
-def test_what_loops_and_evaluations_return_is_compared():
+def test_outputs_of_loops_and_evaluations_are_compared():
     message = differ(GoesWrong, mirrored(2), steps=1)
     assert "in 1 of " in message
     assert "output['value']: nan instead of inf at [0]" in message
@@ -183,6 +183,6 @@ def test_what_loops_and_evaluations_return_is_compared():
         ),
     ],
 )
-def test_what_is_no_strategy_or_trainer_is_an_error(arguments, kind, message):
+def test_arguments_that_are_no_strategy_or_trainer_are_errors(arguments, kind, message):
     with pytest.raises(kind, match=message):
         assert_strategies_agree(*arguments)

@@ -1,4 +1,4 @@
-"""What one step of a trainer sends, and the check of it for users' own tests."""
+"""Tests of the collectives of a step, and of the assertion for users' tests."""
 
 from dataclasses import replace
 

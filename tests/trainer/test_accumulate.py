@@ -1,4 +1,4 @@
-"""One update of several micro-batches: the numbers of the whole batch."""
+"""Tests that gradient accumulation gives the numbers of the whole batch."""
 
 import re
 
@@ -112,7 +112,9 @@ def expected():
         (0, {"compile_step": False}),
     ],
 )
-def test_an_update_is_that_of_the_whole_batch(num_replicas, options, expected):
+def test_an_update_equals_an_update_with_the_whole_batch(
+    num_replicas, options, expected
+):
     trainer = Trainer(make_strategy(num_replicas), accumulate_steps=4, **options)
     trainer.train(3)
     for one, other in zip(trainer.results(), expected, strict=True):
@@ -145,7 +147,7 @@ def test_replicas_reduce_once_for_an_update():
 
 
 class Deep(nnx.Module):
-    """Has 16 layers, so that activations are most of what a gradient needs."""
+    """A model of 16 layers: most of the memory of a gradient is activations."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -158,7 +160,7 @@ class Deep(nnx.Module):
 
 
 @pytest.mark.slow
-def test_memory_for_activations_is_that_of_one_part():
+def test_only_the_activations_of_one_part_need_memory():
     model, batch = Deep(), jnp.ones((4096, 64))
 
     def temporary_bytes(count):
@@ -193,7 +195,7 @@ def test_a_list_of_variables_outside_a_trainer():
 
 
 class SumTrainer(Trainer):
-    """Has a loss that is a plain sum of its examples."""
+    """A trainer whose loss is a plain sum of its examples."""
 
     def step_fn(self, batch):
         def loss_fn(batch):
@@ -212,7 +214,7 @@ class SumTrainer(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "count"), [(1, 4), (4, 1), (4, 4)])
-def test_sums_of_examples_are_those_of_the_share(num_replicas, count):
+def test_sums_of_examples_cover_the_share_of_a_replica(num_replicas, count):
     results = []
     for replicas, parts in ((0, 1), (num_replicas, count)):
         trainer = SumTrainer(make_strategy(replicas), accumulate_steps=parts)
@@ -254,7 +256,7 @@ class SummaryTrainer(Trainer):
 
 
 class MixedTrainer(OwnScaleTrainer):
-    """Has a penalty, which says nothing of what the loss is divided by."""
+    """A trainer with a penalty, which does not show the divisor of the loss."""
 
     def scaled(self, losses, batch):
         armillary.compute_average_loss(losses)  # What nothing is made of.
@@ -304,7 +306,7 @@ def train_with(kind, count=4, batch_size=32):
         },
     }
 )
-def test_what_cannot_be_right_is_an_error(call, error, message):
+def test_arguments_that_cannot_be_right_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -1,4 +1,4 @@
-"""How often a run compiles: each program once, whatever loops it is divided into."""
+"""Tests that each program is compiled once, whatever loops a run has."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Waiting for data counts from the moment at which the device has nothing left."""
+"""Tests that waiting for data counts only while the device has nothing to do."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Steps that Python runs (`compile_step=False`), and what JAX has for debugging."""
+"""Tests of steps with `compile_step=False`, and of JAX's tools for debugging."""
 
 import jax
 import jax.numpy as jnp

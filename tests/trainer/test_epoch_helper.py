@@ -1,3 +1,5 @@
+"""Tests of `EpochHelper`."""
+
 import jax.numpy as jnp
 import pytest
 

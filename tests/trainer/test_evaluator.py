@@ -1,4 +1,4 @@
-"""Tests of `StandardEvaluator`: where it begins and ends, what it gives and writes."""
+"""Tests of `StandardEvaluator`: begin, end, outputs and changes of state."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ class Evaluator(StandardEvaluator):
         return {"seen": state[0]}
 
 
-def test_an_evaluator_begins_anew_each_time():
+def test_an_evaluator_begins_again_each_time():
     evaluator = Evaluator(make_batches(4))
 
     seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (1, 2, -1, 1)]

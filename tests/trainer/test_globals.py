@@ -1,4 +1,4 @@
-"""A step reads globals and class attributes when traced; a change is a new trace.
+"""Tests that a step is traced again if a global or a class attribute changed.
 
 The rule is the same in trainers, in `armillary.function` and in a loop of your own that
 calls `strategy.run`, under every strategy.
@@ -135,7 +135,7 @@ def test_a_loop_of_ones_own_reads_what_methods_read(
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_number_in_the_closure_of_a_helper_is_read_anew(num_replicas):
+def test_a_number_in_the_closure_of_a_helper_is_read_again(num_replicas):
     strategy, total = make_strategy(num_replicas), nnx.Variable(jnp.zeros(()))
     rate = 1.0
 
@@ -155,7 +155,7 @@ def test_a_number_in_the_closure_of_a_helper_is_read_anew(num_replicas):
     assert float(total[...]) == 11
 
 
-def test_a_module_of_the_users_is_read_anew(monkeypatch):
+def test_a_module_of_the_users_is_read_again(monkeypatch):
     module = types.ModuleType("settings_of_the_user")
     module.rate = 1.0
     monkeypatch.setattr(sys.modules[__name__], "SETTINGS", module)
@@ -167,7 +167,7 @@ def test_a_module_of_the_users_is_read_anew(monkeypatch):
     assert fn(jnp.ones(())) == 3
 
 
-def test_what_a_function_holds_itself_is_read_anew():
+def test_values_that_a_function_holds_are_read_again():
     config, array = types.SimpleNamespace(rate=1.0), np.ones(1, np.float32)
     fn = armillary.function(lambda x: x * config.rate * array[0])
     assert fn(jnp.ones(())) == 1
@@ -177,7 +177,7 @@ def test_what_a_function_holds_itself_is_read_anew():
     assert fn(jnp.ones(())) == 6
 
 
-def test_a_global_that_holds_state_is_read_anew_with_all_that_it_holds(monkeypatch):
+def test_a_global_that_holds_state_is_read_again_with_all_that_it_holds(monkeypatch):
     fn = armillary.function(lambda x: x * MODEL.kernel * MODEL.rate)
     assert fn(jnp.ones(())) == 1
     monkeypatch.setattr(MODEL, "rate", 2.0)
@@ -186,7 +186,7 @@ def test_a_global_that_holds_state_is_read_anew_with_all_that_it_holds(monkeypat
     assert fn(jnp.ones(())) == 6
 
 
-def test_what_run_is_given_outside_a_step_sees_globals_as_they_are(
+def test_a_function_given_to_run_outside_a_step_reads_current_globals(
     change_globals,
 ):
     strategy = make_strategy(2)

@@ -1,4 +1,4 @@
-"""What a traced step shows that is hardly meant is told once, with its line."""
+"""Tests of warnings about lines of a step that are probably mistakes."""
 
 import functools
 import sys
@@ -56,7 +56,9 @@ FRESH = {
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("name", CONSTANT)
-def test_numbers_that_are_the_same_in_each_step_are_told(name, num_replicas, caplog):
+def test_numbers_that_are_the_same_in_each_step_are_reported(
+    name, num_replicas, caplog
+):
     if name == "legacy" and num_replicas > 1:
         pytest.skip("replicas that draw alike from a raw key are refused")
     trainer = Noise(CONSTANT[name], make_strategy(num_replicas))
@@ -103,7 +105,7 @@ class Evaluator(armillary.StandardEvaluator):
         self.strategy.run(step_fn, args=(next(iterator),))
 
 
-def test_a_maximum_that_replicas_would_add_up_is_told(caplog):
+def test_a_maximum_that_replicas_would_add_up_is_reported(caplog):
     Evaluator(Largest(), lambda batch: batch, 2).evaluate(-1)
 
     (record,) = caplog.records
@@ -111,7 +113,7 @@ def test_a_maximum_that_replicas_would_add_up_is_told(caplog):
     assert __file__ in record.getMessage()
 
 
-def test_it_is_told_in_a_loop_of_ones_own(caplog):
+def test_it_is_reported_in_a_loop_of_ones_own(caplog):
     strategy, metric = make_strategy(2), Largest()
     for batch in strategy.distribute_dataset([np.ones(4, np.float32)] * 3):
         strategy.run(lambda batch: metric.update(values=batch), args=(batch,))
@@ -132,7 +134,7 @@ def test_it_is_told_in_a_loop_of_ones_own(caplog):
 )
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("num_examples", [20, 21])
-def test_a_mean_is_told_where_batches_differ(
+def test_a_mean_is_reported_where_batches_differ(
     prepare, num_replicas, num_examples, caplog
 ):
     Evaluator(nnx.metrics.Average(), prepare, num_replicas, num_examples).evaluate(-1)
@@ -191,7 +193,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("name", NOTHING_TRAINED)
-def test_an_optimizer_that_moves_no_parameter_is_told(name, caplog):
+def test_an_optimizer_that_moves_no_parameter_is_reported(name, caplog):
     trainer = Fitting(NOTHING_TRAINED[name])
     kernel = np.asarray(trainer.model.kernel[...])
     trainer.train(2)
@@ -239,7 +241,7 @@ class Bare(armillary.StandardTrainer):
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", [optax.adam, optax.adafactor])
-def test_updates_that_nothing_applies_are_told(kind, num_replicas, caplog):
+def test_updates_that_nothing_applies_are_reported(kind, num_replicas, caplog):
     Bare(kind(0.1), applies=False, num_replicas=num_replicas).train(4)
 
     (record,) = caplog.records
@@ -255,7 +257,7 @@ def test_updates_that_are_applied_are_not(kind, caplog):
     assert not caplog.records
 
 
-def test_a_pure_step_that_applies_nothing_is_told(caplog):
+def test_a_pure_step_that_applies_nothing_is_reported(caplog):
     optimizer = optax.adam(0.1)
     params = {"w": jnp.ones(2)}
 
@@ -273,7 +275,7 @@ def test_a_pure_step_that_applies_nothing_is_told(caplog):
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "lr"])
-def test_a_rate_that_is_assigned_to_an_optimizer_is_told(name, caplog):
+def test_a_rate_that_is_assigned_to_an_optimizer_is_reported(name, caplog):
     trainer = Fitting(TRAINED["right"])
     trainer.train(2)
     assert not caplog.records
@@ -309,7 +311,7 @@ class Printing(armillary.StandardTrainer):
         self.show(self.total)
 
 
-def test_a_tracer_that_is_printed_is_told(caplog, capsys):
+def test_a_tracer_that_is_printed_is_reported(caplog, capsys):
     trainer = Printing(functools.partial(print, "total"))
     trainer.train(2)
     trainer.train(2)
@@ -351,7 +353,7 @@ def test_two_traces_at_a_time_leave_the_stream_as_it_was():
     ],
     ids=["a shape", "by JAX"],
 )
-def test_what_a_trace_may_print_is_not(show, caplog, capsys):
+def test_values_that_a_trace_may_print_are_not_reported(show, caplog, capsys):
     before = sys.stdout
     Printing(show).train(2)
     jax.effects_barrier()

@@ -73,7 +73,7 @@ class Regression(armillary.StandardTrainer):
 
 
 class Outputs:
-    """What a controller reports of its loops."""
+    """The values that a controller reports about its loops."""
 
     def __init__(self):
         self.steps, self.outputs = [], []

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a loop leaves a state that can be saved and trained on."""
+"""Tests that Ctrl-C at any line of a loop leaves state that can be saved."""
 
 import contextlib
 import signal
@@ -56,7 +56,7 @@ def is_finalizing(frame):
 
 @contextlib.contextmanager
 def interrupted(files, num_lines):
-    """Has Ctrl-C come after some lines of files."""
+    """Sends Ctrl-C after some lines of files."""
     lines = iter(range(num_lines))
 
     def trace(frame, event, _):

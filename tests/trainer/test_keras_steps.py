@@ -1,4 +1,4 @@
-"""Keras models, optimizers, losses and metrics inside a trainer's step."""
+"""Tests of Keras models, optimizers, losses and metrics in a trainer's step."""
 
 import numpy as np
 import pytest

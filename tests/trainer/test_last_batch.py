@@ -1,4 +1,4 @@
-"""A smaller last batch that no step can run on is found before the first step."""
+"""Tests that a last batch which no step can use is found before the first step."""
 
 import jax
 import jax.numpy as jnp

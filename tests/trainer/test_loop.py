@@ -58,7 +58,7 @@ def make_dataset(num_examples=40, prefetch=2, shuffle_seed=None):
 
 @slow_after_first("prefetch", [0, 1, 2])
 @slow_after_first("compile_loop", [True, False])
-def test_the_position_is_that_of_the_steps_run(prefetch, compile_loop):
+def test_the_position_counts_the_steps_that_ran(prefetch, compile_loop):
     dataset = make_dataset(prefetch=prefetch, shuffle_seed=5)
     trainer = Trainer(dataset, steps_per_chunk=7, compile_loop=compile_loop)
 

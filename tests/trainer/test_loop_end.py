@@ -1,4 +1,4 @@
-"""`loop_end`: numbers that are derived from the metrics of a loop, and its state."""
+"""Tests of `loop_end`: numbers derived from the metrics of a loop."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +62,7 @@ def test_a_loop_and_an_evaluation_have_derived_numbers(strategy):
     np.testing.assert_allclose(output["norm"], np.linalg.norm(w), rtol=1e-5)
 
 
-def test_it_runs_once_for_each_loop_and_its_arrays_stay():
+def test_loop_end_runs_once_for_each_loop_and_its_arrays_stay():
     seen = []
 
     def take_state(values, state):
@@ -86,7 +86,7 @@ def test_it_runs_once_for_each_loop_and_its_arrays_stay():
     np.testing.assert_allclose([each["w"] for each in outputs], rows, rtol=1e-5)
 
 
-def test_it_adds_to_what_metrics_compute():
+def test_loop_end_adds_to_the_results_of_metrics():
     trainer = make_trainer(
         train=lambda state, batch: (state, {"values": batch["loss"]}),
         metrics=nnx.MultiMetric(loss=nnx.metrics.Average()),

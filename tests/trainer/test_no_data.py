@@ -1,4 +1,4 @@
-"""Steps that make their own data: trainers and evaluators without a data set."""
+"""Tests of trainers and evaluators without a data set."""
 
 import logging
 

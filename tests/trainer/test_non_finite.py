@@ -1,4 +1,4 @@
-"""Steps that leave infinities or NaN are undone, and nothing else is changed."""
+"""Tests that steps which leave infinities or NaN are undone."""
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +174,7 @@ class Plain(armillary.StandardTrainer):
 
 
 @pytest.mark.slow
-def test_plain_attributes_keep_their_values_but_for_counters_and_keys():
+def test_plain_attributes_except_counters_and_keys_keep_their_values():
     x = np.array([[1, 2], [np.inf, 1], [3, 1]], np.float32)
     trainer = Plain(x, on_non_finite="skip")
     trainer.train(1)
@@ -268,7 +268,7 @@ def make_streaming_trainer(error=None, **options):
     )
 
 
-def test_data_that_cannot_be_repositioned_goes_on_behind_the_loop():
+def test_data_that_cannot_be_repositioned_continues_behind_the_loop():
     trainer = make_streaming_trainer()
 
     with pytest.raises(NonFiniteError, match="at step 2 of the 3"):

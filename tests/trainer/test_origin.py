@@ -1,4 +1,4 @@
-"""A step that leaves infinities or NaN names the operation, or the batch."""
+"""Tests that the operation or the batch that made the first NaN is named."""
 
 import re
 from pathlib import Path
@@ -155,7 +155,7 @@ HOW_TO_FIND = (
 )
 
 
-def test_where_a_step_cannot_be_repeated_the_message_says_how_to_look():
+def test_the_message_says_how_to_look_if_a_step_cannot_be_repeated():
     batch = {"x": np.zeros((4, 2), np.float32)}
     assert HOW_TO_FIND in train(log, data=lambda: (batch for _ in range(4)))
 

@@ -1,4 +1,4 @@
-"""`Checkpoint(trainer=trainer)`: a `StandardTrainer` saves its place in the data."""
+"""Tests that `Checkpoint(trainer=trainer)` saves the position in the data."""
 
 import json
 
@@ -20,7 +20,7 @@ DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
 
 
 class Trainer(armillary.StandardTrainer):
-    """Has no strategy but the controller's, and data that is not distributed."""
+    """A trainer with data that is not distributed, and the controller's strategy."""
 
     def __init__(self, data):
         super().__init__(data)
@@ -66,7 +66,7 @@ def run(directory, *stops, data=make_data, num_replicas=2):
 @slow_after_first(
     "data", [make_data, lambda: [make_data(), make_data(4)]], ids=["one", "two"]
 )
-def test_a_run_that_is_stopped_goes_on_bit_for_bit(data, tmp_path, caplog):
+def test_a_run_that_is_stopped_continues_bit_for_bit(data, tmp_path, caplog):
     whole = run(tmp_path / "whole", 13, data=data)
     stopped = run(tmp_path / "stopped", 3, 5, 13, data=data)
     np.testing.assert_array_equal(stopped, whole)
@@ -157,7 +157,7 @@ def test_a_look_at_the_data_of_a_trainer_moves_no_position():
     assert data.get_state()["source"] == {"epoch": 0, "index": 24, "num_examples": 64}
 
 
-def test_a_trainer_that_comes_back_to_its_data_goes_on_in_it():
+def test_a_trainer_that_comes_back_to_its_data_continues_in_it():
     strategy = armillary.get_strategy()
     data = [strategy.distribute_dataset(make_data()) for _ in range(2)]
     trainer = Trainer(data[0])
@@ -167,7 +167,7 @@ def test_a_trainer_that_comes_back_to_its_data_goes_on_in_it():
     assert [each.get_state()["source"]["index"] for each in data] == [48, 16]
 
 
-def test_two_trainers_on_one_distributed_dataset_are_told_so(caplog):
+def test_two_trainers_on_one_distributed_dataset_are_an_error(caplog):
     data = armillary.get_strategy().distribute_dataset(make_data())
     trainers = [Trainer(data), Trainer(data)]
     trainers[0].train(1)

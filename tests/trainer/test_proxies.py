@@ -1,4 +1,4 @@
-"""Trainers that hold weak references, as callbacks of other libraries do."""
+"""Tests of trainers that hold weak references."""
 
 import weakref
 
@@ -39,7 +39,7 @@ def test_a_proxy_whose_object_is_gone_does_not_matter(tmp_path):
     assert len(manager.checkpoints) == 2
 
 
-def test_what_a_step_does_with_it_is_pythons_own_error():
+def test_using_a_dead_reference_in_a_step_is_pythons_own_error():
     class Looking(Trainer):
         def train_step(self, iterator):
             next(iterator)

@@ -1,4 +1,4 @@
-"""Kinds of the leaves of a pure step: every library's state on several replicas."""
+"""Tests of the kinds of a pure step's state, for every library, on replicas."""
 
 import functools
 import re

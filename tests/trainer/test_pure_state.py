@@ -1,4 +1,4 @@
-"""What the state of a pure step may be, and what a step may return."""
+"""Tests of the state and the results that a pure step may have."""
 
 import re
 from typing import Any
@@ -257,7 +257,7 @@ def test_a_state_may_hold_a_module_twice():
     assert trainer.state["model"].kernel is not trainer.state["average"].kernel
 
 
-def test_paths_of_variables_are_those_of_their_places():
+def test_paths_of_variables_follow_their_places():
     state = nnx.State({"dense": {"kernel": nnx.Param(jnp.zeros(2))}})
     trainer = make_trainer(lambda state, batch: (state, {}), (state,))
     slots = find_slots(trainer)

@@ -1,4 +1,4 @@
-"""Data that depend on the state: `StandardTrainerOptions(read_ahead=False)`."""
+"""Tests of data that depends on the state, with `read_ahead=False`."""
 
 import logging
 from typing import Any

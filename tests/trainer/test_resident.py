@@ -1,4 +1,4 @@
-"""Proofs that data which stays on the device changes nothing but the speed."""
+"""Tests that data which stays on the device changes only the speed."""
 
 import itertools
 import re
@@ -99,7 +99,7 @@ def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_residen
 
 
 class Squashes(armillary.StandardTrainer):
-    """Has arithmetic that compilers like to merge with the reading of its data."""
+    """A trainer whose arithmetic compilers like to merge with reading its data."""
 
     def __init__(self, strategy, dataset, **options):
         super().__init__(dataset, armillary.StandardTrainerOptions(**options))

@@ -91,7 +91,7 @@ def assert_same(trainer, expected):
     ],
     ids=["at once", "chunks", "Python", "watched"],
 )
-def test_a_loop_is_that_of_python_however_it_is_divided(loops, options, expected):
+def test_a_loop_equals_a_python_loop_however_it_is_divided(loops, options, expected):
     trainer = Trainer(make_strategy(2), **options)
     for num_steps in loops:
         trainer.train(num_steps)

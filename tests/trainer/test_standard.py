@@ -195,7 +195,7 @@ def test_another_dataset_is_started_on():
     assert trainer.sums == (1 + 2 + 10 + 11, 4)
 
 
-def test_what_the_data_function_raises_reaches_the_caller():
+def test_an_error_of_the_data_function_reaches_the_caller():
     class BrokenError(Exception):
         pass
 
@@ -410,7 +410,7 @@ def test_a_method_that_a_step_calls_may_have_any_name():
     Kind(make_batches(1)).train(1)
 
 
-def test_what_a_step_returns_is_not_dropped_in_silence(caplog):
+def test_the_result_of_a_step_is_not_dropped_without_a_message(caplog):
     class Kind(armillary.StandardTrainer):
         # A type checker says so too.
         def train_step(self, iterator):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -425,7 +425,7 @@ def test_what_a_step_returns_is_not_dropped_in_silence(caplog):
     assert caplog.text.count(said) == 1
 
 
-def test_a_method_beside_its_hook_is_the_users_own():
+def test_a_method_next_to_its_hook_is_the_users_own():
     class Kind(Trainer):
         def train_steps(self):
             """Not the hook, which this class has."""

@@ -1,4 +1,4 @@
-"""Metrics that a pure step returns: exact, and the same under every strategy."""
+"""Tests that metrics of pure steps are exact under every strategy."""
 
 import functools
 import logging
@@ -105,7 +105,7 @@ def make_trainer(strategy, train=step, data=DATA, **arguments):
 
 
 @slow_after_first("strategy", STRATEGIES)
-def test_metrics_are_those_of_all_examples_in_training(strategy):
+def test_metrics_cover_all_examples_in_training(strategy):
     trainer = make_trainer(STRATEGIES[strategy]())
     rows = np.arange(NUM)
     check(trainer.train(1), expect(rows[:16]))
@@ -114,7 +114,7 @@ def test_metrics_are_those_of_all_examples_in_training(strategy):
 
 @slow_after_first("strategy", STRATEGIES)
 @pytest.mark.parametrize("batch_size", [7])
-def test_metrics_are_those_of_all_examples_in_an_evaluation(strategy, batch_size):
+def test_metrics_cover_all_examples_in_an_evaluation(strategy, batch_size):
     trainer = make_trainer(STRATEGIES[strategy]())
     data = from_arrays(DATA, batch_size=batch_size)  # 7 rows for 4 replicas, and 3
     evaluator = armillary.StepEvaluator(lambda _, batch: measure(batch), trainer, data)
@@ -151,7 +151,7 @@ def test_parts_of_a_batch_add_up_in_the_step(strategy):
 
 
 @pytest.mark.slow
-def test_metrics_of_accumulated_gradients_are_those_of_the_batch():
+def test_metrics_with_accumulated_gradients_cover_the_whole_batch():
     class Trainer(armillary.StandardTrainer):
         def __init__(self, strategy):
             options = armillary.StandardTrainerOptions(accumulate_steps=2)

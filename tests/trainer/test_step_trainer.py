@@ -1,4 +1,4 @@
-"""`StepTrainer` and `StepEvaluator`: pure functions of any pytree and a batch."""
+"""Tests of `StepTrainer` and `StepEvaluator` with pure functions."""
 
 import dataclasses
 import functools
@@ -151,7 +151,7 @@ def test_it_equals_a_loop_by_hand_bit_for_bit(kind):
 
 
 @slow_after_first("kind", KINDS)
-def test_a_run_that_is_stopped_goes_on_bit_for_bit(kind, tmp_path):
+def test_a_run_that_is_stopped_continues_bit_for_bit(kind, tmp_path):
     def run(directory, *stops):
         trainer = train_with_stops(lambda: make_trainer(kind, 2), directory, stops)
         return leaves_of(trainer.state)
@@ -268,7 +268,7 @@ def count(state, batch):
         (lambda state, batch: (state, 3.0), TypeError, "must be a dictionary"),
     ],
 )
-def test_what_a_step_must_not_return(step, error, message):
+def test_wrong_results_of_a_step_are_errors(step, error, message):
     state = {"w": jnp.zeros(3), "rate": 0.5}
     trainer = armillary.StepTrainer(step, state, from_arrays(DATA, batch_size=8))
     with pytest.raises(error, match=re.escape(message)):

@@ -1,4 +1,4 @@
-"""Two threads never run steps with the same state at the same time."""
+"""Tests that two threads never run steps with the same state at once."""
 
 import threading
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def make_data(*, repeat: bool) -> Any:
 
 
 class Trainer(armillary.StandardTrainer):
-    """Has another thread do something at the end of each loop, and waits for it."""
+    """Lets another thread run a function at the end of each loop, and waits for it."""
 
     def __init__(self, model: nnx.Linear) -> None:
         options = armillary.StandardTrainerOptions(compile_hooks=False)

@@ -1,4 +1,4 @@
-"""Tests of what makes a step be traced again, and of what may not change."""
+"""Tests of changes that trace a step again, and of changes that are refused."""
 
 import queue
 import types
@@ -221,7 +221,7 @@ def test_a_parameter_that_is_frozen_by_its_metadata_between_loops_stays(caplog):
     assert "(model/kernel/frozen)" in caplog.text
 
 
-def test_a_metric_made_anew_for_every_loop_is_the_same_to_a_program(no_retrace):
+def test_a_metric_made_again_for_every_loop_is_the_same_to_a_program(no_retrace):
     class Anew(Trainer):
         def train_loop_begin(self):
             self.loss = nnx.metrics.Average("loss")

@@ -1,4 +1,4 @@
-"""A model that is a value, which each step makes anew, trains as in plain JAX."""
+"""Tests that a model which is a new value in each step trains as in plain JAX."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Arrays and a comparison that all tests of the lowerings use."""
+"""Arrays and a comparison for all tests of the lowerings."""
 
 from typing import Any
 

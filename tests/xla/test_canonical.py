@@ -1,4 +1,4 @@
-"""Canonical convolutions in the tables of JAX: what programs hold, and when."""
+"""Tests of canonical convolutions in JAX's tables: when they apply."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from armillary.xla import _lowerings
 from armillary.xla._compile import compile_step, has_slow_loop
-from armillary.xla._convolutions import Form, choose_form, convolve, is_supported
+from armillary.xla._convolutions import Form, choose_form, convolve
 from armillary.xla._lowerings import Lowered, canonically, has_rules
+from armillary.xla._pooling import is_supported
 from tests.tiers import slow_after_first
 from tests.xla.arrays import IMAGES, assert_close, make
 

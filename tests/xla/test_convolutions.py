@@ -1,4 +1,4 @@
-"""Forms of convolutions and of max-pooling that CPUs run fast equal those of JAX."""
+"""Tests that fast convolutions and max-pooling on CPUs equal JAX's own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +17,8 @@ from armillary.xla._convolutions import (
     Form,
     choose_form,
     convolve,
-    scatter_to_winners,
 )
+from armillary.xla._pooling import scatter_to_winners
 from tests.tiers import slow_after_first
 from tests.xla.arrays import IMAGES, assert_close, make
 

@@ -11,9 +11,9 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary.data._layout import Active
 from armillary.data.feed._gather import empty_aligned
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import Piece
 from armillary.data.sources._batch import describe_shapes
 from armillary.data.sources._stale import reading_ahead
 from armillary.errors import BatchSizeError
@@ -108,7 +108,7 @@ class ChunkBuilder:
     def _begin(self, readers: Sequence[BatchReader], step: Step) -> Chunk:
         """Returns a chunk with room for `step`, and for more steps if they fit."""
         signature = _sign(step)
-        gathers = [reader.gather for reader in readers]
+        gathers = [reader.data.gather for reader in readers]
         for index, (gather, batches) in enumerate(zip(gathers, step, strict=True)):
             if len(set(signature[index])) > 1:
                 shown = list_lines(
@@ -185,7 +185,7 @@ class ChunkBuilder:
                 return buffer[: chunk.capacity * count]
 
             arrays = jax.tree.map(trim, chunk.arrays[index])
-            gather = readers[index].gather
+            gather = readers[index].data.gather
             chunk.arrays[index] = gather.send(arrays, 1, chunk.num_replicas[index])
 
 

@@ -8,19 +8,17 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
 from armillary.cluster._peers import Peers
+from armillary.data.feed._ahead import Peekable, read_ahead
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
-from armillary.data.feed._prefetcher import Prefetcher
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import Piece
-from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import DatasetStateError, PeerError
 
 if TYPE_CHECKING:
-    from armillary.data._dataset import DistributedDataset
     from armillary.data.feed._chunks import Chunk
 
 _CLOSE_TIMEOUT_SECONDS = 5.0
@@ -37,41 +35,21 @@ class Feed(Generic[T]):
     lost. If the feed has the `name` of a step, processes compare their chunks.
     """
 
-    def __init__(
-        self,
-        datasets: "Sequence[DistributedDataset]",
-        *,
-        in_pieces: bool,
-        begins_anew: bool = False,
-        name: str | None = None,
-        owner: Any = None,
-        reads_ahead: bool = True,
-    ) -> None:
-        self._datasets = tuple(datasets)
+    def __init__(self, readers: Sequence[BatchReader], name: str | None = None) -> None:
+        # They must not be used while a thread reads.
+        self.readers = list(readers)
         self._name = name
         # Steps without data are the same in all processes.
-        is_compared = name is not None and bool(datasets)
-        self._peers = datasets[0].layout.peers if is_compared else None
+        is_compared = name is not None and bool(readers)
+        self._peers = readers[0].data.layout.peers if is_compared else None
         self._announcing = contextlib.nullcontext
         if self._peers is not None:
             self._announcing = self._peers.announcing_errors
         self._is_alike = False
-        # They must not be used while a thread reads.
-        self.readers = [
-            dataset.open_reader(
-                in_pieces=in_pieces,
-                begins_anew=begins_anew,
-                owner=owner,
-                reads_ahead=reads_ahead,
-            )
-            for dataset in datasets
-        ]
-        for reader in self.readers:
-            reader.feed = weakref.ref(self)
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
-        self.queue: Prefetcher[T] | None = None  # The chunks, after the first read.
+        self.queue: Peekable[T] | None = None  # The chunks, after the first read.
         self._is_cut_off = False
         self.offset = 0  # The number of steps of the current chunk that were used.
         self.is_started = False
@@ -94,7 +72,7 @@ class Feed(Generic[T]):
 
     @property
     def is_repositionable(self) -> bool:
-        return all(dataset.is_repositionable for dataset in self._datasets)
+        return all(reader.data.is_repositionable for reader in self.readers)
 
     @property
     def chunk(self) -> T | None:
@@ -107,7 +85,7 @@ class Feed(Generic[T]):
         It may be called only before `start`.
         """
         if self.is_closed:
-            return [None] * len(self._datasets)
+            return [None] * len(self.readers)
         with self._announcing(), self.reading():
             batches = [reader.peek() for reader in self.readers]
         self.note_ends()
@@ -140,19 +118,20 @@ class Feed(Generic[T]):
                 "`input_context`."
             )
         # If processes agree on each batch, equal first chunks mean equal chunks.
-        self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
+        self._is_alike = all(reader.data.is_agreed for reader in self.readers)
 
     def _describe(self, chunk: T | None) -> str:
         """Returns a text that is equal for chunks that processes may run together."""
         if chunk is None:
             return "no more data"
         places = []
-        for dataset, position in zip(self._datasets, chunk.positions[0], strict=True):
-            if dataset.is_agreed:
+        for reader, position in zip(self.readers, chunk.positions[0], strict=True):
+            data = reader.data
+            if data.is_agreed:
                 continue
             places.append(f"epoch {position.epoch}")
             # Not for other libraries, whose positions may differ between processes.
-            if isinstance(dataset.source, IndexedDataset):
+            if data.is_indexed:
                 places.append(str(position.source))
         return "; ".join([str(chunk), *places])
 
@@ -168,7 +147,7 @@ class Feed(Generic[T]):
         self._recover()
         if self.queue is None:
             assert self._build is not None
-            self.queue = Prefetcher(self._build(self.readers), self._prefetch, self)
+            self.queue = read_ahead(self._build(self.readers), self._prefetch, self)
         # Ctrl-C does not interrupt a background thread, so it loses no batches.
         context = contextlib.nullcontext() if self._prefetch else self.reading()
         with context:
@@ -228,10 +207,8 @@ class Feed(Generic[T]):
 
     def _reopen(self, positions: Sequence[Position]) -> None:
         for reader, position in zip(self.readers, positions, strict=True):
-            dataset = reader.dataset
-            if dataset.is_repositionable:
-                reader.close()
-                reader.open(position, dataset.read(position))
+            if reader.data.is_repositionable:
+                reader.reopen(position)
 
     def close(self) -> None:
         """Releases the data; the positions are kept."""
@@ -257,10 +234,10 @@ class Feed(Generic[T]):
         """Reads lost batches again after Ctrl-C, which ends a generator."""
         if not self._is_cut_off:
             return
-        for dataset in self._datasets:
-            if not dataset.is_repositionable:
+        for reader in self.readers:
+            if not reader.data.is_repositionable:
                 raise DatasetStateError(
-                    f"The source ({dataset.source_name}) was interrupted (Ctrl-C) "
+                    f"The source ({reader.data.name}) was interrupted (Ctrl-C) "
                     "while it was read, and cannot go back to the batches that were "
                     "lost. Make a new dataset, or use a source that can go back, such "
                     "as `armillary.data.from_arrays`."

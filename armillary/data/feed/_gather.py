@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from armillary.data._layout import BatchLayout, InputOptions
-from armillary.data.feed._split import MASK, Piece, add_mask, get_mask
+from armillary.data.feed._piece import MASK, Piece, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._batch import as_device_values, canonical_dtype, show_path
 from armillary.data.sources._source import Source

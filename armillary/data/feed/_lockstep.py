@@ -26,9 +26,9 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.data._layout import Active, BatchLayout
+from armillary.data.feed._ahead import Peekable
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
-from armillary.data.feed._prefetcher import Prefetcher
-from armillary.data.feed._split import Piece
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
@@ -59,7 +59,7 @@ class Lockstep:
 
     def __init__(
         self,
-        pieces: Prefetcher[Piece],
+        pieces: Peekable[Piece],
         layout: BatchLayout,
         in_pieces: bool,
         most_offers: int,

@@ -1,18 +1,15 @@
-"""Reads one dataset from a position, in step with other processes."""
+"""Reads one data set from a position, in step with other processes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
+from armillary.data.feed._ahead import Peekable, read_ahead
+from armillary.data.feed._input import Input
 from armillary.data.feed._lockstep import MOST_OFFERS, Lockstep
+from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
-from armillary.data.feed._prefetcher import Prefetcher
-from armillary.data.feed._split import Piece, Splitter
+from armillary.data.feed._split import Splitter
 from armillary.data.feed._stream import SourceBatch
-
-if TYPE_CHECKING:
-    from armillary.data._dataset import DistributedDataset
-    from armillary.data.feed._feed import Feed
 
 
 class BatchReader:
@@ -20,49 +17,47 @@ class BatchReader:
 
     def __init__(
         self,
-        dataset: "DistributedDataset",
+        data: Input,
         position: Position,
-        batches: Prefetcher[SourceBatch],
+        batches: Peekable[SourceBatch],
         *,
         in_pieces: bool,
         reads_ahead: bool = True,
     ) -> None:
-        if dataset.is_agreed and dataset.options.remainder == "exact" and not in_pieces:
+        is_exact = data.options.remainder == "exact"
+        if data.is_agreed and is_exact and not in_pieces:
             raise ValueError(
                 '`remainder` is "exact", but each process reads its own data, so rows '
                 "would have to be sent between processes. Distribute one data set over "
                 "all processes (`strategy.distribute_dataset`), or use "
                 '`remainder="pad"`.'
             )
-        self.dataset = dataset
-        self.gather = dataset.gather
+        self.data = data
         self._in_pieces = in_pieces
         self._most_offers = MOST_OFFERS if reads_ahead else 1
         self._reads_ahead = reads_ahead
-        self.feed: Callable[[], Feed[Any] | None] = lambda: None  # its owner
         self.used = position  # the position after the last batch that was used
         self.open(position, batches)
 
-    def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
-        """Begins to read `batches`, which follow `position`."""
-        dataset = self.dataset
-        self.batches: Prefetcher[SourceBatch] | None = batches  # None once closed
+    def open(self, position: Position, batches: Peekable[SourceBatch]) -> None:
+        data = self.data
+        self.batches: Peekable[SourceBatch] | None = batches  # None once closed
         self.position = position  # the position after the last batch that was taken
-        splitter = Splitter(dataset, in_pieces=self._in_pieces)
-        pieces = splitter.split(batches, position)
-
-        self._ahead: Prefetcher[Piece] | None = None
-        if dataset.is_agreed:
+        pieces = Splitter(data, in_pieces=self._in_pieces).split(batches, position)
+        self._ahead: Peekable[Piece] | None = None
+        if data.is_agreed:
             # A thread reads ahead the pieces that the processes must agree on.
-            has_thread = self._reads_ahead and dataset.options.prefetch > 0
+            has_thread = self._reads_ahead and data.options.prefetch > 0
             num_ahead = self._most_offers if has_thread else 0
-            ahead = Prefetcher(pieces, num_ahead, self)
-            self._ahead = ahead
-            lockstep = Lockstep(
-                ahead, dataset.layout, self._in_pieces, self._most_offers
-            )
+            ahead = self._ahead = read_ahead(pieces, num_ahead, self)
+            lockstep = Lockstep(ahead, data.layout, self._in_pieces, self._most_offers)
             pieces = lockstep.align(position)
-        self._pieces = Prefetcher(pieces, 0, self)
+        self._pieces = Peekable(pieces)
+
+    def reopen(self, position: Position) -> None:
+        """Drops batches that were read, and goes to another position."""
+        self.close()
+        self.open(position, self.data.read(position))
 
     def __iter__(self) -> "BatchReader":
         return self
@@ -94,4 +89,4 @@ class BatchReader:
 def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:
     (reader,) = readers
     for piece in reader:
-        yield replace(piece, arrays=reader.gather.place(piece))
+        yield replace(piece, arrays=reader.data.gather.place(piece))

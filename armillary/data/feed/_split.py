@@ -15,62 +15,35 @@ devices. In an evaluation, where steps add up, it becomes several smaller pieces
 
 import math
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from armillary.data._layout import Active, hosted_replicas
+from armillary.data._layout import hosted_replicas
+from armillary.data.feed._input import Input
+from armillary.data.feed._piece import Piece, add_mask, count_rows
 from armillary.data.feed._position import Position
 from armillary.data.feed._stream import SourceBatch
-from armillary.data.sources._arrays import IndexedDataset
-from armillary.data.sources._batch import get_signature
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
-if TYPE_CHECKING:
-    from armillary.data._dataset import DistributedDataset
-
-MASK = "mask"
 _FIXES = (
     '`InputOptions(remainder="exact")` to run it on fewer replicas, `"drop"` to leave '
     'examples out, or `"pad"` to fill up and get a `mask`'
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """The rows of this process for one step: a distributed batch, or a part of it."""
-
-    arrays: PyTree
-    num_active: Active  # replicas that have data
-    num_replicas: int  # replicas that share it: all of them, or a divisor
-    position: Position  # the position after it
-    is_last: bool  # whether it is the last piece of its group
-    mark: str = ""  # tells its global batch from others, if processes compare them
-
-    @property
-    def positions(self) -> list[tuple[Position, ...]]:
-        """The position after it, in the form of `Chunk.positions`."""
-        return [(self.position,)]
-
-    @property
-    def signature(self) -> Hashable:
-        """A key that is equal for pieces that one program can take."""
-        return get_signature(self.arrays), self.num_active, self.num_replicas
-
-
 class Splitter:
     """Splits batches between this process's replicas, for an evaluation `in_pieces`."""
 
-    def __init__(self, dataset: "DistributedDataset", *, in_pieces: bool) -> None:
-        layout = dataset.layout
-        self._remainder = dataset.options.remainder
+    def __init__(self, data: Input, *, in_pieces: bool) -> None:
+        layout = data.layout
+        self._remainder = data.options.remainder
         self._stacked = layout.stacked
         self._in_pieces = in_pieces
-        self._of_replicas = dataset.per_replica_batches
+        self._of_replicas = data.per_replica_batches
         self._num_all = layout.num_replicas
         self._num_replicas = layout.num_replicas
         self._local: range | None = None
@@ -80,8 +53,7 @@ class Splitter:
             else:
                 self._local = layout.local_replicas
         # The examples of an indexed data set were compared when it was distributed.
-        is_indexed = isinstance(dataset.source, IndexedDataset)
-        self._is_marked = self._local is not None and not is_indexed
+        self._is_marked = self._local is not None and not data.is_indexed
         self._num_shares = self._num_replicas if layout.stacked else 1
         self._group_size = self._num_shares if self._of_replicas else 1
         # Whether a group that does not fit is one piece for fewer replicas.
@@ -224,10 +196,6 @@ class Splitter:
         return [(_stack(batches, count), len(batches)) for batches in by_size.values()]
 
 
-def count_rows(arrays: PyTree) -> int:
-    return jax.tree.leaves(arrays)[0].shape[0]
-
-
 def _mark(batches: list[PyTree]) -> str:
     """Returns a checksum of the first and the last example of each batch."""
     checksum = 0
@@ -269,27 +237,3 @@ def _pad(arrays: PyTree, size: int, num_seen: int) -> PyTree:
         rows = np.minimum(np.arange(size), num_rows - 1)
         arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
     return add_mask(arrays, np.arange(size) < num_seen)
-
-
-def get_mask(batch: PyTree) -> Any:
-    """Returns the leaf that `remainder="pad"` has added to a batch."""
-    return batch[MASK] if isinstance(batch, dict) else batch[-1]
-
-
-def add_mask(batch: PyTree, mask: object) -> PyTree:
-    """Returns `batch` with the leaf that `remainder="pad"` adds."""
-    if type(batch) in (tuple, list):
-        return type(batch)([*batch, mask])
-    if not isinstance(batch, dict):
-        raise TypeError(
-            f"The batches are of type {type(batch).__name__}, but "
-            '`InputOptions(remainder="pad")` adds a mask to each, as the entry '
-            f"`{MASK}` of a dictionary or as the last item of a tuple. Return one of "
-            'these from the data set, or use `remainder="exact"` or `"drop"`.'
-        )
-    if MASK in batch:
-        raise ValueError(
-            f"The batches have a leaf `{MASK}` already, which `InputOptions(remainder="
-            '"pad")` adds to each. Rename it in the data set.'
-        )
-    return {**batch, MASK: mask}

@@ -1,12 +1,12 @@
-"""The batches of one pass over a source, with the position after each."""
+"""The batches of a source, with the position after each of them."""
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._position import Position
-from armillary.data.feed._prefetcher import Prefetcher
 from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._source import IterableSource, Source
 from armillary.data.sources._stale import explaining_deleted_arrays
@@ -23,12 +23,12 @@ class SourceBatch(NamedTuple):
 
 def read_batches(
     source: Source, position: Position, note: Callable[[SourceBatch], None]
-) -> "Prefetcher[SourceBatch]":
+) -> Peekable[SourceBatch]:
     """Returns the batches of one pass from a position on, and calls `note` for each."""
     if position.is_exhausted:
         if position.source is not None and isinstance(source, IterableSource):
             source.finish(position.source)
-        return Prefetcher(iter(()), 0)
+        return Peekable(iter(()))
     iterator = source.make_iterator(position.epoch)
     if position.source is not None:
         try:
@@ -67,4 +67,4 @@ def read_batches(
                 note(batch)
                 yield batch
 
-    return Prefetcher(read(), 0)
+    return Peekable(read())

@@ -9,23 +9,25 @@ Only values that are surely such sums count. So a correct step gets no warning, 
 step that is wrong in an unusual way may get no warning either.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.core import Tracer
 
-from armillary._jax_compat import count_scan_operands, read_number, read_real
+from armillary._jax_compat import read_number, read_real
 from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
-from armillary.distribute.replica._proof import METRIC
+from armillary.distribute.replica._example_axes import axes_of_result
+from armillary.distribute.replica._marks import METRIC
 
+# Operations with one result for each operand, which is still a sum if the operand is.
+_COPIES_OF_EACH = ("psum", "psum_invariant", "optimization_barrier")
 # Operations whose result is still the sum.
 _COPIES = (
     *("convert_element_type", "copy", "neg", "reshape", "squeeze", "broadcast_in_dim"),
     *("transpose", "slice", "select_n", "reduce_sum", "stop_gradient", "pvary"),
-    *("psum", "psum_invariant", "optimization_barrier", "sharding_constraint"),
+    "sharding_constraint",
 )
 _ADDITIONS = ("add", "add_any", "sub")
 # Parts of the names of metrics that divide a sum.
@@ -36,7 +38,12 @@ _DENOMINATORS = (
 
 
 class _Rows(NamedTuple):
-    """A value for each example of a batch, along an axis."""
+    """A value for each example of a batch.
+
+    Attributes:
+        axis: The axis of the examples, counted from the last one, -1.
+        num_examples: The number of examples.
+    """
 
     axis: int
     num_examples: int
@@ -71,12 +78,15 @@ def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> Non
         axis: The axis of the examples.
     """
     facts: list[_Facts] = [frozenset()] * num_slots
-    for each in program.in_avals[num_slots:]:
-        has_several = each.ndim > axis and each.shape[axis] > 1
-        rows = {_Rows(axis, each.shape[axis])} if has_several else ()
+    for array in program.in_avals[num_slots:]:
+        rows: set[_Rows] = set()
+        if array.ndim > axis and array.shape[axis] > 1:
+            rows.add(_Rows(axis - array.ndim, array.shape[axis]))
         facts.append(frozenset(rows))
+
     search = _Search()
     search.run(program, facts)
+
     sums = {name: line for name, line in search.metrics.items() if line}
     if sums:
         logger.warning("%s", _explain(step_name, sums, list(search.metrics)))
@@ -85,8 +95,10 @@ def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> Non
 def _explain(step_name: str, sums: dict[str, str], names: list[str]) -> str:
     divisors = [name for name in names if _is_denominator(name)]
     dividends = [name for name in sums if name not in divisors]
+    # Without a dividend, the sums are only numbers such as a count of tokens.
     shown = dividends or list(sums)
     fixes = [_fix(name, divisors, is_quotient=bool(dividends)) for name in shown]
+
     places = " and ".join(f"`{name}` ({sums[name]})" for name in shown)
     found = f"{places} as a plain number, but it is a sum"
     if len(shown) > 1:
@@ -102,11 +114,11 @@ def _explain(step_name: str, sums: dict[str, str], names: list[str]) -> str:
 
 def _fix(name: str, divisors: list[str], *, is_quotient: bool) -> str:
     """Returns the line to write for a metric that is a sum."""
-    key = name.rpartition("/")[2]
+    *_, key = name.split("/")
     total = f'`"{key}": armillary.metrics.Sum({key})` for a total'
     if not is_quotient:
         return total
-    divisor = next(iter(divisors), "denominator").rpartition("/")[2]
+    *_, divisor = (divisors[0] if divisors else "denominator").split("/")
     quotient = f"armillary.metrics.Ratio({key}, {divisor})"
     return f'`"{key}": {quotient}` for a mean, or {total}'
 
@@ -138,155 +150,105 @@ class _Search(Dataflow[_Facts]):
     def transfer(self, equation: Any, operands: list[_Facts]) -> list[_Facts] | None:
         name = equation.primitive.name
         if name == "name":
-            self._note(equation.params["name"], operands[0])
+            self._note_metric(equation.params["name"], operands[0])
             return operands
-        if name == "scan":
-            return self._follow_shifted_scan(equation, operands)
+        if name in _COPIES_OF_EACH:
+            return operands
         if any(programs_in(equation)):
             return None
-        return [self._make(equation, name, operands, made) for made in equation.outvars]
+        return [self._mix(equation, operands, made) for made in equation.outvars]
 
-    def _note(self, mark_name: str, facts: _Facts) -> None:
-        if mark_name.startswith(METRIC):
-            lines = [fact.line for fact in facts if isinstance(fact, _Sum)]
-            is_sum = len(lines) == len(facts)
-            name = mark_name.removeprefix(METRIC)
-            self.metrics[name] = min(lines) if lines and is_sum else ""
+    def _note_metric(self, mark_name: str, facts: _Facts) -> None:
+        if not mark_name.startswith(METRIC):
+            return
+        lines = [fact.line for fact in facts if isinstance(fact, _Sum)]
+        is_sum = bool(lines) and len(lines) == len(facts)
+        name = mark_name.removeprefix(METRIC)
+        self.metrics[name] = min(lines) if is_sum else ""
 
-    def _follow_shifted_scan(
-        self, equation: Any, operands: list[_Facts]
-    ) -> list[_Facts]:
-        """Follows a scan, whose body has no axis for the steps of the scan."""
-        num_whole, num_carry = count_scan_operands(equation)
-        first = num_whole + num_carry
-        inside = [*operands[:first], *(_shift(facts, -1) for facts in operands[first:])]
-        results = self._follow_scan(equation, inside)
-        return [
-            *results[:num_carry],
-            *(_shift(facts, 1) for facts in results[num_carry:]),
-        ]
-
-    def _make(
-        self, equation: Any, name: str, operands: list[_Facts], made: Any
-    ) -> _Facts:
-        """Returns the facts of one result of an operation without programs."""
+    def _mix(self, equation: Any, operands: list[_Facts], made: Any) -> _Facts:
+        """Returns the facts of the result `made` of an operation without programs."""
         facts = self.join(operands)
-        if not facts or facts & _SCALED:
-            return facts and _SCALED
+        if not facts:
+            return self.nothing
         has_sum = any(isinstance(fact, _Sum) for fact in facts)
         has_rows = any(isinstance(fact, _Rows) for fact in facts)
-        if has_sum and has_rows:
+        if facts & _SCALED or (has_sum and has_rows):
             return _SCALED
         if has_sum:
-            return self._make_of_sums(equation, name, operands)
-        if len({fact.axis for fact in facts}) > 1 and name != "dot_general":
-            return _SCALED
-        if _divides_by_count(equation, name, operands):
-            return _SCALED
-        if name == "dot_general":
-            return self._make_product(equation, operands)
-        (axis, num_examples), *_ = facts
-        if name.startswith(("reduce_", "arg")) and "axes" in equation.params:
-            return self._reduce(equation, name, axis, num_examples)
-        pairs = zip(equation.invars, operands, strict=True)
-        operand = next(atom.aval.shape for atom, held in pairs if held)
-        place = _find_axis(equation, name, axis, operand, made.aval.shape)
-        if place is None:
-            return _SCALED
-        return frozenset({_Rows(place, num_examples)})
+            return self._mix_sums(equation, operands)
+        return self._mix_rows(equation, operands, made)
 
-    def _make_of_sums(self, equation: Any, name: str, operands: list[_Facts]) -> _Facts:
+    def _mix_sums(self, equation: Any, operands: list[_Facts]) -> _Facts:
         """Returns the facts of an operation on sums, if its result is still a sum."""
-        facts = self.join(operands)
+        name = equation.primitive.name
         is_multiple = name == "mul" and any(map(read_number, equation.invars))
         is_added = name in _ADDITIONS and all(operands)
-        return facts if name in _COPIES or is_multiple or is_added else self.nothing
+        is_sum = name in _COPIES or is_multiple or is_added
+        return self.join(operands) if is_sum else self.nothing
 
-    def _reduce(self, equation: Any, name: str, axis: int, num_examples: int) -> _Facts:
-        axes = equation.params["axes"]
-        if axis not in axes:
-            before = sum(each < axis for each in axes)
-            return frozenset({_Rows(axis - before, num_examples)})
-        is_backward = "transpose(" in str(equation.source_info.name_stack)
-        if name != "reduce_sum" or is_backward:
-            return self.nothing
-        return frozenset({_Sum(self.line(equation))})
+    def _mix_rows(self, equation: Any, operands: list[_Facts], made: Any) -> _Facts:
+        """Returns the facts of an operation on values for each example."""
+        counts = {rows.num_examples for rows in self.join(operands)}
+        if _divides_by(counts, equation):
+            return _SCALED
+        kept: set[_Rows] = set()
+        for index, facts in enumerate(operands):
+            for rows in facts:
+                if rows.axis + equation.invars[index].aval.ndim < 0:
+                    return _SCALED  # A loop takes the examples one by one.
+                axis = _find_axis(equation, index, rows.axis, made)
+                if axis is not None:
+                    kept.add(rows._replace(axis=axis))
+        if not kept:
+            return self._reduce(equation)
+        is_of_pairs = len({rows.axis for rows in kept}) > 1
+        return _SCALED if is_of_pairs else frozenset(kept)
 
-    def _make_product(self, equation: Any, operands: list[_Facts]) -> _Facts:
-        """Returns the facts of a product of matrices."""
-        contracted, batched = equation.params["dimension_numbers"]
-        made: set[Any] = set()
-        num_before = len(batched[0])
-        for side, (atom, facts) in enumerate(
-            zip(equation.invars, operands, strict=True)
-        ):
-            gone = (*contracted[side], *batched[side])
-            free = [axis for axis in range(atom.aval.ndim) if axis not in gone]
-            for axis, num_examples in facts:
-                if axis in contracted[side]:
-                    is_number = not equation.outvars[0].aval.shape
-                    made |= {_Sum(self.line(equation))} if is_number else set()
-                elif axis in batched[side]:
-                    made.add(_Rows(batched[side].index(axis), num_examples))
-                else:
-                    made.add(_Rows(num_before + free.index(axis), num_examples))
-            num_before += len(free)
-        return frozenset(made) if len(made) < 2 else _SCALED
-
-
-def _shift(facts: _Facts, by: int) -> _Facts:
-    """Returns the facts after `by` axes were added at the front, or removed."""
-    moved = {
-        fact._replace(axis=fact.axis + by) if isinstance(fact, _Rows) else fact
-        for fact in facts
-    }
-    is_lost = any(isinstance(fact, _Rows) and fact.axis < 0 for fact in moved)
-    return _SCALED if is_lost else frozenset(moved)
+    def _reduce(self, equation: Any) -> _Facts:
+        """Returns the facts of a result without an axis of examples."""
+        name = equation.primitive.name
+        if name == "dot_general":
+            is_sum = not equation.outvars[0].aval.shape
+        elif name.startswith(("reduce_", "arg")) and "axes" in equation.params:
+            is_sum = name == "reduce_sum" and not self.is_backward(equation)
+        else:
+            return _SCALED
+        return frozenset({_Sum(self.line(equation))}) if is_sum else self.nothing
 
 
-def _divides_by_count(equation: Any, name: str, operands: list[_Facts]) -> bool:
-    """Returns whether values are divided by a multiple of the number of examples."""
+def _divides_by(counts: Iterable[int], equation: Any) -> bool:
+    """Returns whether an operation divides by a multiple of one of these numbers."""
+    name = equation.primitive.name
     if name not in ("div", "mul"):
         return False
-    numbers = [each for each in map(read_real, equation.invars) if each]
-    counts = [fact.num_examples for facts in operands for fact in facts]
-    for number in numbers:
-        divisor = number if name == "div" else 1 / number if number else 0.0
-        is_whole = abs(divisor - round(divisor)) < 1e-3 * max(abs(divisor), 1)
-        if is_whole and any(round(divisor) % count == 0 for count in counts):
+    for number in filter(None, map(read_real, equation.invars)):
+        divisor = number if name == "div" else 1 / number
+        nearest = round(divisor)
+        is_whole = abs(divisor - nearest) < 1e-3 * max(abs(divisor), 1)
+        if is_whole and any(nearest % count == 0 for count in counts):
             return True
     return False
 
 
-def _find_axis(
-    equation: Any, name: str, axis: int, old: tuple[int, ...], new: tuple[int, ...]
-) -> int | None:
-    """Returns the new place of an axis after an operation; `None` if unknown."""
-    params = equation.params
-    if name == "broadcast_in_dim":
-        return params["broadcast_dimensions"][axis]
-    if name == "transpose":
-        return params["permutation"].index(axis)
-    if name == "squeeze":
-        dimensions = params["dimensions"]
-        is_gone = axis in dimensions
-        return None if is_gone else axis - sum(each < axis for each in dimensions)
-    if name == "reshape":
-        return _find_reshaped(axis, old, new)
-    if name == "conv_general_dilated":
-        numbers = params["dimension_numbers"]
-        is_batch = numbers.lhs_spec[0] == axis
-        return numbers.out_spec[0] if is_batch else None
-    is_kept = axis < len(new) and new[axis] == old[axis]
-    return axis if is_kept else None
+def _find_axis(equation: Any, index: int, axis: int, made: Any) -> int | None:
+    """Returns the axis of the examples in a result of an operation, if it is known.
 
-
-def _find_reshaped(axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> int | None:
-    """Returns the new axis that begins where the old axis began, if they overlap."""
-    for place in range(len(new)):
-        begins = math.prod(new[:place]) == math.prod(old[:axis])
-        larger = max(new[place], old[axis])
-        smaller = min(new[place], old[axis])
-        if begins and smaller > 1 and larger % smaller == 0:
-            return place
-    return None
+    Args:
+        equation: The operation.
+        index: The number of the operand.
+        axis: The axis of the examples in the operand.
+        made: The result.
+    """
+    shape = equation.invars[index].aval.shape
+    result = made.aval.shape
+    if len(equation.outvars) > 1:
+        # For example, `split`, `top_k` and decompositions keep the axes in front.
+        place = axis + len(shape)
+        found = place - len(result) if place < len(result) else None
+    else:
+        found = min(axes_of_result(equation, index, axis), default=None)
+    if found is None or equation.primitive.name == "reshape":
+        return found
+    # A slice has only some of the examples, and a concatenation has more of them.
+    return found if result[found] == shape[axis] else None

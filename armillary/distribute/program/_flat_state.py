@@ -29,19 +29,30 @@ _Parts: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
 class _Use:
-    """The arrays that one kind of program changes, and the arrays that it donates."""
+    """The arrays that one kind of program changes, and the arrays that it donates.
+
+    Attributes:
+        changed: The indices of the arrays that it changes.
+        new: For each index in `changed`, its place there.
+        donated: The indices of the arrays that it donates.
+        others: The indices of all other arrays.
+        pick_donated: Picks the donated arrays from a list of all arrays.
+        pick_others: Picks the other arrays from such a list.
+        pick_given: Picks all arrays from the new values of `changed`, followed by all
+            old values.
+    """
 
     def __init__(self, changed: tuple[int, ...], types: Sequence[Any]) -> None:
         self.changed = changed
         self.new = {index: number for number, index in enumerate(changed)}
         self.donated = [i for i in changed if types[i].ndim]
         read = [i for i in range(len(types)) if i not in self.new]
-        self.others = [*read, *[i for i in changed if not types[i].ndim]]
+        scalars = [i for i in changed if not types[i].ndim]
+        self.others = [*read, *scalars]
         self.pick_donated = _make_picker(self.donated)
         self.pick_others = _make_picker(self.others)
-        # Picks all arrays from the new values of `changed`, followed by all old values.
-        given = [self.new.get(i, len(changed) + i) for i in range(len(types))]
-        self.pick_given = _make_picker(given)
+        sources = [self.new.get(i, len(changed) + i) for i in range(len(types))]
+        self.pick_given = _make_picker(sources)
 
 
 def _make_picker(indices: Sequence[int]) -> _Picker:
@@ -52,27 +63,42 @@ def _make_picker(indices: Sequence[int]) -> _Picker:
 
 
 class FlatState:
-    """The arrays of a state, `lent` to programs, which `give` new ones back."""
+    """The arrays of a state, `lent` to programs, which `give` new ones back.
+
+    Attributes:
+        strategy: The strategy under which the programs run.
+        split: The split of the state over devices, as the strategy has it.
+        platform: The kind of the devices.
+        signature: The signature of the state, which all its later forms must have.
+        types: Shape and dtype of each array.
+        arrays: The arrays, in the order of the state; `None` before the first program.
+        state: The state that the arrays belong to.
+    """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
-        self._peers = strategy.peers
-        self._dispatch = strategy.dispatch
         self.strategy = strategy
         self.split = strategy.split
         self.platform: str = strategy.platform
+        self._peers = strategy.peers
+        self._dispatch = strategy.dispatch
+
         self.signature = state.signature()
         self.types = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, state.read())
         ]
-        self._shardings = list(strategy.state_shardings(state))
+        self.arrays: list[Any] = [None] * len(state.paths)
+
+        # Some strategies keep arrays elsewhere between programs, such as on the host.
         home = strategy.home
+        self._shardings = list(strategy.state_shardings(state))
         self._homes = [home or sharding for sharding in self._shardings]
         self._moves = self._homes != self._shardings
-        self.arrays: list[Any] = [None] * len(state.paths)
+
         self._use = _Use((), self.types)
         # Whether `arrays` are newer than the slots.
         self._is_ahead = False
+        # Whether `fits` has just looked at the slots.
         self._has_looked = False
         self._bind(state)
         # The values in the places, and the places whose values are not in `arrays`.
@@ -90,7 +116,8 @@ class FlatState:
         # NNX variables of one array come first, because they are read in one pass.
         self._places = sorted(state.ranges, key=lambda place: not _is_leaf(place[0]))
         self._leaves = [i for slot, i, _ in self._places if _is_leaf(slot)]
-        self._variables = [p[0].variable for p in self._places[: len(self._leaves)]]
+        leaf_places = self._places[: len(self._leaves)]
+        self._variables = [slot.variable for slot, _, _ in leaf_places]
         self._has_looked = False
         self._find_written()
 
@@ -100,13 +127,16 @@ class FlatState:
         The user may assign to all other places while the program runs.
         """
         new = self._use.new
-        first = len(self._leaves)
         written = [n for n, i in enumerate(self._leaves) if i in new]
         self._written = [(n, self._leaves[n]) for n in written]
         self._written_variables = [self._variables[n] for n in written]
+
+        # A program may write only some arrays of a place.
         self._containers: list[tuple[int, list[int]]] = []
+        first = len(self._leaves)
         for number, (_, start, stop) in enumerate(self._places[first:], first):
-            if offsets := [i - start for i in range(start, stop) if i in new]:
+            offsets = [i - start for i in range(start, stop) if i in new]
+            if offsets:
                 self._containers.append((number, offsets))
 
     def fits(self) -> bool:
@@ -114,15 +144,14 @@ class FlatState:
         self._look()
         self._has_looked = True  # for `settle`, which comes next
         try:
-            pairs = [
-                (self.types[i], as_array(leaf)) for i, leaf in self._stale_leaves()
-            ]
+            arrays = [(i, as_array(leaf)) for i, leaf in self._stale_leaves()]
         except StateStructureError:
             return False
-        return all(
-            (array.shape, array.dtype) == (kind.shape, kind.dtype)
-            for kind, array in pairs
-        )
+        for i, array in arrays:
+            expected = self.types[i]
+            if array.shape != expected.shape or array.dtype != expected.dtype:
+                return False
+        return True
 
     @contextlib.contextmanager
     def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
@@ -140,22 +169,16 @@ class FlatState:
         others = use.pick_others(self.arrays)
         if not self._moves:
             return donated, others
-        return (
-            _put(donated, use.pick_donated(self._shardings), [True] * len(donated)),
-            _put(others, use.pick_others(self._shardings)),
-        )
+        # Copies, because a move may share memory with the array that stays at home.
+        copies = [True] * len(donated)
+        donated = _put(donated, use.pick_donated(self._shardings), copies)
+        others = _put(others, use.pick_others(self._shardings))
+        return donated, others
 
     def settle(self, changed: tuple[int, ...]) -> None:
         """Puts the arrays of the slots on their devices, ready for a program."""
         if self._use.changed != changed:
-            self.write_back()
-            before = self._use
-            self._use = _Use(changed, self.types)
-            self._find_written()
-            for i in {*self._use.donated}.difference(before.donated):
-                # A new trace may change an array that the last program only read.
-                if self.arrays[i] is not None:
-                    self.arrays[i] = self.arrays[i].copy()
+            self._begin_use(changed)
         moved = set() if self._is_ahead else self._refresh()
         moved |= self._separate()
         if moved:
@@ -163,6 +186,18 @@ class FlatState:
             # array must not stay in a slot, because identity cannot show a write to it.
             self.state.write(self.arrays, moved)
             self._held = self._read()
+
+    def _begin_use(self, changed: tuple[int, ...]) -> None:
+        """Prepares for another kind of program."""
+        self.write_back()
+        before = self._use
+        self._use = _Use(changed, self.types)
+        self._find_written()
+        for i in set(self._use.donated).difference(before.donated):
+            # A new trace may change an array that the last program only read, so it may
+            # be the user's own.
+            if self.arrays[i] is not None:
+                self.arrays[i] = self.arrays[i].copy()
 
     def join(
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
@@ -177,7 +212,7 @@ class FlatState:
         """Returns the shardings of arrays in programs; `None` for any device."""
         return [self._shardings[i] for i in indices]
 
-    def describe(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+    def types_to_take(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         """Returns the result of `take` as shapes and shardings; nothing is placed."""
         types = [
             jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
@@ -208,7 +243,8 @@ class FlatState:
         held = list(self._held)
         for number, i in self._written:
             held[number] = self.arrays[i]
-        _nnx.write_raw(self._written_variables, [held[n] for n, _ in self._written])
+        values = [held[number] for number, _ in self._written]
+        _nnx.write_raw(self._written_variables, values)
         for number, offsets in self._containers:
             slot, start, _ = self._places[number]
             leaves = {offset: self.arrays[start + offset] for offset in offsets}
@@ -227,19 +263,23 @@ class FlatState:
                     self.write_back()
 
     def _read(self) -> list[Any]:
+        """Returns the values in all places, in their order."""
         others = self._places[len(self._variables) :]
-        return [*_nnx.read_raw(self._variables), *[slot.raw() for slot, _, _ in others]]
+        values = [slot.raw() for slot, _, _ in others]
+        return [*_nnx.read_raw(self._variables), *values]
 
     def _look(self) -> None:
         """Finds the places whose values have changed since the last call."""
         before = self._held
         now = self._read()
+        # In C, because it runs for every array at every loop.
         is_other = map(operator.is_not, now, before)
         others = itertools.compress(range(len(now)), is_other)
         self._stale.update(i for i in others if not is_same_raw(now[i], before[i]))
         self._held = now
 
     def _stale_leaves(self) -> Iterable[tuple[int, Any]]:
+        """Yields the index and the value of each array that is not in `arrays`."""
         for slot, start, stop in map(self._places.__getitem__, self._stale):
             yield from zip(range(start, stop), slot.read(), strict=True)
 
@@ -249,39 +289,50 @@ class FlatState:
         Returns:
             The indices of arrays that must be written back into their slots.
         """
-        peers = self._peers
-        self._peers = None
-        if peers is not None:
-            # At the first program, all processes must begin with the same state.
-            pairs = zip(self.state.paths, map(as_array, self.state.read()), strict=True)
-            whole = {path: each for path, each in pairs if each.is_fully_addressable}
-            check_same(peers, "state", whole)
+        self._check_first_state()
         if not self._has_looked:
             self._look()
         self._has_looked = False
-        new = self._use.new
-        types = self.types
+
         stale = {i: x for i, x in self._stale_leaves() if x is not self.arrays[i]}
+        donated = set(self._use.donated) if stale else set()
+        values = [strong(value) for value in stale.values()]
         homes = [self._homes[i] for i in stale]
-        copies = [i in new and types[i].ndim > 0 for i in stale]
-        placed = _put(list(map(strong, stale.values())), homes, copies)
-        for i, array in zip(stale, placed, strict=True):
+        copies = [i in donated for i in stale]
+        placed = _put(values, homes, copies)
+        moved: set[int] = set()
+        for (i, value), array in zip(stale.items(), placed, strict=True):
             self.arrays[i] = array
-        return {i for i, x in stale.items() if self.arrays[i] is not x and i not in new}
+            # A program that changes an array writes its new value anyway.
+            if array is not value and i not in self._use.new:
+                moved.add(i)
+        return moved
+
+    def _check_first_state(self) -> None:
+        """Raises if processes begin with different states, at the first program."""
+        peers = self._peers
+        if peers is None:
+            return
+        self._peers = None
+        arrays = map(as_array, self.state.read())
+        pairs = zip(self.state.paths, arrays, strict=True)
+        whole = {path: each for path, each in pairs if each.is_fully_addressable}
+        check_same(peers, "state", whole)
 
     def _separate(self) -> set[int]:
         """Copies arrays that are in two slots, if one of these will be donated."""
         arrays = self.arrays
         use = self._use
         own = set(map(id, use.pick_donated(arrays)))
-        if len(own) < len(use.donated):
+        has_twins = len(own) < len(use.donated)
+        if has_twins:
             own.clear()
             for i in use.donated:
                 if id(arrays[i]) in own:
                     arrays[i] = arrays[i].copy()
                 own.add(id(arrays[i]))
         if own.isdisjoint(map(id, use.pick_others(arrays))):
-            return set()
+            return set()  # the usual case
         moved = {i for i in use.others if id(arrays[i]) in own}
         for i in moved:
             arrays[i] = arrays[i].copy()
@@ -299,14 +350,18 @@ def _put(
     if not leaves:
         return []  # The usual case, and even an empty transfer takes time.
     copies = copies or [False] * len(leaves)
-    copied = iter(_copy([*itertools.compress(leaves, copies)]))
-    pairs = zip(leaves, copies, strict=True)
-    placed = [next(copied) if is_copy else x for x, is_copy in pairs]
+    copied = iter(_copy(list(itertools.compress(leaves, copies))))
+    placed: list[jax.Array] = []
+    for leaf, is_copy in zip(leaves, copies, strict=True):
+        placed.append(next(copied) if is_copy else leaf)
+
     targets: dict[int, Any] = {}
     for n, (target, is_copy) in enumerate(zip(shardings, copies, strict=True)):
+        if target is None:
+            continue
         # Outputs of a program are committed to their devices. If its first inputs were
         # not, the program would be compiled again.
-        if target is None or (placed[n].sharding == target and placed[n].committed):
+        if placed[n].sharding == target and placed[n].committed:
             continue
         if target.is_fully_addressable:
             targets[n] = target
@@ -314,6 +369,7 @@ def _put(
         # A copy, because the device may share memory with the host.
         whole = as_global(placed[n], target)
         placed[n] = whole.copy() if is_copy else whole
+
     # In one call, because each call costs as much as a small array.
     moved = jax.device_put([placed[n] for n in targets], list(targets.values()))
     for n, array in zip(targets, moved, strict=True):

@@ -23,7 +23,8 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import MetricWarnings
-from armillary.distribute.program._trace import TracedStep, check_no_trace, trace_step
+from armillary.distribute.program._trace import check_no_trace, trace_step
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._context import (
     get_strategy,
     is_in_run,

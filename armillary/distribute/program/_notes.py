@@ -5,7 +5,7 @@ import math
 import sys
 import types
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -13,6 +13,7 @@ from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
 from armillary._owners import Owner, owner_of_file
+from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._policy import Policy, policies_of
@@ -20,9 +21,6 @@ from armillary.errors import ArmillaryError
 from armillary.state._lift import State
 from armillary.state._slots import describe, is_array
 from armillary.typing import PyTree
-
-if TYPE_CHECKING:
-    from armillary.distribute.program._trace import TracedStep
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 _VALUE_ERRORS = (
@@ -39,11 +37,22 @@ _READING = {
 _MOST_ARRAYS = 20
 # Parts of error messages, and the note to add.
 _MISTAKES = {
-    "'StepIterator' object": "The step gets an iterator, and takes each batch from it: "
-    "`batch = next(iterator)`.",
+    "StepIterator": "The step gets an iterator, and takes each batch from it: "
+    "`batch = next(iterator)`, or `x, y = next(iterator)`.",
     "PerReplica": "Outside `strategy.run`, a batch holds a `PerReplica`: a value for "
     "each replica. Put the code into a function, and call it with "
     "`strategy.run(replica_fn, args=(batch,))`.",
+    # JAX's error for a loss that is not one number.
+    "scalar-output functions. Output had shape": "A gradient needs one number, but the "
+    "loss is an array, such as one number for each example. Return `loss.mean()` and "
+    'write `armillary.all_reduce("mean", gradients)`, or return '
+    "`armillary.compute_average_loss(loss)` and write "
+    '`armillary.all_reduce("sum", gradients)`.',
+    "scalar-output functions. Output was None": "The function of the loss returns "
+    "nothing. End it with `return loss`.",
+    "scalar-output functions. Output was (": "To return other values next to the loss, "
+    "write `nnx.value_and_grad(loss_fn, has_aux=True)`: the function returns "
+    "`loss, others`.",
     "different trace level": "Flax transforms the arguments of a function, but not the "
     "variables that it captures. Pass the model, as in "
     "`nnx.jit(fn)(self.model, batch)`.",
@@ -167,7 +176,7 @@ def _describe_layer(error: Exception) -> str | None:
     return None
 
 
-def warn_of_draws(name: str, step: "TracedStep") -> None:
+def warn_of_draws(name: str, step: TracedStep) -> None:
     """Warns of random numbers that depend on neither state nor batch."""
     draws = _Draws()
     draws.run(step.program, [True] * len(step.program.in_avals))
@@ -214,7 +223,7 @@ class MetricWarnings:
         self._batches: set[Any] = set()
         self._is_done = num_replicas == 1 and not is_evaluation
 
-    def look(self, state: State, step: "TracedStep", active: Any = None) -> None:
+    def look(self, state: State, step: TracedStep, active: Any = None) -> None:
         """Checks a program of the step, for batches on the `active` replicas."""
         if self._is_done:
             return

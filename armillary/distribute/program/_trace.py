@@ -9,8 +9,8 @@ import functools
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,18 +18,17 @@ from jax.extend import core
 
 from armillary._checks import list_lines
 from armillary._jaxpr import (
-    call_program,
     find_unchanged,
     is_in_trace,
     take_inputs,
 )
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import add_notes
+from armillary.distribute.program._traced_step import ARRAY, TracedStep
 from armillary.distribute.replica._context import lifted
 from armillary.errors import (
     CapturedStateError,
     ReplicaContextError,
-    RetraceError,
     StateStructureError,
 )
 from armillary.state._captured import (
@@ -44,80 +43,7 @@ from armillary.state._lift import State, take_tracers
 from armillary.state._walk import Walk
 from armillary.typing import PyTree
 
-
-class MoreBatches(BaseException):
-    """A step called `next` too often.
-
-    It is not an `Exception`, so the user's handlers do not catch it.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class StepIterator:
-    """Gives batches to one step, and counts them."""
-
-    def __init__(self, index: int, batches: Iterable[PyTree]) -> None:
-        self.index = index
-        self.num_taken = 0
-        self._batches = iter(batches)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        for batch in self._batches:
-            self.num_taken += 1
-            return batch
-        raise MoreBatches(self.index)
-
-    get_next = __next__
-
-
-def check_taken(step_name: str, taken: Sequence[int]) -> None:
-    """Raises if a step took no batch from one of its datasets."""
-    if not all(taken):
-        raise RetraceError(
-            f"`{step_name}` took no batch from dataset {list(taken).index(0)} of "
-            f"{len(taken)}, so its data would never end. Call `next(iterator)` "
-            "on each iterator, or leave the dataset out."
-        )
-
-
-ARRAY = object()
-"""Replaces each array in a list of results that also has other values."""
-
-
-class TracedStep(NamedTuple):
-    """A program from `(*slots, *arguments)` to `(*changed slots, *results)`."""
-
-    program: core.ClosedJaxpr
-    changed: tuple[int, ...]
-    result_tree: Any
-    static_results: tuple[Any, ...]  # with `ARRAY` in place of each array
-    fingerprint: Fingerprint
-
-    def call(
-        self, slots: Sequence[Any], arguments: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Runs or traces the program; returns changed slots and result arrays."""
-        outputs = call_program(self.program, [*slots, *arguments])
-        return outputs[: len(self.changed)], outputs[len(self.changed) :]
-
-    @property
-    def result_types(self) -> list[Any]:
-        return self.program.out_avals[len(self.changed) :]
-
-    def is_same(self, other: "TracedStep") -> bool:
-        return self[1:4] == other[1:4] and self.fingerprint.is_same(other.fingerprint)
-
-    def results(self, arrays: Sequence[Any]) -> PyTree:
-        """Returns the step's results as the user's function returned them."""
-        rest = iter(arrays)
-        return self.result_tree.unflatten(
-            next(rest) if value is ARRAY else value for value in self.static_results
-        )
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 def trace_step(
@@ -145,10 +71,12 @@ def trace_step(
         raise StateStructureError(refusal(tracing.name, changes))
     if not (changes or drawn):
         return step
+
     # A second trace without changes, and with the same program, shows that the changes
     # of the first trace do no harm.
     again, more_changes, _ = tracing.trace()
     is_same = again.is_same(step)
+    is_constant = is_same and not more_changes
     if drawn and not is_same:
         raise CapturedStateError(
             f"`{tracing.name}` draws from `{drawn[0]}` while it is traced, so the same "
@@ -157,7 +85,7 @@ def trace_step(
             "`nnx.Rngs` (`jax.random.normal(rngs(), shape)`), or put random numbers "
             "into the batches."
         )
-    if changes and (more_changes or not is_same):
+    if changes and not is_constant:
         lines = [
             f"{path}: {change}, once, while the step was traced"
             for path, change in sorted(changes.items())
@@ -173,6 +101,8 @@ def trace_step(
 
 
 class _Tracing(NamedTuple):
+    """The arguments of `trace_step`, for one trace or two."""
+
     fn: Callable[..., PyTree]
     flat: FlatState
     arguments: tuple[PyTree, ...]
@@ -197,9 +127,10 @@ class _Tracing(NamedTuple):
         state = self.flat.state
         before = before or state.look()
         functions = Walk(self._functions)
+        # Programs of functions that the step calls would hold the old values of slots.
         functions.forget_programs()
-        get_states = _find_generators(before, functions)
-        states = {name: get_state() for name, get_state in get_states.items()}
+        generators = _find_generators(before, functions)
+        states = {name: get_state() for name, get_state in generators.items()}
         try:
             step, changes = self._trace(before)
         except BaseException:
@@ -208,7 +139,10 @@ class _Tracing(NamedTuple):
             raise
         finally:
             functions.forget_programs()
-        drawn = [name for name, get in get_states.items() if get() != states[name]]
+        drawn: list[str] = []
+        for name, get_state in generators.items():
+            if get_state() != states[name]:
+                drawn.append(name)
         return step, changes, drawn
 
     @property
@@ -218,11 +152,15 @@ class _Tracing(NamedTuple):
         return [(function, ""), *((method, "") for method in methods_of(self.user_fn))]
 
     def _trace(self, before: Walk) -> tuple[TracedStep, dict[str, str]]:
-        state, user_fn, owner = self.flat.state, self.user_fn, self.owner
+        """Traces the step; returns it, and the plain values that it changed."""
+        state = self.flat.state
         changed: list[int] = []
-        results: list[Any] = []
+        changes: dict[str, str] = {}
+        tree: Any = None
+        static: tuple[Any, ...] = ()
 
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+            nonlocal changed, changes, tree, static
             with state.swapped(slots), lifted(state, self.flat.strategy):
                 result = self.fn(*arguments)
                 is_leaf = state.holds if self.is_live else None
@@ -230,27 +168,28 @@ class _Tracing(NamedTuple):
                 walk = state.look()
                 new = state.find_new_places(walk)
                 after = state.collect(slots, self.name, new)
-            pairs = zip(slots, after, strict=True)
-            changed[:] = [i for i, (old, new) in enumerate(pairs) if old is not new]
-            static = [ARRAY if isinstance(v, jax.Array) else v for v in values]
+
+            is_changed = [new is not old for old, new in zip(slots, after, strict=True)]
+            changed = list(itertools.compress(range(len(slots)), is_changed))
             # Here, because a walk that outlives the trace would hold its tracers.
             changes = state.changes_between(before, walk)
-            results[:] = [changes, tree, tuple(static)]
             arrays = [value for value in values if isinstance(value, jax.Array)]
+            static = tuple(
+                ARRAY if isinstance(value, jax.Array) else value for value in values
+            )
             return [after[i] for i in changed], arrays
 
+        keys = {slot.key for slot in state.slots}
+        explain_write = functools.partial(keras_write_error, self.user_fn, self.owner)
         with (
-            explained(user_fn, state, owner, self.arguments),
-            guarded_writes(
-                {slot.key for slot in state.slots},
-                functools.partial(keras_write_error, user_fn, owner),
-            ),
+            explained(self.user_fn, state, self.owner, self.arguments),
+            guarded_writes(keys, explain_write),
         ):
             traced = jax.jit(pure).trace(self.flat.types, self.arguments)
         if not is_in_trace():
             self._check_nothing_left()
-        check_captured(traced.jaxpr, state, user_fn, owner)
-        changes, tree, static = results
+        check_captured(traced.jaxpr, state, self.user_fn, self.owner)
+
         program, written = _without_unchanged(traced.jaxpr, changed)
         program = self._without_unused(program)
         step = TracedStep(program, tuple(written), tree, static, Fingerprint(program))
@@ -316,17 +255,22 @@ def explained(
         yield
     except Exception as error:
         add_notes(error, getattr(user_fn, "__name__", "the step"), owner, arguments)
-        # Not above, because importing Flax would make this library's import slower.
-        from flax.errors import TraceContextError
-
-        # The second error is from `nnx.grad`, for a module of another trace.
-        is_flax = isinstance(error, TraceContextError) or (
-            isinstance(error, ValueError) and "from different trace level" in str(error)
-        )
-        explanation = write_error(user_fn, state, owner) if is_flax else None
+        is_of_flax = _is_write_to_other_trace(error)
+        explanation = write_error(user_fn, state, owner) if is_of_flax else None
         if explanation is None:
             raise
         raise explanation from error
+
+
+def _is_write_to_other_trace(error: Exception) -> bool:
+    """Returns whether Flax refuses a variable that belongs to another trace."""
+    # Not above, because importing Flax would make this library's import slower.
+    from flax.errors import TraceContextError
+
+    if isinstance(error, TraceContextError):
+        return True
+    # `nnx.grad` raises this error for a module of another trace.
+    return isinstance(error, ValueError) and "from different trace level" in str(error)
 
 
 def check_no_trace(fn: Callable[..., Any], state: State) -> None:
@@ -349,14 +293,18 @@ def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
     Each function returns the state of one generator. The keys are their paths.
     """
     found: dict[str, Callable[[], Any]] = {
-        "np.random": lambda: pickle.dumps(np.random.get_state()),
+        "np.random": _read_numpy_state,
         "random": random.getstate,
     }
-    kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    for node in (node for walk in walks for node in walk.nodes.values()):
+    for node in itertools.chain(*(walk.nodes.values() for walk in walks)):
         for part in node.parts:
             for name, value in part.pairs:
-                if issubclass(type(value), kinds):
+                if issubclass(type(value), _GENERATORS):
                     path = part.way.join(node.path, name)
                     found[path] = functools.partial(pickle.dumps, value)
     return found
+
+
+def _read_numpy_state() -> bytes:
+    # As bytes, because the state has an array, which cannot be compared by `!=`.
+    return pickle.dumps(np.random.get_state())

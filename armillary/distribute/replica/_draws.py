@@ -17,7 +17,7 @@ from jax.extend import core
 
 from armillary._jaxpr import Dataflow, walk_equations
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._proof import (
+from armillary.distribute.replica._operations import (
     DRAWS,
     EXCHANGES,
     REDUCTIONS,

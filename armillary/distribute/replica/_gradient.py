@@ -1,6 +1,7 @@
 """Gradients with respect to variables, with or without gradient accumulation."""
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import Dataflow, walk_equations
 from armillary._traceback import hides_frames
 from armillary.distribute.replica._context import lifted_state, require_replica_context
-from armillary.distribute.replica._proof import DIVISOR
+from armillary.distribute.replica._marks import AVERAGE, DIVISOR
 from armillary.errors import BatchSizeError, CapturedStateError
 from armillary.state._keras import is_variable as is_keras_variable
 from armillary.state._lift import State, strong
@@ -22,15 +23,24 @@ from armillary.state._nnx import is_node
 from armillary.state._nnx import is_variable as is_nnx_variable
 from armillary.typing import PyTree
 
-AVERAGE = "armillary average"
-"""Marks the results of `compute_average_loss` in a program."""
+
+@dataclasses.dataclass
+class _AccumulatingStep:
+    """A step that is being traced, and accumulates gradients.
+
+    Attributes:
+        count: The number of parts of its batch.
+        num_uses: The calls of `value_and_grad` so far that took a batch in parts.
+    """
+
+    count: int
+    num_uses: int = 0
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # For each step, the number of parts of a batch, and the number of calls of
-        # `value_and_grad` that took a batch in parts.
-        self.steps: list[list[int]] = []
+        # The steps of this thread, the innermost one last.
+        self.steps: list[_AccumulatingStep] = []
         # The number of parts of the batch whose loss is being computed.
         self.num_parts = 1
 
@@ -41,13 +51,13 @@ _local = _Local()
 @contextlib.contextmanager
 def accumulating(count: int, step_name: str) -> Iterator[None]:
     """Makes a step accumulate gradients over `count` parts of its batch."""
-    _local.steps.append([count, 0])
+    step = _AccumulatingStep(count)
+    _local.steps.append(step)
     try:
         yield
-        _, num_uses = _local.steps[-1]
     finally:
         _local.steps.pop()
-    if count > 1 and not num_uses:
+    if count > 1 and step.num_uses == 0:
         raise ValueError(
             f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
             "can be accumulated. Only `armillary.value_and_grad` accumulates, and not, "
@@ -133,7 +143,7 @@ def value_and_grad(
     count = _count_parts(batch, accumulate_steps)
     wanted, treedef = _variables_of(variables)
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
-    ranges = [_find(state, variable) for variable in wanted]
+    ranges = [_find_range(state, variable) for variable in wanted]
     before = state.read()
     # Nearly every variable is one array.
     values = [
@@ -147,40 +157,46 @@ def value_and_grad(
         with state.swapped(start):
             result = loss_fn() if batch is None else loss_fn(part)
             after = state.read()
+
         loss, aux = split_aux(result, has_aux)
         new = {i: leaf for i, leaf in enumerate(after) if leaf is not start[i]}
         # Changes of earlier parts are kept, unless this part changes the slot again.
         changed = {i: strong(leaf) for i, leaf in {**slots, **new}.items()}
         return loss, (aux, changed)
 
-    def differentiate(slots: dict[int, Any], part: PyTree) -> _Found:
+    def differentiate(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
         compute_both = jax.value_and_grad(compute, has_aux=True)
         (loss, (aux, new)), gradients = compute_both(values, slots, part)
-        return _Found(loss, aux, new, gradients)
+        return _LossAndGradients(loss, aux, new, gradients)
 
     if count == 1:
-        found = differentiate({}, batch)
+        result = differentiate({}, batch)
     else:
-        found = _accumulate(differentiate, before, batch, count, op)
+        result = _accumulate(differentiate, before, batch, count, op)
 
-    new = found.slots
-    state.write([new.get(i, leaf) for i, leaf in enumerate(before)], set(new))
-    gradients = found.gradients
+    new = result.slots
+    after = [new.get(i, leaf) for i, leaf in enumerate(before)]
+    state.write(after, set(new))
+
+    gradients = result.gradients
     if treedef is not None:
         pairs = zip(wanted, gradients, strict=True)
         gradients = treedef.unflatten(
             variable.replace(gradient) for variable, gradient in pairs
         )
-    value = (found.loss, found.outputs) if has_aux else found.loss
+    value = (result.loss, result.outputs) if has_aux else result.loss
     return value, gradients
 
 
 def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
-    count = accumulate_steps
+    """Returns the number of parts to divide the batch into, and counts the call."""
+    count = 1
     if _local.steps:
-        _local.steps[-1][1] += batch is not None
-        count = _local.steps[-1][0] if count is None else count
-    count = 1 if count is None else count
+        step = _local.steps[-1]
+        step.num_uses += batch is not None
+        count = step.count
+    if accumulate_steps is not None:
+        count = accumulate_steps
     check_positive_int("accumulate_steps", count)
     if batch is None and accumulate_steps not in (None, 1):
         raise ValueError(
@@ -192,6 +208,7 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
 
 
 def _variables_of(variables: Any) -> tuple[list[Any], Any]:
+    """Returns variables as a list, and the structure of a module's parameters."""
     if is_node(variables):
         from flax import nnx
 
@@ -210,7 +227,8 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
     return wanted, None
 
 
-def _find(state: State, variable: Any) -> tuple[int, int]:
+def _find_range(state: State, variable: Any) -> tuple[int, int]:
+    """Returns the first index of a variable's arrays in the state, and the end."""
     for slot, first, stop in state.ranges:
         if slot.key == id(variable):
             return first, stop
@@ -234,7 +252,7 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result[0], result[1]
 
 
-class _Found(NamedTuple):
+class _LossAndGradients(NamedTuple):
     """The results of a loss function; `slots` has its writes by index in the state."""
 
     loss: Any
@@ -244,17 +262,56 @@ class _Found(NamedTuple):
 
 
 def _accumulate(
-    differentiate: Callable[[dict[int, Any], PyTree], _Found],
+    differentiate: Callable[[dict[int, Any], PyTree], _LossAndGradients],
     before: Sequence[Any],
     batch: PyTree,
     count: int,
     op: str | None,
-) -> _Found:
+) -> _LossAndGradients:
     """Returns the loss and gradients of a batch, added up over its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    size = _size_of_part(batch, count)
+    parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
+
+    def run(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
+        outer = _local.num_parts
+        _local.num_parts = count
+        try:
+            return differentiate(slots, part)
+        finally:
+            _local.num_parts = outer
+
+    first = jax.tree.map(lambda rows: rows[0], parts)
+    program, types = jax.make_jaxpr(run, return_shape=True)({}, first)
+    _check_op(program, count, op)
+    _check_outputs(types.outputs, size)
+
+    def add_part(carry: Any, part: PyTree) -> Any:
+        slots, total = carry
+        result = run(slots, part)
+        new = (result.loss, result.gradients)
+        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new)
+        return (result.slots, total), result.outputs
+
+    # The first part may write to slots that the loop must carry from its beginning.
+    slots = {i: strong(before[i]) for i in types.slots}
+    sum_types = (types.loss, types.gradients)
+    zeros = jax.tree.map(_zeros, sum_types)
+    (slots, total), outputs = jax.lax.scan(add_part, (slots, zeros), parts)
+
+    divisor = 1 if op == "sum" else count
+    loss, gradients = jax.tree.map(
+        lambda kind, sum_: (sum_ / divisor).astype(kind.dtype), sum_types, total
+    )
+    outputs = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs)
+    return _LossAndGradients(loss, outputs, slots, gradients)
+
+
+def _size_of_part(batch: PyTree, count: int) -> int:
+    """Returns the number of examples in each of `count` parts of a batch."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or () in sizes:
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
         raise BatchSizeError(
             f"`batch` of `value_and_grad` has arrays of shapes {shapes}, but the first "
             "axis of all must count the same examples. Let the loss function use all "
@@ -268,21 +325,12 @@ def _accumulate(
             f"{size}, or a global batch size that both the replicas and the parts "
             "divide."
         )
-    size //= count
-    parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
+    return size // count
 
-    def run(slots: dict[int, Any], part: PyTree) -> _Found:
-        outer = _local.num_parts
-        _local.num_parts = count
-        try:
-            return differentiate(slots, part)
-        finally:
-            _local.num_parts = outer
 
-    first = jax.tree.map(lambda rows: rows[0], parts)
-    program, kinds = jax.make_jaxpr(run, return_shape=True)({}, first)
-    _check_op(program, count, op)
-    for leaf in jax.tree.leaves(kinds.outputs):
+def _check_outputs(outputs: PyTree, size: int) -> None:
+    """Raises if outputs of a part cannot be joined, because they are not examples."""
+    for leaf in jax.tree.leaves(outputs):
         if leaf.shape[:1] != (size,):
             raise ValueError(
                 f"`loss_fn` returned an array of shape {leaf.shape} next to the loss, "
@@ -290,27 +338,14 @@ def _accumulate(
                 "example can be joined. Update a metric of the trainer in `loss_fn` "
                 "instead."
             )
-    sums = kinds.loss, kinds.gradients
 
-    def body(carry: Any, part: PyTree) -> Any:
-        slots, total = carry
-        found = run(slots, part)
-        new = found.loss, found.gradients
-        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new)
-        return (found.slots, total), found.outputs
 
-    # In half precision, a sum loses small numbers, so it is at least float32.
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), sums
-    )
-    slots = {i: strong(before[i]) for i in kinds.slots}
-    (slots, total), outputs = jax.lax.scan(body, (slots, zeros), parts)
-    divisor = 1 if op == "sum" else count
-    loss, gradients = jax.tree.map(
-        lambda kind, sum_: (sum_ / divisor).astype(kind.dtype), sums, total
-    )
-    outputs = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs)
-    return _Found(loss, outputs, slots, gradients)
+def _zeros(kind: Any) -> jax.Array:
+    """Returns the beginning of a sum, at least in float32.
+
+    In half precision, a sum loses small numbers.
+    """
+    return jnp.zeros(kind.shape, jnp.promote_types(kind.dtype, jnp.float32))
 
 
 class _FindAverage(Dataflow[bool]):
@@ -325,18 +360,24 @@ class _FindAverage(Dataflow[bool]):
         return [True] if equation.params.get("name") == AVERAGE else None
 
 
-def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
+def _returns_average(program: core.ClosedJaxpr) -> bool:
+    """Returns whether `compute_average_loss` makes the first result, the loss."""
     inputs = [False] * len(program.jaxpr.invars)
-    # The first result of the program is the loss.
-    if op is None and not _FindAverage().run(program, inputs)[0]:
+    loss, *_ = _FindAverage().run(program, inputs)
+    return loss
+
+
+def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
+    """Raises if `op` is missing or wrong for the loss that a program computes."""
+    if op is None and not _returns_average(program):
         raise ValueError(
             f"The loss of `value_and_grad` is accumulated over {count} parts of "
             "`batch`, but `op` is not given, and `compute_average_loss` did not make "
             'it. Pass `op="mean"` if the loss is a mean over the examples that it '
             'gets, or `op="sum"` if it is a sum over them, divided by any number.'
         )
-    names = (equation.params.get("name") for equation in walk_equations(program))
-    if op == "sum" and DIVISOR in names:
+    marks = [equation.params.get("name") for equation in walk_equations(program)]
+    if op == "sum" and DIVISOR in marks:
         raise ValueError(
             '`op` of `value_and_grad` is "sum", but the loss uses '
             "`compute_average_loss`, which divides by the number of examples that it "

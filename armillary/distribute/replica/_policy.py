@@ -27,7 +27,7 @@ import numpy as np
 
 from armillary._checks import check_not_negative_int
 from armillary.distribute._global_arrays import on_data
-from armillary.distribute.replica._context import ReplicaContext
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.state._lift import State
 from armillary.state._slots import LeafKind, Role, Slot
 
@@ -103,20 +103,20 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
 
 
 def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
+    """Returns the policy of each array of a state."""
     check_annotations(state)
-    return [
-        _policy_of(slot, kind, leaf, is_of_optimizer)
-        for slot, start, stop in state.ranges
-        for kind, leaf, is_of_optimizer in zip(
-            state.kinds[start:stop],
-            leaves[start:stop],
-            slot.is_of_optimizer(),
-            strict=True,
-        )
-    ]
+    policies: list[Policy] = []
+    for slot, start, stop in state.ranges:
+        for i, is_of_optimizer in zip(
+            range(start, stop), slot.is_of_optimizer(), strict=True
+        ):
+            policy = _policy_of(slot, state.kinds[i], leaves[i], is_of_optimizer)
+            policies.append(policy)
+    return policies
 
 
 def check_annotations(state: State) -> None:
+    """Raises if the enums on a variable are wrong, or do not go together."""
     for slot, start, stop in state.ranges:
         given = [each.aggregation for each in state.kinds[start:stop]]
         _check_annotation(slot, "aggregation", VariableAggregation, given)
@@ -159,8 +159,10 @@ def _check_synchronization(slot: Slot) -> None:
 
 
 def _aggregation_of(kind: LeafKind) -> VariableAggregation:
-    by_role = _BY_ROLE.get(kind.role, VariableAggregation.NONE)
-    return by_role if kind.aggregation is None else kind.aggregation
+    """Returns the aggregation that the user gave, or else that of the role."""
+    if kind.aggregation is not None:
+        return kind.aggregation
+    return _BY_ROLE.get(kind.role, VariableAggregation.NONE)
 
 
 def written_policy_of(slot: Slot) -> Policy | None:
@@ -177,11 +179,12 @@ def _policy_of(
 ) -> Policy:
     given = kind.aggregation
     policy = Policy[_aggregation_of(kind).name]
-    is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    is_key = is_typed or (kind.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
+    is_typed_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_raw_key = kind.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32
+    is_key = is_typed_key or is_raw_key
+    is_combined_key = is_key and policy is not Policy.MIRRORED
     is_flag = leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN)
-    cannot_combine = is_flag or (is_key and policy is not Policy.MIRRORED)
-    if given is not None and cannot_combine:
+    if given is not None and (is_flag or is_combined_key):
         raise ValueError(
             f"`aggregation` of {slot.path} is {given.name}, but it holds {leaf.dtype}, "
             f"which has no {policy.value}. Use `VariableAggregation.NONE`, or hold an "
@@ -193,8 +196,8 @@ def _policy_of(
         return Policy.MIRRORED  # because each write makes the copies equal
     # An optimizer adds its random numbers to parameters that are mirrored, so its key
     # must be equal on all replicas.
-    is_own = is_key and given is None and not is_of_optimizer
-    return Policy.RANDOM if is_own else policy
+    is_own_key = is_key and given is None and not is_of_optimizer
+    return Policy.RANDOM if is_own_key else policy
 
 
 def enter(policy: Policy, value: jax.Array, context: ReplicaContext) -> jax.Array:
@@ -217,7 +220,10 @@ def leave(
 
     `is_equal` says that the step left the same value on all replicas.
     """
-    if policy is Policy.MIRRORED or (is_equal and policy is not Policy.SUM):
+    if policy is Policy.MIRRORED:
+        return after
+    # A sum of equal values is not one of them. Any other combination is.
+    if is_equal and policy is not Policy.SUM:
         return after
     if policy is Policy.RANDOM:
         return _key_of_first(after, context)
@@ -241,7 +247,8 @@ def combine(
         idle: The value that a replica without data adds to a sum; by default 0.
     """
     if policy is Policy.ONLY_FIRST_REPLICA:
-        return _sum(_masked(context.is_first(), value), context)
+        first = _masked(context.is_first(), value)
+        return _sum(first, context)
     if context.num_active < context.num_replicas_in_sync:
         value = _masked(context.is_active(), value, idle)
     return _sum(value, context) if policy is Policy.SUM else _mean(value, context)
@@ -250,12 +257,15 @@ def combine(
 def _masked(
     holds: jax.Array, value: jax.Array, other: jax.Array | None = None
 ) -> jax.Array:
-    return jnp.where(holds, value, jnp.zeros_like(value) if other is None else other)
+    """Returns a value on replicas where a condition holds, and `other` elsewhere."""
+    other = jnp.zeros_like(value) if other is None else other
+    return jnp.where(holds, value, other)
 
 
 def _sum(value: jax.Array, context: ReplicaContext) -> jax.Array:
     wide = value.astype(int) if value.dtype == bool else value
-    return jax.lax.psum(wide, context.strategy.axis_name).astype(value.dtype)
+    total = jax.lax.psum(wide, context.strategy.axis_name)
+    return total.astype(value.dtype)
 
 
 def _mean(value: jax.Array, context: ReplicaContext) -> jax.Array:
@@ -264,11 +274,13 @@ def _mean(value: jax.Array, context: ReplicaContext) -> jax.Array:
         # In half precision the sum may overflow.
         wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
         return (_sum(wide, context) / count).astype(value.dtype)
-    # The sum of integers may overflow, and floats may not hold them.
+    # The sum of integers may overflow, and floats may not hold them. So sum the
+    # quotients, and the rests, which are small.
     wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
     quotient = wide // count
-    rest = _sum(wide - quotient * count, context) // count
-    return (_sum(quotient, context) + rest).astype(value.dtype)
+    rest = wide - quotient * count
+    mean = _sum(quotient, context) + _sum(rest, context) // count
+    return mean.astype(value.dtype)
 
 
 def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
@@ -278,8 +290,13 @@ def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
 
     def fold(key: jax.Array) -> jax.Array:
         other = jax.random.fold_in(key, _OTHER_REPLICAS)
-        other = jax.random.key_data(jax.random.fold_in(other, replica))
-        return on_data(lambda own: jnp.where(replica == 0, own, other), key)
+        other = jax.random.fold_in(other, replica)
+        other_data = jax.random.key_data(other)
+
+        def choose(own_data: jax.Array) -> jax.Array:
+            return jnp.where(replica == 0, own_data, other_data)
+
+        return on_data(choose, key)
 
     # NNX splits a stream into an array of keys for layers that are scanned over.
     folded = jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
@@ -289,7 +306,11 @@ def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
 def _key_of_first(value: jax.Array, context: ReplicaContext) -> jax.Array:
     """Returns the keys that the first replica left, as with a single replica."""
     is_first = _replica_id(context) == 0
-    first = on_data(lambda data: _sum(_masked(is_first, data), context), as_keys(value))
+
+    def take_first(data: jax.Array) -> jax.Array:
+        return _sum(_masked(is_first, data), context)
+
+    first = on_data(take_first, as_keys(value))
     return as_before(first, value)
 
 

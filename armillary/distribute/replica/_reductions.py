@@ -1,4 +1,4 @@
-"""Reductions over replicas that a step calls, and the loss of one replica."""
+"""Reductions over replicas that a step calls."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from armillary._checks import check_callable, check_one_of, check_positive_int
-from armillary._jaxpr import mark
+from armillary._checks import check_callable, check_one_of
+from armillary.distribute.replica._arithmetic import check_wire_dtype
 from armillary.distribute.replica._context import (
-    ReplicaContext,
-    check_wire_dtype,
-    get_replica_context,
     require_replica_context,
 )
-from armillary.distribute.replica._gradient import AVERAGE, num_parts, split_aux
-from armillary.distribute.replica._proof import DIVISOR, WEIGHT
-from armillary.distribute.replica._values import ReduceOp, count_active
-from armillary.errors import BatchSizeError
+from armillary.distribute.replica._gradient import split_aux
+from armillary.distribute.replica._values import ReduceOp
 from armillary.state._lift import State
 from armillary.state._nnx import is_node
 from armillary.typing import PyTree
@@ -171,15 +165,16 @@ def _sharing(tree: Any, axis_name: str) -> Iterator[Any]:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
     state = State([(leaf, "") for leaf in leaves if is_node(leaf)])
     before = state.read()
-    after = [_share(leaf, axis_name) for leaf in before]
-    state.write(after)
+    shared = [_share(leaf, axis_name) for leaf in before]
+    state.write(shared)
     try:
         yield treedef.unflatten(
-            x if is_node(x) else _share(x, axis_name) for x in leaves
+            leaf if is_node(leaf) else _share(leaf, axis_name) for leaf in leaves
         )
     finally:
-        pairs = zip(state.read(), after, before, strict=True)
-        state.write([old if now is new else now for now, new, old in pairs])
+        # Arrays that the loss function has written stay, such as batch statistics.
+        rows = zip(state.read(), shared, before, strict=True)
+        state.write([old if now is new else now for now, new, old in rows])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -191,204 +186,16 @@ def _shared(axis_name: str, value: Any) -> Any:
 
 @_shared.defjvp
 def _shared_jvp(axis_name: str, values: Any, tangents: Any) -> Any:
+    [value] = values
+    [tangent] = tangents
     # A mean of equal tangents changes nothing. In the backward pass, the transpose of
     # the loss' sum multiplies gradients by the number of replicas, and the transpose of
     # this mean divides them again.
-    return _shared(axis_name, *values), jax.lax.pmean(tangents[0], axis_name)
+    return _shared(axis_name, value), jax.lax.pmean(tangent, axis_name)
 
 
 def _share(leaf: Any, axis_name: str) -> Any:
+    """Returns a leaf with its derivatives summed; leaves without any stay the same."""
     is_array = isinstance(leaf, jax.Array)
     is_float = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
     return _shared(axis_name, leaf) if is_float else leaf
-
-
-def compute_average_loss(
-    per_example_loss: Any,
-    sample_weight: Any = None,
-    global_batch_size: Any = None,
-) -> jax.Array:
-    """Returns the sum of the losses divided by the global batch size.
-
-    Args:
-        per_example_loss: Losses of this replica's examples, shape `(batch, ...)`. Axes
-            after the first are summed, not averaged, as in TensorFlow.
-        sample_weight: Weights of shape `(batch,)`, or of any shape whose axes are the
-            first ones of `per_example_loss`. Weights do not change the divisor.
-        global_batch_size: Number of examples on all replicas: an integer, or an integer
-            array of shape `()` that is equal on all replicas. If gradients are
-            accumulated, it counts the examples of the whole batch. By default, it is
-            the number of examples here times the number of replicas that hold data.
-
-    Returns:
-        An array of shape `()`. Its sum over replicas is the average over the batch.
-
-    Raises:
-        BatchSizeError: If `strategy.run` got more examples than `global_batch_size`.
-        ReplicaContextError: In cross-replica context, without `global_batch_size`.
-        ReplicaMismatchError: When `run` has traced the step: if `global_batch_size` is
-            an array that may differ between replicas.
-        ValueError: If a shape does not fit, or `global_batch_size` is not a positive
-            integer.
-    """
-    losses = _as_floats("per_example_loss", per_example_loss)
-    if losses.ndim == 0:
-        raise ValueError(
-            "`per_example_loss` has shape (), but it must have one entry per example, "
-            "shape (batch, ...). Pass the losses before taking their mean."
-        )
-    if sample_weight is not None:
-        losses = losses * _weights(sample_weight, losses, "sample_weight")
-    context = get_replica_context()
-    if global_batch_size is None:
-        context = require_replica_context(
-            "compute_average_loss", "pass `global_batch_size=...` here"
-        )
-        divisor = losses.shape[0] * context.num_active
-    else:
-        size = _check_global_batch_size(global_batch_size)
-        if context is not None and isinstance(size, int):
-            _check_share(size, losses.shape[0], context)
-        divisor = size if num_parts() == 1 else size / num_parts()
-    if context is not None:
-        context.was_asked = True  # Any divisor depends on the number of replicas.
-    # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
-    total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-    return mark(_divide(total, divisor).astype(losses.dtype), AVERAGE)
-
-
-def _check_global_batch_size(value: Any) -> Any:
-    """Returns a number of examples: an `int`, or a traced integer."""
-    if not isinstance(value, jax.Array):
-        return check_positive_int("global_batch_size", value)
-    if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
-        raise ValueError(
-            f"`global_batch_size` is an array of {value.dtype}{list(value.shape)}, but "
-            "it must be a positive integer, or an integer array of shape (). Pass the "
-            "number of examples on all replicas."
-        )
-    if not isinstance(value, Tracer):
-        return check_positive_int("global_batch_size", int(value))
-    if num_parts() > 1:
-        raise ValueError(
-            "`global_batch_size` is an array, and gradients are accumulated over "
-            f"{num_parts()} parts of the batch (`accumulate_steps`). Each part would "
-            "need the number of examples of the whole batch. Pass an integer, or weigh "
-            "examples with `sample_weight`."
-        )
-    return value
-
-
-def _check_share(size: int, num_losses: int, context: ReplicaContext) -> None:
-    """Raises if `run` got more examples than the loss is to be divided by."""
-    share = context.share_size
-    # Losses that do not count examples, such as losses of tokens, may have any divisor.
-    # A larger number is for a short last batch, or for several accumulated steps.
-    if share is None or num_losses * num_parts() != share:
-        return
-    num_replicas = count_active(context.active)
-    whole = share * num_replicas
-    if size < whole:
-        raise BatchSizeError(
-            f"`global_batch_size` of `compute_average_loss` is {size}, but "
-            f"`strategy.run` got {whole} examples, {share} on each of {num_replicas} "
-            f"replicas. The sum over replicas would be {whole / size:g} times too "
-            f"large. Pass `global_batch_size={whole}`, or leave it out."
-        )
-
-
-def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """Returns the sum of a regularization loss divided by the number of replicas.
-
-    Every replica adds the same regularization loss, so their sum is the loss itself.
-
-    Args:
-        regularization_loss: An array of any shape; it is summed.
-
-    Returns:
-        An array of shape `()`.
-
-    Raises:
-        ReplicaContextError: In cross-replica context.
-    """
-    context = require_replica_context(
-        "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
-    )
-    # `num_active` would mark the context as asked, but this divisor says nothing about
-    # the scale of any other loss.
-    penalty = jnp.sum(_as_array("regularization_loss", regularization_loss))
-    return _divide(penalty, count_active(context.active))
-
-
-def weighted_mean(values: Any, weights: Any) -> jax.Array:
-    """Returns this replica's part of the weighted mean over *all* replicas.
-
-    Use it for losses with a mask, token counts or sample weights::
-
-        loss = armillary.weighted_mean(token_losses, mask)
-        gradients = armillary.all_reduce("mean", gradients)
-
-    The mean of the parts over replicas is the sum of `values * weights` divided by the
-    sum of `weights`, both over all replicas. The mean of the gradients is the gradient
-    of this quotient. With plain `jnp.average(values, weights=weights)`, it would not
-    be.
-
-    Args:
-        values: Losses of this replica's examples, shape `(batch, ...)`.
-        weights: Their weights, of the shape of `values` or of its first axes.
-
-    Returns:
-        An array of shape `()`; 0 if all weights are 0, as with
-        `tf.math.divide_no_nan`.
-
-    Raises:
-        ReplicaContextError: In cross-replica context.
-        ValueError: If the shapes do not fit, or gradients are accumulated.
-    """
-    context = require_replica_context(
-        "weighted_mean", "use `jnp.average(values, weights=weights)` here"
-    )
-    if num_parts() > 1:
-        raise ValueError(
-            "`weighted_mean` was called where gradients are accumulated "
-            "(`accumulate_steps`), but the parts of a batch have different weights. "
-            "Use `compute_average_loss(losses, sample_weight=...)`."
-        )
-    losses = _as_floats("values", values)
-    weights = jnp.broadcast_to(_weights(weights, losses, "weights"), losses.shape)
-    wide = jnp.promote_types(losses.dtype, jnp.float32)
-    total = jnp.sum((losses * weights).astype(wide))
-    weight = context.all_reduce("mean", jnp.sum(weights.astype(wide)))
-    divisor = mark(jnp.where(weight == 0, 1, weight), WEIGHT)
-    mean = jnp.where(weight == 0, 0, total / divisor)
-    return mean.astype(losses.dtype)
-
-
-def _divide(total: jax.Array, count: Any) -> jax.Array:
-    return total / mark(jnp.asarray(count, total.dtype), DIVISOR)
-
-
-def _as_array(name: str, value: Any, dtype: Any = None) -> jax.Array:
-    try:
-        return jnp.asarray(value, dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"`{name}` is {value!r:.80} of type {type(value).__name__}, but it must be "
-            "an array of numbers. Pass an array that is computed from the batch."
-        ) from error
-
-
-def _as_floats(name: str, value: Any) -> jax.Array:
-    array = _as_array(name, value)
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    return array if is_float else array.astype(jnp.result_type(float))
-
-
-def _weights(given: Any, losses: jax.Array, name: str) -> jax.Array:
-    weights = _as_array(name, given, losses.dtype)
-    if weights.shape != losses.shape[: weights.ndim]:
-        raise ValueError(
-            f"`{name}` has shape {weights.shape}, but it must be the first axes of the "
-            f"losses, shape {losses.shape}. Use one weight per example."
-        )
-    return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))

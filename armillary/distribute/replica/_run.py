@@ -1,9 +1,7 @@
 """Runs a function once per replica, by `jax.shard_map` and the policies of the state.
 
-With a single replica, the axis of replicas exists, too, with length 1. So a step that
-names the axis is the same code under every strategy. The function's program is traced
-and checked first, and then evaluated. An error for state that would differ names the
-line that writes it.
+The function's program is traced and checked first, and then evaluated. An error for
+state that would differ names the line that writes it.
 """
 
 import itertools
@@ -12,40 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec
 
-from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import (
     call_program,
     is_in_trace,
-    named_axes,
-    programs_in,
-    source_line,
 )
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
-from armillary.distribute.replica._context import (
-    ReplicaContext,
-    Scope,
-    is_in_inner_trace,
+from armillary.distribute.replica._call import Call
+from armillary.distribute.replica._labels import (
+    BATCH,
+    EQUAL,
+    Facts,
+    Label,
+    LabelKind,
 )
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
-    enter,
     leave,
     policies_of,
 )
-from armillary.distribute.replica._proof import (
-    BATCH,
-    EQUAL,
-    Facts,
-    Kind,
-    Label,
-    Proof,
-)
+from armillary.distribute.replica._proof import Proof
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import (
     PerReplica,
     array_of,
@@ -55,89 +44,16 @@ from armillary.distribute.replica._values import (
     other_count,
 )
 from armillary.distribute.replica._warnings import Input, warn_of_step
-from armillary.distribute.replica._writes import combined_writes
 from armillary.errors import (
     BatchSizeError,
-    ReplicaContextError,
-    StateStructureError,
 )
-from armillary.state._holders import is_claimed
-from armillary.state._lift import State, as_array
+from armillary.state._lift import State
 from armillary.state._slots import Role
 from armillary.state._tree import pure_path_of
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
-
-
-class Call:
-    """A call of a function that changes state, with its changes and its results."""
-
-    def __init__(self, fn: Callable[..., PyTree], state: State) -> None:
-        self._fn, self._state = fn, state
-        self.name = getattr(fn, "__name__", "the step")
-        self.before = [as_array(leaf) for leaf in state.read()]
-        self.policies = [Policy.MIRRORED] * len(self.before)
-        self.changed: list[int] = []
-        self._values: list[Any] = []
-        self._treedef: Any = None
-
-    def run(
-        self, context: ReplicaContext, slots: list[Any], args: Any, kwargs: Any
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Calls the function.
-
-        Returns:
-            The changed arrays before the call and after it, and the arrays that the
-            function returned.
-        """
-        state = self._state
-        pairs = zip(self.policies, slots, strict=True)
-        start = [enter(policy, slot, context) for policy, slot in pairs]
-        with (
-            state.swapped(start),
-            Scope(context.strategy, context),
-            combined_writes(state, context),
-        ):
-            result = self._fn(*args, **kwargs)
-            # Objects that hold state are leaves, because they must not be copied.
-            self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
-            after = state.collect(start, self.name)
-        pairs = enumerate(zip(start, after, strict=True))
-        self.changed = [i for i, (old, new) in pairs if old is not new]
-        old, new = ([some[i] for i in self.changed] for some in (start, after))
-        return old, new, list(map(jnp.asarray, filter(is_array, self._values)))
-
-    def split(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-        """Divides the outputs of a traced `run` into its three results."""
-        count = len(self.changed)
-        return outputs[:count], outputs[count : 2 * count], outputs[2 * count :]
-
-    def write(self, values: Sequence[Any]) -> None:
-        if not self.changed:
-            return
-        if is_in_inner_trace():
-            paths = [self._state.paths[i] for i in self.changed]
-            shown = ", ".join(paths[:3]) + (" and more" if len(paths) > 3 else "")
-            raise ReplicaContextError(
-                f"`strategy.run` of `{self.name}` was called inside `jax.jit`, "
-                "`nnx.jit` or another transformation of JAX, and changes state of the "
-                f"step ({shown}). Call it without the transformation, because the step "
-                "is compiled already. Or decorate its caller with "
-                "`@armillary.function`."
-            )
-        after = self._state.read()
-        for i, value in zip(self.changed, values, strict=True):
-            after[i] = value
-        self._state.write(after, set(self.changed))
-
-    def returned(self, arrays: Iterable[Any]) -> PyTree:
-        """Returns the result of the function, with `arrays` in place of its arrays."""
-        rest = iter(arrays)
-        return self._treedef.unflatten(
-            next(rest) if is_array(value) else value for value in self._values
-        )
 
 
 def run_in_replicas(
@@ -160,26 +76,36 @@ def run_in_replicas(
 
     def replica(slots: list[Any], arrays: list[Any]) -> Any:
         pairs = zip(arrays, call.is_split, strict=True)
+        # The first axis of the part that a replica gets has length 1.
         own = [array[0] if is_split else array for array, is_split in pairs]
-        return take_first_copy(mesh, call.trace_and_prove(evaluate, slots, own))
+        results = call.trace_and_prove(evaluate, slots, own)
+        return take_first_copy(mesh, results)
 
     whole = PartitionSpec()
     split = PartitionSpec(strategy.axis_name)
+    argument_specs = [split if is_split else whole for is_split in call.is_split]
     mapped = jax.shard_map(
         replica,
         mesh=mesh,
-        in_specs=(whole, [split if own else whole for own in call.is_split]),
+        in_specs=(whole, argument_specs),
         out_specs=(whole, split, whole),
         # `_proof` finds the values that vary. JAX's own check would also sum gradients.
         check_vma=False,
     )
     final, own, equal = mapped(call.before, call.arrays)
     call.write(final)
-    return call.returned(call.wrap(own, equal))
+    values = call.wrap(own, equal)
+    return call.returned(values)
 
 
 class _MappedCall(Call):
-    """A call in several replicas, which share some of the arguments."""
+    """A call in several replicas, which share some of the arguments.
+
+    Attributes:
+        arrays: The arrays among the arguments.
+        is_split: For each array, whether each replica gets a part of its own.
+        num_replicas: The number of replicas that run the function.
+    """
 
     def __init__(
         self,
@@ -196,10 +122,12 @@ class _MappedCall(Call):
         self._leaves = leaves
         self._structure = structure
         self._places = [i for i, x in enumerate(leaves) if is_array(array_of(x))]
+
         given = [leaves[i] for i in self._places]
         self.arrays = list(map(array_of, given))
         # A value that is equal on all replicas is not split when it is passed again.
         self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
+
         batches = list(itertools.compress(given, self.is_split))
         active, self.num_replicas = _find_active(batches, strategy)
         self._context = ReplicaContext(
@@ -232,6 +160,7 @@ class _MappedCall(Call):
         proof = self._prove(program)
         _, is_same, self._is_equal = self.split(proof.is_equal)
         _, _, self._is_part = self.split(proof.is_divided)
+
         results = evaluate(program, [*slots, *arrays])
         start, after, values = self.split(results)
         policies = [self.policies[i] for i in self.changed]
@@ -239,18 +168,29 @@ class _MappedCall(Call):
             leave(*row, self._context)
             for row in zip(policies, start, after, is_same, strict=True)
         ]
-        is_own = [not is_equal for is_equal in self._is_equal]
-        own = [value[None] for value in itertools.compress(values, is_own)]
-        return final, own, list(itertools.compress(values, self._is_equal))
+        own: list[Any] = []
+        equal: list[Any] = []
+        for value, is_equal in zip(values, self._is_equal, strict=True):
+            if is_equal:
+                equal.append(value)
+            else:
+                own.append(value[None])
+        return final, own, equal
 
     def _prove(self, program: core.ClosedJaxpr) -> Proof:
-        facts = [
-            *self._facts_of_slots(),
-            *(BATCH if is_split else EQUAL for is_split in self.is_split),
-        ]
-        num_all = self._strategy.num_replicas_in_sync
+        """Returns the proof of the function's program.
+
+        Raises:
+            BatchSizeError: If fewer replicas than usual sum gradients, and the loss may
+                be divided by the usual number.
+            ReplicaMismatchError: If mirrored state may differ between replicas.
+        """
+        facts = self._facts_of_slots()
+        facts += [BATCH if is_split else EQUAL for is_split in self.is_split]
         counts = (self.num_replicas, count_active(self._context.active))
         proof = Proof(program, facts, counts, self._strategy.axis_name)
+
+        num_all = self._strategy.num_replicas_in_sync
         is_narrow = self.num_replicas < num_all
         if is_narrow and proof.sums_gradients and not self._context.was_asked:
             raise BatchSizeError(
@@ -260,11 +200,12 @@ class _MappedCall(Call):
                 '"mean" of the gradients, or scale the loss with '
                 "`armillary.compute_average_loss(losses)`."
             )
-        mirrored = {
-            place: i
-            for place, i in enumerate(self.changed, start=len(self.changed))
-            if self.policies[i] is Policy.MIRRORED
-        }
+
+        mirrored: dict[int, int] = {}
+        # The new values come after the values before the call.
+        for result, index in enumerate(self.changed, start=len(self.changed)):
+            if self.policies[index] is Policy.MIRRORED:
+                mirrored[result] = index
         proof.require_equal(mirrored, self._state)
         warn_of_step(
             program,
@@ -303,12 +244,13 @@ class _MappedCall(Call):
         facts = [EQUAL] * len(self.before)
         state = self._state
         for slot, first, _ in state.ranges:
-            for i, is_out in enumerate(slot.is_of_optimizer(), start=first):
-                role, given = state.kinds[i]
-                is_plain = role is Role.PLAIN and not given
-                if self.before[i].dtype == jnp.uint32 and is_plain and not is_out:
+            for i, is_of_optimizer in enumerate(slot.is_of_optimizer(), start=first):
+                kind = state.kinds[i]
+                is_plain = kind.role is Role.PLAIN and not kind.aggregation
+                may_be_key = is_plain and self.before[i].dtype == jnp.uint32
+                if may_be_key and not is_of_optimizer:
                     pure_path = pure_path_of(slot, state.paths[i])
-                    label = Label(Kind.RAW_KEY, state.place_of(i), pure_path)
+                    label = Label(LabelKind.RAW_KEY, state.place_of(i), pure_path)
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
 
@@ -319,25 +261,31 @@ def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
     Several devices compute the same replica, and may round differently.
     """
     copies = mesh.axis_names[1:]
+    if not copies:
+        return values
 
     def take(value: Any) -> Any:
         if is_key(value):
             return value
+        # A sum to which all other devices of the replica add zeros.
         is_first = jax.lax.axis_index(copies) == 0
         own = jnp.where(is_first, value, jnp.zeros_like(value))
         return jax.lax.psum(own, copies).astype(value.dtype)
 
-    return jax.tree.map(take, values) if copies else values
+    return jax.tree.map(take, values)
 
 
 def _find_active(
     batches: Sequence[PerReplica], strategy: "Strategy"
 ) -> tuple[Active, int]:
+    """Returns the replicas with data, and the number of replicas that run."""
     num_replicas = strategy.num_replicas_in_sync
     for batch in batches:
         if num_replicas % len(batch.array):
             raise other_count(batch, strategy)
     counts = {(batch.active_replicas, len(batch.array)) for batch in batches}
+    if not counts:
+        return num_replicas, num_replicas
     if len(counts) > 1:
         shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(
@@ -345,148 +293,10 @@ def _find_active(
             "must have data on the same replicas. Give the data sets the same number "
             'of examples, or set `InputOptions(remainder="drop")` on each.'
         )
-    return counts.pop() if counts else (num_replicas, num_replicas)
+    return counts.pop()
 
 
 def _find_share_size(batches: Sequence[PerReplica]) -> int | None:
     """Returns the number of examples of each replica, if all arrays agree."""
     sizes = {batch.array.shape[1] for batch in batches if batch.array.ndim > 1}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def run_alone(
-    strategy: "Strategy",
-    fn: Callable[..., PyTree],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: State | None = None,
-) -> PyTree:
-    """Calls `fn` on a single replica.
-
-    In a trace with `state`, its program becomes one operation. Otherwise, it runs in
-    place.
-    """
-    context = ReplicaContext(strategy, None, active=1)
-    if state is None or not is_in_trace():
-        return _run_in_place(context, fn, args, kwargs)
-    call = Call(fn, state)
-    axis = strategy.axis_name
-    program = jax.make_jaxpr(
-        lambda slots: call.run(context, slots, args, kwargs), axis_env=[(axis, 1)]
-    )(call.before)
-
-    def evaluate(*_: Any) -> list[Any]:
-        return call_program(program, call.before, call.name)
-
-    if _names_axis(program, axis):
-        rows = jax.vmap(evaluate, axis_name=axis)(jnp.zeros(1))
-        outputs = [row[0] for row in rows]
-    else:
-        outputs = evaluate()
-    _, after, values = call.split(outputs)
-    call.write(after)
-    return call.returned(values)
-
-
-def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
-    """Returns whether a program needs the axis of replicas.
-
-    Raises:
-        ReplicaContextError: If the axis cannot exist, or its name has a second meaning.
-    """
-    named: list[Any] = []
-    hiding: list[Any] = []
-    pending: list[Any] = [program]
-    while pending:
-        current = pending.pop()
-        for equation in getattr(current, "jaxpr", current).eqns:
-            is_map = equation.primitive.name == "shard_map"
-            if is_map and axis in get_mapped_axes(equation):
-                # Inside, the name is an axis of the user's mesh.
-                hiding.append(equation)
-                continue
-            if axis in named_axes(equation):
-                named.append(equation)
-            pending.extend(programs_in(equation))
-
-    if named and hiding:
-        raise ReplicaContextError(
-            f"`shard_map` at {source_line(hiding[0])} is over an axis {axis!r} of its "
-            f"mesh, but the axis of replicas has this name too, and the step uses it "
-            f"at {source_line(named[0])}. Give the axis of the mesh another name, or "
-            "the axis of replicas (`axis_name=...` of the strategy)."
-        )
-    for equation in named:
-        name = equation.primitive.name
-        if name.endswith("all_to_all"):  # Its result would have a different shape.
-            raise ReplicaContextError(
-                f"`{name}` at {source_line(equation)} exchanges parts of one "
-                "replica, which JAX cannot do. Leave it out where "
-                "`strategy.num_replicas_in_sync` is 1."
-            )
-    return bool(named)
-
-
-def _bring_to(device: Any, state: State) -> None:
-    """Moves arrays that are on other devices, such as on a mesh of the program."""
-    leaves = state.read()
-    elsewhere: set[int] = set()
-    for i, leaf in enumerate(leaves):
-        is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        if is_placed and leaf.committed and leaf.devices() != {device}:
-            elsewhere.add(i)
-            leaves[i] = jax.device_put(leaf, SingleDeviceSharding(device))
-    if elsewhere:
-        state.write(leaves, elsewhere)
-
-
-def _run_in_place(
-    context: ReplicaContext,
-    fn: Callable[..., PyTree],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> PyTree:
-    """Calls `fn` without a trace of its own, so values stay concrete or traced."""
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_argument)
-    roots = [(root, "") for root in (fn, *filter(is_claimed, leaves))]
-    state = State(roots)
-    device = context.strategy.default_device
-    if device is not None:
-        _bring_to(device, state)
-    result: list[Any] = []
-
-    def run(_: Any) -> list[Any]:
-        move()
-        with Scope(context.strategy, context):
-            result[:] = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_claimed)
-        # Only values that depend on the number of the replica have the mapped axis.
-        held = itertools.chain(result[0], *map(_read_slot, state.slots))
-        return list(filter(_has_axis, held))
-
-    with state.moved() as move:
-        axis = context.strategy.axis_name
-        outputs = iter(jax.vmap(run, axis_name=axis)(jnp.zeros(1)))
-
-    def without_axis(leaf: Any) -> Any:
-        return next(outputs)[0] if _has_axis(leaf) else leaf
-
-    values = list(map(without_axis, result[0]))
-    for slot in state.slots:
-        held = _read_slot(slot)
-        if any(map(_has_axis, held)):
-            slot.write(list(map(without_axis, held)))
-    if any(map(is_claimed, values)):  # objects that may be new
-        State([*roots, (values, "")]).move_new(state)
-    return result[1].unflatten(values)
-
-
-def _read_slot(slot: Any) -> list[Any]:
-    # Outside a step, a slot may have a new structure, and then has no arrays to read.
-    try:
-        return slot.read()
-    except StateStructureError:
-        return []
-
-
-def _has_axis(leaf: Any) -> bool:
-    return isinstance(leaf, Tracer) and hasattr(leaf, "batch_dim")

@@ -15,14 +15,14 @@ reductions that the step asks for::
     EXAMPLES      one number for each example           EXAMPLES, or REDUCED by a sum
     UNKNOWN       none of these, or not followed        UNKNOWN
 
-A step that normalizes examples by the mean of their share, as batch normalization does,
-depends on the share, too. That is accepted: such a value counts as EXAMPLES, and the
-mean of its statistics over replicas is no finding.
+A step that normalizes examples by the mean and the deviation of their share, as batch
+normalization does, depends on the share, too. That is accepted: such a value counts as
+EXAMPLES, and the mean of its statistics over replicas is no finding. Weights that a sum
+over the share has normalized are a finding, because the loss is a quotient then.
 
 Only causes that are certain are found, so a step that is right gets no warning.
 """
 
-import enum
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -33,103 +33,45 @@ from jax.extend import core
 from armillary._jax_compat import count_scan_operands, read_real
 from armillary._jaxpr import Dataflow
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._proof import (
-    DENOMINATOR,
+from armillary.distribute.replica._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
+from armillary.distribute.replica._operations import (
     DRAWS,
     EXCHANGES,
-    METRIC,
-    NUMERATOR,
     REDUCTIONS,
     SOURCES,
-    SUMMED,
     is_over_all,
 )
 from armillary.distribute.replica._sameness import kind_of
+from armillary.distribute.replica._share_facts import (
+    ANY,
+    COMBINED,
+    EQUAL,
+    EXTREMES,
+    LASTING,
+    LINEAR,
+    PRODUCTS,
+    SUMS,
+    UNKNOWN,
+    Cause,
+    Reach,
+    Share,
+    Way,
+    as_stack,
+    as_total,
+    bends,
+    combine,
+    depends_on_order,
+    divides_by_own,
+    divisors_in,
+    first_of,
+    is_difference,
+    is_of_statistics,
+    keeps_differences,
+    leave_loop,
+    uses_gradient,
+    weighs_examples,
+)
 from armillary.distribute.replica._users import Users, is_of_mean
-
-_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
-_SUMS = ("reduce_sum", "dot_general", "conv_general_dilated")
-_EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
-# Operations that are linear in all their operands together.
-_LINEAR = frozenset(
-    {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "real"}
-    | {"reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "rev", "imag"}
-    | {"concatenate", "pad", "split", "reduce_sum", "cumsum", "stop_gradient", "pvary"}
-    | {"reduce_precision", "optimization_barrier", "sharding_constraint", "complex"}
-)
-_NONLINEAR = frozenset(
-    {"square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "pow"}
-    | {"tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "atan2"}
-    | {"sign", "abs", "max", "min", "clamp", "floor", "ceil", "round", "sinh", "cosh"}
-    | {"reduce_max", "reduce_min", "reduce_prod", "cumprod", "cummax", "cummin"}
-    | {"cumlogsumexp", "lgamma", "digamma", "integer_pow"}
-)
-# Operations that hand on a number that something is multiplied by.
-_SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
-# The divisor of a value that was scaled by a number which is not known.
-_ANY = 0
-
-
-class Reach(enum.IntEnum):
-    """The dependence of a value on the examples of a share: see the table above."""
-
-    EQUAL = 0
-    REDUCED = 1
-    EXAMPLES = 2
-    UNKNOWN = 3
-
-
-class Way(enum.Enum):
-    """A way in which a number depends on the share."""
-
-    NONLINEAR = "nonlinear"
-    QUOTIENT = "quotient"
-    EXTREME = "extreme"
-    PAIRS = "pairs"
-    LOOP = "loop"
-    LOSS = "loss"
-
-
-# These stay with a value for each example; the others go when it is normalized.
-_LASTING = (Way.PAIRS, Way.LOOP, Way.LOSS)
-
-
-class Cause(NamedTuple):
-    """An operation that makes a number depend on the share, and its line."""
-
-    way: Way
-    operation: str
-    line: str
-
-
-class Share(NamedTuple):
-    """The known facts about a value.
-
-    Attributes:
-        reach: How it depends on the examples.
-        axes: The axes along which examples lie, counted from the last one, -1.
-        causes: The operations that make it depend on the share.
-        divisors: The numbers that it was divided by.
-        sizes: Numbers of examples that were summed.
-        is_gradient: Whether it was made in a backward pass.
-        is_carried: Whether a loop over examples hands it from one to the next.
-        combined: The causes of values that a reduction over replicas has combined.
-    """
-
-    reach: Reach = Reach.EQUAL
-    axes: frozenset[int] = frozenset()
-    causes: frozenset[Cause] = frozenset()
-    divisors: frozenset[int] = frozenset()
-    sizes: frozenset[int] = frozenset()
-    is_gradient: bool = False
-    is_carried: bool = False
-    combined: frozenset[Cause] = frozenset()
-
-
-_EQUAL = Share()
-_UNKNOWN = Share(Reach.UNKNOWN)
-# A reduction over replicas may be any number, such as a count of tokens.
-_COMBINED = Share(divisors=frozenset({_ANY}))
 
 
 class MetricOfShare(NamedTuple):
@@ -186,16 +128,16 @@ def find_shares(
             sizes.add(shape[0])
             inputs.append(Share(Reach.EXAMPLES, frozenset({-len(shape)})))
         elif is_own:
-            inputs.append(_UNKNOWN)
+            inputs.append(UNKNOWN)
         else:
-            inputs.append(_EQUAL if shape else _COMBINED)
+            inputs.append(EQUAL if shape else COMBINED)
     search = _Search(axis_name, sizes)
     search.run(program, inputs)
     return search.findings()
 
 
 class _Search(Dataflow[Share]):
-    nothing = _EQUAL
+    nothing = EQUAL
 
     def __init__(self, axis_name: str, sizes: set[int]) -> None:
         super().__init__()
@@ -207,13 +149,14 @@ class _Search(Dataflow[Share]):
         self._means_of_sums: dict[str, int] = {}
         self._equal_sums: set[str] = set()
         self._sums_of_means: set[str] = set()
+        self._numerator = EQUAL
 
     def findings(self) -> list[Finding]:
         found: list[Finding] = []
         for name, causes in self._metrics.items():
-            found.append(MetricOfShare(name, _first(causes)))
+            found.append(MetricOfShare(name, first_of(causes)))
         for line, causes in self._reductions.items():
-            found.append(ReductionOfShare(line, _first(causes)))
+            found.append(ReductionOfShare(line, first_of(causes)))
         for line, num_examples in self._means_of_sums.items():
             found.append(MeanOfSums(line, num_examples))
         found += map(SumOfEqual, sorted(self._equal_sums))
@@ -223,7 +166,7 @@ class _Search(Dataflow[Share]):
     def join(self, facts: Iterable[Share]) -> Share:
         several = set(facts)
         if len(several) < 2:
-            return several.pop() if several else _EQUAL
+            return several.pop() if several else EQUAL
         return Share(
             reach=max(each.reach for each in several),
             axes=frozenset().union(*(each.axes for each in several)),
@@ -237,7 +180,7 @@ class _Search(Dataflow[Share]):
 
     def decide(self, equation: Any, decides: Share) -> Share:
         del equation
-        return _UNKNOWN if decides.reach else _EQUAL
+        return UNKNOWN if decides.reach else EQUAL
 
     def transfer(self, equation: Any, operands: list[Share]) -> list[Share] | None:
         name = equation.primitive.name
@@ -252,20 +195,20 @@ class _Search(Dataflow[Share]):
             given = operands[-num_results:]
             for operand in given:
                 self._look_at_reduction(equation, operand, by_ops, None)
-            return [_combine(operand) for operand in given]
+            return [combine(operand) for operand in given]
         if name in SOURCES or name.startswith(EXCHANGES):
-            return [_UNKNOWN] * num_results
+            return [UNKNOWN] * num_results
         if name.startswith(REDUCTIONS):
             if not is_over_all(equation, self._axis_name):
-                return [_UNKNOWN] * num_results
+                return [UNKNOWN] * num_results
             if not name.startswith("psum"):
-                return [_COMBINED] * num_results
+                return [COMBINED] * num_results
             pairs = list(zip(operands, equation.outvars, strict=True))
             for operand, made in pairs:
                 self._look_at_reduction(equation, operand, "", made)
-            return [_combine(operand) for operand, _ in pairs]
+            return [combine(operand) for operand, _ in pairs]
         if name in DRAWS and any(each.reach for each in operands):
-            return [_UNKNOWN] * num_results
+            return [UNKNOWN] * num_results
         if name.startswith("scatter"):
             # Its program combines single numbers.
             return [self.mix(equation, operands)] * num_results
@@ -280,17 +223,27 @@ class _Search(Dataflow[Share]):
             self._metrics.setdefault(key, set()).update(causes)
         if name in (SUMMED, NUMERATOR, DENOMINATOR) and causes:
             self._metrics.setdefault(f"at {self.line(equation)}", set()).update(causes)
-        if name != SUMMED:
-            return
-        if metric.reach is Reach.EQUAL:
-            # The size of the share is a constant, too, and its sum is right.
-            number = read_real(equation.invars[0])
-            is_one = number == 1 and 1 not in self._sizes
-            is_size = number is not None and not is_one
-            if not is_size:
-                self._equal_sums.add(self.line(equation))
-        elif self._is_mean(metric):
+        if name == NUMERATOR:
+            self._numerator = metric
+        # The numerator of a ratio comes before its denominator.
+        is_divided = name == DENOMINATOR and self._is_sum(self._numerator)
+        is_added = name == SUMMED or is_divided
+        if is_added and self._is_equal_number(equation, metric):
+            self._equal_sums.add(self.line(equation))
+        if name == SUMMED and self._is_mean(metric):
             self._sums_of_means.add(self.line(equation))
+
+    def _is_equal_number(self, equation: Any, metric: Share) -> bool:
+        """Returns whether a number is equal on all replicas, and no size of a share.
+
+        The size of a share is a constant, too, and its sum is right.
+        """
+        if metric.reach is not Reach.EQUAL:
+            return False
+        number = read_real(equation.invars[0])
+        # A number of tokens is a multiple of the number of examples.
+        is_size = number and any(number % size == 0 for size in self._sizes)
+        return not is_size
 
     def _look_at_reduction(
         self, equation: Any, operand: Share, by_ops: str, made: Any
@@ -310,7 +263,7 @@ class _Search(Dataflow[Share]):
         causes = {
             each
             for each in operand.causes
-            if operand.is_gradient or each.way in _LASTING
+            if operand.is_gradient or each.way in LASTING
         }
         if causes:
             self._reductions.setdefault(line, set()).update(causes)
@@ -324,21 +277,21 @@ class _Search(Dataflow[Share]):
         """Returns whether a number was summed over a share, and divided by its size."""
         is_scaled = any(
             divisor % size == 0
-            for divisor in metric.divisors - {_ANY, 1, 2}
+            for divisor in metric.divisors - {ANY, 1, 2}
             for size in metric.sizes
         )
         return metric.reach is Reach.REDUCED and is_scaled
 
-    def _is_sum(self, gradient: Share) -> bool:
-        """Returns whether a gradient was summed, and divided by no number of rows."""
-        is_followed = gradient.reach is Reach.REDUCED and gradient.sizes
-        divisors = gradient.divisors
-        if not is_followed or _ANY in divisors:
+    def _is_sum(self, value: Share) -> bool:
+        """Returns whether a value was summed, and divided by no number of rows."""
+        is_followed = value.reach is Reach.REDUCED and value.sizes
+        divisors = value.divisors
+        if not is_followed or ANY in divisors:
             return False
         # The mean of parts of a batch divides by the size and by the number of parts,
         # and a mean of pairs of examples by their number. Half a square is no mean.
-        sizes = {*gradient.sizes, *self._sizes}
-        no_means = {1, 2} - gradient.sizes
+        sizes = {*value.sizes, *self._sizes}
+        no_means = {1, 2} - value.sizes
         for divisor in {*divisors, math.prod(divisors)} - no_means:
             if any(divisor % size == 0 or size % divisor == 0 for size in sizes):
                 return False
@@ -370,15 +323,15 @@ class _Search(Dataflow[Share]):
         stacked = equation.outvars[num_carry:]
         pairs = zip(made[num_carry:], stacked, strict=True)
         results = [
-            *(_as_total(facts, equation.params["length"]) for facts in carry),
-            *(_as_stack(facts, each.aval.ndim) for facts, each in pairs),
+            *(as_total(facts, equation.params["length"]) for facts in carry),
+            *(as_stack(facts, each.aval.ndim) for facts, each in pairs),
         ]
-        return [_leave_loop(facts, line) for facts in results]
+        return [leave_loop(facts, line) for facts in results]
 
     def mix(self, equation: Any, operands: list[Share]) -> Share:
         name = equation.primitive.name
         both = self.join(operands)
-        divisors = both.divisors | _divisors_in(equation)
+        divisors = both.divisors | divisors_in(equation)
         is_gradient = both.is_gradient or self.is_backward(equation)
         both = both._replace(divisors=divisors, is_gradient=is_gradient)
 
@@ -386,24 +339,42 @@ class _Search(Dataflow[Share]):
             return both
         if both.reach is Reach.EQUAL:
             # A sum of ones may be a number of examples.
-            is_sum = name in _SUMS and not equation.outvars[0].aval.shape
-            return both._replace(divisors=divisors | {_ANY}) if is_sum else both
-        if _divides_by_own(equation, operands):
-            both = both._replace(divisors=both.divisors | {_ANY})
-        if both.is_carried and _bends(equation, operands):
+            is_sum = name in SUMS and not equation.outvars[0].aval.shape
+            return both._replace(divisors=divisors | {ANY}) if is_sum else both
+        if divides_by_own(equation, operands):
+            both = both._replace(divisors=both.divisors | {ANY})
+        if both.is_carried and bends(equation, operands):
             both = self._with_cause(both, Way.LOOP, equation)
         if both.reach is Reach.REDUCED:
             return self._mix_reduced(equation, operands, both)
         # Statistics of a share may normalize examples, also after a dropout, which is
         # not followed.
-        kept = {each for each in both.causes if each.way in _LASTING}
+        kept = {each for each in both.causes if each.way in LASTING}
         if not any(each.reach is Reach.EXAMPLES for each in operands):
             unknown = (each for each in operands if each.reach is Reach.UNKNOWN)
             kept |= self.join(unknown).causes
+        if keeps_differences(equation):
+            kept |= {each for each in both.causes if each.way is Way.VARIANCE}
         both = both._replace(causes=frozenset(kept), combined=frozenset())
         if both.reach is Reach.EXAMPLES:
+            if not self.is_backward(equation):
+                both = self._look_at_statistics(equation, operands, both)
             return self._mix_examples(equation, operands, both)
         return both._replace(axes=frozenset())
+
+    def _look_at_statistics(
+        self, equation: Any, operands: list[Share], both: Share
+    ) -> Share:
+        """Adds the cause that lies in how examples meet statistics of their share."""
+        if weighs_examples(equation, operands):
+            return self._with_cause(both, Way.WEIGHTS, equation)
+        if uses_gradient(operands):
+            return self._with_cause(both, Way.GRADIENT, equation)
+        if depends_on_order(equation, operands):
+            return self._with_cause(both, Way.ORDER, equation)
+        if is_difference(equation, operands):
+            return self._with_cause(both, Way.VARIANCE, equation)
+        return both
 
     def _mix_reduced(self, equation: Any, operands: list[Share], both: Share) -> Share:
         name = equation.primitive.name
@@ -411,23 +382,25 @@ class _Search(Dataflow[Share]):
         if made.dtype == jnp.bool_:
             return both._replace(causes=frozenset())
         is_backward = self.is_backward(equation)
+        if is_backward and is_of_statistics(equation, operands):
+            return self._with_cause(both, Way.LOSS, equation)
         if is_backward and made.shape:
             # The derivative of a product with statistics, as of batch normalization.
             gradients = [each for each in operands if each.is_gradient]
-            if 0 < len(gradients) < len(operands) and name in (*_PRODUCTS, "div"):
+            if 0 < len(gradients) < len(operands) and name in (*PRODUCTS, "div"):
                 return both._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
         if is_backward and not made.shape:
             of_loss = {each._replace(way=Way.LOSS) for each in both.causes}
             both = both._replace(causes=frozenset(of_loss))
-            if _bends(equation, operands):
+            if bends(equation, operands):
                 return self._with_cause(both, Way.LOSS, equation)
-        if _bends(equation, operands):
+        if bends(equation, operands):
             is_quotient = name == "div" and bool(operands[0].reach)
             way = Way.QUOTIENT if is_quotient else Way.NONLINEAR
             return self._with_cause(both, way, equation)
         is_choice = name == "select_n" and not operands[0].reach
-        is_linear = name in (*_LINEAR, *_PRODUCTS, "div", "integer_pow")
+        is_linear = name in (*LINEAR, *PRODUCTS, "div", "integer_pow")
         is_kept = is_choice or is_linear
         return both if is_kept else both._replace(reach=Reach.UNKNOWN)
 
@@ -462,88 +435,12 @@ class _Search(Dataflow[Share]):
             is_gradient=both.is_gradient,
             is_carried=both.is_carried,
         )
-        if name in _SUMS:
+        if name in SUMS:
             return reduced
-        if name in _EXTREMES:
+        if name in EXTREMES:
             return self._with_cause(reduced, Way.EXTREME, equation)
         return reduced._replace(reach=Reach.UNKNOWN)
 
     def _with_cause(self, facts: Share, way: Way, equation: Any) -> Share:
         cause = Cause(way, equation.primitive.name, self.line(equation))
         return facts._replace(causes=facts.causes | {cause})
-
-
-def _combine(operand: Share) -> Share:
-    """Returns the facts about the sum or mean of a value over replicas.
-
-    The mean of gradients gets a warning of its own.
-    """
-    causes = frozenset() if operand.is_gradient else operand.causes
-    return _COMBINED._replace(combined=operand.combined | causes)
-
-
-def _bends(equation: Any, operands: list[Share]) -> bool:
-    """Returns whether an operation is not linear in what differs between replicas."""
-    name = equation.primitive.name
-    num_own = sum(each.reach is not Reach.EQUAL for each in operands)
-    if name in _PRODUCTS:
-        return num_own > 1
-    if name == "div":
-        return operands[1].reach is not Reach.EQUAL
-    # Optax has `g**order` with an order of 1.
-    return name in _NONLINEAR and equation.params.get("y") != 1
-
-
-def _divides_by_own(equation: Any, operands: list[Share]) -> bool:
-    """Returns whether an operation divides by a number of the replica's own."""
-    name = equation.primitive.name
-    is_power = name == "integer_pow" and equation.params["y"] < 0
-    is_quotient = name == "div" and operands[1].reach is not Reach.EQUAL
-    return is_power or is_quotient
-
-
-def _divisors_in(equation: Any) -> set[int]:
-    """Returns the numbers by which an operation divides, rounded."""
-    name = equation.primitive.name
-    if name not in _SCALES:
-        return set()
-    found: set[int] = set()
-    for number in filter(None, map(read_real, equation.invars)):
-        divisor = number if name == "div" else 1 / number
-        if math.isfinite(divisor) and abs(divisor) > 1:
-            found.add(round(abs(divisor)))
-    return found
-
-
-def _as_total(facts: Share, num_examples: int) -> Share:
-    """Returns the facts about a value that a loop has carried over all examples."""
-    is_of_one = facts.reach is Reach.EXAMPLES and not facts.axes
-    if not is_of_one:
-        return facts
-    return facts._replace(reach=Reach.REDUCED, sizes=facts.sizes | {num_examples})
-
-
-def _as_stack(facts: Share, num_axes: int) -> Share:
-    """Returns the facts about the values that a loop has made for all examples."""
-    if facts.reach is not Reach.EXAMPLES:
-        return facts
-    return facts._replace(axes=facts.axes | {-num_axes})
-
-
-def _leave_loop(facts: Share, line: str) -> Share:
-    """Returns the facts about a result of a loop over examples."""
-    causes = {
-        each._replace(line=line) if each.way is Way.LOOP else each
-        for each in facts.causes
-    }
-    return facts._replace(causes=frozenset(causes), is_carried=False)
-
-
-def _first(causes: Iterable[Cause]) -> Cause:
-    """Returns the cause to report: the one that lasts, if there is one.
-
-    A number is clipped by a quotient, so the operation before it says more.
-    """
-    order = {way: place for place, way in enumerate((*_LASTING, *Way))}
-    order[Way.QUOTIENT] = len(order) + 1
-    return min(causes, key=lambda each: (order[each.way], each.line, each.operation))

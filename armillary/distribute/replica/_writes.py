@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary.distribute.replica._context import ReplicaContext
 from armillary.distribute.replica._policy import Policy, combine, written_policy_of
+from armillary.distribute.replica._replica import ReplicaContext
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot
 

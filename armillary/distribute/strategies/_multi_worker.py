@@ -16,6 +16,7 @@ from armillary.cluster._join import (
     CommunicationOptions,
     join_cluster,
 )
+from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import (
     ClusterResolver,
     check_is_no_server,
@@ -40,6 +41,7 @@ class JoinedStrategy(Strategy):
     """A strategy that joins the processes of its job, if there are several."""
 
     _cluster_resolver: ClusterResolver
+    _peers: Peers | None = None
 
     def _join(
         self,
@@ -55,13 +57,13 @@ class JoinedStrategy(Strategy):
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         check_is_no_server(self._cluster_resolver)
-        self.peers = join_cluster(self._cluster_resolver, communication_options)
+        self._peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
-        is_found_alone = self.peers is None and plan.num_processes is None
+        is_found_alone = self._peers is None and plan.num_processes is None
         if is_found_alone and isinstance(self._cluster_resolver, ScheduledResolver):
             self._cluster_resolver.hold_alone()
 
-        self._trains = self.peers is not None or plan.is_training
+        self._trains = self._peers is not None or plan.is_training
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -154,7 +156,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
     ) -> None:
         check_axis_name(axis_name)
         self._join(cluster_resolver, communication_options)
-        devices = order_devices(self._find_devices(self.peers is not None))
+        devices = order_devices(self._find_devices(self._peers is not None))
         super().__init__(devices, cross_device_ops, axis_name=axis_name)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:

@@ -4,30 +4,31 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from armillary._checks import check_instance
+from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import BatchLayout, InputContext, InputOptions
-from armillary.distribute._global_arrays import everywhere
+from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import OPTIONS_FIX, Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._context import get_strategy, set_default
 from armillary.distribute.replica._cross_device import CrossDeviceOps
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.replica._run import run_alone, run_in_replicas
-from armillary.distribute.strategies._layouts import (
-    Device,
-    ReplicaLayout,
-    SingleLayout,
-    as_device,
-    as_devices,
+from armillary.distribute.replica._replica import ReplicaContext
+from armillary.distribute.replica._run import run_in_replicas
+from armillary.distribute.replica._run_alone import run_alone
+from armillary.distribute.strategies._layouts import Device, as_device, as_devices
+from armillary.distribute.strategies._placements import (
+    DevicePlacement,
+    ReplicaPlacement,
 )
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -39,24 +40,17 @@ class SingleStrategy(Strategy):
     def __init__(
         self, device: Device | None = None, axis_name: str = DEFAULT_AXIS_NAME
     ) -> None:
-        super().__init__(None, num_replicas=1, axis_name=axis_name)
-        self._device = self.default_device = device
-        self._sharding = None if device is None else SingleDeviceSharding(device)
-
-    @property
-    def layout(self) -> BatchLayout:
-        return SingleLayout(self._sharding)
-
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        return [self._sharding] * len(state.paths)
+        super().__init__(DevicePlacement.on(device), axis_name)
+        self.default_device = device
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         if state is not None:
             check_annotations(state)
-        place = nullcontext if self._device is None else jax.default_device
-        with place(self._device):
+        device = self.default_device
+        place = nullcontext if device is None else jax.default_device
+        with place(device):
             return run_alone(self, fn, args, kwargs, state)
 
 
@@ -114,11 +108,11 @@ class OneDeviceStrategy(SingleStrategy):
         super().__init__(as_device("device", device), axis_name)
 
     def __repr__(self) -> str:
-        return f"OneDeviceStrategy({self._device})"
+        return f"OneDeviceStrategy({self.default_device})"
 
 
 _default = DefaultStrategy()
-set_default(_default)
+set_default(ReplicaContext(_default, None, active=1))
 
 
 class MirroredStrategy(Strategy):
@@ -144,6 +138,9 @@ class MirroredStrategy(Strategy):
             `cross_device_ops`, or if `axis_name` is empty.
     """
 
+    # The processes that a subclass has joined.
+    _peers: Peers | None = None
+
     def __init__(
         self,
         devices: Sequence[Any] | None = None,
@@ -161,28 +158,14 @@ class MirroredStrategy(Strategy):
             cross_device_ops._check_replicas(len(found))
         self.cross_device_ops = cross_device_ops
         mesh = Mesh(np.asarray(found), (axis_name,), axis_types=(AxisType.Auto,))
-        super().__init__(mesh, num_replicas=len(found), axis_name=axis_name)
+        super().__init__(ReplicaPlacement.on(mesh, self._peers), axis_name)
         self._functions = Functions()
-
-    def _describe(self, num_devices: int) -> None:
-        kinds = (AxisType.Auto,)
-        self._mesh = AbstractMesh((num_devices,), (self.axis_name,), axis_types=kinds)
-        self._num_replicas = num_devices
-
-    @property
-    def layout(self) -> BatchLayout:
-        """One row of a batch on each device; each process places its own rows."""
-        return ReplicaLayout(self._mesh, self.peers)
-
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """A copy of every array on each device."""
-        return [everywhere(self._mesh)] * len(state.paths)
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         if state is not None:
-            return run_in_replicas(self, self._mesh, fn, args, kwargs, state)
+            return run_in_replicas(self, self.placement.mesh, fn, args, kwargs, state)
         return self._functions.get(fn, self)(*args, **kwargs)
 
     def _show(self, where: str = "") -> str:
@@ -232,7 +215,8 @@ class CentralStorageStrategy(MirroredStrategy):
         super().__init__(devices, axis_name=axis_name)
         home = "cpu:0" if parameter_device is None else parameter_device
         self.parameter_device: Device = as_device("parameter_device", home)
-        self.home = SingleDeviceSharding(self.parameter_device)
+        sharding = SingleDeviceSharding(self.parameter_device)
+        self.placement = replace(self.placement, home=sharding)
 
     def __repr__(self) -> str:
         home = f"{self.parameter_device.platform}:{self.parameter_device.id}"

@@ -1,0 +1,281 @@
+"""Facts about one value of a step, and the ways in which operations change them.
+
+`_shares.py` follows these facts through the program of a step.
+"""
+
+import enum
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from armillary._jax_compat import read_real
+
+PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
+SUMS = ("reduce_sum", "dot_general", "conv_general_dilated")
+EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
+# Operations that are linear in all their operands together.
+LINEAR = frozenset(
+    {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "real"}
+    | {"reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "rev", "imag"}
+    | {"concatenate", "pad", "split", "reduce_sum", "cumsum", "stop_gradient", "pvary"}
+    | {"reduce_precision", "optimization_barrier", "sharding_constraint", "complex"}
+)
+_NONLINEAR = frozenset(
+    {"square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "pow"}
+    | {"tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "atan2"}
+    | {"sign", "abs", "max", "min", "clamp", "floor", "ceil", "round", "sinh", "cosh"}
+    | {"reduce_max", "reduce_min", "reduce_prod", "cumprod", "cummax", "cummin"}
+    | {"cumlogsumexp", "lgamma", "digamma", "integer_pow"}
+)
+# Operations that hand on a number that something is multiplied by.
+_SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
+# Operations between the reciprocal of a sum and the weights that it gives. The root of
+# a variance is not among them: statistics may normalize examples.
+_RECIPROCALS = ("div", "integer_pow", "max", "min", "clamp")
+# Operations that leave differences from a mean what they are.
+_KEEPING = (
+    *("copy", "copy_p", "convert_element_type", "real", "reshape", "squeeze"),
+    *("broadcast_in_dim", "transpose", "reduce_sum"),
+)
+_SQUARES = ("square", "integer_pow", "abs")
+# Operations whose results depend on the order of the numbers along an axis.
+_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+# The divisor of a value that was scaled by a number which is not known.
+ANY = 0
+
+
+class Reach(enum.IntEnum):
+    """The dependence of a value on the examples of a share: see `_shares.py`."""
+
+    EQUAL = 0
+    REDUCED = 1
+    EXAMPLES = 2
+    UNKNOWN = 3
+
+
+class Way(enum.Enum):
+    """A way in which a number depends on the share."""
+
+    NONLINEAR = "nonlinear"
+    QUOTIENT = "quotient"
+    EXTREME = "extreme"
+    VARIANCE = "variance"
+    PAIRS = "pairs"
+    ORDER = "order"
+    LOOP = "loop"
+    WEIGHTS = "weights"
+    GRADIENT = "gradient"
+    LOSS = "loss"
+
+
+# These stay with a value for each example; the others go when it is normalized.
+LASTING = (Way.PAIRS, Way.ORDER, Way.LOOP, Way.WEIGHTS, Way.GRADIENT, Way.LOSS)
+
+
+class Cause(NamedTuple):
+    """An operation that makes a number depend on the share, and its line."""
+
+    way: Way
+    operation: str
+    line: str
+
+
+class Share(NamedTuple):
+    """The known facts about a value.
+
+    Attributes:
+        reach: How it depends on the examples.
+        axes: The axes along which examples lie, counted from the last one, -1.
+        causes: The operations that make it depend on the share.
+        divisors: The numbers that it was divided by.
+        sizes: Numbers of examples that were summed.
+        is_gradient: Whether it was made in a backward pass.
+        is_carried: Whether a loop over examples hands it from one to the next.
+        combined: The causes of values that a reduction over replicas has combined.
+    """
+
+    reach: Reach = Reach.EQUAL
+    axes: frozenset[int] = frozenset()
+    causes: frozenset[Cause] = frozenset()
+    divisors: frozenset[int] = frozenset()
+    sizes: frozenset[int] = frozenset()
+    is_gradient: bool = False
+    is_carried: bool = False
+    combined: frozenset[Cause] = frozenset()
+
+
+EQUAL = Share()
+UNKNOWN = Share(Reach.UNKNOWN)
+# A reduction over replicas may be any number, such as a count of tokens.
+COMBINED = Share(divisors=frozenset({ANY}))
+
+
+def combine(operand: Share) -> Share:
+    """Returns the facts about the sum or mean of a value over replicas.
+
+    The mean of gradients gets a warning of its own.
+    """
+    causes = frozenset() if operand.is_gradient else operand.causes
+    return COMBINED._replace(combined=operand.combined | causes)
+
+
+def bends(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation is not linear in what differs between replicas."""
+    name = equation.primitive.name
+    num_own = sum(each.reach is not Reach.EQUAL for each in operands)
+    if name in PRODUCTS:
+        return num_own > 1
+    if name == "div":
+        return operands[1].reach is not Reach.EQUAL
+    # Optax has `g**order` with an order of 1.
+    return name in _NONLINEAR and equation.params.get("y") != 1
+
+
+def divides_by_own(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation divides by a number of the replica's own."""
+    name = equation.primitive.name
+    is_power = name == "integer_pow" and equation.params["y"] < 0
+    is_quotient = name == "div" and operands[1].reach is not Reach.EQUAL
+    return is_power or is_quotient
+
+
+def divisors_in(equation: Any) -> set[int]:
+    """Returns the numbers by which an operation divides, rounded."""
+    name = equation.primitive.name
+    if name not in _SCALES:
+        return set()
+    found: set[int] = set()
+    for number in filter(None, map(read_real, equation.invars)):
+        divisor = number if name == "div" else 1 / number
+        if math.isfinite(divisor) and abs(divisor) > 1:
+            found.add(round(abs(divisor)))
+    return found
+
+
+def weighs_examples(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation gives examples weights that a sum has normalized.
+
+    That is a division by a sum over the share, such as `mask / mask.sum()`, or a
+    product with the reciprocal of one, such as the weights of classes by their number.
+    """
+    name = equation.primitive.name
+    statistics = [each for each in operands if each.reach is Reach.REDUCED]
+    has_examples = any(each.reach is Reach.EXAMPLES for each in operands)
+    if not statistics or not has_examples:
+        return False
+    causes = frozenset().union(*(each.causes for each in statistics))
+    is_of_sum = all(each.operation in _RECIPROCALS for each in causes)
+    if name == "div":
+        return operands[1].reach is Reach.REDUCED and is_of_sum
+    has_reciprocal = any(each.operation in ("div", "integer_pow") for each in causes)
+    return name in ("mul", "dot_general", "gather") and is_of_sum and has_reciprocal
+
+
+def uses_gradient(operands: list[Share]) -> bool:
+    """Returns whether examples meet a gradient of the share before its reduction."""
+    has_gradient = any(
+        each.reach is Reach.REDUCED and each.is_gradient for each in operands
+    )
+    has_examples = any(
+        each.reach is Reach.EXAMPLES and not each.is_gradient for each in operands
+    )
+    return has_gradient and has_examples
+
+
+def is_of_statistics(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation of a backward pass begins at statistics.
+
+    The derivative of a nonlinear function of means is a product with these means. It
+    belongs to the loss if the gradient has not passed through examples before.
+    Statistics that normalize examples get their gradient from the examples.
+    """
+    # `select_n` is the derivative of `jnp.maximum`, `jax.nn.relu` and so on.
+    if equation.primitive.name not in (*PRODUCTS, "div", "select_n"):
+        return False
+    has_statistics = False
+    for variable, facts in zip(equation.invars, operands, strict=True):
+        is_constant = isinstance(variable, core.Literal)
+        is_of_loss = facts.reach is Reach.EQUAL and (facts.is_gradient or is_constant)
+        if facts.reach is Reach.REDUCED and not facts.is_gradient:
+            has_statistics = True
+        elif not is_of_loss:
+            return False
+    return has_statistics
+
+
+def is_difference(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether an operation subtracts a mean over the share from examples."""
+    is_of_examples = operands[0].reach is Reach.EXAMPLES
+    return (
+        equation.primitive.name == "sub"
+        and is_of_examples
+        and operands[1].reach is Reach.REDUCED
+    )
+
+
+def keeps_differences(equation: Any) -> bool:
+    """Returns whether differences from a mean stay such, or become their squares."""
+    name = equation.primitive.name
+    operands = equation.invars
+    if name == "mul":
+        is_square = operands[0] is operands[1]
+        return is_square or any(read_real(each) is not None for each in operands)
+    is_divided = name == "div" and read_real(operands[1]) is not None
+    return is_divided or name in (*_KEEPING, *_SQUARES)
+
+
+def depends_on_order(equation: Any, operands: list[Share]) -> bool:
+    """Returns whether a result depends on the order of numbers of the examples.
+
+    An order of indices is no cause: it may move examples and move them back.
+    """
+    name = equation.primitive.name
+    value = equation.invars[0].aval
+    facts = operands[0]
+    is_followed = facts.reach is Reach.EXAMPLES and facts.axes
+    if not is_followed or not jnp.issubdtype(value.dtype, jnp.floating):
+        return False
+    if name in _CUMULATIVE:
+        return equation.params["axis"] - value.ndim in facts.axes
+    if name == "top_k":
+        return equation.params.get("axis", value.ndim - 1) - value.ndim in facts.axes
+    is_of_values = name == "sort" and len(equation.invars) == 1
+    return is_of_values and equation.params["dimension"] - value.ndim in facts.axes
+
+
+def as_total(facts: Share, num_examples: int) -> Share:
+    """Returns the facts about a value that a loop has carried over all examples."""
+    is_of_one = facts.reach is Reach.EXAMPLES and not facts.axes
+    if not is_of_one:
+        return facts
+    return facts._replace(reach=Reach.REDUCED, sizes=facts.sizes | {num_examples})
+
+
+def as_stack(facts: Share, num_axes: int) -> Share:
+    """Returns the facts about the values that a loop has made for all examples."""
+    if facts.reach is not Reach.EXAMPLES:
+        return facts
+    return facts._replace(axes=facts.axes | {-num_axes})
+
+
+def leave_loop(facts: Share, line: str) -> Share:
+    """Returns the facts about a result of a loop over examples."""
+    causes = {
+        each._replace(line=line) if each.way is Way.LOOP else each
+        for each in facts.causes
+    }
+    return facts._replace(causes=frozenset(causes), is_carried=False)
+
+
+def first_of(causes: Iterable[Cause]) -> Cause:
+    """Returns the cause to report: the one that lasts, if there is one.
+
+    A number is clipped by a quotient, so the operation before it says more.
+    """
+    ways = [*LASTING, *(way for way in Way if way not in LASTING)]
+    ways.remove(Way.QUOTIENT)
+    ways.append(Way.QUOTIENT)
+    return min(causes, key=lambda each: (ways.index(each.way), each[1:]))

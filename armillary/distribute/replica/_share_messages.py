@@ -1,0 +1,150 @@
+"""The texts of the warnings about numbers that depend on a replica's share."""
+
+from armillary.distribute.replica._share_facts import Cause, Way
+from armillary.distribute.replica._shares import (
+    Finding,
+    MeanOfSums,
+    MetricOfShare,
+    ReductionOfShare,
+    SumOfEqual,
+    SumOfMeans,
+)
+
+
+def explain(found: Finding, num_replicas: int) -> str:
+    """Returns the warning about a finding: the fact, its line and the line to write."""
+    if isinstance(found, MeanOfSums):
+        return _explain_sums(found, num_replicas)
+    if isinstance(found, SumOfEqual):
+        return _explain_equal(found, num_replicas)
+    if isinstance(found, SumOfMeans):
+        return _explain_means(found, num_replicas)
+    if isinstance(found, ReductionOfShare):
+        return _explain_reduction(found, num_replicas)
+    return _explain_metric(found, num_replicas)
+
+
+def _explain_sums(found: MeanOfSums, num_replicas: int) -> str:
+    return (
+        f"The mean over replicas at {found.line} is of gradients of a sum over the "
+        f"{found.num_examples} examples of one replica, so it is {num_replicas} times "
+        "smaller than on one device. Divide the loss by the number of examples "
+        '(`loss.mean()`), or take `armillary.all_reduce("sum", gradients)`.'
+    )
+
+
+def _explain_equal(found: SumOfEqual, num_replicas: int) -> str:
+    return (
+        f"The metric at {found.line} adds a number that is equal on all {num_replicas} "
+        f"replicas, so the number counts {num_replicas} times. Return it as a plain "
+        "number, or divide it by "
+        "`armillary.get_replica_context().num_replicas_in_sync`."
+    )
+
+
+def _explain_means(found: SumOfMeans, num_replicas: int) -> str:
+    return (
+        f"The metric at {found.line} adds up the means of {num_replicas} replicas, so "
+        f"it is {num_replicas} times larger than on one device. Give it the values of "
+        "the examples, or return the mean as a plain number."
+    )
+
+
+_MEANINGS = {
+    Way.NONLINEAR: "`{operation}` of a number that is reduced over the examples of one "
+    "replica",
+    Way.QUOTIENT: "a quotient of two sums over the examples of one replica",
+    Way.EXTREME: "`{operation}` over the examples of one replica",
+    Way.VARIANCE: "the spread of numbers around their mean over the examples of one "
+    "replica",
+    Way.PAIRS: "a comparison of examples with other examples of the same replica",
+    Way.ORDER: "`{operation}` along the examples of one replica",
+    Way.WEIGHTS: "weights of examples that a sum over the examples of one replica has "
+    "normalized",
+    Way.GRADIENT: "a gradient of one replica's examples that is used before its "
+    "reduction",
+    Way.LOOP: "a loop that carries a value from one example to the next",
+    Way.LOSS: "the gradient of a loss that is a quotient, or another nonlinear "
+    "function, of sums over the examples of one replica",
+}
+
+
+def _explain_cause(cause: Cause) -> str:
+    meaning = _MEANINGS[cause.way].format(operation=cause.operation)
+    return f"{meaning} (at {cause.line})"
+
+
+_NOT_TIME = (
+    "The first axis of a batch must be the examples. If it is time, transpose the "
+    "batch in the data set (`np.swapaxes(batch, 0, 1)`), and back in the step."
+)
+_WEIGHTED = (
+    "For a weighted mean, write `armillary.weighted_mean(values, weights)`. Otherwise, "
+    'reduce these sums in the loss (`armillary.all_reduce("mean", value)`), and keep '
+    "the mean of the gradients."
+)
+_GATHERED = (
+    "To compare all examples of the batch, gather them first "
+    "(`armillary.get_replica_context().all_gather(value, axis=0)`). The examples of "
+    "this replica then begin at row "
+    "`replica_id_in_sync_group * num_rows`, and so do labels that number the examples."
+)
+_VARIANCE = (
+    "Return the mean of the squares and the mean, and subtract the square of the mean "
+    "in `loop_end`."
+)
+_GRADIENT = (
+    "Reduce the gradient where it is made "
+    '(`armillary.all_reduce("mean", gradient)`), before anything uses it.'
+)
+_FIXES = {
+    Way.VARIANCE: _VARIANCE,
+    Way.PAIRS: _GATHERED,
+    Way.ORDER: _GATHERED,
+    Way.LOOP: _NOT_TIME,
+    Way.WEIGHTS: _WEIGHTED,
+    Way.GRADIENT: _GRADIENT,
+    Way.LOSS: _WEIGHTED,
+}
+
+
+def _extreme(cause: Cause) -> str:
+    return '"min"' if cause.operation == "reduce_min" else '"max"'
+
+
+def _explain_reduction(found: ReductionOfShare, num_replicas: int) -> str:
+    fixes = {
+        **_FIXES,
+        Way.NONLINEAR: "Reduce first, and apply the operation to the result, as where "
+        "gradients are clipped after `armillary.all_reduce`.",
+        Way.QUOTIENT: "Reduce both sums before you divide.",
+        Way.EXTREME: f"Reduce it by `armillary.all_reduce({_extreme(found.cause)}, "
+        "value)`.",
+    }
+    return (
+        f"The reduction over {num_replicas} replicas at {found.line} is of a value "
+        f"that depends on how replicas share a batch: {_explain_cause(found.cause)}. "
+        f"So the result is not the one of a single device. {fixes[found.cause.way]}"
+    )
+
+
+def _explain_metric(found: MetricOfShare, num_replicas: int) -> str:
+    is_plain = found.name.startswith("`")
+    key = found.name.strip("`").rpartition("/")[2] if is_plain else "metric"
+    fixes = {
+        **_FIXES,
+        Way.NONLINEAR: "Return the number before this operation, and apply the "
+        "operation in `loop_end`, or reduce the number first: "
+        '`armillary.all_reduce("mean", value)`.',
+        Way.QUOTIENT: f'Return `"{key}": armillary.metrics.Ratio(sum, denominator)`, '
+        "which divides the sums of all replicas.",
+        Way.EXTREME: f'Reduce it over replicas: `"{key}": '
+        f"armillary.all_reduce({_extreme(found.cause)}, value)`.",
+        Way.WEIGHTS: f'Return `"{key}": armillary.metrics.Ratio(sum, denominator)`, '
+        "which divides the sums of all replicas.",
+    }
+    return (
+        f"The metric {found.name} depends on how {num_replicas} replicas share a "
+        f"batch: it is made by {_explain_cause(found.cause)}. The mean over replicas "
+        f"is not the number of a single device. {fixes[found.cause.way]}"
+    )

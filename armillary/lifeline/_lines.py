@@ -1,0 +1,133 @@
+"""Finds the line at which a thread is, for messages about a program that is stuck.
+
+The thread that asks runs next to a main thread that may be anywhere, so a stack is read
+in one call of a C function.
+"""
+
+import functools
+import gc
+import itertools
+import linecache
+import operator
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+from armillary._owners import is_library_file
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# XLA's compiler, and the files that trace, examine and lower a program before it.
+COMPILER = (os.path.join("jax", "_src", "compiler.py"),)
+MAKERS = (
+    *COMPILER,
+    os.path.join("jax", "_src", "interpreters", "partial_eval.py"),
+    os.path.join("jax", "_src", "interpreters", "mlir.py"),
+    os.path.join(_PACKAGE, "distribute", "program", "_trace.py"),
+)
+_STDLIB = sysconfig.get_path("stdlib")
+DEBUGGER = tuple(os.path.join(_STDLIB, name) for name in ("bdb.py", "pdb.py", "cmd.py"))
+PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
+_MOST_LINES = 4
+
+
+class Line(NamedTuple):
+    """The line at which one function of a stack is."""
+
+    file: str
+    number: int  # 0 if the function has only begun.
+    function: str
+
+
+def find_line(phase: str, stack: list[Line] | None = None) -> str:
+    """Returns the innermost line of the user's code in the main thread.
+
+    If the main thread waits for data, the lines of other threads are added, because one
+    of them may read the data.
+    """
+    main = read_stack() if stack is None else stack
+    if not main:
+        return "(the main thread has ended)"
+    lines = [_describe(_find_users(main) or main[0])]
+    if phase in ("data", "evaluating"):
+        readers = dict.fromkeys(map(_describe, _find_lines_of_others()))
+        lines += [f"while a thread reads ahead at {line}" for line in readers]
+    return ", ".join(lines[:_MOST_LINES])
+
+
+def _find_lines_of_others() -> list[Line]:
+    """Returns the innermost line of the user's code in each thread but the main one."""
+    idents: set[int] = _at_once(map(set, iter(sys._current_frames, None)).__next__)
+    lines: list[Line] = []
+    for ident in idents - {threading.main_thread().ident}:
+        line = _find_users(read_stack(ident))
+        if line is not None:
+            lines.append(line)
+    return lines
+
+
+def is_in(files: tuple[str, ...], stack: list[Line]) -> bool:
+    """Returns whether a stack goes through some files."""
+    return any(line.file.endswith(files) for line in stack)
+
+
+def read_stack(thread: int | None = None) -> list[Line]:
+    """Returns the stack of a thread, innermost line first.
+
+    Args:
+        thread: The `ident` of the thread; `None` for the main thread.
+    """
+    ident = thread or threading.main_thread().ident
+    # `_current_frames` is called only once, because it calls audit hooks, too.
+    once = itertools.islice(iter(sys._current_frames, None), 1)
+    found = map(dict.get, once, [ident])
+    steps = itertools.chain(found, itertools.repeat("f_back"))
+    outward = itertools.accumulate(steps, cast(Any, getattr))
+    frames = itertools.takewhile(bool, outward)
+    if sys.version_info < (3, 12):
+        places = map(operator.attrgetter("f_code", "f_lineno"), frames)
+        stack = _at_once(functools.partial(list, places))
+    else:
+        # ORDER: all line numbers are read before the first `f_code`. Reading `f_code`
+        # calls audit hooks, such as the hook of filelock 4.3, and another thread may
+        # continue in them.
+        frames, same = itertools.tee(frames)
+        pairs = zip(frames, map(operator.attrgetter("f_lineno"), same), strict=True)
+        held = _at_once(functools.partial(list, pairs))
+        stack = [(frame.f_code, line) for frame, line in held]
+    return [Line(code.co_filename, line or 0, code.co_name) for code, line in stack]
+
+
+def _at_once(read: Callable[[], Any]) -> Any:
+    """Calls a C function while no other thread runs.
+
+    Otherwise CPython 3.11 crashed now and then, if a frame ended while it was read.
+    `faulthandler` crashed if a thread began.
+    """
+    off: Any = int
+    on: Any = int
+    if gc.isenabled():
+        off = gc.disable
+        on = gc.enable
+    # ORDER: all three functions run in one call. The garbage collector calls Python
+    # functions, in which another thread may continue.
+    calls: list[Any] = [off, read, on]
+    try:
+        _, found, _ = list(map(operator.call, calls))
+    except BaseException:
+        on()
+        raise
+    return found
+
+
+def _find_users(stack: list[Line]) -> Line | None:
+    """Returns the innermost line that is not in a library."""
+    return next((line for line in stack if not is_library_file(line.file)), None)
+
+
+def _describe(line: Line) -> str:
+    text = linecache.getline(line.file, line.number).strip()
+    place = f"{line.file}:{line.number} in {line.function}"
+    return f"{place}: {text}" if text else place
