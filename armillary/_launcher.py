@@ -1,4 +1,13 @@
-"""Reports from a process to its launcher, if it has one, through a pipe."""
+"""Reports from a process to its launcher, if it has one, through a pipe.
+
+A message is a word with its values:
+
+    joining, joined         the process waits for the others, or has met them
+    restored, saved         the path of a checkpoint; a save has its number first
+    trained                 the first loop after a restore has ended
+    failed                  the error with which the process ends
+    caused_by, stopped      the index of a process that ends the job, or does not answer
+"""
 
 import contextlib
 import functools

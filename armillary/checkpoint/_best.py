@@ -87,8 +87,8 @@ def check_best(
     if metric is None and higher_is_better is None:
         return None
     given = f"`keep_best` is {metric!r} and `higher_is_better` is {higher_is_better!r}"
-    name = metric if isinstance(metric, str) else ""
-    if not name or not isinstance(higher_is_better, bool):
+    is_direction = isinstance(higher_is_better, bool)
+    if not isinstance(metric, str) or not metric or not is_direction:
         raise ValueError(
             f"{given}, but they must be the name of a metric and True or False. Use "
             '`keep_best="accuracy", higher_is_better=True`.'
@@ -100,7 +100,7 @@ def check_best(
             f"{best.mark[1]}. Use these values, or delete the file `{_FILE_NAME}` "
             "there to start again."
         )
-    return name, higher_is_better
+    return metric, higher_is_better
 
 
 def make_mark(best_by: tuple[str, bool], output: Mapping[str, Any]) -> Mark:

@@ -1,4 +1,4 @@
-"""Finds the place of a process in its job: its number, and the address to meet at.
+"""Finds the place of a process in its job, and joins the process to the others.
 
 A `ClusterResolver` reads the environment variables that a scheduler sets for each
 process, and makes a `ProcessPlan`. The plan has all that `jax.distributed.initialize`
@@ -8,13 +8,15 @@ needs::
     if plan.is_distributed:
         jax.distributed.initialize(**plan.initialize_arguments())
 
-The names are the same as in `tf.distribute.cluster_resolver`. Nothing here uses a
-device, opens a connection or changes a setting of JAX.
+A strategy of several processes does this itself (`_join.py`). It also sets the flags of
+XLA, opens connections to the other processes, and starts their devices. Resolvers,
+plans and options only read variables and check values. The names are the same as in
+`tf.distribute.cluster_resolver`.
 """
 
 from armillary._process import ExitCode
 from armillary._traceback import mark_public as _mark_public
-from armillary.cluster._join import (
+from armillary.cluster._communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )

@@ -108,8 +108,9 @@ class Peers:
         """Returns the error of the other process that has caused an error, if any."""
         if self.has_failed or isinstance(error, PeerError):
             return None
-        is_own = not isinstance(error, Exception)
-        cause = None if is_own else self._find_cause(_VERDICT_SECONDS)
+        cause = None
+        if isinstance(error, Exception):  # Others, such as Ctrl-C, begin here.
+            cause = self._find_cause(_VERDICT_SECONDS)
         # A process that ends on purpose announces it at the end of its program.
         if cause is None and not isinstance(error, SystemExit):
             self.fail(error)
@@ -130,8 +131,8 @@ class Peers:
         """Returns the values of all processes, or raises if one does not answer."""
         self._lifeline.say(["value", topic, value])
         # The others wait longer than process 0, whose error names the late process.
-        limit = self._timeout_seconds * (1.1 if self.index else 1.0)
-        end = time.monotonic() + limit
+        limit_seconds = self._timeout_seconds * (1.1 if self.index else 1.0)
+        end = time.monotonic() + limit_seconds
         ended = None
         while True:
             # The wait has slices, so that Ctrl-C takes effect between them.
@@ -145,17 +146,17 @@ class Peers:
             late = self._lifeline.find_missing() or [self.index]
             index = next(filter(self._lifeline.has_ended, late), late[0])
             who = f"Process {index} of {self.count}"
-            waiting = f"while process {self.index} waits for it ({topic})"
+            while_waiting = f"while process {self.index} waits for it ({topic})"
             if index == ended:
                 self._give_up(
-                    f"{who} has reached the end of its program, {waiting}. All "
+                    f"{who} has reached the end of its program, {while_waiting}. All "
                     "processes must run the same steps, loops and saves."
                 )
             ended = index if self._lifeline.has_ended(index) else None
             if time.monotonic() > end:
                 self._give_up(
                     f"{who} has not answered for {self._timeout_seconds:g} seconds, "
-                    f"{waiting}. Look at its output, or allow more time with "
+                    f"{while_waiting}. Look at its output, or allow more time with "
                     "`CommunicationOptions(timeout_seconds=...)`."
                 )
 
@@ -190,9 +191,10 @@ class Boundary:
     def exchange(self, topic: str, say: Callable[[], Any]) -> list[Any]:
         """Exchanges the values of all parts; returns each process's value of `say`."""
         asked = self._number(say)
-        own = {}
+        own: dict[str, Any] = {}
         for reference, number in list(self._parts.items()):
-            if (speaker := reference()) is None:
+            speaker = reference()
+            if speaker is None:
                 del self._parts[reference]
             else:
                 own[number] = speaker()
@@ -206,7 +208,9 @@ class Boundary:
         """Returns, once, each process's value of `say` from the last exchange."""
         number = self._number(say)
         found = [said.pop(number, None) for said in self._said]
-        return None if not found or None in found else found
+        if not found or None in found:
+            return None
+        return found
 
     def expire(self) -> None:
         """Forgets the last exchange, because something has run since."""

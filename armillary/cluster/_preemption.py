@@ -64,7 +64,7 @@ class PreemptionNotice:
         signal.signal(signal.SIGTERM, self._handler)
         if watcher is not None:
             threading.Thread(
-                target=_watch,
+                target=_poll,
                 args=(reference, watcher),
                 name="armillary-preemption",
                 daemon=True,
@@ -107,9 +107,9 @@ def _make_handler(
     process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        notice = reference()
         # A forked child has inherited the handler, but SIGTERM must still end it.
-        if notice is not None and not notice.is_closed and os.getpid() == process:
+        notice = reference() if os.getpid() == process else None
+        if notice is not None and not notice.is_closed:
             notice.source = notice.source or signal.Signals(number).name
         elif callable(previous):
             previous(number, frame)
@@ -120,10 +120,11 @@ def _make_handler(
     return handle
 
 
-def _watch(
+def _poll(
     reference: "weakref.ref[PreemptionNotice]", watcher: Callable[[], bool]
 ) -> None:
-    has_failed = was_taken = False
+    has_failed = False
+    was_taken = False
     while (notice := reference()) is not None and not notice.is_closed:
         try:
             is_taken = bool(watcher())

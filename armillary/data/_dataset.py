@@ -5,9 +5,9 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from armillary._copy_refusal import OfOneProcessOnceUsed
+from armillary._copy_refusal import OfOneProcessOnceUsed, refuse_copy
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
@@ -162,6 +162,12 @@ class DistributedDataset(OfOneProcessOnceUsed):
         self._waiting: tuple[Position, Peekable[SourceBatch]] | None = None
         self._position = Position()
         self._next_epoch = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if self._loan is not None:
+            # A copy would share the reader, and so move the position of both.
+            raise refuse_copy(f"A `{type(self).__name__}`", self)
+        return super().__deepcopy__(memo)
 
     def __iter__(self) -> "DistributedIterator":
         """Returns an iterator over the next pass, or the rest of a restored pass."""

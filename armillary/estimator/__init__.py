@@ -25,20 +25,20 @@ from armillary.estimator._canned import DNNClassifier as DNNClassifier
 from armillary.estimator._canned import DNNRegressor as DNNRegressor
 from armillary.estimator._canned import LinearClassifier as LinearClassifier
 from armillary.estimator._canned import LinearRegressor as LinearRegressor
-from armillary.estimator._columns import bucketized_column as bucketized_column
-from armillary.estimator._columns import (
+from armillary.estimator._estimator import Estimator as Estimator
+from armillary.estimator._feature_column import bucketized_column as bucketized_column
+from armillary.estimator._feature_column import (
     categorical_column_with_hash_bucket as categorical_column_with_hash_bucket,
 )
-from armillary.estimator._columns import (
+from armillary.estimator._feature_column import (
     categorical_column_with_identity as categorical_column_with_identity,
 )
-from armillary.estimator._columns import (
+from armillary.estimator._feature_column import (
     categorical_column_with_vocabulary_list as categorical_column_with_vocabulary_list,
 )
-from armillary.estimator._columns import embedding_column as embedding_column
-from armillary.estimator._columns import indicator_column as indicator_column
-from armillary.estimator._columns import numeric_column as numeric_column
-from armillary.estimator._estimator import Estimator as Estimator
+from armillary.estimator._feature_column import embedding_column as embedding_column
+from armillary.estimator._feature_column import indicator_column as indicator_column
+from armillary.estimator._feature_column import numeric_column as numeric_column
 from armillary.estimator._model_fn import EstimatorSpec as EstimatorSpec
 from armillary.estimator._model_fn import ModeKeys as ModeKeys
 from armillary.estimator._model_fn import Modules as Modules

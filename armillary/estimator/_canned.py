@@ -20,9 +20,10 @@ from flax import nnx
 
 from armillary._checks import check_callable, is_positive_int
 from armillary.errors import EstimatorError
-from armillary.estimator._columns import DenseColumn, InputLayer, as_dense
+from armillary.estimator._columns import DenseColumn
 from armillary.estimator._estimator import Estimator
 from armillary.estimator._heads import Head, class_head, regression_head
+from armillary.estimator._input_layer import InputLayer, as_dense
 from armillary.estimator._model_fn import EstimatorSpec, ModeKeys
 from armillary.estimator._optimizers import as_optimizer, ftrl
 from armillary.estimator._run_config import RunConfig

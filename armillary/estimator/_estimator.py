@@ -421,11 +421,13 @@ class Estimator:
                 init_fn=self._make_init_fn(checkpoint),
                 may_differ="input",
             )
+
         # A loop without actions need not wait for the output of the loop before.
         train_actions: list[Action] = [hooks] if train_hooks else []
         seconds = config.save_checkpoints_secs
-        if trainer is not None and manager is not None and seconds is not None:
-            when_due = calls.when_save_is_due or manager.save
+        manager_of_training = manager if trainer is not None else None
+        if manager_of_training is not None and seconds is not None:
+            when_due = calls.when_save_is_due or manager_of_training.save
             train_actions.append(PeriodicCall(seconds, when_due))
 
         summary_interval = config.save_summary_steps if trainer else None
@@ -444,7 +446,20 @@ class Estimator:
         self._controller = controller
         self._stop_reason = None
         try:
-            yield controller
+            with self._adding_notes():
+                yield controller
+        finally:
+            self._controller = None
+            if manager is not None:
+                manager.close()
+            controller.summary_manager.close()
+            controller.eval_summary_manager.close()
+
+    @contextlib.contextmanager
+    def _adding_notes(self) -> Iterator[None]:
+        """Adds the rules for model functions and labels to errors."""
+        try:
+            yield
         except CapturedStateError as error:
             error.add_note(
                 "`model_fn` is part of the step: make its modules with "
@@ -455,12 +470,6 @@ class Estimator:
             if self._label_rule is not None:
                 error.add_note(self._label_rule)
             raise
-        finally:
-            self._controller = None
-            if manager is not None:
-                manager.close()
-            controller.summary_manager.close()
-            controller.eval_summary_manager.close()
 
     def _make_trainer(self, calls: "Calls") -> tuple[EstimatorTrainer, InputPosition]:
         """Builds the model for training; returns its trainer and the data position."""
@@ -490,8 +499,9 @@ class Estimator:
         """Builds the model for evaluation; returns its evaluator and the spec."""
         strategy = self.config.eval_distribute
         joint = self.config.train_distribute
-        if strategy is None and joint is not None and joint.peers is not None:
-            strategy = joint
+        if strategy is None and joint is not None:
+            # Processes that train together also evaluate together.
+            strategy = None if joint.peers is None else joint
         strategy = strategy or get_strategy()
         make_data = self._bind(input_fn, ModeKeys.EVAL)
         dataset, specs = distribute(make_data, strategy, is_training=False)
@@ -526,8 +536,10 @@ class Estimator:
 
     def _describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
-        values = {name: np.asarray(value) for name, value in (output or {}).items()}
-        numbers = {n: each if each.ndim else each.item() for n, each in values.items()}
+        numbers: dict[str, Any] = {}
+        for name, value in (output or {}).items():
+            array = np.asarray(value)
+            numbers[name] = array if array.ndim else array.item()
         return {**numbers, "global_step": self.global_step}
 
     def _bind(
@@ -550,15 +562,14 @@ class Estimator:
 
 
 def _check_keys(predict_keys: Any) -> None:
-    is_list = isinstance(predict_keys, list | tuple)
-    if predict_keys is None or (
-        is_list and all(isinstance(key, str) for key in predict_keys)
-    ):
+    if predict_keys is None:
         return
-    raise TypeError(
-        f"`predict_keys` is {predict_keys!r:.80}, but it must be a list of names of "
-        'predictions. Write `predict_keys=["logits"]`.'
-    )
+    is_list = isinstance(predict_keys, list | tuple)
+    if not is_list or not all(isinstance(key, str) for key in predict_keys):
+        raise TypeError(
+            f"`predict_keys` is {predict_keys!r:.80}, but it must be a list of names "
+            'of predictions. Write `predict_keys=["logits"]`.'
+        )
 
 
 def _as_spec(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -63,7 +63,7 @@ def regression_head(label_dimension: Any) -> Head:
         return {"predictions": logits}
 
     def evaluate(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
-        labels = _match(labels, size).astype(jnp.float32)
+        labels = _as_labels(labels, size).astype(jnp.float32)
         metrics = {"label/mean": labels, "prediction/mean": logits}
         return jnp.square(logits - labels), metrics
 
@@ -106,7 +106,7 @@ def _predict_many(logits: jax.Array) -> dict[str, jax.Array]:
 
 
 def _evaluate_two(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
-    labels = _match(labels, 1).astype(jnp.float32)
+    labels = _as_labels(labels, 1).astype(jnp.float32)
     predictions = _predict_two(logits)
     class_ids = predictions["class_ids"]
 
@@ -131,7 +131,7 @@ def _evaluate_two(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, 
 
 
 def _evaluate_many(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
-    labels = _match(labels, 1)
+    labels = _as_labels(labels, 1)
     count = logits.shape[-1]
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise EstimatorError(
@@ -146,7 +146,7 @@ def _evaluate_many(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str,
     return jnp.where(is_class, losses, jnp.nan), {"accuracy": accuracy}
 
 
-def _match(labels: Any, size: int) -> jax.Array:
+def _as_labels(labels: Any, size: int) -> jax.Array:
     """Returns labels of shape `(batch, size)`."""
     if labels is None:
         raise EstimatorError(

@@ -31,12 +31,12 @@ def as_hooks(name: str, hooks: Any) -> tuple[Callable[..., Any], ...]:
     """
     if hooks is None:
         return ()
-    several = isinstance(hooks, list | tuple)
-    found = tuple(hooks) if several else (hooks,)
+    is_several = isinstance(hooks, list | tuple)
+    found = tuple(hooks) if is_several else (hooks,)
     for index, hook in enumerate(found):
         if callable(hook) and not isinstance(hook, type):
             continue
-        place = f"{name}[{index}]" if several else name
+        place = f"{name}[{index}]" if is_several else name
         names = [kind.__name__ for kind in inspect.getmro(type(hook))]
         answers = [HOOKS[each] for each in names if each in HOOKS]
         argument = _KINDS.get(name, "the output of a loop or an evaluation")

@@ -133,13 +133,12 @@ def _check_signature(
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # Some builtins have no signature.
         return None
-    unknown = [
-        each.name
-        for each in parameters
-        if each.name not in known
-        and each.default is each.empty
-        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
+    unknown: list[str] = []
+    for each in parameters:
+        takes_any = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        is_needed = each.default is each.empty and not takes_any
+        if is_needed and each.name not in known:
+            unknown.append(each.name)
     if unknown:
         raise EstimatorError(
             f"`{name}` has the argument `{unknown[0]}`, but it can have "
@@ -178,13 +177,15 @@ class Modules(nnx.Module):
             EstimatorError: If the name is not valid, `make_fn` does not return a
                 module, or it is too late to make the module.
         """
-        is_name = isinstance(name, str) and name.isidentifier() and name[0] != "_"
-        if not is_name or name == "make":
+        is_name = isinstance(name, str) and name.isidentifier()
+        is_free = is_name and not name.startswith("_") and name != "make"
+        if not is_free:
             raise EstimatorError(
                 f"`modules.make` was given the name {name!r}, but it must be a Python "
                 'identifier that does not begin with "_". Use `"model"`.'
             )
-        if (found := vars(self).get(name)) is not None:
+        found = vars(self).get(name)
+        if found is not None:
             return found
         if self._maker is None:
             raise EstimatorError(
@@ -232,9 +233,7 @@ class Model:
 
     def build(self, features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
         """Calls the function once in Python, on zeros, and undoes its writes."""
-        features, labels = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (features, labels)
-        )
+        features, labels = jax.tree.map(_as_zeros, (features, labels))
         self._before = _read(self.modules)
         if self.optimizer is None:
             self.modules._maker = self._make
@@ -250,8 +249,10 @@ class Model:
             self._before = []
 
     def _make(self, name: str, make_fn: Callable[..., Any]) -> Any:
-        key = jax.random.key(self._seed)
-        module = make_fn(nnx.Rngs(jax.random.fold_in(key, zlib.crc32(name.encode()))))
+        # The seed depends on the name, so the order of the modules does not matter.
+        hashed_name = zlib.crc32(name.encode())
+        key = jax.random.fold_in(jax.random.key(self._seed), hashed_name)
+        module = make_fn(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise EstimatorError(
                 f"`make_fn` of the module {name!r} returned {module!r:.80} of type "
@@ -261,6 +262,10 @@ class Model:
         setattr(self.modules, name, module)
         self._before += _read(module)
         return module
+
+
+def _as_zeros(leaf: Any) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype)
 
 
 def _read(holder: Any) -> list[tuple[Any, list[Any]]]:

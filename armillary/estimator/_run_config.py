@@ -311,23 +311,24 @@ def choose_directory(
     plan = config.plan
     has_servers = isinstance(strategy, ParameterServerStrategy)
     joins = has_servers or (strategy is not None and strategy.peers is not None)
-    if plan.is_training and plan.is_distributed and not joins:
+    has_others = plan.is_training and plan.is_distributed
+    if has_others and not joins:
         raise EstimatorError(
             f"`train_distribute` is {strategy!r}, but the cluster has "
             f"{plan.num_processes} processes that train, and each would train "
             "alone into one directory. Use `RunConfig(train_distribute="
             "armillary.MultiWorkerMirroredStrategy(), ...)`."
         )
-    given, other = (
-        None if path is None or str(path) == "" else str(as_absolute("model_dir", path))
-        for path in (model_dir, config.model_dir)
-    )
-    if given is not None and other is not None and given != other:
+
+    given = _as_directory(model_dir)
+    of_config = _as_directory(config.model_dir)
+    are_both_given = given is not None and of_config is not None
+    if are_both_given and given != of_config:
         raise EstimatorError(
-            f"`model_dir` is {given!r}, but the `model_dir` of `config` is {other!r}. "
-            "Give one of them."
+            f"`model_dir` is {given!r}, but the `model_dir` of `config` is "
+            f"{of_config!r}. Give one of them."
         )
-    directory = given or other
+    directory = given or of_config
     if directory is None and plan.is_distributed:
         raise EstimatorError(
             f"`model_dir` is {model_dir!r}, but all processes of a job need the same "
@@ -338,3 +339,10 @@ def choose_directory(
         directory = tempfile.mkdtemp()
         logger.warning("`model_dir` is %r: checkpoints go to %s.", model_dir, directory)
     return directory
+
+
+def _as_directory(path: str | os.PathLike[str] | None) -> str | None:
+    """Returns the absolute path of a directory; `None` if it is left out or empty."""
+    if path is None or str(path) == "":
+        return None
+    return str(as_absolute("model_dir", path))

@@ -72,10 +72,11 @@ def _as_arrays(batch: Any) -> Any:
 def _as_array(part: Any) -> Any:
     if isinstance(part, dict):
         return {name: _as_array(value) for name, value in part.items()}
-    is_numbers = isinstance(part, list) and all(
-        isinstance(leaf, int | float) for leaf in jax.tree.leaves(part)
-    )
-    return np.asarray(part) if is_numbers else part
+    if not isinstance(part, list):
+        return part
+    leaves = jax.tree.leaves(part)
+    are_numbers = all(isinstance(leaf, int | float) for leaf in leaves)
+    return np.asarray(part) if are_numbers else part
 
 
 def distribute(
@@ -123,7 +124,9 @@ class InputPosition:
         """Moves to a position; if this data lacks it, the manager begins again."""
         dataset = self.dataset
         position = state["position"]
-        if self._resumes and dataset is not None and position is not None:
+        if not self._resumes or dataset is None:
+            return
+        if position is not None:
             dataset.check_repositionable()
             dataset.set_state(_begin_next_pass(dataset, position))
 

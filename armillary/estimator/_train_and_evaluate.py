@@ -45,6 +45,7 @@ def train_and_evaluate(
     ):
         fix = f"Make one, `armillary.estimator.{kind.__name__}(...)`."
         check_instance(name, value, kind, fix)
+
     config = estimator.config
     max_steps = train_spec.max_steps
     eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
@@ -116,5 +117,7 @@ class _Turns:
             is_reached = self._estimator.global_step == target
             # A hook of training or of the evaluation may have stopped it.
             is_stopped = self._estimator._stop_reason is not None
-            if is_reached or is_stopped or not self._is_interrupted:
+            # Otherwise the data may have ended.
+            continues = self._is_interrupted and not is_stopped
+            if is_reached or not continues:
                 return output

@@ -68,20 +68,20 @@ def follow() -> None:
     import keras
 
     kind: Any = keras.Model
-    _wrap(kind, "__new__", _make_model, bind=False)
-    _wrap(kind, "compile", _compile)
+    _wrap(kind, "__new__", _around_new, bind=False)
+    _wrap(kind, "compile", _around_compile)
     if keras.config.backend() != "jax":
         return  # Here a model of a strategy is an error, and other models run as usual.
     from keras.src.backend.jax import trainer as keras_trainer
 
     module: Any = keras_trainer
     for name in _RUNNING:
-        _wrap(kind, name, functools.partial(_run, name=name))
+        _wrap(kind, name, functools.partial(_around_run, name=name))
     for name in _MAKING:
-        _wrap(kind, name, _make)
-    _wrap(kind, "_make_function", _bound)
-    _wrap(kind, "_symbolic_build", _build)
-    _wrap(module.JAXEpochIterator, "_get_distributed_iterator", _iterate)
+        _wrap(kind, name, _around_make)
+    _wrap(kind, "_make_function", _around_make_function)
+    _wrap(kind, "_symbolic_build", _around_build)
+    _wrap(module.JAXEpochIterator, "_get_distributed_iterator", _around_iterate)
     distribute = module._distribute_data
 
     def distribute_data(data: Any, layouts: Any = None) -> Any:
@@ -106,11 +106,11 @@ def _wrap(
     setattr(kind, name, wrapped)
 
 
-def _make_model(method: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+def _around_new(method: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     return _remember(method(kind, *args, **kwargs))
 
 
-def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
+def _around_compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
     method(*args, **kwargs)
     _remember(model)
 
@@ -122,7 +122,7 @@ def _remember(model: Any) -> Any:
     return model
 
 
-def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
+def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Calls a method that runs a model, on the devices of the model's strategy."""
     import keras
 
@@ -192,7 +192,7 @@ def _warn_of_operations(strategy: "Strategy") -> None:
     )
 
 
-def _build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+def _around_build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     """Builds a model as if there were one replica, because its step runs like that."""
     steps = _find_scheduled_steps(model)
     if steps is not None:
@@ -201,14 +201,14 @@ def _build(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
 
-def _make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+def _around_make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     """Places the variables of a model, and then makes one of its functions."""
     if _is_running_here():
         _place(model)
     method(*args, **kwargs)
 
 
-def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+def _around_make_function(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     """Makes a function of a compiled step that waits until a further step may start."""
     if not _is_running_here():
         return method(*args, **kwargs)
@@ -248,7 +248,9 @@ def _as_it_is(outputs: Any) -> Any:
     return outputs
 
 
-def _iterate(method: Any, iterator: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+def _around_iterate(
+    method: Any, iterator: Any, args: Any, kwargs: Any
+) -> Iterator[Any]:
     if not _is_running_here():
         return method(*args, **kwargs)
     adapter = iterator.data_adapter

@@ -19,6 +19,7 @@ import numpy as np
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute.replica._context import get_strategy, without_strategy
+from armillary.keras._trainer import as_keras_tensors
 from armillary.parameter_server._closures import RemoteValue
 from armillary.parameter_server._coordinator import ClusterCoordinator
 from armillary.parameter_server._strategy import ParameterServerStrategy
@@ -168,15 +169,11 @@ def make_worker_data(
         options: The treatment of batches on each worker.
         strategy: The strategy of the workers.
     """
-    import keras
     from keras.src.trainers.data_adapters import data_adapter
 
     context = InputContext(strategy.num_workers)
     dataset = strategy.distribute_dataset(dataset_fn(context), options)
-    types = jax.tree.map(
-        lambda leaf: keras.KerasTensor(leaf.shape, np.dtype(leaf.dtype).name),
-        dataset.element_spec,
-    )
+    types = as_keras_tensors(dataset.element_spec)
     make = partial(_distribute_here, dataset_fn, options)
     per_worker = ClusterCoordinator(strategy).create_per_worker_dataset(make)
     base: Any = data_adapter.DataAdapter

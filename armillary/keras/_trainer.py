@@ -88,6 +88,7 @@ def prepare(model: Any, dataset: Any) -> DistributedDataset:
             f"`model` ({model.name}) is not compiled, so it has no loss. Call "
             "`model.compile(optimizer=..., loss=..., metrics=[...])` first."
         )
+    # A step of the model's own would not be called, which nobody would notice.
     for name in ("train_step", "test_step"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise TypeError(
@@ -96,14 +97,21 @@ def prepare(model: Any, dataset: Any) -> DistributedDataset:
                 "`armillary.StandardTrainer` (or `eval_step` of a "
                 "`StandardEvaluator`)."
             )
+
     if not isinstance(dataset, DistributedDataset):
         dataset = get_strategy().distribute_dataset(dataset)
-    spec = jax.tree.map(
-        lambda leaf: keras.KerasTensor(leaf.shape, np.dtype(leaf.dtype).name),
-        dataset.element_spec,
-    )
-    model._symbolic_build(data_batch=spec)
+    model._symbolic_build(data_batch=as_keras_tensors(dataset.element_spec))
     return dataset
+
+
+def as_keras_tensors(spec: Any) -> Any:
+    """Returns the types of a batch in a form from which Keras builds a model."""
+    import keras
+
+    def as_tensor(leaf: Any) -> Any:
+        return keras.KerasTensor(leaf.shape, np.dtype(leaf.dtype).name)
+
+    return jax.tree.map(as_tensor, spec)
 
 
 def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
@@ -118,8 +126,9 @@ def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
         predictions = model(x, **options)
         loss = model._compute_loss(x, y, predictions, weights, training=training)
         model.compute_metrics(x, y, predictions, weights)
-    size = jax.tree.leaves(x)[0].shape[0]
-    model._loss_tracker.update_state(loss * num_replicas, sample_weight=size)
+    # The losses of replicas add up, but the metric averages them.
+    num_examples = jax.tree.leaves(x)[0].shape[0]
+    model._loss_tracker.update_state(loss * num_replicas, sample_weight=num_examples)
     return loss
 
 

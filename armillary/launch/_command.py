@@ -13,8 +13,9 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._process import ExitCode
+from armillary.launch._group import EVALUATOR, Job
 from armillary.launch._process import Machines, find_gpus, plan_devices
-from armillary.launch._supervisor import EVALUATOR, Job, run_job
+from armillary.launch._supervisor import run_job
 
 _EPILOG = """\
 All options go in front of the script; arguments after the script are passed to it. Exit
@@ -74,6 +75,7 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             "of a job already, but `armillary launch` sets it for workers of its own. "
             "Run the script itself (`python train.py`), or `unset TF_CONFIG` first."
         )
+
     fewest, most = namespace.workers
     check_positive_int("--workers", fewest)
     if fewest > most:
@@ -82,7 +84,6 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             f"Use `--workers={most}:{fewest}`."
         )
     share = namespace.devices_per_worker
-    evaluator = namespace.evaluator
     if share is not None:
         check_positive_int("--devices-per-worker", share)
     restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
@@ -90,34 +91,44 @@ def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     wait_seconds = check_not_negative("--wait-seconds", namespace.wait_seconds)
     grace_seconds = check_not_negative("--grace-seconds", namespace.grace_seconds)
     arguments = _find_arguments(namespace)
+    machines = _find_machines(namespace, wait_seconds)
+
+    labels = [f"worker {index}" for index in range(most)]
+    if namespace.evaluator:
+        labels.append(EVALUATOR)
+    job = Job(
+        arguments=arguments,
+        machines=machines,
+        has_evaluator=namespace.evaluator,
+        max_restarts=restarts,
+        pause_seconds=pause_seconds,
+        grace_seconds=grace_seconds,
+        # The files are opened last, when all arguments are known to be valid.
+        logs=_open_logs(namespace.log_dir, labels),
+    )
+    return lambda: run_job(job)
+
+
+def _find_machines(namespace: argparse.Namespace, wait_seconds: float) -> Machines:
+    """Returns the machines of the job: this one, or a cluster of Ray."""
+    fewest, most = namespace.workers
+    share = namespace.devices_per_worker
     if namespace.ray is None:
-        devices = plan_devices(find_gpus(os.environ), most + evaluator, share)
-        machines = Machines(most, devices, fewest, wait_seconds)
-    elif evaluator:
+        num_processes = most + namespace.evaluator
+        devices = plan_devices(find_gpus(os.environ), num_processes, share)
+        return Machines(most, devices, fewest, wait_seconds)
+    if namespace.evaluator:
         raise ValueError(
             "`--evaluator` is given with `--ray`, which places only workers. Start "
             "the evaluator by itself, on a machine that can read the checkpoints: "
             """`TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' """
             "python train.py`."
         )
-    else:
-        # Only the part for Ray needs other packages.
-        from armillary.launch._ray import RayMachines, connect
+    # Only the part for Ray needs other packages.
+    from armillary.launch._ray import RayMachines, connect
 
-        ray = connect(namespace.ray)
-        machines = RayMachines(ray, fewest, most, share, wait_seconds)
-    labels = [f"worker {index}" for index in range(most)]
-    job = Job(
-        arguments=arguments,
-        machines=machines,
-        has_evaluator=evaluator,
-        max_restarts=restarts,
-        pause_seconds=pause_seconds,
-        grace_seconds=grace_seconds,
-        # The files are opened last, when all arguments are known to be valid.
-        logs=_open_logs(namespace.log_dir, labels + [EVALUATOR] * evaluator),
-    )
-    return lambda: run_job(job)
+    ray = connect(namespace.ray)
+    return RayMachines(ray, fewest, most, share, wait_seconds)
 
 
 def _find_arguments(namespace: argparse.Namespace) -> list[str]:

@@ -26,7 +26,7 @@ _DRAIN_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 
-def read_lines(file: BufferedReader) -> Iterator[str]:
+def read_output_lines(file: BufferedReader) -> Iterator[str]:
     """Yields the lines of a file as a terminal shows them, and closes the file."""
     # A progress bar returns to the start of its line; only its last state is kept.
     with io.TextIOWrapper(file, "utf-8", "replace", newline="\n") as lines:
@@ -105,7 +105,7 @@ class Output:
     def _write_lines(
         self, label: str, name: str, file: BufferedReader, tail: "deque[str]"
     ) -> None:
-        for line in read_lines(file):
+        for line in read_output_lines(file):
             tail.append(line)
             self._write(name, label, line)
 

@@ -244,7 +244,7 @@ def end_group(process: "subprocess.Popen[bytes]") -> int:
     return process.wait()
 
 
-class Process(ABC):
+class LaunchedProcess(ABC):
     """A running process of a job, below a running event loop."""
 
     stdout: BufferedReader
@@ -301,7 +301,7 @@ class Process(ABC):
         self.ended.set_result(ending)
 
 
-class Child(Process):
+class Child(LaunchedProcess):
     """A process on this machine.
 
     Raises:
@@ -402,7 +402,7 @@ class Machines:
         index: int | None,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-    ) -> Process:
+    ) -> LaunchedProcess:
         """Starts worker `index`, or the evaluator."""
         return Child(label, arguments, self._with_cache(environment))
 

@@ -18,8 +18,8 @@ from armillary._optional import import_ray
 from armillary.launch import _process
 from armillary.launch._process import (
     DevicePlan,
+    LaunchedProcess,
     Machines,
-    Process,
     Say,
     can_use_gpus,
     end_group,
@@ -65,7 +65,7 @@ def connect(address: str) -> Any:
 
 # All methods run in the thread of the actor's event loop. This thread ends only with
 # the actor, so the kernel ends the worker together with the actor.
-class _Actor:
+class _WorkerActor:
     """The parent of a worker on its machine, where Ray sends this class as a value."""
 
     async def look(self) -> tuple[str, str, int]:
@@ -117,7 +117,7 @@ class _Place(NamedTuple):
     actor: Any
 
 
-class _Worker(Process):
+class _RayWorker(LaunchedProcess):
     """A worker on a machine of the cluster, as the launcher sees it."""
 
     def __init__(
@@ -222,9 +222,9 @@ class RayMachines(Machines):
         index: int | None,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-    ) -> Process:
+    ) -> LaunchedProcess:
         assert index is not None
-        return _Worker(self._ray, label, self._found[index], arguments, environment)
+        return _RayWorker(self._ray, label, self._found[index], arguments, environment)
 
     def miss(self, indices: Collection[int]) -> str:
         """Does nothing, because Ray knows the machines that are missing."""
@@ -290,7 +290,7 @@ class RayMachines(Machines):
         """Starts an actor at each place, and looks at its machine."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor_class = self._ray.remote(_Actor)
+        actor_class = self._ray.remote(_WorkerActor)
         actors = []
         for index in range(self._group.bundle_count):
             actor = actor_class.options(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from armillary._process import ExitCode
-from armillary.launch._process import Ending, Process
+from armillary.launch._process import Ending, LaunchedProcess
 
 MAX_PAUSE_SECONDS = 60.0
 MOST_ALIKE = 3
@@ -45,15 +45,20 @@ def find_first(endings: Mapping[int, Ending], named: Collection[int]) -> int | N
         return None
 
     own = [i for i in failed if not endings[i].is_reaction]
+    # Two workers that lose their connection name each other. So a worker that ended
+    # because of another one is not the cause, even if it is named.
     blamed: list[int] = []
     for index in endings:
         is_reaction = index in failed and index not in own
         if index in named and not is_reaction:
             blamed.append(index)
+
+    # The first end counts, whatever it was, if nobody failed for a reason of its own:
+    # a worker that has saved, or one that ended with 0 while others needed it.
     saved = [i for i in failed[:1] if endings[i].cause is ExitCode.PREEMPTED]
-    # A worker that ended with 0 while others needed it.
     early = [i for i in alone[:1] if endings[i].returncode == 0]
-    return [*blamed, *own, *saved, *early, *asked, *failed][0]
+    by_likelihood = [*blamed, *own, *saved, *early, *asked, *failed]
+    return by_likelihood[0]
 
 
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
@@ -124,7 +129,8 @@ class Restarts:
             return cause, "", ""
 
         self._attempts += 1
-        if absence or ending.loss or cause is ExitCode.PREEMPTED:
+        is_of_machines = bool(absence or ending.loss) or cause is ExitCode.PREEMPTED
+        if is_of_machines:
             self.count += 1
             return None, "restart", absence or "a machine was taken away"
 
@@ -132,7 +138,8 @@ class Restarts:
         # A kill from outside need not come again, however often it came.
         is_own = -ending.returncode not in _FROM_OUTSIDE
         self._count_alike(ending.returncode, words, is_own=is_own)
-        if is_own and restored and not self._is_evaluator:
+        is_after_restore = restored != "" and not self._is_evaluator
+        if is_own and is_after_restore:
             self._crashes[restored] += 1
         is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
         is_hopeless = self._alike >= MOST_ALIKE and not is_bad
@@ -159,7 +166,7 @@ class Restarts:
         self._last = last
 
 
-def waits_in_vain(children: Sequence[Process]) -> bool:
+def waits_in_vain(children: Sequence[LaunchedProcess]) -> bool:
     """Returns whether running workers wait, or will wait, for one that has ended."""
     ended = [child for child in children if child.ended.done()]
     running = [child for child in children if child not in ended]

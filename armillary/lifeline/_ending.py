@@ -177,8 +177,8 @@ def find_stopped(sightings: Mapping[int, Sighting], now: float) -> list[int]:
     """Returns the processes that do not answer, although their messages could come."""
     stopped: list[int] = []
     for index, each in sightings.items():
-        is_running = not each.report.has_ended
-        if is_running and each.is_silent(now) and each.by is None:
+        could_answer = each.by is None and not each.report.has_ended
+        if could_answer and each.is_silent(now):
             stopped.append(index)
     return stopped
 

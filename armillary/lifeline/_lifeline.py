@@ -88,13 +88,17 @@ class Lifeline:
         self._tree = Tree(index, count, ends)
         self._tree.note = self._note
         self.answers = self._tree.answers
+
         # All processes have joined before this object is made.
         known = {_CHIEF, self._tree.parent or _CHIEF, *self._tree.members}
         start = Report("start", "a line that it has not told", 0.0)
         seen = Sighting(start, time.monotonic())
         self._sightings = dict.fromkeys(sorted(known), seen)
-        self._fresh: set[int] = set()  # The processes with reports not yet passed on.
+        # The processes whose last reports are not passed on yet.
+        self._fresh: set[int] = set()
+        # By process: its error, and the time when it arrived.
         self._failures: dict[int, tuple[str, float]] = {}
+
         # The calls of controllers that run, newest last. If there is none, `_between`
         # counts, which `watch` sets.
         self._calls: dict[object, Watched] = {}
@@ -105,10 +109,12 @@ class Lifeline:
         self._beat_at = math.inf
         self._has_ended = False
         self._has_failed = False
-        self._has_verdict = threading.Event()
-        self._is_open = threading.Event()
+
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Other threads wait for these, and the thread of this object for the last one.
+        self._is_open = threading.Event()
+        self._has_verdict = threading.Event()
         self._is_done = asyncio.Event()
 
     def start(self) -> None:
@@ -229,7 +235,8 @@ class Lifeline:
         while True:
             links = self._tree.links
             missing = [index for index in self._tree.children if index not in links]
-            if not missing or self.verdict is not None or time.monotonic() > end:
+            is_over = self.verdict is not None or time.monotonic() > end
+            if is_over or not missing:
                 return missing
             time.sleep(_PAUSE_SECONDS)
 
@@ -396,9 +403,12 @@ class Lifeline:
         rows = {}
         for index in sorted({*self._fresh, self._index}):
             seen = self._sightings[index]
-            quiet = seen.quiet_seconds(now)
-            rows[index] = [index, seen.report._replace(quiet_seconds=quiet)]
+            # The clocks of machines differ, so a report holds no time of arrival.
+            quiet_seconds = seen.quiet_seconds(now)
+            report = seen.report._replace(quiet_seconds=quiet_seconds)
+            rows[index] = [index, report]
         self._fresh = set()
+
         tree = self._tree
         up = [rows[index] for index in rows if index in tree.members]
         down = [rows[index] for index in rows if index in (_CHIEF, self._index)]
@@ -412,9 +422,10 @@ class Lifeline:
             # A report from outside of this branch of the tree comes through the parent.
             end = index if index in self._tree.members else self._index
             by, _, _ = find_neighbors(end, self._count)
-            if index == self._index or by is None or by in (index, self._index):
+            if by is None or index == self._index:
                 continue
-            if self._sightings[by].is_silent(now):
+            is_between = by not in (index, self._index)
+            if is_between and self._sightings[by].is_silent(now):
                 traced[index] = seen._replace(by=by)
         return traced
 

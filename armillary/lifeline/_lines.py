@@ -50,9 +50,9 @@ def find_line(phase: str, stack: list[Line] | None = None) -> str:
     main = read_stack() if stack is None else stack
     if not main:
         return "(the main thread has ended)"
-    lines = [_describe(_find_users(main) or main[0])]
+    lines = [_describe_line(_find_users(main) or main[0])]
     if phase in ("data", "evaluating"):
-        readers = dict.fromkeys(map(_describe, _find_lines_of_others()))
+        readers = dict.fromkeys(map(_describe_line, _find_lines_of_others()))
         lines += [f"while a thread reads ahead at {line}" for line in readers]
     return ", ".join(lines[:_MOST_LINES])
 
@@ -80,12 +80,16 @@ def read_stack(thread: int | None = None) -> list[Line]:
         thread: The `ident` of the thread; `None` for the main thread.
     """
     ident = thread or threading.main_thread().ident
+    # These iterators are built of C functions, so that no Python function runs, and no
+    # other thread continues, while `_at_once` reads them. The first value is the
+    # innermost frame, and each `getattr(frame, "f_back")` makes the next one.
     # `_current_frames` is called only once, because it calls audit hooks, too.
     once = itertools.islice(iter(sys._current_frames, None), 1)
-    found = map(dict.get, once, [ident])
-    steps = itertools.chain(found, itertools.repeat("f_back"))
+    innermost = map(dict.get, once, [ident])
+    steps = itertools.chain(innermost, itertools.repeat("f_back"))
     outward = itertools.accumulate(steps, cast(Any, getattr))
     frames = itertools.takewhile(bool, outward)
+
     if sys.version_info < (3, 12):
         places = map(operator.attrgetter("f_code", "f_lineno"), frames)
         stack = _at_once(functools.partial(list, places))
@@ -93,10 +97,11 @@ def read_stack(thread: int | None = None) -> list[Line]:
         # ORDER: all line numbers are read before the first `f_code`. Reading `f_code`
         # calls audit hooks, such as the hook of filelock 4.3, and another thread may
         # continue in them.
-        frames, same = itertools.tee(frames)
-        pairs = zip(frames, map(operator.attrgetter("f_lineno"), same), strict=True)
+        frames, same_frames = itertools.tee(frames)
+        numbers = map(operator.attrgetter("f_lineno"), same_frames)
+        pairs = zip(frames, numbers, strict=True)
         held = _at_once(functools.partial(list, pairs))
-        stack = [(frame.f_code, line) for frame, line in held]
+        stack = [(frame.f_code, number) for frame, number in held]
     return [Line(code.co_filename, line or 0, code.co_name) for code, line in stack]
 
 
@@ -127,7 +132,7 @@ def _find_users(stack: list[Line]) -> Line | None:
     return next((line for line in stack if not is_library_file(line.file)), None)
 
 
-def _describe(line: Line) -> str:
+def _describe_line(line: Line) -> str:
     text = linecache.getline(line.file, line.number).strip()
     place = f"{line.file}:{line.number} in {line.function}"
     return f"{place}: {text}" if text else place

@@ -122,7 +122,7 @@ class Tree:
 
     def _add(self, spans: list[Span]) -> None:
         """Adds entries to a round, and ends the round if it is complete."""
-        self._said = _join([*self._said, *spans])
+        self._said = _join_spans([*self._said, *spans])
         self._num_said += sum(stop - start for start, stop, _ in spans)
         is_complete = self._num_said >= len(self.members)
         if not is_complete:
@@ -218,7 +218,7 @@ def find_neighbors(index: int, count: int) -> tuple[int | None, range, list[int]
         members = next(part for part in parts if index in part)
 
 
-def _join(spans: list[Span]) -> list[Span]:
+def _join_spans(spans: list[Span]) -> list[Span]:
     """Joins neighboring spans with equal entries."""
     joined: list[Span] = []
     for start, stop, entry in sorted(spans, key=lambda span: span[0]):
@@ -316,6 +316,7 @@ def attend(
         note: Receives the missing processes whenever process 0 sends them.
     """
     end = time.monotonic() + seconds
+    # As long as no news has come, only process 0 is known to be missing.
     late = [0]
     while (left := end - time.monotonic()) > 0:
         data = b""

@@ -140,7 +140,7 @@ class Idle:
         return self.seconds >= self.limit_seconds
 
 
-def read_state(pid: int) -> tuple[str, str]:
+def read_process_state(pid: int) -> tuple[str, str]:
     """Returns the state of a process, such as `"S"`, and when it was started.
 
     Raises:
@@ -168,13 +168,13 @@ def read_state(pid: int) -> tuple[str, str]:
 def _watch(pid: int) -> None:
     """Returns when the process has ended, or after its end is forced."""
     idle = Idle()
-    _, started = read_state(pid)
+    _, started = read_process_state(pid)
     last = time.monotonic()
     while True:
         is_ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
         if is_ready and not _receive_limit(idle):
             return
-        state, start = read_state(pid)
+        state, start = read_process_state(pid)
         if start != started:
             return  # Another process has the number now.
         now = time.monotonic()

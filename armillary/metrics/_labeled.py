@@ -253,7 +253,8 @@ class ConfusionMatrix(_LabeledMetric):
         is_size = is_positive_int(size) and 2 <= size <= _MOST_CLASSES
         is_number = threshold is None or _is_finite(threshold)
         is_one_given = (num_classes is None) != (threshold is None)
-        if not (is_one_given and is_size and is_number):
+        is_valid = is_size and is_number
+        if not (is_one_given and is_valid):
             raise ValueError(
                 f"`num_classes` is {num_classes!r} and `threshold` is {threshold!r}, "
                 f"but one of them must be given, 2 to {_MOST_CLASSES:,} classes or a "
@@ -306,6 +307,7 @@ class _Score(ConfusionMatrix):
         self.average = average
 
     def _compute(self, counts: np.ndarray) -> Any:
+        # Rows are labels, and columns are predictions.
         right = counts.diagonal()
         predicted = counts.sum(0)
         labeled = counts.sum(1)

@@ -84,6 +84,9 @@ def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
             arrays.append(array)
             times.append(1)
             weights.append(array.size)
+
+    # From metric, part, integer to part, metric, integer: all integers of one part are
+    # neighbors.
     sums = sum_parts(tuple(arrays), tuple(times)).transpose(1, 0, 2)
     counts = split_in_parts(np.array(weights, np.int32))
     return [sums.reshape(3, -1), counts]
@@ -115,6 +118,7 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
             f"{shown} that was made outside of the step, so it would count earlier "
             f"steps again. Make a new one in the step, or keep this one. {by_hand}"
         )
+
     graph, values = nnx.split(metric)
     leaves, structure = jax.tree.flatten(values, is_leaf=_is_variable)
     adds_up = all(map(merges_by_sum, _metrics_in(metric)))
@@ -129,9 +133,10 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
                 f"{shown}, but it {fault}, so the values of several steps cannot be "
                 f"added. {by_hand}"
             )
+
         number = Number(type(leaf), value.shape, value.dtype)
         numbers.append(number)
-        parts.append(_split(number, value))
+        parts.append(_split_number(number, value))
     return Described(graph, structure, tuple(numbers)), parts
 
 
@@ -159,7 +164,7 @@ def join_metric(described: Described, integers: np.ndarray) -> Any:
     stops = np.cumsum([number.num_integers for number in described.numbers])
     pieces = np.split(integers, stops[:-1])
     variables = [
-        number.kind(jnp.asarray(_join(number, piece)))
+        number.kind(jnp.asarray(_join_number(number, piece)))
         for number, piece in zip(described.numbers, pieces, strict=True)
     ]
     metric = nnx.merge(described.graph, described.structure.unflatten(variables))
@@ -170,7 +175,7 @@ def _as_plain(leaf: Any) -> Any:
     return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
 
 
-def _split(number: Number, value: jax.Array) -> jax.Array:
+def _split_number(number: Number, value: jax.Array) -> jax.Array:
     if number.is_count:
         return value.reshape(3, -1)
     flat = value.reshape(-1)
@@ -179,7 +184,7 @@ def _split(number: Number, value: jax.Array) -> jax.Array:
     return float_parts(flat, 1, NUM_INTEGERS).reshape(3, -1)
 
 
-def _join(number: Number, integers: np.ndarray) -> np.ndarray:
+def _join_number(number: Number, integers: np.ndarray) -> np.ndarray:
     if number.is_count:
         return split_integers(integers).reshape(number.shape)
     if number.is_float:

@@ -289,11 +289,13 @@ def _sum_as_floats(values: jax.Array) -> list[jax.Array]:
         return _split_float(jnp.sum(values, dtype=wide))
     if values.dtype == bool:
         return _sum_digits(values.astype(jnp.int32), 1)
+
     num_bits = 8 * values.dtype.itemsize
     floats: list[jax.Array] = []
     for position in range(0, num_bits, _DIGIT_BITS):
         digits = values >> position
-        if position + _DIGIT_BITS < num_bits:
+        is_last = position + _DIGIT_BITS >= num_bits
+        if not is_last:  # The last digit keeps the sign.
             digits &= _DIGIT
         parts = _sum_digits(digits.astype(jnp.int32), _DIGIT)
         floats += [part * 2.0**position for part in parts]
@@ -319,6 +321,7 @@ def _split_float(number: jax.Array) -> list[jax.Array]:
     if number.dtype == jnp.float32:
         return [high]
     rest = number - high.astype(number.dtype)
+    # A number too large for 32 bits is infinite there, and so is the sum.
     rest = jnp.where(jnp.isfinite(high), rest, 0)
     return [high, rest.astype(jnp.float32)]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from armillary._optional import import_ray
-from armillary.distribute.program._function import objects_of
+from armillary.distribute.program._keys import objects_of
 from armillary.errors import ClosureCancelledError
 from armillary.parameter_server._keras import (
     as_transformation,
@@ -105,6 +105,7 @@ class ScheduledTask:
         # that no new object gets the identity of an old one.
         self._kept = leaves, tuple(value for _, value in captured(fn))
         self._types = self._read_types()
+
         # There is a new object for each place, because an array of a variable may also
         # be reached in other ways, and is a constant there.
         stand_ins = [jnp.zeros(()) for _ in self._types]
@@ -112,9 +113,12 @@ class ScheduledTask:
             payload, self.transformations = ship((fn, args, kwargs), stand_ins, named)
         self.state.watch()
         self.reference = import_ray().put(ShippedTask(payload, self._types))
+
+        # The number of each array of the state among all variables.
         self.numbers: list[int] = []
         self.spec: TaskSpec | None = None
         self.placed: PlacedTask | None = None
+        # The time of the last call, by which short calls share a message.
         self.seconds = math.inf
 
     def is_current(self) -> bool:

@@ -11,12 +11,8 @@ import numpy as np
 from armillary._checks import check_callable, check_instance
 from armillary._optional import import_ray
 from armillary.data.sources._libraries import as_source
-from armillary.distribute.program._function import (
-    code_of,
-    identity_of,
-    kind_of,
-    warn_if_compiled_often,
-)
+from armillary.distribute.program._function import warn_if_compiled_often
+from armillary.distribute.program._keys import argument_key, code_of, identity_of
 from armillary.parameter_server._closures import (
     RemoteValue,
     ScheduledTask,
@@ -169,9 +165,7 @@ class ClusterCoordinator:
 
     def fetch(self, values: PyTree) -> PyTree:
         """Returns a pytree of `RemoteValue` with their results, as NumPy arrays."""
-        return jax.tree.map(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, values
-        )
+        return jax.tree.map(_fetch, values)
 
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Any] | Any
@@ -228,7 +222,7 @@ class ClusterCoordinator:
         self._named |= {id(value): "nothing" for value in objects}
 
     def shutdown(self) -> None:
-        """Ends workers and parameter servers; the variables keep what they held."""
+        """Ends workers and parameter servers; the variables keep their values."""
         self._scheduler.stop()
         self._strategy.coordinator = None
 
@@ -255,7 +249,11 @@ class ClusterCoordinator:
         return task
 
 
+def _fetch(leaf: Any) -> Any:
+    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
+
+
 def _kind_of_argument(leaf: Any) -> Any:
     if isinstance(leaf, RemoteValue):
         return RemoteValue
-    return kind_of(leaf) if is_dynamic(leaf) else identity_of(leaf)
+    return argument_key(leaf) if is_dynamic(leaf) else identity_of(leaf)

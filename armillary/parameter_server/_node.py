@@ -178,36 +178,43 @@ def check_cluster(
 
 def start_ray(resolver: ClusterResolver | None) -> None:
     """Joins the Ray cluster that the program or `RAY_ADDRESS` names, or starts one."""
-    # Ray reads both variables when it is imported.
+    # ORDER: Ray reads both variables when it is imported.
     address = os.environ.get("RAY_ADDRESS")
-    if resolver is None and not address and "RAY_AUTH_MODE" not in os.environ:
+    is_of_program = resolver is None and not address
+    if is_of_program and "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray = import_ray()
     if ray.is_initialized():
         return
     if resolver is not None:
-        address = check_cluster(resolver)["chief"][0]
-        host, port = split_address(address)
-        node = _start_head(host, port)
-        atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
-        with quiet_forks():
-            ray.init(address=address, logging_level="ERROR")
-        atexit.register(ray.shutdown)
+        _start_as_chief(resolver)
     elif address:
         ray.init(address=address)
     else:
-        use_one_machine(is_local=True)
-        _start_here(ray)
-        atexit.register(ray.shutdown)
-        logger.info("ray | started on this machine, for as long as the program runs.")
+        _start_here()
 
 
-def _start_here(ray: Any) -> None:
-    """Starts a Ray cluster on this machine.
+def _start_as_chief(resolver: ClusterResolver) -> None:
+    """Starts the head of a cluster at the chief's address, where others join it."""
+    ray = import_ray()
+    address = check_cluster(resolver)["chief"][0]
+    host, port = split_address(address)
+    node = _start_head(host, port)
+    atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
+    with quiet_forks():
+        ray.init(address=address, logging_level="ERROR")
+    # Exit functions run in reverse order: the connection ends before the head.
+    atexit.register(ray.shutdown)
+
+
+def _start_here() -> None:
+    """Starts Ray for this program alone, on this machine.
 
     Ray gives its own processes 30 seconds, which a busy machine may exceed. So a start
     that fails is tried again.
     """
+    ray = import_ray()
+    use_one_machine(is_local=True)
     for number in itertools.count(1):
         try:
             with quiet_forks():
@@ -218,7 +225,7 @@ def _start_here(ray: Any) -> None:
                     object_store_memory=2**31,
                     _node_ip_address="127.0.0.1",
                 )
-            return
+            break
         except Exception as error:
             ray.shutdown()
             problem = first_line(error)
@@ -231,6 +238,8 @@ def _start_here(ray: Any) -> None:
         logger.warning(
             "ray | did not start: %s (start %d of %d)", problem, number, _MOST_STARTS
         )
+    atexit.register(ray.shutdown)
+    logger.info("ray | started on this machine, for as long as the program runs.")
 
 
 def use_one_machine(*, is_local: bool) -> None:

@@ -51,7 +51,11 @@ class TaskSpec(NamedTuple):
 
     @property
     def updated(self) -> list[int]:
-        return [slot for update in self.updates for slot in update.param_slots]
+        """The variables that optimizers change."""
+        slots: list[int] = []
+        for update in self.updates:
+            slots += update.param_slots
+        return slots
 
 
 class TaskProgram:
@@ -79,6 +83,8 @@ class TaskProgram:
         found = _find_additions(self._step, updates, policies, flat.state, name)
         self._signs = [addition.sign for addition in found.values()]
 
+        # The program is reduced to the results and the additions, and to the variables
+        # that these need.
         jaxpr = self._step.program.jaxpr
         num_variables = len(flat.types)
         # A variable that is averaged is compared with its old value, so it stays an
@@ -91,6 +97,7 @@ class TaskProgram:
         outputs = [*results, *(addition.output for addition in found.values())]
         self._program, used = _prune(self._step.program, outputs, kept)
         _check_updates_unused(self._program, name)
+
         reads = tuple(i for i in used if i < num_variables)
         self.spec = TaskSpec(tuple(updates), tuple(found), reads)
         self._shapes = [flat.types[i].shape for i in found]

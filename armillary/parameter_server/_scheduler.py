@@ -229,8 +229,9 @@ class Scheduler:
         if not self._queue or num_ahead >= _DEPTH:
             return None
         # Workers without calls come first.
-        idle = [each for each in self.workers if each.pid and not each.messages]
-        if num_ahead and len(self._queue) <= len(idle):
+        started = [each for each in self.workers if each.pid]
+        num_idle = sum(not each.messages for each in started)
+        if num_ahead and len(self._queue) <= num_idle:
             return None
         return next((call for call in self._queue if call.is_ready), None)
 

@@ -19,7 +19,7 @@ _INLINE_BYTES = 100_000
 
 
 class ArrayType(NamedTuple):
-    """The type of a variable's array; `dtype` is that of the words of random keys."""
+    """The type of a variable's array; for random keys, `dtype` is the type of words."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -72,7 +72,9 @@ def locations_to_read(locations: Sequence[Location]) -> Sequence[Location]:
     return locations[:1] if are_copies else locations
 
 
-def join(locations: Sequence[Location], found: Mapping[Part, np.ndarray]) -> np.ndarray:
+def join_rows(
+    locations: Sequence[Location], found: Mapping[Part, np.ndarray]
+) -> np.ndarray:
     """Returns a variable, from the parts that were read."""
     rows = [found[location.part] for location in locations_to_read(locations)]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
@@ -169,7 +171,7 @@ class _Reference(NamedTuple):
     values: list[Any]
 
 
-def fetch(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+def fetch_values(answer: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns an answer of a server, with its last part, the values, fetched."""
     *others, values = answer
     if isinstance(values, _Reference):

@@ -21,7 +21,7 @@ from armillary.parameter_server._server import (
     ArrayType,
     Location,
     Part,
-    join,
+    join_rows,
     locations_to_read,
 )
 from armillary.state._holders import is_claimed
@@ -262,7 +262,7 @@ class WorkerTask:
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
         for slot in spec.reads:
-            whole = join(self.placed.locations[slot], found)
+            whole = join_rows(self.placed.locations[slot], found)
             type_ = self._types[slot]
             # The program can use the NumPy array in place; a JAX array would be a copy.
             values[slot] = whole if type_.impl is None else type_.from_host(whole)

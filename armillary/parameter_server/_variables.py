@@ -24,8 +24,8 @@ from armillary.parameter_server._server import (
     ArrayType,
     Location,
     Part,
-    fetch,
-    join,
+    fetch_values,
+    join_rows,
     locations_to_read,
     to_host,
     type_of,
@@ -74,23 +74,27 @@ class Variables:
                 for name in set(known) - set(names):
                     self._retire(known.pop(name))
                 for offset, leaf in enumerate(slot.read()):
-                    numbers.append(
-                        self._adopt(known, names[offset], slot, offset, leaf)
-                    )
+                    number = self._adopt(known, names[offset], slot, offset, leaf)
+                    numbers.append(number)
         return numbers
 
     def _adopt(
         self, known: dict[str, int], name: str, slot: Slot, offset: int, leaf: Any
     ) -> int:
+        """Returns the number of one array, a new one if its type has changed."""
         type_ = type_of(as_array(leaf))
         number = known.get(name)
-        if number is None or self._variables[number].type != type_:
-            if number is not None:
-                self._retire(number)
+        if number is not None and self._variables[number].type != type_:
+            self._retire(number)
+            number = None
+        if number is None:
             path = slot.paths[offset]
+            # ORDER: the variable gets a number only if the partitioner raises no error.
             count = count_parts(self._partitioner, path, type_.shape, type_.dtype)
-            number = known[name] = len(self._variables)
+            number = len(self._variables)
+            known[name] = number
             self._variables.append(_Variable(slot, offset, path, type_, count))
+        # Another object of the program may hold the array now.
         variable = self._variables[number]
         variable.slot = slot
         variable.offset = offset
@@ -188,7 +192,7 @@ class Variables:
         loads = self._loads
         ranges: list[Any] = [None]
         if num_parts > 1:
-            ranges = cut(variable.type.shape[0], num_parts)
+            ranges = cut_rows(variable.type.shape[0], num_parts)
         locations: list[Location] = []
         for index, rows in enumerate(ranges):
             server = loads.index(min(loads))
@@ -206,17 +210,20 @@ class Variables:
 
     def _put(self, numbers: Iterable[int], servers: Sequence[Any]) -> None:
         """Sends the values of the coordinator's objects to the servers."""
-        sent: dict[int, tuple[dict[int, ArrayType], dict[Part, np.ndarray]]] = {}
+        messages: dict[int, tuple[dict[int, ArrayType], dict[Part, np.ndarray]]] = {}
         leaves: dict[int, Any] = {}
         for number in numbers:
             variable = self._variables[number]
-            leaf = leaves[number] = variable.slot.read()[variable.offset]
+            leaf = variable.slot.read()[variable.offset]
+            leaves[number] = leaf
             array = to_host(as_array(leaf))
             for location in variable.locations:
-                types, values = sent.setdefault(location.server, ({}, {}))
+                types, values = messages.setdefault(location.server, ({}, {}))
                 types[number] = variable.type
                 values[location.part] = location.cut(array)
-        import_ray().get([servers[i].put.remote(*each) for i, each in sent.items()])
+        asked = [servers[i].put.remote(*message) for i, message in messages.items()]
+        import_ray().get(asked)
+        # ORDER: only values that have arrived count as held.
         for number, leaf in leaves.items():
             self._variables[number].held = leaf
 
@@ -256,7 +263,7 @@ class Variables:
             leaves: dict[int, tuple[Slot, list[Any]]] = {}
             for variable in placed:
                 # The array is copied, because its memory belongs to the object store.
-                whole = jnp.array(join(variable.locations, found))
+                whole = jnp.array(join_rows(variable.locations, found))
                 variable.held = variable.type.from_host(whole)
                 slot = variable.slot
                 _, held = leaves.setdefault(id(slot), (slot, slot.read()))
@@ -278,7 +285,7 @@ def _read_parts(
     answers = import_ray().get(asked)
     found: dict[Part, np.ndarray] = {}
     for of_server, answer in zip(parts.values(), answers, strict=True):
-        _, values = fetch(answer)
+        _, values = fetch_values(answer)
         found.update(zip(of_server, values, strict=True))
     return found
 
@@ -305,7 +312,7 @@ def count_parts(
     return max(1, min(int(counts[0]), shape[0]))
 
 
-def cut(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
+def cut_rows(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
     """Returns the ranges of rows of the parts, the first ones larger by at most 1."""
     size, rest = divmod(num_rows, num_parts)
     stops = [size * (i + 1) + min(i + 1, rest) for i in range(num_parts)]

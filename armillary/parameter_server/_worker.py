@@ -18,7 +18,7 @@ from armillary.parameter_server._server import (
     ArrayType,
     Part,
     Push,
-    fetch,
+    fetch_values,
     to_host,
 )
 from armillary.parameter_server._tasks import (
@@ -185,7 +185,9 @@ class Worker(Actor):
         for server, reference in asked.items():
             try:
                 answer = ray.get(reference)
-                answers[server] = fetch(answer) if isinstance(answer, tuple) else answer
+                answers[server] = (
+                    fetch_values(answer) if isinstance(answer, tuple) else answer
+                )
             except (lost.RayActorError, lost.ObjectLostError) as error:
                 raise _ServerLostError(server, error) from error
         return answers

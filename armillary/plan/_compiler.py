@@ -75,6 +75,25 @@ def export_loop(loop: DescribedLoop, platform: str) -> bytes:
     return bytes(exported.serialize())
 
 
+def _make_environment(platform: str) -> dict[str, str]:
+    """Returns the environment of the process that compiles for a platform."""
+    folders = [
+        find_wheels(platform),
+        *(entry for entry in sys.path if entry.endswith("-packages")),
+        os.environ.get("PYTHONPATH"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "TPU_SKIP_MDS_QUERY": "1",  # The worker has no TPU, and must not look for one.
+        # The lock of a TPU would also keep two plans from running at the same time.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    # The compiler for another platform may not know a flag, and then ends the process.
+    environment.pop("XLA_FLAGS", None)
+    return environment
+
+
 def compile_loop(loop: DescribedLoop, topology: Topology) -> Compiled | None:
     """Returns a loop compiled for a topology; `None` if it cannot fit into memory."""
     target = topology.target
@@ -88,19 +107,7 @@ def compile_loop(loop: DescribedLoop, topology: Topology) -> Compiled | None:
         "mesh_axes": list(loop.mesh.axis_names),
         "compiler_options": loop.compiler_options,
     }
-    folders = [
-        find_wheels(target.platform),
-        *(entry for entry in sys.path if entry.endswith("-packages")),
-        os.environ.get("PYTHONPATH"),
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "TPU_SKIP_MDS_QUERY": "1",  # The worker has no TPU, and must not look for one.
-        # The lock of a TPU would also keep two plans from running at the same time.
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    environment.pop("XLA_FLAGS", None)
+    environment = _make_environment(target.platform)
     with tempfile.TemporaryDirectory(prefix="armillary-plan-") as name:
         work = Path(name)
         (work / "request.json").write_text(json.dumps(request))

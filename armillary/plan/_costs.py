@@ -84,6 +84,7 @@ def count_flops(program: Any) -> dict[str, float]:
 
 
 def _count_product(equation: Any) -> float:
+    """Returns the operations of a product or a convolution: two for each term."""
     left, right = (variable.aval for variable in equation.invars[:2])
     out = equation.outvars[0].aval
     if equation.primitive.name == "conv_general_dilated":
@@ -96,7 +97,8 @@ def _count_product(equation: Any) -> float:
     numbers = equation.params.get("dimension_numbers")
     if numbers is None:
         numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    contracted = [left.shape[axis] for axis in numbers[0][0]]
+    (axes_of_left, _), _ = numbers
+    contracted = [left.shape[axis] for axis in axes_of_left]
     return 2.0 * out.size * math.prod(contracted)
 
 
@@ -111,8 +113,15 @@ def find_traced(
             group_size = len(groups[0]) if groups else num_devices
             variables = equation.outvars if kind == "all-gather" else equation.invars
             for variable in variables:
-                size = variable.aval.size * variable.aval.dtype.itemsize
-                yield Collective(kind, size, "step", times, is_conditional, group_size)
+                num_bytes = variable.aval.size * variable.aval.dtype.itemsize
+                yield Collective(
+                    kind,
+                    num_bytes,
+                    scope="step",
+                    times=times,
+                    is_conditional=is_conditional,
+                    group_size=group_size,
+                )
         runs = times * _count_runs(equation)
         is_branch = is_conditional or equation.primitive.name == "cond"
         for inner in _programs_in(equation):

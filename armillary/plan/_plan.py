@@ -128,11 +128,10 @@ class Plan:
 
     def of_step(self, kind: str | None = None) -> list[Collective]:
         """Returns the collectives of every step, of one kind or of all."""
-        return [
-            each
-            for each in self.collectives
-            if each.is_of_step and kind in (None, each.kind)
-        ]
+        of_step = [each for each in self.collectives if each.is_of_step]
+        if kind is None:
+            return of_step
+        return [each for each in of_step if each.kind == kind]
 
     def as_json(self) -> str:
         """Returns the plan as a text of JSON, with bytes, seconds and operations."""
@@ -151,9 +150,9 @@ class Plan:
         return json.dumps(record, indent=2)
 
     def __rich__(self) -> "Table":
-        what = "traced, not compiled" if self.is_abstract else "compiled, not run"
+        state = "traced, not compiled" if self.is_abstract else "compiled, not run"
         sections = (self._work(), self._memory(), self._traffic())
-        title = f"{self.topology.text}: {what}"
+        title = f"{self.topology.text}: {state}"
         return make_table(["", ""], *filter(None, sections), title=title)
 
     def __str__(self) -> str:
@@ -187,7 +186,8 @@ class Plan:
         verdict = "fits" if self.fits else "does not fit"
         need = format_bytes(memory.total) if memory else "the compiler needs more"
         rows = [("memory", f"{verdict}: {need} of {format_bytes(target.memory_bytes)}")]
-        for name, size in asdict(memory).items() if memory else ():
+        parts = asdict(memory) if memory else {}
+        for name, size in parts.items():
             rows.append((f"  {name.replace('_', ' ')}", format_bytes(size)))
         if self.largest_batch is not None:
             rows.append(("largest batch", f"{self.largest_batch} on each replica"))
@@ -197,23 +197,12 @@ class Plan:
     def _traffic(self) -> list[tuple[str, str]]:
         rows = []
         for kind in KINDS:
-            if found := self.of_step(kind):
-                size = format_bytes(sum(each.times * each.num_bytes for each in found))
-                count = sum(each.times for each in found)
-                how = "before a compiler combines them"
-                if not self.is_abstract:
-                    beside = sum(each.is_asynchronous for each in found)
-                    rounds = count_rounds(found, kind)
-                    how = f"{rounds} after each other; {beside} asynchronous"
-                rows.append((kind, f"{size} a step in {count}, {how}"))
-        others = Counter(
-            f"{each.kind} {'under a condition' if each.scope == 'step' else each.scope}"
-            for each in self.collectives
-            if not each.is_of_step
-        )
+            found = self.of_step(kind)
+            if found:
+                rows.append((kind, self._describe_kind(kind, found)))
+        others = self._describe_others()
         if others:
-            shown = ", ".join(f"{count} {name}" for name, count in others.items())
-            rows.append(("not in every step", shown))
+            rows.append(("not in every step", others))
         if not rows:
             is_unknown = self.is_abstract and self.is_divided
             unknown = "not known before a compiler divides the step"
@@ -222,6 +211,26 @@ class Plan:
             hosts = ", ".join(self.host_transfers) or "none"
             rows.append(("host, inside the loop", hosts))
         return rows
+
+    def _describe_kind(self, kind: str, found: list[Collective]) -> str:
+        """Returns the bytes, the number and the order of collectives of one kind."""
+        size = format_bytes(sum(each.times * each.num_bytes for each in found))
+        count = sum(each.times for each in found)
+        how = "before a compiler combines them"
+        if not self.is_abstract:
+            num_asynchronous = sum(each.is_asynchronous for each in found)
+            rounds = count_rounds(found, kind)
+            how = f"{rounds} after each other; {num_asynchronous} asynchronous"
+        return f"{size} a step in {count}, {how}"
+
+    def _describe_others(self) -> str:
+        """Returns the collectives that run once a loop or call, or conditionally."""
+        counts: Counter[str] = Counter()
+        for each in self.collectives:
+            if not each.is_of_step:
+                when = "under a condition" if each.scope == "step" else each.scope
+                counts[f"{each.kind} {when}"] += 1
+        return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 @hides_frames
@@ -286,6 +295,7 @@ def plan(
             f"`{name}` is {value}, but `train_dataset` of the trainer is None: its "
             "steps make their own data and take no batch. Leave it out."
         )
+
     devices = parse_topology(topology, target, abstract=abstract)
     platform = "tpu" if devices.target is None else devices.target.platform
 
@@ -301,6 +311,7 @@ def plan(
                 export_loop(loop, platform)
             compiled = None if abstract else compile_loop(loop, devices)
             flops = count_flops(loop.step)
+
         made = Plan(
             topology=devices,
             mesh=dict(loop.mesh.shape),
@@ -314,6 +325,7 @@ def plan(
             accumulate_steps=loop.num_parts,
         )
         if made.is_divided:
+            # The traced program is the step of all devices together.
             made.flops = {kind: n / devices.num_devices for kind, n in flops.items()}
         if abstract:
             made.collectives = tuple(find_traced(loop.step, devices.num_devices))
@@ -327,19 +339,37 @@ def plan(
 
     found = make(per_replica_batch)
     if find_batch:
-        size = found.per_replica_batch
-        is_small = bool(found.fits)
-        found.largest_batch = find_largest(size, is_small, lambda n: bool(make(n).fits))
+
+        def fits(batch: int) -> bool:
+            return bool(make(batch).fits)
+
+        found.largest_batch = find_largest(
+            found.per_replica_batch, bool(found.fits), fits
+        )
     return found
 
 
 def find_largest(size: int, is_small: bool, fits: Callable[[int], bool]) -> int:
-    """Returns the largest batch that fits, to an eighth; 0 for none."""
-    low, high = (size, None) if is_small else (0, size)
-    while high is None:
-        size = 2 * low
-        low, high = (size, None) if fits(size) else (low, size)
+    """Returns the largest batch that fits, to an eighth; 0 for none.
+
+    Args:
+        size: The batch to begin with.
+        is_small: True if this batch fits.
+        fits: Returns whether another batch fits.
+    """
+    # The largest batch that is known to fit, and the smallest that does not.
+    low = 0
+    high = size
+    if is_small:
+        low = size
+        high = 2 * size
+        while fits(high):
+            low = high
+            high = 2 * high
     while high - low > max(1, int(low * _FINE_ENOUGH)):
-        size = (low + high) // 2
-        low, high = (size, high) if fits(size) else (low, size)
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low

@@ -151,7 +151,8 @@ def parse_topology(
     if abstract and text.isdecimal() and int(text) > 0:
         return Topology(text, target, (int(text),))
     found = _FORM.fullmatch(text)
-    if found is None or not all(shape := [int(n) for n in found[2].split("x")]):
+    shape = [int(size) for size in found[2].split("x")] if found else [0]
+    if found is None or 0 in shape:
         number = ', or a number of devices such as "256"' if abstract else ""
         raise ValueError(
             f"`topology` is {topology!r}, which describes no devices. Use the chips "

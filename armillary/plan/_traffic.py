@@ -35,6 +35,8 @@ _FREE = frozenset((*_NO_TIME, "partition-id", "tuple"))
 
 @dataclass
 class Instruction:
+    """One line of a program's text."""
+
     name: str  # Without the percent sign.
     shape: str  # The text of its result's type.
     opcode: str
@@ -44,14 +46,16 @@ class Instruction:
     @cached_property
     def called(self) -> dict[str, list[str]]:
         """The computations that it runs, by their role (`body`, `calls`)."""
-        called = {
-            key: [part.strip().lstrip("%") for part in (one or many).split(",")]
-            for key, one, many in _CALLED.findall(self.attributes)
-        }
+        called: dict[str, list[str]] = {}
+        for role, one, many in _CALLED.findall(self.attributes):
+            names = (one or many).split(",")
+            called[role] = [name.strip().lstrip("%") for name in names]
         # `call` names its computation `to_apply`, and other instructions name it
         # `calls`. In a reduction, `to_apply` is only the addition.
         applied = called.pop("to_apply", None)
-        return {"calls": applied} if applied and self.opcode == "call" else called
+        if applied and self.opcode == "call":
+            return {"calls": applied}
+        return called
 
     @property
     def kind(self) -> str | None:
@@ -76,9 +80,11 @@ class Instruction:
         """True if the instruction calls the host or moves values to or from it."""
         if self.opcode == "custom-call":
             return bool(_HOST_CALL.search(self.label))
-        is_copy = self.opcode in ("copy", "copy-start") and _HOST_SPACE in self.shape
-        is_feed = self.opcode in ("infeed", "outfeed")
-        return is_copy or is_feed or "is_host_transfer=true" in self.attributes
+        if self.opcode in ("infeed", "outfeed"):
+            return True
+        is_copy = self.opcode in ("copy", "copy-start")
+        is_to_host = is_copy and _HOST_SPACE in self.shape
+        return is_to_host or "is_host_transfer=true" in self.attributes
 
 
 def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -87,11 +93,17 @@ def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
     entry = None
     current = None
     for line in text.splitlines():
-        if head := _COMPUTATION.match(line):
-            current = computations.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            current.append(_parse(found[1], found[2]))
+        head = _COMPUTATION.match(line)
+        if head:
+            is_entry, name = head.groups()
+            current = computations.setdefault(name, [])
+            if is_entry:
+                entry = name
+            continue
+        found = _INSTRUCTION.match(line)
+        if found and current is not None:
+            name, rest = found.groups()
+            current.append(_parse(name, rest))
     if entry is None:
         raise ValueError(
             "The text of the program has no ENTRY computation, so it is not an HLO "
@@ -101,6 +113,7 @@ def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _parse(name: str, rest: str) -> Instruction:
+    """Reads `shape opcode(operands), attributes`; the shape may be in brackets."""
     shape, rest = _split_balanced(rest) if rest[0] == "(" else rest.split(" ", 1)
     opcode, _, rest = rest.strip().partition("(")
     inside, attributes = _split_balanced("(" + rest)
@@ -109,22 +122,32 @@ def _parse(name: str, rest: str) -> Instruction:
 
 
 def _split_balanced(text: str) -> tuple[str, str]:
+    """Splits a text after the bracket that closes its first one."""
     depth = 0
     for i, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
+        if character == "(":
+            depth += 1
+        elif character == ")":
+            depth -= 1
         if depth == 0:
             return text[: i + 1], text[i + 1 :]
     return text, ""
 
 
 def count_bytes(shape: str) -> int:
+    """Returns the bytes of all arrays in the text of a type."""
     total = 0
     for dtype, dimensions in _ARRAY.findall(shape):
-        digits = re.search(r"\d+", dtype)  # A token has none.
-        bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
         count = math.prod(int(n) for n in dimensions.split(",") if n)
-        total += -(-count * bits // 8)
+        total += -(-count * _count_bits(dtype) // 8)
     return total
+
+
+def _count_bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0  # A token has no size.
 
 
 class Traffic(NamedTuple):
@@ -137,16 +160,16 @@ class Traffic(NamedTuple):
 def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
     """Returns the traffic of a compiled loop; a step is inside `depth` loops."""
     computations, entry = _parse_module(text)
-    walk = _Walk(computations, depth, num_devices)
-    walk.enter(entry, _Place(), Counter())
+    walk = _ModuleWalk(computations, depth, num_devices)
+    walk.enter(entry, _Nesting(), Counter())
     return Traffic(tuple(walk.found), tuple(walk.host))
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The position of the walk: its depth in loops, its runs, and if it is conditional.
+class _Nesting:
+    """The loops and conditions around an instruction.
 
-    `times` is the number of runs per step.
+    `depth` counts the loops, and `times` the runs per step.
     """
 
     depth: int = 0
@@ -161,41 +184,49 @@ The union of two has the larger number of each kind.
 """
 
 
-class _Walk:
+class _ModuleWalk:
+    """Follows the text of a program from its entry into all that it calls."""
+
     def __init__(
         self, computations: dict[str, Any], depth: int, num_devices: int
     ) -> None:
         self._computations = computations
-        self._depth, self._num_devices = depth, num_devices
+        self._depth = depth
+        self._num_devices = num_devices
         self.found: list[Collective] = []
         self.host: list[str] = []
 
-    def enter(self, name: str, place: _Place, base: _Rounds) -> _Rounds:
+    def enter(self, name: str, nesting: _Nesting, base: _Rounds) -> _Rounds:
         """Walks one computation; returns the rounds that its end waits for."""
         instructions = self._computations.get(name, [])
         shapes = {each.name: each.shape for each in instructions}
         rounds: dict[str, _Rounds] = {}
         for index, each in enumerate(instructions):
             before = _union([base, *(rounds[o] for o in each.operands)])
-            if each.kind is not None and not each.opcode.endswith("-done"):
+            is_end = each.opcode.endswith("-done")
+            if each.kind is not None and not is_end:
                 later = instructions[index + 1 :]
                 number = before[each.kind] + 1
-                if self._add(each, place, number, shapes, later):
+                if self._add(each, nesting, number, shapes, later):
                     before = before | Counter({each.kind: number})
-            elif each.reaches_host and place.depth:
+            elif each.reaches_host and nesting.depth:
                 self.host.append(each.label)
-            rounds[each.name] = self._enter_called(each, place, before)
+            rounds[each.name] = self._enter_called(each, nesting, before)
         return _union([base, *rounds.values()])
 
-    def _enter_called(self, each: Instruction, place: _Place, base: _Rounds) -> _Rounds:
+    def _enter_called(
+        self, each: Instruction, nesting: _Nesting, base: _Rounds
+    ) -> _Rounds:
         last = base
         for role, names in each.called.items():
-            inner = place
+            inner = nesting
             if role == "body":
-                times = each.trip_count if place.depth >= self._depth else 1
-                inner = replace(place, depth=place.depth + 1, times=place.times * times)
+                # The loops around a step are not part of it.
+                is_in_step = nesting.depth >= self._depth
+                times = nesting.times * (each.trip_count if is_in_step else 1)
+                inner = replace(nesting, depth=nesting.depth + 1, times=times)
             elif role != "calls":
-                inner = replace(place, is_conditional=True)
+                inner = replace(nesting, is_conditional=True)
             for name in names:
                 last = last | self.enter(name, inner, base)
         return last
@@ -203,7 +234,7 @@ class _Walk:
     def _add(
         self,
         each: Instruction,
-        place: _Place,
+        nesting: _Nesting,
         number: int,
         shapes: dict[str, str],
         later: list[Instruction],
@@ -213,27 +244,32 @@ class _Walk:
         size = _count_group(each.attributes) or self._num_devices
         if size == 1 and kind != "collective-permute":
             return False
-        num_bytes = sum(count_bytes(shapes[name]) for name in each.operands)
         is_start = each.opcode.endswith("-start")
+        num_bytes = sum(count_bytes(shapes[name]) for name in each.operands)
         if kind == "all-gather":
-            num_bytes = count_bytes(each.shape) - (num_bytes if is_start else 0)
+            # The type of a start names its operands, too.
+            num_of_operands = num_bytes if is_start else 0
+            num_bytes = count_bytes(each.shape) - num_of_operands
         is_hidden = is_start and _SYNCHRONOUS not in each.attributes
-        scope = "step"
-        if place.depth < self._depth:
-            is_in_loop = self._depth == 2 and place.depth == 1
-            scope = "loop" if is_in_loop else "call"
         collective = Collective(
             kind,
             num_bytes,
-            scope,
-            times=place.times,
-            is_conditional=place.is_conditional,
+            self._find_scope(nesting),
+            times=nesting.times,
+            is_conditional=nesting.is_conditional,
             group_size=size,
             is_asynchronous=is_hidden and _runs_beside(each.name, later),
             round=number,
         )
         self.found.append(collective)
         return True
+
+    def _find_scope(self, nesting: _Nesting) -> str:
+        """Returns the part of the program that repeats a collective."""
+        if nesting.depth >= self._depth:
+            return "step"
+        is_in_loop = self._depth == 2 and nesting.depth == 1
+        return "loop" if is_in_loop else "call"
 
 
 def _union(rounds: Iterable[_Rounds]) -> _Rounds:
@@ -252,7 +288,9 @@ def _runs_beside(start: str, later: list[Instruction]) -> bool:
 
 
 def _count_group(attributes: str) -> int:
-    if found := _COUNTED_GROUPS.search(attributes):
-        return int(found[1])
-    found = _LISTED_GROUPS.search(attributes)
-    return len(found[1].split(",")) if found and found[1] else 0
+    """Returns the number of devices in a group; 0 for all devices."""
+    counted = _COUNTED_GROUPS.search(attributes)
+    if counted:
+        return int(counted[1])
+    listed = _LISTED_GROUPS.search(attributes)
+    return len(listed[1].split(",")) if listed and listed[1] else 0

@@ -66,6 +66,7 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     runs = read_runs([namespace.directory])
     if namespace.json:
         return lambda: print_json([_as_record(run) for run in runs])
+
     head = ["run", "began", "state", "step", "time", "goodput", "last values"]
     rows = [_as_row(run) for run in runs]
     # Each run has one line. The report and `--json` have the values that do not fit.
@@ -75,7 +76,7 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     room = max(_LINE - num_taken - num_of_borders, _FEWEST)
     for row, run in zip(rows, runs, strict=True):
         fewest = 1 if run.best is None else 2
-        row.append(_fit(_last_values(run), fewest, room))
+        row.append(_shorten(_last_values(run), fewest, room))
     table = make_table(head, rows, numbers=["step", "time", "goodput"])
     return lambda: print_out(table)
 
@@ -117,7 +118,7 @@ def _as_row(run: RecordedRun) -> list[str]:
     ]
 
 
-def _fit(values: list[str], fewest: int, room: int) -> str:
+def _shorten(values: list[str], fewest: int, room: int) -> str:
     """Returns as many values as fit, and at least the fewest."""
     shown = ", ".join(values)
     for count in range(len(values) - 1, fewest - 1, -1):

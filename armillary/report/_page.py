@@ -271,14 +271,17 @@ def _overview(runs: Sequence[RecordedRun]) -> str:
     for run in runs:
         found.update(key for key in run.curves if key[1] != SPEED)
     keys = sorted(found)
+    # Hyperparameters that are equal in all runs stand in a table of their own.
     configs = _find_configs(runs)
     names = find_differing(configs)
+
     head = ["run", *names, "began", "step", "state", "attempts", "time", "goodput"]
     head += [f"{source} {metric}" for source, metric in keys]
+
     rows = []
     for run, config in zip(runs, configs, strict=True):
         row = [_text(run.name)]
-        row += [_describe(config.get(name)) for name in names]
+        row += [_as_cell(config.get(name)) for name in names]
         row += [format_time(run.began), show_number(run.step), run.state]
         row += goodput_cells(run)
         for key in keys:
@@ -303,6 +306,7 @@ def _checkpoints(run: RecordedRun) -> str:
         row += [show_number(curve.get(checkpoint.number)) for curve in curves]
         row.append(_text(checkpoint.path.relative_to(run.path)))
         rows.append(row)
+
     measured = [f"{source} {metric}" for source, metric in keys]
     table = _table(["step", "saved", *measured, "folder"], rows)
     if run.best is None:
@@ -332,7 +336,7 @@ def _hyperparameters(runs: Sequence[RecordedRun]) -> str:
     for run in runs:
         attempts = [start.get("config") or {} for start in run.starts]
         for name in find_differing(attempts):
-            values = ", then ".join(_describe(each.get(name)) for each in attempts)
+            values = ", then ".join(_as_cell(each.get(name)) for each in attempts)
             section += (
                 f"<p>Attempts of {_text(run.name)} had {_text(name)} = {values}.</p>"
             )
@@ -343,7 +347,7 @@ def find_differing(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the names whose values are not the same in all records."""
     differing: list[str] = []
     for name in _find_names(records):
-        values = {_describe(record.get(name)) for record in records}
+        values = {_as_cell(record.get(name)) for record in records}
         if len(values) > 1:
             differing.append(name)
     return differing
@@ -364,7 +368,7 @@ def _side_by_side(
     names = _find_names(records)
     rows = []
     for name in names:
-        values = [f"<code>{_describe(record.get(name))}</code>" for record in records]
+        values = [f"<code>{_as_cell(record.get(name))}</code>" for record in records]
         rows.append([_text(name), *values])
     differing = map(names.index, find_differing(records))
     return _table(["", *(run.name for run in runs)], rows, differing)
@@ -402,7 +406,7 @@ def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
-def _describe(value: Any) -> str:
+def _as_cell(value: Any) -> str:
     if value is None or isinstance(value, str):
         return _text(value or "")
     return _text(json.dumps(value, ensure_ascii=False))

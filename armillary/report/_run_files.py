@@ -71,11 +71,13 @@ class RecordedRun:
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
         """Steps and values, by source and name: `("train", "loss")`."""
-        kinds = ("train", "eval")
-        records = [each for each in self.records if each["record"] in kinds]
-        records.sort(key=lambda each: (kinds.index(each["record"]), each["step"]))
+        training = [each for each in self.records if each["record"] == "train"]
+        evaluations = [each for each in self.records if each["record"] == "eval"]
+        training.sort(key=_step_of)
+        evaluations.sort(key=_step_of)
+
         curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for record in records:
+        for record in training + evaluations:
             source = record["record"]
             if record.get("name"):
                 source += f" {record['name']}"
@@ -86,6 +88,10 @@ class RecordedRun:
                 points = curves.setdefault((source, metric), [])
                 points.append((record["step"], float(value)))
         return curves
+
+
+def _step_of(record: Mapping[str, Any]) -> int:
+    return record["step"]
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedRun:
@@ -113,7 +119,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedR
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the directories of all runs at or below one, in order of names."""
-    found = list(_walk(Path(path))) if os.path.isdir(path) else []
+    found = list(_find_runs_below(Path(path))) if os.path.isdir(path) else []
     if not found:
         raise ValueError(
             f"`{path}` is not a directory with a `{METRICS_NAME}` in it or below. A "
@@ -136,7 +142,7 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RecordedRun]:
     return [read_run(run, "/".join(run.parts[-num_parts:])) for run in found]
 
 
-def _walk(path: Path) -> Iterator[Path]:
+def _find_runs_below(path: Path) -> Iterator[Path]:
     """Yields the directories of runs at or below one."""
     folders = sorted(child for child in path.iterdir() if child.is_dir())
     with_metrics = {child for child in folders if (child / METRICS_NAME).is_file()}
@@ -149,7 +155,7 @@ def _walk(path: Path) -> Iterator[Path]:
         return
     for folder in folders:
         if not folder.is_symlink():
-            yield from _walk(folder)
+            yield from _find_runs_below(folder)
 
 
 def _has_trained(folder: Path) -> bool:

@@ -79,11 +79,14 @@ class Histogram(Summary):
             text = "%s | step: %d | %d of %d values are not finite, and are left out."
             logger.warning(text, tag, step, num_left_out, count)
 
+        # The number of a bucket is the first bits of its smallest float.
         ends = np.arange(_NUM_FINITE + 1, dtype=np.uint32) << _SHIFT
         sizes = ends.view(np.float32).astype(np.float64)
+        # The last end would be infinite.
         sizes[-1] = np.finfo(np.float32).max
         edges = np.concatenate([-sizes[:0:-1], sizes])
 
+        # Empty buckets at both ends are left out.
         filled = np.flatnonzero(finite)
         if filled.size:
             first = filled[0]
@@ -121,7 +124,8 @@ class Image(Summary):
         is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
         has_axes = 2 <= len(shape) <= 4 and 0 not in shape
         has_channels = len(shape) < 3 or shape[-1] in (1, 3, 4)
-        if not (is_kind and has_axes and has_channels):
+        is_shape = has_axes and has_channels
+        if not (is_kind and is_shape):
             raise ValueError(
                 f"`pixels` is of dtype {dtype} and shape {shape}, but it must be of "
                 "floats from 0 to 1 or of `uint8`, and of shape ([images,] height, "
@@ -139,7 +143,10 @@ class Image(Summary):
                 logger.warning(text, tag, step)
             pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255
             pixels = pixels.round().astype(np.uint8)
-        if pixels.ndim < 4:
+
+        is_one = pixels.ndim < 4
+        if is_one:
+            # An image without channels gets one.
             yield tag, pixels.reshape(*pixels.shape[:2], -1)
             return
         for index, image in enumerate(pixels):

@@ -143,13 +143,13 @@ def _drop_repeated(records: list[_Record]) -> list[_Record]:
 
 def _stays(record: _Record, step: int, others: set[str]) -> bool:
     """Returns whether a record still counts when an attempt starts at a step."""
-    is_start = record["record"] == "start"
-    is_of_another = record["folder"] in others
-    return record["step"] <= step or is_start or is_of_another
+    if record["record"] == "start" or record["folder"] in others:
+        return True
+    return record["step"] <= step
 
 
 def _find_files(run_dir: Path) -> list[Path]:
-    """Returns the files of a run: its own first, and then those of its folders."""
+    """Returns the files of a run: its own first, and then the files of its folders."""
     if run_dir.is_file():
         return [run_dir]
     found = sorted(run_dir.glob(f"*/{FILE_NAME}"))

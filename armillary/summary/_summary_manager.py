@@ -124,7 +124,9 @@ class SummaryManager:
                 `"optimizer/rate"`. Numbers and booleans keep their type; other values
                 are written as strings.
         """
-        if values and self.summary_dir is not None and get_process().is_chief:
+        if not values or self.summary_dir is None:
+            return
+        if get_process().is_chief:
             self._write((), "hyperparameters", flatten(values))
 
     def resume_at(self, step: int) -> None:

@@ -52,9 +52,16 @@ class WandbWriter:
             self._begin()
         self._num_writers += 1
         prefix = "".join(f"{part}/" for part in below.parts)
+
+        def scalar(tag: str, value: float, step: int) -> None:
+            self._write(prefix + tag, value, step)
+
+        def image(tag: str, pixels: np.ndarray, step: int) -> None:
+            self._write_image(prefix + tag, pixels, step)
+
         return SimpleNamespace(
-            scalar=lambda tag, *rest: self._write(prefix + tag, *rest),
-            image=lambda tag, *rest: self._write_image(prefix + tag, *rest),
+            scalar=scalar,
+            image=image,
             hyperparameters=self._configure,
             flush=self._flush,
             close=self._close,

@@ -91,28 +91,41 @@ def assert_strategies_agree(
         raise ValueError(
             f"`strategies` has {len(strategies)}, but it must have at least two. {fix}"
         )
+
     first, *others = strategies
     expected = _record(make_trainer, first, steps, ignore)
     for strategy in others:
         found = _record(make_trainer, strategy, steps, ignore)
         for moment, ours in expected.items():
             theirs = found[moment]
-            lines = [
-                f"{name}: only under the {'first' if name in ours else 'second'}"
-                for name in sorted(ours.keys() ^ theirs.keys())
-            ]
-            for name in ours.keys() & theirs.keys():
-                text = _describe_difference(ours[name], theirs[name], tolerance)
-                lines += [] if text is None else [f"{name}: {text}"]
-            if lines:
-                fix = _CAUSES
-                if moment == _START:
-                    fix = "Use fixed seeds in `make_trainer`, such as `nnx.Rngs(0)`."
-                raise AssertionError(
-                    f"{moment}, {strategy} has other values than {first}, in "
-                    f"{len(lines)} of {len(ours | theirs)} places:\n"
-                    f"{list_lines(sorted(lines))}\n{fix}"
-                )
+            lines = _list_differences(ours, theirs, tolerance)
+            if not lines:
+                continue
+            fix = _CAUSES
+            if moment == _START:
+                fix = "Use fixed seeds in `make_trainer`, such as `nnx.Rngs(0)`."
+            raise AssertionError(
+                f"{moment}, {strategy} has other values than {first}, in "
+                f"{len(lines)} of {len(ours | theirs)} places:\n"
+                f"{list_lines(sorted(lines))}\n{fix}"
+            )
+
+
+def _list_differences(
+    ours: dict[str, Any], theirs: dict[str, Any], tolerance: float
+) -> list[str]:
+    """Returns a line for each value that differs or is missing."""
+    lines: list[str] = []
+    for name in ours | theirs:
+        if name not in theirs:
+            lines.append(f"{name}: only under the first")
+        elif name not in ours:
+            lines.append(f"{name}: only under the second")
+        else:
+            text = _describe_difference(ours[name], theirs[name], tolerance)
+            if text is not None:
+                lines.append(f"{name}: {text}")
+    return lines
 
 
 def _record(
@@ -134,11 +147,14 @@ def _record(
             for path, leaf in jax.tree_util.tree_leaves_with_path(output):
                 values[f"output{jax.tree_util.keystr(path)}"] = leaf
             values["data_exhausted"] = trainer.data_exhausted
-            moments[name] = {
-                path: np.asarray(jax.random.key_data(value) if is_key(value) else value)
-                for path, value in values.items()
-                if not any(re.search(pattern, path) for pattern in ignore)
-            }
+            compared: dict[str, np.ndarray] = {}
+            for path, value in values.items():
+                if any(re.search(pattern, path) for pattern in ignore):
+                    continue
+                if is_key(value):
+                    value = jax.random.key_data(value)
+                compared[path] = np.asarray(value)
+            moments[name] = compared
 
         note(_START, None)
         note("After one step", trainer.train(1))
@@ -159,9 +175,13 @@ def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str 
         at = np.unravel_index(np.argmax(a != b), a.shape)
         return f"{b[at]} instead of {a[at]} at {list(map(int, at))}"
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
-    a, b = a.astype(wide), b.astype(wide)
+    a = a.astype(wide)
+    b = b.astype(wide)
+    is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+    # The difference of two infinite values is NaN, and NumPy warns about it.
     with np.errstate(invalid="ignore"):
-        off = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+        off = np.where(is_same, 0.0, np.abs(a - b))
+    # An infinite value, or NaN, on one side only.
     off = np.where(np.isnan(off), np.inf, off)
     at = np.unravel_index(np.argmax(off), off.shape)
     size = _root_mean_square(a[np.isfinite(a)])
@@ -176,7 +196,9 @@ def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str 
 
 
 def _root_mean_square(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.abs(values) ** 2))) if values.size else 0.0
+    if not values.size:
+        return 0.0
+    return float(np.sqrt(np.mean(np.abs(values) ** 2)))
 
 
 def assert_collectives(
@@ -223,6 +245,7 @@ def assert_collectives(
     limits = expected if max_bytes is None else expected | {"max_bytes": max_bytes}
     for name, wanted in limits.items():
         check_not_negative_int(name, wanted)
+
     found = find_collectives(trainer, num_replicas)
     counts = {name: count_rounds(found, name.replace("_", "-")) for name in expected}
     total = sum(each.times * each.num_bytes for each in found)
@@ -234,15 +257,21 @@ def assert_collectives(
     if max_bytes is not None and total > max_bytes:
         wrong.append(f"{total} bytes on each device, and `max_bytes` is {max_bytes}")
     if wrong:
-        shown = list_lines(
-            f"round {each.round}: {each.kind} of {each.num_bytes} bytes"
-            + (f", {each.times} times" if each.times > 1 else "")
-            for each in sorted(found, key=lambda each: each.round)
-        )
+        in_order = sorted(found, key=lambda each: each.round)
+        shown = list_lines(map(_describe_collective, in_order))
         raise AssertionError(
             f"A step of {type(trainer).__name__} has {', '.join(wrong)}. Its "
             f"collectives are:\n{shown or '  none'}"
         )
+
+
+def _describe_collective(collective: Collective) -> str:
+    text = (
+        f"round {collective.round}: {collective.kind} of {collective.num_bytes} bytes"
+    )
+    if collective.times > 1:
+        text += f", {collective.times} times"
+    return text
 
 
 def find_collectives(

@@ -15,9 +15,9 @@ import numpy as np
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.data.feed._position import Position
-from armillary.distribute.program._compare import (
+from armillary.distribute.program._replica_copies import (
     ReplicaComparison,
-    check_equal,
+    check_copies,
 )
 from armillary.errors import NonFiniteError
 from armillary.trainer._step_guard import Health
@@ -112,7 +112,7 @@ class LoopCheck:
         count = self.num_steps
         if self.checksums is not None:
             when = f"after {_where(step, count, count)}"
-            check_equal(np.asarray(self.checksums), self.paths, when)
+            check_copies(np.asarray(self.checksums), self.paths, when)
         if health is None or not health.num_bad:
             return
 

@@ -17,7 +17,7 @@ from armillary.data.feed._piece import Piece, get_mask
 from armillary.data.feed._reader import place_pieces
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._function import Function
+from armillary.distribute.program._function import CompiledFunction
 from armillary.distribute.replica._context import get_strategy
 from armillary.trainer._datasets import distribute
 from armillary.trainer._step_checks import check_evaluation
@@ -124,7 +124,7 @@ def _predict(
 
 def _compile(
     fn: Callable[[Batch], PyTree], strategy: Strategy, *, has_mask: bool
-) -> Function:
+) -> CompiledFunction:
     """Returns the compiled step, which is kept with `fn` if `fn` is a function."""
     is_function = isinstance(fn, types.FunctionType)
     kept = vars(fn).setdefault(_PROGRAMS, {}) if is_function else {}
@@ -143,7 +143,7 @@ def _compile(
 
     if key not in kept:
         check = functools.partial(check_evaluation, name)
-        kept[key] = Function(fn, strategy, body, check=check)
+        kept[key] = CompiledFunction(fn, strategy, body, check=check)
     return kept[key]
 
 

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary.distribute._global_arrays import everywhere
-from armillary.distribute.program._compare import (
-    largest_on_replicas,
-)
+from armillary.distribute.program._replica_copies import largest_on_replicas
 from armillary.state._lift import State
 from armillary.state._slots import LeafKind, Role, Trait, has_trait
 from armillary.trainer._step_method import StepMethod

@@ -19,12 +19,12 @@ from armillary.data.feed._gather import Gather
 from armillary.distribute.program._batch_sums import warn_of_sums
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._notes import MetricWarnings, warn_of_draws
 from armillary.distribute.program._step_iterator import (
     MoreBatches,
     StepIterator,
     check_taken,
 )
+from armillary.distribute.program._step_warnings import MetricWarnings, warn_of_draws
 from armillary.distribute.program._trace import trace_step
 from armillary.distribute.program._traced_step import TracedStep
 from armillary.errors import RetraceError

@@ -102,7 +102,7 @@ def compile_step(
     **jit_options: Any,
 ) -> Callable[..., Any]:
     """Returns `jax.jit(fn, **jit_options)` with options and rules for a step."""
-    has_convolutions = any(_find(program, _CONVOLUTION))
+    has_convolutions = any(_find_equations(program, _CONVOLUTION))
     chosen = dict(options or {})
     if platform == PLATFORM and has_convolutions:
         is_slow = has_slow_loop(program, platform, is_partitioned=split is not None)
@@ -112,7 +112,7 @@ def compile_step(
 
     if split is not None:
         return partition(compiled, split) if has_convolutions else compiled
-    has_pools = any(_find(program, _POOL_GRADIENT))
+    has_pools = any(_find_equations(program, _POOL_GRADIENT))
     may_gain = platform == PLATFORM and (has_convolutions or has_pools)
     if may_gain and has_rules():
         return Lowered(compiled, canonically)
@@ -141,7 +141,7 @@ def has_slow_loop(
     """
     if platform != PLATFORM:
         return False
-    convolutions = list(_find(program, _CONVOLUTION))
+    convolutions = list(_find_equations(program, _CONVOLUTION))
     if not convolutions:
         return False
     are_lowered = not is_partitioned and has_rules()
@@ -168,7 +168,7 @@ def _knows(**options: str) -> bool:
     return True
 
 
-def _find(program: core.ClosedJaxpr, name: str) -> Iterator[core.JaxprEqn]:
+def _find_equations(program: core.ClosedJaxpr, name: str) -> Iterator[core.JaxprEqn]:
     for equation in walk_equations(program):
         if equation.primitive.name == name:
             yield equation

@@ -130,7 +130,7 @@ def convolve(
     if form is Form.ORDERED:
         result = _convolve_in_order(images, kernel, parameters)
     else:
-        images = _pad(images, parameters)
+        images = _pad_space(images, parameters)
         write_out = _add_taps if form is Form.BY_TAP else _multiply_positions
         result = write_out(images, kernel, parameters)
     order_of_caller = np.argsort(_features_last(numbers.out_spec))
@@ -147,7 +147,7 @@ def _convolve_in_order(
     return lax.conv_general_dilated_p.bind(images, kernel, **ordered)
 
 
-def _pad(images: jax.Array, parameters: Mapping[str, Any]) -> jax.Array:
+def _pad_space(images: jax.Array, parameters: Mapping[str, Any]) -> jax.Array:
     """Writes the padding of images, and the dilation between their elements, as 0."""
     edges = [(0, 0, 0)]
     dilations = parameters["lhs_dilation"]

@@ -33,9 +33,9 @@ PLATFORM = "cpu"
 
 _CANONICAL = "canonical"
 _current_request: Any = jax.make_user_context(None)
-"""How this thread lowers convolutions: `_CANONICAL`, by a `Split`, or as JAX (`None`).
+"""The way in which this thread lowers convolutions: `_CANONICAL` or a `Split`.
 
-JAX caches the programs of different values separately.
+`None` leaves them to JAX. JAX caches the programs of different values separately.
 """
 _INSTALLING = threading.Lock()
 
@@ -83,14 +83,16 @@ def partitioned(split: Split) -> AbstractContextManager[Any]:
 
 
 def _install_rules() -> None:
-    is_installed = isinstance(_find_rule(lax.conv_general_dilated_p, PLATFORM), _Rule)
+    is_installed = isinstance(
+        _find_rule(lax.conv_general_dilated_p, PLATFORM), _LoweringRule
+    )
     if is_installed:
         return
     pool = _find_rule(lax.select_and_scatter_add_p, PLATFORM)
-    rules = [(lax.select_and_scatter_add_p, _Rule(_lower_pool, pool), PLATFORM)]
+    rules = [(lax.select_and_scatter_add_p, _LoweringRule(_lower_pool, pool), PLATFORM)]
     for platform in (PLATFORM, "cuda", "rocm", "tpu"):
         own = _find_rule(lax.conv_general_dilated_p, platform)
-        rule = _Rule(_lower_convolution, own)
+        rule = _LoweringRule(_lower_convolution, own)
         rules.append((lax.conv_general_dilated_p, rule, platform))
     # All rules are found before the first is replaced: a release of JAX without one of
     # them keeps all of its own.
@@ -107,7 +109,7 @@ def _find_rule(primitive: Any, platform: str) -> Callable[..., Any]:
     return rule
 
 
-class _Rule:
+class _LoweringRule:
     """Lowers with `ours`, whose first argument is JAX's own rule."""
 
     def __init__(self, ours: Callable[..., Any], own: Callable[..., Any]) -> None:

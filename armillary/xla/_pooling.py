@@ -58,8 +58,8 @@ def scatter_to_winners(
     for layer in np.ndindex(*layers):
         begin = [i * stride for i, stride in zip(layer, window_strides, strict=True)]
         cell = _cut_cell(taps, begin, window_strides)
-        spread = _spread(source, winners, cell)
-        placed = _place(spread, begin, operand.shape, padding)
+        spread = _spread_sources(source, winners, cell)
+        placed = _place_layer(spread, begin, operand.shape, padding)
         total = placed if total is None else total + placed
     assert total is not None
     return total
@@ -98,7 +98,9 @@ def _cut_cell(
     return np.pad(part, missing, constant_values=-1)
 
 
-def _spread(source: jax.Array, winners: jax.Array, cell: np.ndarray) -> jax.Array:
+def _spread_sources(
+    source: jax.Array, winners: jax.Array, cell: np.ndarray
+) -> jax.Array:
     """Turns each source into a cell that is 0 except at the place of the winner."""
     # Each axis becomes two: its windows, and the places inside of a cell.
     shape: list[int] = []
@@ -116,7 +118,7 @@ def _spread(source: jax.Array, winners: jax.Array, cell: np.ndarray) -> jax.Arra
     return spread.reshape(merged)
 
 
-def _place(
+def _place_layer(
     spread: jax.Array,
     begin: Sequence[int],
     shape: Sequence[int],

@@ -14,6 +14,7 @@ from armillary.cluster import (
     CommunicationOptions,
     ExitCode,
     SimpleClusterResolver,
+    _communication,
     _join,
 )
 from armillary.cluster._join import keep_gloo_on
@@ -109,16 +110,16 @@ def test_options_need_a_platform_that_is_known():
 
 def test_options_reach_xla_before_the_processes_join(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1  --xla_b")
-    _join._apply(CommunicationOptions(timeout_seconds=5))
+    _communication.apply_options(CommunicationOptions(timeout_seconds=5))
     expected = "--xla_a=1 --xla_b --xla_cpu_collective_timeout_seconds=5"
     assert os.environ["XLA_FLAGS"].split() == expected.split()
 
 
 def test_a_flag_that_xla_does_not_know_is_an_error_before_xla_reads_it(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    monkeypatch.setattr(_join, "find_unknown_flags", list)
+    monkeypatch.setattr(_communication, "find_unknown_flags", list)
     with pytest.raises(ClusterError, match="flag `xla_cpu_collective_timeout_seconds`"):
-        _join._apply(CommunicationOptions(timeout_seconds=5))
+        _communication.apply_options(CommunicationOptions(timeout_seconds=5))
     assert os.environ["XLA_FLAGS"] == "--xla_a=1"
 
 

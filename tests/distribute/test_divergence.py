@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute.program._compare import ReplicaComparison, check_equal
+from armillary.distribute.program._replica_copies import ReplicaComparison, check_copies
 from armillary.errors import ReplicaDivergenceError
 from tests.problems import MLP, Classifier, make_strategy
 
@@ -49,7 +49,7 @@ def compare(strategy: Any, arrays: dict[str, jax.Array]) -> None:
     comparison = ReplicaComparison(strategy.mesh, strategy.dispatch)
     sums = comparison.start(list(arrays.values()))
     assert sums is not None
-    check_equal(np.asarray(sums), list(arrays), "after step 7")
+    check_copies(np.asarray(sums), list(arrays), "after step 7")
 
 
 def make_trainer(num_replicas: int = 4, **options: Any) -> Classifier:

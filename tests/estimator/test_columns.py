@@ -8,7 +8,7 @@ from flax import nnx
 import armillary
 from armillary import estimator
 from armillary.errors import EstimatorError, NonFiniteError
-from armillary.estimator._columns import InputLayer, as_dense
+from armillary.estimator._input_layer import InputLayer, as_dense
 from tests.estimator.problems import make_config
 from tests.tiers import slow_after_first
 

@@ -16,8 +16,9 @@ import time
 import pytest
 
 from armillary.launch import ExitCode, _process
-from armillary.launch._process import Child, DevicePlan, Machines, Process
-from armillary.launch._supervisor import Job, run_job
+from armillary.launch._group import Job
+from armillary.launch._process import Child, DevicePlan, LaunchedProcess, Machines
+from armillary.launch._supervisor import run_job
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import is_running
 from tests.patience import patience, wait_until
@@ -540,7 +541,7 @@ def test_a_process_that_cannot_start_is_a_failure(
 def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
     """Jobs whose workers end at moments that real workers seldom hit."""
 
-    class Scripted(Process):
+    class Scripted(LaunchedProcess):
         def __init__(self, label, arguments, environment):
             super().__init__(label)
             is_first = label == "worker 0"

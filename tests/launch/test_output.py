@@ -13,7 +13,7 @@ from armillary.launch._output import (
     MAX_LINE,
     TAIL_LINES,
     Output,
-    read_lines,
+    read_output_lines,
 )
 from tests.patience import patience, wait_until
 
@@ -51,7 +51,7 @@ def split(*pieces: bytes) -> list[str]:
     for piece in pieces:
         os.write(writer, piece)
     os.close(writer)
-    return list(read_lines(os.fdopen(reader, "rb")))
+    return list(read_output_lines(os.fdopen(reader, "rb")))
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\r", b"\n"))))

@@ -48,7 +48,7 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
 
 def test_a_function_that_has_only_begun_is_at_no_line():
     line = _lines.Line(json.__file__, 0, "loads")
-    assert _lines._describe(line) == f"{json.__file__}:0 in loads"
+    assert _lines._describe_line(line) == f"{json.__file__}:0 in loads"
 
 
 def test_a_thread_that_has_ended_has_no_stack():

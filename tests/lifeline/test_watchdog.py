@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from armillary.lifeline._watchdog import Idle, Watchdog, read_state
+from armillary.lifeline._watchdog import Idle, Watchdog, read_process_state
 
 
 def make_idle(limit_seconds=5.0):
@@ -58,12 +58,12 @@ def test_without_a_limit_nothing_is_reached():
 def test_the_state_is_read_of_the_right_process():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=-1)
     try:
-        assert read_state(child.pid)[0][0] in "RSD"
-        assert read_state(child.pid)[1] == read_state(child.pid)[1]
+        assert read_process_state(child.pid)[0][0] in "RSD"
+        assert read_process_state(child.pid)[1] == read_process_state(child.pid)[1]
     finally:
         child.communicate(b"\n")
     with pytest.raises(ProcessLookupError):
-        read_state(child.pid)
+        read_process_state(child.pid)
 
 
 def test_a_program_that_waits_for_its_children_does_not_wait_for_the_watchdog():

@@ -14,7 +14,7 @@ from armillary.distribute.partitioners import (
     MaxSizePartitioner,
     MinSizePartitioner,
 )
-from armillary.parameter_server._variables import Variables, cut
+from armillary.parameter_server._variables import Variables, cut_rows
 from armillary.state._lift import State
 
 
@@ -41,7 +41,7 @@ def test_counts_equal_the_counts_of_tensorflow(partitioner, shape, counts):
 @given(st.integers(1, 200), st.integers(1, 20))
 def test_parts_cover_all_rows_once_and_differ_by_at_most_one(rows, count):
     count = min(rows, count)
-    ranges = cut(rows, count)
+    ranges = cut_rows(rows, count)
     assert [row for start, stop in ranges for row in range(start, stop)] == list(
         range(rows)
     )

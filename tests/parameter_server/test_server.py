@@ -7,7 +7,7 @@ from armillary.parameter_server._server import (
     ArrayType,
     ParameterServer,
     Push,
-    fetch,
+    fetch_values,
 )
 
 TYPE = ArrayType((2,), np.dtype("float32"))
@@ -27,7 +27,7 @@ def push(call, value, *, version=0, oldest=0):
 
 
 def read(server):
-    version, (value,) = fetch(server.read((PART,)))
+    version, (value,) = fetch_values(server.read((PART,)))
     return version, value.tolist()
 
 
@@ -46,6 +46,6 @@ def test_calls_that_ended_are_forgotten_and_others_not(server):
 
 
 def test_values_that_were_read_do_not_change_later(server):
-    _, (before,) = fetch(server.read((PART,)))
+    _, (before,) = fetch_values(server.read((PART,)))
     server.push(push(0, 1.0))
     assert before.tolist() == [0, 0]

@@ -82,7 +82,7 @@ def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_residen
 
     def run(inputs, num_steps):
         def body(index, total):
-            image, label = take_batches(inputs, [1], [dataset.gather], index)
+            image, label = take_batches(inputs, [1], [dataset.input.gather], index)
             return total + image.sum((1, 2, 3, 4)) + label.sum(1)
 
         return jax.lax.fori_loop(0, num_steps, body, jnp.zeros(4))

@@ -57,7 +57,7 @@ class ClusterResolver(ABC):
         return None
 
     def process_plan(self) -> ProcessPlan:
-        """Returns what this process needs to join the others.
+        """Returns the plan by which this process joins the others.
 
         Raises:
             ValueError: If this process is not a task of the cluster, or the cluster is

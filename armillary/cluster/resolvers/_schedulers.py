@@ -28,7 +28,8 @@ from armillary.cluster.resolvers._spec import (
 from armillary.errors import ClusterError
 
 # These are above the ports that Linux assigns by itself (32768 to 60999).
-_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 61_440, 4_096
+_FIRST_SLURM_PORT = 61_440
+_NUM_SLURM_PORTS = 4_096
 _KUBERNETES_PORT = 2222
 _TPU_PORT = 8482
 
@@ -53,7 +54,7 @@ class ScheduledResolver(SimpleClusterResolver):
         return has_variables(environ, *cls._NEEDS) and not is_inner
 
     def process_plan(self) -> ProcessPlan:
-        """Returns what this process needs to join the others."""
+        """Returns the plan by which this process joins the others."""
         return self._plan
 
     def hold_alone(self) -> None:
@@ -65,7 +66,8 @@ class ScheduledResolver(SimpleClusterResolver):
         self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
         self._plan = plan
         if plan.process_id is not None:  # Or JAX finds out.
-            self._task_type, self._task_id = plan.task_type, plan.task_id
+            self._task_type = plan.task_type
+            self._task_id = plan.task_id
 
     def _hold_worker(
         self, index: int, count: int, address: str, gpus: tuple[int, ...] | None = None
@@ -157,6 +159,7 @@ class SlurmClusterResolver(ScheduledResolver):
         if gpus_per_task is not None:
             check_positive_int("gpus_per_task", gpus_per_task)
         super().__init__(environ)
+
         num_tasks = self._number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         rank = self._number("SLURM_PROCID", below=num_tasks)
         jobs = jobs or {"worker": num_tasks}
@@ -165,8 +168,13 @@ class SlurmClusterResolver(ScheduledResolver):
                 f"`jobs` is {dict(jobs)!r}, but Slurm started {num_tasks} tasks. "
                 f"Change `jobs`, or use `srun --ntasks={sum(jobs.values())}`."
             )
-        tasks = [(job, i) for job in TASK_TYPES for i in range(jobs.get(job, 0))]
-        plan = ProcessPlan(task_type=tasks[rank][0], task_id=tasks[rank][1])
+
+        # The tasks of Slurm belong to the jobs in this order.
+        tasks: list[tuple[str, int]] = []
+        for job in TASK_TYPES:
+            tasks += [(job, index) for index in range(jobs.get(job, 0))]
+        task_type, task_id = tasks[rank]
+        plan = ProcessPlan(task_type=task_type, task_id=task_id)
         if gpus_per_task is not None:
             first = self._number("SLURM_LOCALID") * gpus_per_task
             gpus = tuple(range(first, first + gpus_per_task))
@@ -264,6 +272,7 @@ class TorchrunClusterResolver(ScheduledResolver):
         rank = self._number("RANK", below=num_processes)
         port = self._number("MASTER_PORT")
         port += self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # A process that is alone on its machine uses all GPUs.
         is_alone = self._environ.get("LOCAL_WORLD_SIZE", "").strip() == "1"
         gpus = None
         if has_variables(self._environ, "LOCAL_RANK") and not is_alone:
@@ -310,21 +319,24 @@ class TPUClusterResolver(ScheduledResolver):
             self._hold(ProcessPlan(num_processes=None, process_id=None))
             return
         hosts = self._text(*self._NEEDS).split(",")
+        worker = 0
         # A single machine may only know that it is alone.
-        is_told = len(hosts) > 1 or has_variables(self._environ, "TPU_WORKER_ID")
-        worker = self._number("TPU_WORKER_ID", below=len(hosts)) if is_told else 0
+        if len(hosts) > 1 or has_variables(self._environ, "TPU_WORKER_ID"):
+            worker = self._number("TPU_WORKER_ID", below=len(hosts))
         num_slices = 1
         slice_id = 0
-        first = hosts[0].strip()
         if has_variables(self._environ, "MEGASCALE_NUM_SLICES"):
             num_slices = self._number("MEGASCALE_NUM_SLICES")
             slice_id = self._number("MEGASCALE_SLICE_ID", below=num_slices)
+        first = hosts[0].strip()
         if num_slices > 1:
             first = self._text("MEGASCALE_COORDINATOR_ADDRESS")
-        # The port is removed, because it belongs to the TPU runtime.
+        # The port is removed, because it belongs to the TPU runtime. An IPv6 address
+        # without brackets has colons, but no port.
         head, _, port = first.rpartition(":")
-        if port.isdecimal() and (head.startswith("[") or ":" not in head):
-            first = head or first
+        is_ipv6 = ":" in head and not head.startswith("[")
+        if head and port.isdecimal() and not is_ipv6:
+            first = head
         index = slice_id * len(hosts) + worker
         address = self._address(first, _TPU_PORT)
         self._hold_worker(index, num_slices * len(hosts), address)
@@ -373,8 +385,10 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
     plan = resolver.process_plan()
     place = "a single process"
     if plan.is_distributed:
-        place = f"process {plan.process_id} of {plan.num_processes}"
-        place += f", coordinator {plan.coordinator_address}"
+        place = (
+            f"process {plan.process_id} of {plan.num_processes}, "
+            f"coordinator {plan.coordinator_address}"
+        )
     task = f"{plan.task_type} {plan.task_id}"
     note = f" | comes before {', '.join(others)}" if others else ""
     logger.info("cluster | from %s: %s, %s%s", chosen, task, place, note)

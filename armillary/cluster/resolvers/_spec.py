@@ -178,7 +178,8 @@ def plan_process(
     cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> ProcessPlan:
     """Returns the plan of one task of a cluster whose addresses are all known."""
-    if not cluster_spec and task_type is None and task_id is None:
+    has_task = task_type is not None or task_id is not None
+    if not cluster_spec and not has_task:
         return ProcessPlan()
     for job, addresses in cluster_spec.as_dict().items():
         check_one_of("cluster_spec", job, TASK_TYPES)
@@ -188,12 +189,11 @@ def plan_process(
     alone = ProcessPlan(task_type=task_type, task_id=task_id)
     if not cluster_spec or not alone.is_training:
         return alone
-    tasks = [
-        (job, index)
-        for job in TRAINING_TASK_TYPES
-        if job in cluster_spec.jobs
-        for index in cluster_spec.task_indices(job)
-    ]
+
+    tasks: list[tuple[str, int]] = []
+    for job in TRAINING_TASK_TYPES:
+        if job in cluster_spec.jobs:
+            tasks += [(job, index) for index in cluster_spec.task_indices(job)]
     return replace(
         alone,
         num_processes=len(tasks),
@@ -216,8 +216,8 @@ def check_task(cluster_spec: ClusterSpec, task_type: Any, task_id: Any) -> None:
     check_one_of("task_type", task_type, TASK_TYPES)
     index = check_not_negative_int("task_id", task_id)
     # A process alone is worker 0, and an evaluator need not be listed.
-    counts = {job: len(tasks) for job, tasks in cluster_spec.as_dict().items()}
-    counts = {"evaluator": 1} | (counts or {"worker": 1})
+    listed = {job: len(tasks) for job, tasks in cluster_spec.as_dict().items()}
+    counts = {"evaluator": 1} | (listed or {"worker": 1})
     fix = "Use one of these, or add the address of the task to the cluster."
     check_one_of("task_type", task_type, list(counts), fix)
     check_one_of("task_id", index, range(counts[task_type]), fix)

@@ -57,13 +57,13 @@ def read_values(
     written = np.asarray(values)
     with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
         read = written.astype(dtype)
-    is_wrong = read != written
-    wrong = written[is_wrong] if kind == "int64_list" else written[:0]
-    if len(wrong):
-        raise TFRecordError(
-            f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
-            "Use a wider dtype, such as `np.int64`."
-        )
+    if kind == "int64_list":
+        wrong = written[read != written]
+        if wrong.size:
+            raise TFRecordError(
+                f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
+                "Use a wider dtype, such as `np.int64`."
+            )
     return read.reshape(feature.shape)
 
 

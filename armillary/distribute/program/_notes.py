@@ -1,28 +1,18 @@
-"""Notes on errors in a user's step, and warnings, that JAX and Flax cannot give."""
+"""Notes on errors in a user's step, which JAX and Flax cannot give."""
 
 import dis
-import math
 import sys
 import types
-from collections.abc import Iterable
-from typing import Any
 
 import jax
 
-from armillary._jax_compat import read_number
-from armillary._jaxpr import Dataflow
-from armillary._logging import logger
 from armillary._owners import Owner, owner_of_file
-from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
-from armillary.distribute.replica._policy import Policy, policies_of
 from armillary.errors import ArmillaryError
-from armillary.state._lift import State
 from armillary.state._slots import describe, is_array
 from armillary.typing import PyTree
 
-_DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 _VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -76,42 +66,70 @@ _CALLED_STEP = (
 def add_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
+    """Adds notes to an error in a step, unless Armillary raised it.
+
+    Args:
+        error: The error.
+        step_name: The name of the step.
+        owner: The owner of the step, such as "the trainer".
+        arguments: For each data set, the batches that the step was traced with.
+    """
     if isinstance(error, ArmillaryError):
         return
     if isinstance(error, _VALUE_ERRORS):
-        error.add_note(
-            f"`{step_name}` uses the value of an array in Python, but in a compiled "
-            "step, and on several replicas, an array has no value for Python. To "
-            "choose by it, use `jnp.where` or `jax.lax.cond`. To print it, use "
-            f"`jax.debug.print`. To read it, {_READING[owner]}. On one device, a "
-            "trainer with `compile_step=False` in its options runs line by line."
-        )
-    elif note := explain_unbound_axis(error, get_strategy()):
+        error.add_note(_explain_value(step_name, owner))
+        return
+    unbound = explain_unbound_axis(error, get_strategy())
+    if unbound:
         # `strategy.run` may already have added this note, for its own strategy.
         if not getattr(error, "__notes__", ()):
-            error.add_note(note)
-    elif notes := [note for key, note in _MISTAKES.items() if key in str(error)]:
-        error.add_note(notes[0])
-    elif (note := _explain_call(error)) is not None:
+            error.add_note(unbound)
+        return
+    note = _explain_mistake(error) or _explain_call(error)
+    if note is not None:
         error.add_note(note)
-    elif arguments and owner != "the function":
-        is_stacked = get_strategy().layout.stacked
-        shown = []
-        first = [batches[0] for batches in arguments]
-        tree = first if len(first) > 1 else first[0]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            shape = leaf.shape[1:] if is_stacked else leaf.shape
-            array = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
-            shown.append(f"{name}: {array}" if name else array)
-        if len(shown) > _MOST_ARRAYS:
-            shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
-        where = " on each replica" if is_stacked else ""
-        error.add_note(
-            f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
-        )
-        if (layer := _describe_layer(error)) is not None:
+        return
+    if arguments and owner != "the function":
+        error.add_note(_describe_batch(step_name, arguments))
+        layer = _describe_layer(error)
+        if layer is not None:
             error.add_note(layer)
+
+
+def _explain_value(step_name: str, owner: str) -> str:
+    return (
+        f"`{step_name}` uses the value of an array in Python, but in a compiled "
+        "step, and on several replicas, an array has no value for Python. To "
+        "choose by it, use `jnp.where` or `jax.lax.cond`. To print it, use "
+        f"`jax.debug.print`. To read it, {_READING[owner]}. On one device, a "
+        "trainer with `compile_step=False` in its options runs line by line."
+    )
+
+
+def _explain_mistake(error: Exception) -> str | None:
+    """Returns a note on a known mistake, by the words of its error, or `None`."""
+    text = str(error)
+    for words, note in _MISTAKES.items():
+        if words in text:
+            return note
+    return None
+
+
+def _describe_batch(step_name: str, arguments: tuple[PyTree, ...]) -> str:
+    """Returns a note with the shapes of the batch that a step was traced with."""
+    is_stacked = get_strategy().layout.stacked
+    first = [batches[0] for batches in arguments]
+    tree = first if len(first) > 1 else first[0]
+    shown: list[str] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shape = leaf.shape[1:] if is_stacked else leaf.shape
+        array = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        shown.append(f"{name}: {array}" if name else array)
+    if len(shown) > _MOST_ARRAYS:
+        shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
+    where = " on each replica" if is_stacked else ""
+    return f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
 
 
 def _entries_of(error: Exception) -> list[types.TracebackType]:
@@ -133,8 +151,9 @@ def _explain_call(error: Exception) -> str | None:
         code = entry.tb_frame.f_code
         if owner_of_file(code.co_filename) is Owner.USER:
             # Entries before the user's own line are functions that it calls.
-            is_called = "is not callable" in str(error) and _last_name(entry) == "step"
-            return _CALLED_STEP if is_called else None
+            is_call = "is not callable" in str(error)
+            is_of_step = is_call and _last_name(entry) == "step"
+            return _CALLED_STEP if is_of_step else None
         if code.co_name in _ARGUMENTS:
             return _ARGUMENTS[code.co_name]
     return None
@@ -161,149 +180,13 @@ def _describe_layer(error: Exception) -> str | None:
         layer = names.get("self")
         if not isinstance(layer, nnx.Module):
             continue
-        sizes = [
-            f"{name}={value}"
-            for name, value in vars(layer).items()
-            if type(value) is int and not name.startswith("_")
-        ]
-        arrays = [
-            describe(value)
-            for name, value in names.items()
-            if name in entry.tb_frame.f_code.co_varnames[1:2] and is_array(value)
-        ]
-        got = f", which got {arrays[0]}" if arrays else ""
+        sizes: list[str] = []
+        for name, value in vars(layer).items():
+            if type(value) is int and not name.startswith("_"):
+                sizes.append(f"{name}={value}")
+        # The first argument of a method comes after `self`.
+        arguments = entry.tb_frame.f_code.co_varnames[1:2]
+        arrays = [names[name] for name in arguments if is_array(names.get(name))]
+        got = f", which got {describe(arrays[0])}" if arrays else ""
         return f"It comes from `{type(layer).__name__}({', '.join(sizes)})`{got}."
     return None
-
-
-def warn_of_draws(name: str, step: TracedStep) -> None:
-    """Warns of random numbers that depend on neither state nor batch."""
-    draws = _Draws()
-    draws.run(step.program, [True] * len(step.program.in_avals))
-    if draws.lines:
-        logger.warning(
-            f"`{name}` draws random numbers from a key that is a constant, so they are "
-            f"the same in each step ({draws.lines[0]}). Draw from an `nnx.Rngs` that "
-            "the trainer holds (`jax.random.normal(rngs(), shape)`). If you need a "
-            "constant, make it before the step."
-        )
-
-
-class _Draws(Dataflow[bool]):
-    """Finds draws from keys that are constants.
-
-    The fact of a value is True if it is not a constant.
-    """
-
-    nothing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def join(self, facts: Iterable[bool]) -> bool:
-        return any(facts)
-
-    def mix(self, equation: Any, operands: list[bool]) -> bool:
-        if equation.primitive.name in _DRAWS and not operands[0]:
-            self.lines.append(self.line(equation))
-        return any(operands)
-
-
-class MetricWarnings:
-    """Warns once if a metric of a step has values that must not be added up."""
-
-    def __init__(
-        self, name: str, num_replicas: int, *, is_evaluation: bool = False
-    ) -> None:
-        self._name = name
-        self._num_replicas = num_replicas
-        self._is_evaluation = is_evaluation
-        self._means: list[tuple[str, str]] = []
-        self._batches: set[Any] = set()
-        self._is_done = num_replicas == 1 and not is_evaluation
-
-    def look(self, state: State, step: TracedStep, active: Any = None) -> None:
-        """Checks a program of the step, for batches on the `active` replicas."""
-        if self._is_done:
-            return
-        types = step.program.in_avals
-        count = 2 if get_strategy().layout.stacked else 1
-        sizes = [each.shape[:count] for each in types[len(state.paths) :]]
-        self._batches.add((active, *sizes))
-        policies = policies_of(state, types[: len(state.paths)])
-        summed = {i for i in step.changed if policies[i] is Policy.SUM}
-        if not summed:
-            return
-        inputs = [frozenset({_HELD} if i in summed else ()) for i in range(len(types))]
-        extremes: list[tuple[str, str]] = []
-        made = _Additions().run(step.program, inputs)
-        for i, facts in zip(step.changed, made, strict=False):
-            for kind, line in facts if i in summed else ():
-                if kind == "extreme":
-                    extremes.append((state.paths[i], line))
-                elif kind == "mean":
-                    self._means.append((state.paths[i], line))
-        is_uneven = self._is_evaluation and len(self._batches) > 1
-        if extremes and self._num_replicas == 1:
-            return
-        if extremes:
-            metric, line = extremes[0]
-            logger.warning(
-                f"`{self._name}` keeps a maximum or minimum in the metric {metric} "
-                f"({line}), and the values of {self._num_replicas} replicas are added "
-                'up. Reduce it first (`armillary.all_reduce("max", value)`), in a '
-                "variable of your own (`nnx.Variable`), or outside `run`."
-            )
-        elif self._means and is_uneven:
-            metric, line = self._means[0]
-            logger.warning(
-                f"`{self._name}` adds the mean of a batch to the metric {metric} "
-                f"({line}), but some batches have fewer examples on a replica, so each "
-                "of these examples counts more than others. Update the metric with one "
-                "value for each example."
-            )
-        self._is_done = bool(extremes or (self._means and is_uneven))
-
-
-_HELD = ("held", "by a metric")
-
-
-class _Additions(Dataflow[frozenset[tuple[str, str]]]):
-    """Follows the values that are added to metrics.
-
-    A fact is `held`, for the value of a metric, or `sum`, with the number of values in
-    a sum. It is `mean` for a mean of examples, or `extreme` for the maximum or minimum
-    of a metric and another value, each with its line.
-    """
-
-    nothing = frozenset()
-
-    def join(
-        self, facts: Iterable[frozenset[tuple[str, str]]]
-    ) -> frozenset[tuple[str, str]]:
-        return frozenset().union(*facts)
-
-    def decide(
-        self, equation: Any, decides: frozenset[tuple[str, str]]
-    ) -> frozenset[tuple[str, str]]:
-        del equation, decides
-        return self.nothing
-
-    def mix(
-        self, equation: Any, operands: list[frozenset[tuple[str, str]]]
-    ) -> frozenset[tuple[str, str]]:
-        facts = self.join(operands)
-        name = equation.primitive.name
-        shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
-        if name in ("max", "min") and _HELD in facts:
-            return facts | {("extreme", self.line(equation))}
-        if max(map(math.prod, shapes), default=0) > 1:
-            return frozenset(f for f in facts if f[0] in ("held", "extreme"))
-        shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
-        if shape and shape[0] > 1:  # With one example, the sum equals the mean.
-            return facts | {("sum", str(float(math.prod(shape))))}
-        divisor = read_number(equation.invars[1]) if name == "div" else ""
-        if ("sum", divisor) in facts:
-            return facts | {("mean", self.line(equation))}
-        return facts

@@ -10,7 +10,7 @@ The axes show the difference. A value that differs between replicas has an axis 
 examples. If the random numbers differ along the same axis, they are a mistake.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -85,6 +85,12 @@ def find_shared_draws(
 
 
 class _Draws(Dataflow[Origin]):
+    """Follows random numbers and examples through the program of one replica.
+
+    Attributes:
+        found: The pairs of lines to warn of.
+    """
+
     nothing = SHARED
 
     def __init__(self, axis_name: str) -> None:
@@ -127,6 +133,7 @@ class _Draws(Dataflow[Origin]):
         return None
 
     def _draw(self, equation: Any, key: Origin) -> Origin:
+        """Returns the origin of random numbers that are drawn from a key."""
         if key.is_own or key.is_meant:
             return Origin(is_own=key.is_own, is_meant=key.is_meant)
         line = self.line(equation)
@@ -139,7 +146,8 @@ class _Draws(Dataflow[Origin]):
         """Notes a reduction of random numbers that are equal on all replicas."""
         is_gathered = equation.primitive.name.startswith("all_gather")
         is_for_replicas = is_gathered or operand.is_gradient
-        if is_for_replicas and not operand.is_own and not self.is_backward(equation):
+        is_shared = is_for_replicas and not operand.is_own
+        if is_shared and not self.is_backward(equation):
             self._note(operand.lines, equation)
         lines = frozenset() if operand.is_own else operand.lines
         return Origin(lines=lines)
@@ -147,39 +155,30 @@ class _Draws(Dataflow[Origin]):
     def mix(self, equation: Any, operands: list[Origin]) -> Origin:
         both = self.join(operands)
         is_gradient = both.is_gradient or self.is_backward(equation)
-        numbers = _move(
-            equation, operands, lambda each: [] if each.is_own else each.numbers
-        )
+        numbers: set[tuple[str, int]] = set()
+        examples: set[int] = set()
+        for index, operand in enumerate(operands):
+            for axis in operand.examples:
+                examples.update(axes_of_result(equation, index, axis))
+            if operand.is_own:
+                continue
+            for line, axis in operand.numbers:
+                moved = axes_of_result(equation, index, axis)
+                numbers.update((line, each) for each in moved)
         if not both.is_own:
-            return both._replace(numbers=numbers, is_gradient=is_gradient)
+            return both._replace(numbers=frozenset(numbers), is_gradient=is_gradient)
 
-        places = _move(
-            equation, operands, lambda each: [("", axis) for axis in each.examples]
-        )
-        examples = frozenset(axis for _, axis in places)
         # A shuffle sorts random numbers, and may use the same order on all replicas.
         if equation.primitive.name != "sort":
-            self._note({line for line, axis in numbers if axis in examples}, equation)
+            lines = {line for line, axis in numbers if axis in examples}
+            self._note(lines, equation)
         return Origin(
             is_own=True,
-            examples=examples,
+            examples=frozenset(examples),
             is_meant=both.is_meant,
             is_gradient=is_gradient,
         )
 
     def _note(self, lines: Iterable[str], equation: Any) -> None:
+        """Notes that an operation uses numbers that these lines have drawn."""
         self.found.update(SharedDraw(line, self.line(equation)) for line in lines)
-
-
-def _move(
-    equation: Any,
-    operands: list[Origin],
-    find: Callable[[Origin], Iterable[tuple[str, int]]],
-) -> frozenset[tuple[str, int]]:
-    """Returns lines and axes of the operands, with the axes of the result instead."""
-    found: set[tuple[str, int]] = set()
-    for index, operand in enumerate(operands):
-        for line, axis in find(operand):
-            moved = axes_of_result(equation, index, axis)
-            found.update((line, each) for each in moved)
-    return frozenset(found)

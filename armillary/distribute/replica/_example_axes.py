@@ -63,9 +63,10 @@ def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
     elif name in _REMOVED:
         removed = params[_REMOVED[name]]
         if place not in removed:
-            before = sum(each < place for each in removed)
-            yield place - before - len(result)
+            num_before = sum(each < place for each in removed)
+            yield place - num_before - len(result)
     elif len(shape) == len(result):
+        # Any operation with such shapes works on each number alone, or along an axis.
         is_kept = shape[place] == result[place] and _fit(shape, result)
         if is_kept or name in _SAME_AXES:
             yield axis
@@ -80,13 +81,17 @@ def _fit(shape: Sequence[int], result: Sequence[int]) -> bool:
 def _axes_of_reshaped(
     shape: Sequence[int], result: Sequence[int], place: int
 ) -> Iterator[int]:
-    """Yields the new axes that overlap an axis of the old shape."""
-    first = math.prod(shape[place + 1 :])
-    last = first * shape[place]
+    """Yields the new axes that overlap an axis of the old shape.
+
+    An axis covers the strides from one step along it to one step along the axis before.
+    Two axes overlap if their strides do.
+    """
+    step = math.prod(shape[place + 1 :])
+    end = step * shape[place]
     for target in range(len(result)):
-        begin = math.prod(result[target + 1 :])
-        end = begin * result[target]
-        if max(first, begin) < min(last, end):
+        new_step = math.prod(result[target + 1 :])
+        new_end = new_step * result[target]
+        if max(step, new_step) < min(end, new_end):
             yield target - len(result)
 
 
@@ -95,19 +100,23 @@ def _axes_of_gathered(equation: Any, index: int, place: int) -> Iterator[int]:
     numbers = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     result = equation.outvars[0].aval.shape
-    kept = [axis for axis in range(len(result)) if axis not in numbers.offset_dims]
+    # The axes of the result are axes of the indices, or of the gathered windows.
+    of_windows = numbers.offset_dims
+    of_indices = [axis for axis in range(len(result)) if axis not in of_windows]
     batching = _batching_of(numbers, "operand")
     if index == 1:
-        if place < len(kept):
-            yield kept[place] - len(result)
+        # The last axis of the indices is the axis of coordinates.
+        if place < len(of_indices):
+            yield of_indices[place] - len(result)
     elif place in batching:
         paired = _batching_of(numbers, "start_indices")[batching.index(place)]
-        yield kept[paired] - len(result)
+        yield of_indices[paired] - len(result)
     elif equation.params["slice_sizes"][place] == shape[place]:
+        # A window with the full axis has all examples.
         gone = (*numbers.collapsed_slice_dims, *batching)
         windows = [axis for axis in range(len(shape)) if axis not in gone]
         if place in windows:
-            yield numbers.offset_dims[windows.index(place)] - len(result)
+            yield of_windows[windows.index(place)] - len(result)
 
 
 def _axes_of_scattered(equation: Any, index: int, place: int) -> Iterator[int]:
@@ -123,12 +132,13 @@ def _axes_of_scattered(equation: Any, index: int, place: int) -> Iterator[int]:
         yield place - len(result)
         return
     if index == 2:
+        # From an axis of the updates to the axis of the indices that it follows.
         windows = numbers.update_window_dims
         num_axes = equation.invars[2].aval.ndim
-        kept = [axis for axis in range(num_axes) if axis not in windows]
-        if place not in kept:
+        of_indices = [axis for axis in range(num_axes) if axis not in windows]
+        if place not in of_indices:
             return
-        place = kept.index(place)
+        place = of_indices.index(place)
     if place in paired:
         yield batching[paired.index(place)] - len(result)
 
@@ -143,12 +153,16 @@ def _axes_of_product(equation: Any, index: int, place: int) -> Iterator[int]:
     contracted, batch = equation.params["dimension_numbers"]
     result = equation.outvars[0].aval.shape
     free: list[list[int]] = []
-    for each in range(2):
-        axes = range(equation.invars[each].aval.ndim)
-        used = (*contracted[each], *batch[each])
+    for side in range(2):
+        axes = range(equation.invars[side].aval.ndim)
+        used = (*contracted[side], *batch[side])
         free.append([axis for axis in axes if axis not in used])
+
+    # The result has the batch axes first, then the free axes of the two operands.
     if place in batch[index]:
         yield list(batch[index]).index(place) - len(result)
     elif place in free[index]:
-        before = len(batch[0]) + (len(free[0]) if index else 0)
-        yield before + free[index].index(place) - len(result)
+        num_before = len(batch[0])
+        if index == 1:
+            num_before += len(free[0])
+        yield num_before + free[index].index(place) - len(result)

@@ -11,11 +11,11 @@ from jax.core import Tracer
 
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
-from armillary.cluster._join import (
+from armillary.cluster._communication import (
     CommunicationImplementation,
     CommunicationOptions,
-    join_cluster,
 )
+from armillary.cluster._join import join_cluster
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import (
     ClusterResolver,

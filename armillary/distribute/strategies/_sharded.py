@@ -16,11 +16,11 @@ from jax.sharding import (
 )
 
 from armillary._checks import check_instance, check_positive_int
-from armillary.cluster._join import CommunicationOptions
+from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.distribute._global_arrays import is_key
-from armillary.distribute.program._function import Functions
+from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._program_mesh import without_program_mesh
@@ -114,7 +114,7 @@ class ShardedStrategy(JoinedStrategy):
             sizes=given,
         )
         super().__init__(placement, axis_name)
-        self._functions = Functions()
+        self._functions = FunctionCache()
 
     @property
     def _placement(self) -> ShardedPlacement:

@@ -17,7 +17,7 @@ from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import OPTIONS_FIX, Strategy
-from armillary.distribute.program._function import Functions
+from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._context import get_strategy, set_default
 from armillary.distribute.replica._cross_device import CrossDeviceOps
@@ -159,7 +159,7 @@ class MirroredStrategy(Strategy):
         self.cross_device_ops = cross_device_ops
         mesh = Mesh(np.asarray(found), (axis_name,), axis_types=(AxisType.Auto,))
         super().__init__(ReplicaPlacement.on(mesh, self._peers), axis_name)
-        self._functions = Functions()
+        self._functions = FunctionCache()
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -1,0 +1,224 @@
+"""The compiled program of a function, and the calls of it."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from armillary.distribute._global_arrays import is_array
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._compare import check_same_program
+from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._trace import check_no_trace, trace_step
+from armillary.distribute.program._traced_step import TracedStep
+from armillary.distribute.replica._values import (
+    array_of,
+    is_argument,
+    is_per_replica,
+    other_count,
+)
+from armillary.errors import CapturedStateError
+from armillary.state._lift import State
+from armillary.typing import PyTree
+from armillary.xla._compile import compile_step
+
+_ITERATORS = GeneratorType, type(iter([])), map, zip, enumerate
+_DRAWN_FROM = np.random.Generator, np.random.RandomState, random.Random, *_ITERATORS
+
+
+class UserFunction(NamedTuple):
+    """A function that a user compiles.
+
+    Attributes:
+        fn: The function.
+        body: The function to trace: `fn`, or a function that calls it.
+        compiler_options: As in `StandardTrainerOptions`.
+    """
+
+    fn: Callable[..., Any]
+    body: Callable[..., Any]
+    compiler_options: Mapping[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", "the function")
+
+
+class FunctionProgram:
+    """A program of a function for one kind of arguments, and the state it works on.
+
+    Args:
+        function: The function.
+        strategy: The strategy of its state.
+        state: The state that it reaches.
+        leaves: The leaves of the arguments.
+        treedef: The structure of the arguments, a pair of `args` and `kwargs`.
+
+    Attributes:
+        step: The function as a traced step.
+    """
+
+    def __init__(
+        self,
+        function: UserFunction,
+        strategy: Strategy,
+        state: State,
+        leaves: list[Any],
+        treedef: Any,
+    ) -> None:
+        _check_arguments(function.name, leaves)
+        self._function = function
+        self._strategy = strategy
+        self._flat = FlatState(state, strategy)
+        self.step = self._trace(leaves, treedef)
+
+        state.watch()
+        if not state.is_current():
+            # The function sets a plain value to the same value in every call.
+            self._flat.rebind(state.search_again())
+        if strategy.peers is not None:
+            check_same_program(
+                strategy.peers,
+                function.name,
+                self.step.program,
+                function.fn,
+                _arguments_for_all(treedef.unflatten(leaves)),
+            )
+        self._compiled = self._compile()
+
+    def _trace(self, leaves: list[Any], treedef: Any) -> TracedStep:
+        """Traces the function, with its arrays as arguments and all else constant."""
+        static = [None if is_array(leaf) else leaf for leaf in leaves]
+        positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def call_body(*arrays: Any) -> PyTree:
+            values = list(static)
+            for position, value in zip(positions, arrays, strict=True):
+                values[position] = value
+            args, kwargs = treedef.unflatten(values)
+            return self._function.body(*args, **kwargs)
+
+        return trace_step(
+            call_body,
+            self._flat,
+            tuple(leaves[i] for i in positions),
+            user_fn=self._function.fn,
+            owner="the function",
+            is_live=True,
+        )
+
+    def _compile(self) -> Any:
+        """Returns a function of `FlatState.take` and of arrays, which runs the step."""
+        flat = self._flat
+        step = self.step
+
+        def pure(
+            donated: Sequence[Any], others: Sequence[Any], arrays: list[Any]
+        ) -> Any:
+            slots = flat.join(step.changed, donated, others)
+            new, results = step.call(slots, arrays)
+            # The last result is a token: it is ready when the program has ended.
+            return new, results, jnp.zeros(())
+
+        return compile_step(
+            pure,
+            step.program,
+            flat.platform,
+            self._function.compiler_options,
+            split=flat.split,
+            donate_argnums=0,
+            out_shardings=(flat.shardings(step.changed), None, None),
+        )
+
+    def is_current(self) -> bool:
+        """Returns whether the program still fits the objects that it was made for."""
+        return self._flat.state.is_current() and self._flat.fits()
+
+    def rebind(self, state: State) -> bool:
+        """Switches to a newly found state, and returns whether the program fits it."""
+        flat = self._flat
+        if flat.signature != state.signature() or state.changes_since(flat.state):
+            return False
+        if any(map(flat.state.holds, self.step.static_results)):
+            return False  # The new objects must be returned, and not the old objects.
+        flat.rebind(state)
+        return True
+
+    def reuse(self, last: "FunctionProgram") -> None:
+        """Reuses the compiled program of `last`, if it is the same program."""
+        is_same = self._flat.signature == last._flat.signature
+        if is_same and self.step.is_same(last.step):
+            self._compiled = last._compiled
+
+    def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:
+        flat = self._flat
+        check_no_trace(self._function.fn, flat.state)
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        with flat.lent(self.step.changed) as (donated, others):
+            try:
+                values, results, token = self._compiled(donated, others, arrays)
+            except ValueError:
+                # Only after an error, because a look at the device of each argument
+                # would take longer than a call.
+                moved = _bring(arguments, self._strategy)
+                if moved is None:
+                    raise
+                values, results, token = self._compiled(donated, others, moved)
+            flat.give(values, token)
+            flat.write_back()
+        return self.step.results(results)
+
+
+def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
+    """Returns the arrays of arguments, moved to a strategy; `None` if none moved."""
+    if strategy.peers is not None:
+        return None
+    layout = strategy.layout
+    is_moved = False
+    devices = set(layout.devices)
+
+    def move(leaf: Any) -> Any:
+        nonlocal is_moved
+        array = array_of(leaf)
+        is_concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+        if not is_concrete or array.sharding.device_set == devices:
+            return array
+        is_moved = True
+        if not is_per_replica(leaf) or leaf.is_shared:
+            return layout.replicate(array)
+        if len(array) != strategy.num_replicas_in_sync:
+            raise other_count(leaf, strategy)
+        return layout.place(array)
+
+    leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
+    arrays = [array for array in map(move, leaves) if is_array(array)]
+    return arrays if is_moved else None
+
+
+def _check_arguments(name: str, leaves: list[Any]) -> None:
+    """Raises if a function would draw from an argument while it is traced."""
+    for leaf in leaves:
+        if isinstance(leaf, _DRAWN_FROM):
+            raise CapturedStateError(
+                f"An argument of `{name}` is of type {type(leaf).__name__}. A value "
+                "that the function draws from it while it is traced would be a "
+                "constant of each call. Pass a value instead: `next(iterator)`, or "
+                "numbers."
+            )
+
+
+def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
+    """Returns the arrays in `(args, kwargs)` that all replicas share, by path."""
+    found: dict[str, Any] = {}
+    flat = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_per_replica)
+    for (first, *rest), leaf in flat:
+        is_whole = getattr(leaf, "is_fully_addressable", True)
+        if is_array(leaf) and is_whole:
+            argument = ("args", "kwargs")[first.idx]
+            found[f"{argument}{jax.tree_util.keystr(tuple(rest))}"] = leaf
+    return found

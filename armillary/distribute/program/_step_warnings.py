@@ -1,0 +1,165 @@
+"""Warns of constant random numbers, and of values that metrics must not add up."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from armillary._jax_compat import read_number
+from armillary._jaxpr import Dataflow
+from armillary._logging import logger
+from armillary.distribute.program._traced_step import TracedStep
+from armillary.distribute.replica._context import get_strategy
+from armillary.distribute.replica._operations import DRAWS
+from armillary.distribute.replica._policy import Policy, policies_of
+from armillary.state._lift import State
+
+
+def warn_of_draws(name: str, step: TracedStep) -> None:
+    """Warns of random numbers that depend on neither state nor batch."""
+    draws = _ConstantDraws()
+    draws.run(step.program, [True] * len(step.program.in_avals))
+    if draws.lines:
+        logger.warning(
+            f"`{name}` draws random numbers from a key that is a constant, so they are "
+            f"the same in each step ({draws.lines[0]}). Draw from an `nnx.Rngs` that "
+            "the trainer holds (`jax.random.normal(rngs(), shape)`). If you need a "
+            "constant, make it before the step."
+        )
+
+
+class _ConstantDraws(Dataflow[bool]):
+    """Finds draws from keys that are constants.
+
+    The fact of a value is True if it is not a constant.
+    """
+
+    nothing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def join(self, facts: Iterable[bool]) -> bool:
+        return any(facts)
+
+    def mix(self, equation: Any, operands: list[bool]) -> bool:
+        if equation.primitive.name in DRAWS and not operands[0]:
+            self.lines.append(self.line(equation))
+        return any(operands)
+
+
+class MetricWarnings:
+    """Warns once if a metric of a step has values that must not be added up."""
+
+    def __init__(
+        self, name: str, num_replicas: int, *, is_evaluation: bool = False
+    ) -> None:
+        self._name = name
+        self._num_replicas = num_replicas
+        self._is_evaluation = is_evaluation
+        self._means: list[tuple[str, str]] = []
+        self._batches: set[Any] = set()
+        self._is_done = num_replicas == 1 and not is_evaluation
+
+    def look(self, state: State, step: TracedStep, active: Any = None) -> None:
+        """Checks a program of the step, for batches on the `active` replicas."""
+        if self._is_done:
+            return
+        types = step.program.in_avals
+        num_slots = len(state.paths)
+        # The first axes of a batch: the replicas, if it has them, and the examples.
+        count = 2 if get_strategy().layout.stacked else 1
+        sizes = [each.shape[:count] for each in types[num_slots:]]
+        self._batches.add((active, *sizes))
+        policies = policies_of(state, types[:num_slots])
+        summed = {i for i in step.changed if policies[i] is Policy.SUM}
+        if not summed:
+            return
+
+        extremes = self._find_additions(state, step, summed)
+        is_uneven = self._is_evaluation and len(self._batches) > 1
+        if extremes and self._num_replicas == 1:
+            return
+        if extremes:
+            self._warn_of_extreme(*extremes[0])
+            self._is_done = True
+        elif self._means and is_uneven:
+            self._warn_of_mean(*self._means[0])
+            self._is_done = True
+
+    def _find_additions(
+        self, state: State, step: TracedStep, summed: set[int]
+    ) -> list[tuple[str, str]]:
+        """Keeps the means that are added to metrics, and returns the extremes.
+
+        Both are pairs of the path of a metric and a line.
+        """
+        held = frozenset({_HELD})
+        num_inputs = len(step.program.in_avals)
+        inputs = [held if i in summed else frozenset() for i in range(num_inputs)]
+        results = _Additions().run(step.program, inputs)
+        extremes: list[tuple[str, str]] = []
+        for i, facts in zip(step.changed, results, strict=False):
+            if i not in summed:
+                continue
+            for kind, line in facts:
+                if kind == "extreme":
+                    extremes.append((state.paths[i], line))
+                elif kind == "mean":
+                    self._means.append((state.paths[i], line))
+        return extremes
+
+    def _warn_of_extreme(self, metric: str, line: str) -> None:
+        logger.warning(
+            f"`{self._name}` keeps a maximum or minimum in the metric {metric} "
+            f"({line}), and the values of {self._num_replicas} replicas are added "
+            'up. Reduce it first (`armillary.all_reduce("max", value)`), in a '
+            "variable of your own (`nnx.Variable`), or outside `run`."
+        )
+
+    def _warn_of_mean(self, metric: str, line: str) -> None:
+        logger.warning(
+            f"`{self._name}` adds the mean of a batch to the metric {metric} "
+            f"({line}), but some batches have fewer examples on a replica, so each "
+            "of these examples counts more than others. Update the metric with one "
+            "value for each example."
+        )
+
+
+_Facts: TypeAlias = frozenset[tuple[str, str]]
+_HELD = ("held", "by a metric")
+
+
+class _Additions(Dataflow[_Facts]):
+    """Follows the values that are added to metrics.
+
+    A fact is `held`, for the value of a metric, or `sum`, with the number of values in
+    a sum. It is `mean` for a mean of examples, or `extreme` for the maximum or minimum
+    of a metric and another value, each with its line.
+    """
+
+    nothing: _Facts = frozenset()
+
+    def join(self, facts: Iterable[_Facts]) -> _Facts:
+        return frozenset().union(*facts)
+
+    def decide(self, equation: Any, decides: _Facts) -> _Facts:
+        del equation, decides
+        return self.nothing
+
+    def mix(self, equation: Any, operands: list[_Facts]) -> _Facts:
+        facts = self.join(operands)
+        name = equation.primitive.name
+        if name in ("max", "min") and _HELD in facts:
+            return facts | {("extreme", self.line(equation))}
+        shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
+        is_of_numbers = max(map(math.prod, shapes), default=0) <= 1
+        if not is_of_numbers:
+            return frozenset(fact for fact in facts if fact[0] in ("held", "extreme"))
+        shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
+        if shape and shape[0] > 1:  # With one example, the sum equals the mean.
+            return facts | {("sum", str(float(math.prod(shape))))}
+        divisor = read_number(equation.invars[1]) if name == "div" else ""
+        if ("sum", divisor) in facts:
+            return facts | {("mean", self.line(equation))}
+        return facts
