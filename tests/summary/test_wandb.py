@@ -90,9 +90,11 @@ def test_the_recipe_for_mlflow_writes_to_one_run(tmp_path, monkeypatch):
     module = types.ModuleType("mlflow")
     vars(module).update(MlflowClient=lambda: client)
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    text = Path(REPOSITORY, "docs", "recipes", "mlflow.md").read_text()
+    text = Path(REPOSITORY, "docs", "recipes", "logging.md").read_text()
+    blocks = [each.split("```")[0] for each in text.split("```python no-run\n")]
+    (program,) = [each for each in blocks if "import mlflow" in each]
     names = {}
-    exec(text.split("```python no-run\n")[1].split("```")[0], names)
+    exec(program, names)
     for step in (1, 2):
         writer_fn = names["make_mlflow_writer"](tmp_path)
         manager = SummaryManager(tmp_path / "train", writer_fn=writer_fn)

@@ -83,7 +83,8 @@ def _find_problem(batch: Batch, name: str) -> Exception:
     return BatchSizeError(
         f"{name} has leaves of different leading sizes, but the first axis of all "
         f"must count the same examples:\n{_list([*lines.values()])}\n"
-        "Give all leaves one size."
+        "Give all leaves one size. Examples without a common size, such as graphs, are "
+        "padded to one shape and stacked (`np.stack`), so that each is one row."
     )
 
 
