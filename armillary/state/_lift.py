@@ -312,9 +312,8 @@ def _find_assigned(before: Walk, after: Walk) -> set[Any]:
 
 
 def _attributes_of_root(walk: Walk) -> dict[Any, Any]:
-    root, _ = walk.roots[0]
     held: dict[Any, Any] = {}
-    for part in walk.nodes[id(root)].parts:
+    for part in walk.nodes[id(walk.first_root)].parts:
         held.update(part.pairs)
     return held
 

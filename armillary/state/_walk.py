@@ -88,6 +88,17 @@ class Node(NamedTuple):
     parts: list[Part]
 
 
+class _Look(NamedTuple):
+    """A part to look at again with Python code.
+
+    It is about the names in `only`, or about all names except `left_out`.
+    """
+
+    part: Part
+    left_out: Collection[Any]
+    only: list[str] | None
+
+
 class _Task(NamedTuple):
     value: Any
     path: str
@@ -149,7 +160,8 @@ class Walk:
 
     def _add_state(self, task: _Task) -> bool:
         """Adds a value that holds arrays; returns whether the value is now done."""
-        value, path = task.value, task.path
+        value = task.value
+        path = task.path
         if is_array(value):
             if not self._add_place(task):
                 self.constants.append((path, value))
@@ -235,9 +247,15 @@ class Walk:
         # The first path that leads to a place is its name.
         self.slots.setdefault(slot.key, slot)
 
+    @property
+    def first_root(self) -> Any:
+        """The object whose attributes may be watched by name, such as a trainer."""
+        root, _ = self.roots[0]
+        return root
+
     def reached_from(self, names: Collection[str] | None) -> set[int]:
         """Returns the holders that these attributes of the first root lead to."""
-        first = None if names is None else id(self.roots[0][0])
+        first = None if names is None else id(self.first_root)
         constant = self.globals
 
         def below(holder: int) -> list[int]:
@@ -398,7 +416,7 @@ class Watch:
         leading = walk.leading_to_slots
         watched = walk.reached_from(names) | leading
         # No object has the `id` 0, so without names no holder is special.
-        root = 0 if names is None else id(walk.roots[0][0])
+        root = 0 if names is None else id(walk.first_root)
         # The names of slots and constants, by the `id` of their place.
         without: dict[int, set[Any]] = collections.defaultdict(set)
         for key in (*walk.slots, *walk.globals):
@@ -406,9 +424,8 @@ class Watch:
                 source, name = key
                 without[source].add(name)
 
-        # Containers to iterate over, and parts to look at again with Python code.
-        self._views: list[Iterable[Any]] = []
-        self._looks: list[tuple[Part, Collection[Any], list[str] | None]] = []
+        self._views: list[Iterable[Any]] = []  # containers, to iterate over in C
+        self._looks: list[_Look] = []
         self._metadata: list[tuple[Any, Any]] = []
         # The contents of the views, then of the looks.
         self._held: list[Any] = []
@@ -420,7 +437,7 @@ class Watch:
                     # New attributes that no step has read do not count.
                     leads = {n for n, child in walk.edges[root] if child in leading}
                     only = sorted({*leads, *(names or ())}.difference(left_out))
-                    self._looks.append((part, (), only))
+                    self._looks.append(_Look(part, (), only))
                 else:
                     self._add(node, part, left_out)
         for look in self._looks:
@@ -439,7 +456,7 @@ class Watch:
             self._metadata.append((part.source, part.held))
             return
         if left_out or part.way not in (ITEMS, ATTRIBUTES, SEQUENCE):
-            self._looks.append((part, left_out, None))
+            self._looks.append(_Look(part, left_out, only=None))
             return
         if part.way is SEQUENCE:
             self._views.append(part.source)
@@ -514,7 +531,7 @@ def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list
 
 def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
     """Returns all plain values that a walk found, by path and name."""
-    root = 0 if names is None else id(walk.roots[0][0])
+    root = 0 if names is None else id(walk.first_root)
     facts: Facts = {(path, None): walk.fact(value) for value, path in walk.roots}
     for holder in walk.reached_from(names):
         node = walk.nodes[holder]
