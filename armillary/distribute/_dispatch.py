@@ -29,16 +29,16 @@ class Dispatch:
     """Starts device programs of one strategy, on a mesh or one device."""
 
     def __init__(self, mesh: Mesh | None) -> None:
-        is_cpu_mesh = (
-            mesh is not None
-            and mesh.size > 1
-            and mesh.devices.flat[0].platform == "cpu"
-        )
+        is_cpu_mesh = False
+        if mesh is not None and mesh.size > 1:
+            is_cpu_mesh = mesh.devices.flat[0].platform == "cpu"
         self._most_in_flight = 1 if is_cpu_mesh else 2
+        # The results of each program in flight, the oldest program first.
         self._pending: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
 
     def wait(self) -> None:
+        """Waits until another program may start."""
         with self._lock:
             while len(self._pending) >= self._most_in_flight:
                 with waiting():
@@ -51,6 +51,7 @@ class Dispatch:
         return [] if all(leaf.is_ready() for leaf in newest) else newest
 
     def started(self, token: Any) -> None:
+        """Notes that a program has started, with a result that shows its end."""
         leaves = jax.tree.leaves(token)
         if not _is_traced(leaves):
             with self._lock:

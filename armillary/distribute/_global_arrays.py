@@ -39,6 +39,7 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
     if num_replicas in (None, mesh.shape[axis]):
         return mesh
     devices = mesh.devices.reshape(num_replicas, -1)
+    # The two axes of a mesh need different names.
     copies = "copy" if axis != "copy" else "copies"
     return Mesh(devices, (axis, copies), axis_types=(AxisType.Auto,) * 2)
 
@@ -61,10 +62,12 @@ def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
     if is_divided(leaf):
         return _move(leaf, sharding)
     host = np.asarray(leaf)
-    # Devices must not share memory with `leaf`, because its owner may donate it.
-    return jax.make_array_from_callback(
-        host.shape, sharding, lambda index: np.array(host[index])
-    )
+
+    def copy_part(index: Any) -> np.ndarray:
+        # Devices must not share memory with `leaf`, because its owner may donate it.
+        return np.array(host[index])
+
+    return jax.make_array_from_callback(host.shape, sharding, copy_part)
 
 
 def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
@@ -90,9 +93,11 @@ def split(
         shape = (*host.shape[:axis], num_rows, *host.shape[axis + 1 :])
 
         def read(index: Any) -> np.ndarray:
-            start = (index[axis].start or 0) - rows.start
-            own = slice(start, start + 1)
-            return host[(*index[:axis], own, *index[axis + 1 :])]
+            # From a row of the global array to a row of this process.
+            first = index[axis].start or 0
+            own = first - rows.start
+            row = slice(own, own + 1)
+            return host[(*index[:axis], row, *index[axis + 1 :])]
 
         return jax.make_array_from_callback(shape, sharding, read)
 
@@ -105,7 +110,8 @@ def as_local(leaf: Any) -> Any:
         return leaf
     if is_key(leaf):
         return on_data(as_local, leaf)
-    return jax.numpy.asarray(np.array(as_whole(leaf)))
+    host = np.array(as_whole(leaf))
+    return jax.numpy.asarray(host)
 
 
 def is_divided(leaf: Any) -> bool:
@@ -121,13 +127,17 @@ def as_whole(leaf: Any) -> Any:
     """Returns the full array on every process; all processes must call it."""
     if not is_divided(leaf):
         return leaf
-    devices = np.asarray(list(leaf.sharding.devices_indices_map(leaf.shape)))
-    return _move(leaf, everywhere(Mesh(devices, ("device",))))
+    devices = list(leaf.sharding.devices_indices_map(leaf.shape))
+    mesh = Mesh(np.asarray(devices), ("device",))
+    return _move(leaf, everywhere(mesh))
 
 
 def _move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns an array with another sharding, sent over the network."""
+    move = _make_move(sharding)
     # CPU devices may run only one program at a time; see `_dispatch`.
-    return jax.block_until_ready(_make_move(sharding)(jax.block_until_ready(leaf)))
+    jax.block_until_ready(leaf)
+    return jax.block_until_ready(move(leaf))
 
 
 @functools.lru_cache(maxsize=256)
@@ -143,10 +153,12 @@ def on_data(fn: Callable[[jax.Array], Any], keys: jax.Array) -> jax.Array:
 
 
 def is_array(leaf: Any) -> bool:
+    """Returns whether a value is an array or a number of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    )
+    """Returns whether a value is an array of typed random keys."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

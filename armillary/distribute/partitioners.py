@@ -32,10 +32,13 @@ class Partitioner:
         """
         counts = [1] * len(shape)
         if shape:
-            counts[axis] = max(1, min(self._count(shape, dtype, axis), shape[axis]))
+            # Each part needs a row, and a variable without rows has one empty part.
+            count = min(self._count(shape, dtype, axis), shape[axis])
+            counts[axis] = max(1, count)
         return counts
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+        """Returns the number of parts, if the variable has as many rows."""
         raise NotImplementedError
 
 
@@ -91,8 +94,9 @@ class MaxSizePartitioner(Partitioner):
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
         row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-        rows = max(1, self._max_bytes // max(row_bytes, 1))
-        count = math.ceil(shape[axis] / rows)
+        rows_per_part = self._max_bytes // max(row_bytes, 1)
+        rows_per_part = max(1, rows_per_part)
+        count = math.ceil(shape[axis] / rows_per_part)
         return count if self._max_shards is None else min(count, self._max_shards)
 
 

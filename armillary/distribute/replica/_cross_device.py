@@ -163,9 +163,13 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         if op is not ReduceOp.SUM or groups is None:
             return NcclAllReduce().reduce(op, values)
         axis = _axis_name()
+
+        def reduce(flat: jax.Array) -> jax.Array:
+            return _sum_in_groups(flat, groups, axis)
+
         results: list[Any] = []
         for pack in _split(values, self._num_packs):
-            results += _by_dtype(lambda flat: _sum_in_groups(flat, groups, axis), pack)
+            results += _by_dtype(reduce, pack)
         return results
 
     def _find_groups(self) -> list[list[int]] | None:
@@ -176,14 +180,14 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         assert mesh is not None
         num_replicas = jax.lax.axis_size(_axis_name())
         # For an uneven batch, several devices are one replica.
-        step = mesh.size // num_replicas
+        devices_per_replica = mesh.size // num_replicas
         if self._devices_per_group is not None:
-            hosts = [i * step // self._devices_per_group for i in range(num_replicas)]
-        elif isinstance(mesh, jax.sharding.AbstractMesh):
+            devices = [i * devices_per_replica for i in range(num_replicas)]
+            return find_groups([i // self._devices_per_group for i in devices])
+        if isinstance(mesh, jax.sharding.AbstractMesh):
             return None  # Abstract devices have no processes.
-        else:
-            hosts = [device.process_index for device in mesh.devices.flat[::step]]
-        return find_groups(hosts)
+        first_devices = mesh.devices.flat[::devices_per_replica]
+        return find_groups([device.process_index for device in first_devices])
 
 
 def find_groups(hosts: Sequence[int]) -> list[list[int]] | None:
@@ -195,8 +199,10 @@ def find_groups(hosts: Sequence[int]) -> list[list[int]] | None:
     groups: dict[int, list[int]] = {}
     for replica, host in enumerate(hosts):
         groups.setdefault(host, []).append(replica)
-    sizes = set(map(len, groups.values()))
-    if len(groups) == 1 or len(sizes) > 1 or sizes == {1}:
+    sizes = {len(replicas) for replicas in groups.values()}
+    is_single = len(groups) == 1
+    is_uneven = len(sizes) > 1
+    if is_single or is_uneven or sizes == {1}:
         return None
     return list(groups.values())
 
@@ -217,10 +223,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         axis = _axis_name()
         is_first = jax.lax.axis_index(axis) == 0
         num_replicas = jax.lax.axis_size(axis)
+        combine = _COMBINE[op]
         totals = list(values)
+        # ORDER: one replica after the other, so that the sum of floats is always equal.
         for other in range(1, num_replicas):
             received = jax.lax.ppermute(list(values), axis, [(other, 0)])
-            totals = list(map(_COMBINE[op], totals, received))
+            totals = list(map(combine, totals, received))
         # A sum instead of a broadcast, which XLA lacks on some platforms. The zeros of
         # the other replicas change nothing except the sign of a zero.
         sent = [jnp.where(is_first, total, jnp.zeros_like(total)) for total in totals]
@@ -231,14 +239,15 @@ def _split(values: Sequence[Any], num_packs: int) -> list[list[Any]]:
     """Divides values into packs of about the same number of bytes, in order."""
     if num_packs == 0:
         return [[value] for value in values]
-    total = sum(value.nbytes for value in values)
+    num_bytes = sum(value.nbytes for value in values)
     packs: list[list[Any]] = [[] for _ in range(num_packs)]
-    so_far = 0
+    num_before = 0
     for value in values:
-        middle = so_far + value.nbytes / 2
-        index = int(middle * num_packs / total) if total else 0
+        # The pack in which the middle of the value lies.
+        middle = num_before + value.nbytes / 2
+        index = int(middle * num_packs / num_bytes) if num_bytes else 0
         packs[min(index, num_packs - 1)].append(value)
-        so_far += value.nbytes
+        num_before += value.nbytes
     return [pack for pack in packs if pack]
 
 
@@ -261,7 +270,9 @@ def _by_dtype(
 def _sum_in_groups(flat: jax.Array, groups: list[list[int]], axis: str) -> jax.Array:
     """Returns a flat array summed over all replicas, by groups of equal size."""
     across = [list(column) for column in zip(*groups, strict=True)]
-    padded = jnp.pad(flat, (0, -flat.size % (len(groups) * len(across))))
+    # Two scatters divide the array by the size of a group, and by their number.
+    num_missing = -flat.size % (len(groups) * len(across))
+    padded = jnp.pad(flat, (0, num_missing))
     part = jax.lax.psum_scatter(padded, axis, axis_index_groups=groups, tiled=True)
     # The two halves of an all-reduce, because not every JAX has a `psum` over groups.
     part = jax.lax.psum_scatter(part, axis, axis_index_groups=across, tiled=True)

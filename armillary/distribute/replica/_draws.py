@@ -24,7 +24,7 @@ from armillary.distribute.replica._operations import (
     SOURCES,
     is_over_all,
 )
-from armillary.distribute.replica._sameness import kind_of
+from armillary.distribute.replica._sameness import reduced_by_ops
 
 
 class Origin(NamedTuple):
@@ -118,7 +118,7 @@ class _Draws(Dataflow[Origin]):
     def transfer(self, equation: Any, operands: list[Origin]) -> list[Origin] | None:
         name = equation.primitive.name
         num_results = len(equation.outvars)
-        if kind_of(equation) is not None:
+        if reduced_by_ops(equation) is not None:
             # A call of a `CrossDeviceOps`, which reduces over all replicas. Its
             # captured arrays come before the arrays to reduce.
             return [self._reduce(equation, each) for each in operands[-num_results:]]

@@ -44,6 +44,8 @@ class _Rule(NamedTuple):
 
 
 class _KerasLeaf(NamedTuple):
+    """A leaf that holds a variable of Keras: its kind, and its name in Keras."""
+
     kind: LeafKind
     name: str
 
@@ -65,7 +67,9 @@ class StateKinds:
     def __init__(self, kinds: Any, state: Any, step: Any) -> None:
         leaves = [leaf for leaf in leaves_of(state, is_object) if _has_value(leaf)]
         self._of_keras = _find_keras_leaves(leaves, step)
-        self._rules = [_make_rule(*entry) for entry in _check_mapping(kinds).items()]
+        self._rules: list[_Rule] = []
+        for key, kind in _check_mapping(kinds).items():
+            self._rules.append(_make_rule(key, kind))
         for rule in self._rules:
             _check_found(rule, leaves)
 
@@ -106,8 +110,9 @@ def _check_kind(key: Any, kind: Any) -> VariableAggregation:
     found = KINDS.get(kind) if isinstance(kind, str) else None
     if found is None:
         near = difflib.get_close_matches(str(kind), KINDS, n=1)
+        meant = near[0] if near else "mean"
         known = ", ".join(f'"{name}"' for name in KINDS)
-        fix = f'Write `kinds={{{_shown(key)}: "{near[0] if near else "mean"}"}}`.'
+        fix = f'Write `kinds={{{_shown(key)}: "{meant}"}}`.'
         raise ValueError(
             f"`kinds` has {kind!r:.60} for {_shown(key)}, but a kind is one of "
             f"{known}, or a member of `armillary.VariableAggregation`. {fix}"
@@ -138,10 +143,11 @@ def _check_found(rule: _Rule, leaves: list[Leaf]) -> None:
     """Raises if a rule finds no leaf, or only leaves that its kind does not fit."""
     found = [leaf for leaf in leaves if rule.finds(leaf)]
     if not found:
+        noun = "types" if isinstance(rule.key, type) else "paths"
+        names = list_lines(_names_near(rule.key, leaves)) or "  (there are none)"
         raise ValueError(
-            f"`kinds` has {_shown(rule.key)}, found in none of these "
-            f"{'types' if isinstance(rule.key, type) else 'paths'}:\n"
-            f"{list_lines(_names_near(rule.key, leaves)) or '  (there are none)'}\n"
+            f"`kinds` has {_shown(rule.key)}, found in none of these {noun}:\n"
+            f"{names}\n"
             "Correct it, or leave it out. Variables of a module have the kind of their "
             "type, or of their `aggregation`."
         )
@@ -167,8 +173,11 @@ def _names_near(key: Any, leaves: Iterable[Leaf]) -> list[str]:
 
     def nearness(name: str) -> float:
         parts = [name, *name.split("/")]
-        return max(difflib.SequenceMatcher(None, wanted, p).ratio() for p in parts)
+        return max(
+            difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts
+        )
 
+    # Names that are equally near are in the order of the alphabet.
     return sorted(sorted(found), key=nearness, reverse=True)
 
 
@@ -177,6 +186,7 @@ def _shown(key: Any) -> str:
 
 
 def _has_value(leaf: Leaf) -> bool:
+    """Returns whether a leaf is or becomes an array, so that it can have a kind."""
     value = leaf.value
     is_number = isinstance(value, np.ndarray | np.generic) or type(value) is int
     return is_number or is_array(value) or _keras.is_variable(value)

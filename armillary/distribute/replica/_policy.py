@@ -159,7 +159,7 @@ def _check_synchronization(slot: Slot) -> None:
 
 
 def _aggregation_of(kind: LeafKind) -> VariableAggregation:
-    """Returns the aggregation that the user gave, or the aggregation of the role."""
+    """Returns the aggregation of the user, or else the aggregation of the role."""
     if kind.aggregation is not None:
         return kind.aggregation
     return _BY_ROLE.get(kind.role, VariableAggregation.NONE)

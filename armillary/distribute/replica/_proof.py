@@ -62,7 +62,7 @@ from armillary.distribute.replica._proof_messages import (
     explain_summed_twice,
     explain_wait,
 )
-from armillary.distribute.replica._sameness import kind_of
+from armillary.distribute.replica._sameness import reduced_by_ops
 from armillary.distribute.replica._users import Users, is_of_mean
 from armillary.state._lift import State
 from armillary.state._tree import pure_path_of
@@ -180,7 +180,7 @@ class Proof(Dataflow[Facts]):
         num_results = len(equation.outvars)
         if name == "name":
             return [self._follow_mark(equation, operands[0])]
-        by_ops = kind_of(equation)
+        by_ops = reduced_by_ops(equation)
         if by_ops is not None:
             # A call of a `CrossDeviceOps`, whose results `_sameness` proves to be
             # equal. Its captured arrays come before the arrays to reduce.

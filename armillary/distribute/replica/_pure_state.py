@@ -34,12 +34,14 @@ def has_data(state: PyTree) -> bool:
 
 def _is_data(leaf: Leaf) -> bool:
     value = leaf.value
+    if is_array(value) or _keras.is_variable(value):
+        return True
     # As in `jax.jit`, an integer is an array. A flag or a rate of Equinox is not.
-    is_host = isinstance(value, np.ndarray | np.generic) or type(value) is int
+    if isinstance(value, np.ndarray | np.generic) or type(value) is int:
+        return True
     # A class of Flax declares its constants with `pytree_node=False`.
     is_of_flax = bool(leaf.above) and hasattr(type(leaf.above[-1]), "_flax_dataclass")
-    is_field = is_of_flax and type(value) is float
-    return is_host or is_field or is_array(value) or _keras.is_variable(value)
+    return is_of_flax and type(value) is float
 
 
 def own_state(state: PyTree) -> PyTree:
@@ -51,8 +53,8 @@ def own_state(state: PyTree) -> PyTree:
     """
     leaves = list(leaves_of(state))
     _check_is_not_tied(leaves)
-    leaves = [_own(leaf) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+    structure = jax.tree.structure(state)
+    return structure.unflatten(_own(leaf) for leaf in leaves)
 
 
 def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
@@ -143,18 +145,18 @@ def check_state(before: PyTree, after: PyTree) -> None:
     problems = list(_find_changes(before, after, ()))
     if not problems:
         return
-    shown = problems[0]
+    shown = f"{problems[0]}. "
     if len(problems) > 1:
         shown = f"{len(problems)} places differ:\n{list_lines(problems, most=10)}\n"
     raise StateStructureError(
-        "`step` must return a state like the one that it takes, but "
-        f"{shown}{'' if len(problems) > 1 else '. '}Return all of it, in the same "
-        "order, with the same shapes and dtypes, and the metrics after it: `return "
-        "state, metrics`."
+        f"`step` must return a state like the one that it takes, but {shown}Return all "
+        "of it, in the same order, with the same shapes and dtypes, and the metrics "
+        "after it: `return state, metrics`."
     )
 
 
 def _find_changes(before: Any, after: Any, keys: tuple[Any, ...]) -> Iterator[str]:
+    """Yields a text for each difference between two nodes, or below them."""
     place = place_of(PURE_STATE, keys)
     old = children_with_keys(before)
     new = children_with_keys(after)
@@ -223,4 +225,5 @@ def _a(kind: str) -> str:
 
 
 def _own_structure(node: Any) -> Any:
+    """Returns the structure of a node without its children."""
     return jax.tree.structure(node, is_leaf=lambda part: part is not node)

@@ -72,11 +72,13 @@ def reduce_by(
     asked = ReduceOp.SUM if op is ReduceOp.MEAN else op
     name = _NAMES[op.value.lower()]
 
+    def call_ops(values: list[Any]) -> Any:
+        return ops.reduce(asked, values)
+
+    # A call of a function with a derivative stays one equation of the program.
     @jax.custom_jvp
     def reduce(values: list[Any]) -> list[Any]:
-        program, shapes = jax.make_jaxpr(
-            lambda parts: ops.reduce(asked, parts), return_shape=True
-        )(values)
+        program, shapes = jax.make_jaxpr(call_ops, return_shape=True)(values)
         _check_results(ops, values, shapes)
         _check_same(ops, program, axis_name, num_replicas)
         results = core.jaxpr_as_fun(program)(*values)
@@ -93,16 +95,16 @@ def reduce_by(
         # A sum is linear. Its derivative uses XLA's own sum, which JAX can transpose.
         # The user's operations may have no transpose.
         is_float = [change.dtype != float0 for change in changes]
-        sums = iter(
-            jax.lax.psum(list(itertools.compress(changes, is_float)), axis_name)
-        )
+        own = list(itertools.compress(changes, is_float))
+        sums = iter(jax.lax.psum(own, axis_name))
         pairs = zip(changes, is_float, strict=True)
-        return reduce(parts), [next(sums) if has else zero for zero, has in pairs]
+        totals = [next(sums) if has_sum else zero for zero, has_sum in pairs]
+        return reduce(parts), totals
 
     return reduce(values)
 
 
-def kind_of(equation: Any) -> str | None:
+def reduced_by_ops(equation: Any) -> str | None:
     """Returns `"sum"`, `"mean"`, ... if an equation is a call of `reduce_by`."""
     if equation.primitive.name != "custom_jvp_call":
         return None
@@ -114,9 +116,11 @@ def kind_of(equation: Any) -> str | None:
 
 
 def _check_results(ops: Any, values: list[Any], found: Any) -> None:
+    """Raises unless the results have the shapes and dtypes of the values."""
     leaves = jax.tree.leaves(found)
+    kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
     expected = [(value.shape, value.dtype) for value in values]
-    if [(leaf.shape, leaf.dtype) for leaf in leaves] != expected:
+    if kinds != expected:
         raise ValueError(
             f"`reduce` of {ops!r} made {_describe(leaves)} of {_describe(values)}. "
             "Return one array for each array of `values`, of the same shape and dtype."
@@ -130,6 +134,7 @@ def _describe(arrays: Iterable[Any]) -> str:
 def _check_same(
     ops: Any, program: core.ClosedJaxpr, axis_name: str, num_replicas: int
 ) -> None:
+    """Raises if results may differ, or if some replicas would wait forever."""
     analysis = Sameness(axis_name, num_replicas)
     inputs = [analysis.different] * len(program.jaxpr.invars)
     results = analysis.find(program, inputs)
@@ -209,28 +214,32 @@ class Sameness(Dataflow[Classes]):
         """Returns a function from the fact of an operand to the fact of the result."""
         name = equation.primitive.name
         if name == "ppermute":
-            sender = {to: by for by, to in equation.params["perm"]}
+            senders = {to: sender for sender, to in equation.params["perm"]}
 
             def permute(classes: Classes) -> Classes:
-                # A replica that receives nothing gets zeros.
-                received = [sender.get(replica) for replica in self.different]
-                return _number(None if by is None else classes[by] for by in received)
+                received: list[int | None] = []
+                for replica in self.different:
+                    sender = senders.get(replica)
+                    # A replica that receives nothing gets zeros.
+                    received.append(None if sender is None else classes[sender])
+                return _number(received)
 
             return permute
         if not name.startswith((*_REDUCTIONS, *_SCATTERS)):
             return lambda classes: self.different
 
         groups = equation.params.get("axis_index_groups") or [self.different]
-        seat = {r: (group, i) for group in groups for i, r in enumerate(group)}
-        gets_a_part = name.startswith(_SCATTERS)
+        gets_part = name.startswith(_SCATTERS)
 
         def reduce(classes: Classes) -> Classes:
-            results: list[Hashable] = []
-            for replica in self.different:
-                group, position = seat[replica]
-                given = tuple(classes[member] for member in group)
-                results.append((given, position) if gets_a_part else given)
-            return _number(results)
+            # Replicas with equal operands in the same order have equal results. With a
+            # scatter, they must also be at the same position in their groups.
+            results: dict[int, Hashable] = {}
+            for group in groups:
+                operands = tuple(classes[member] for member in group)
+                for position, replica in enumerate(group):
+                    results[replica] = (operands, position) if gets_part else operands
+            return _number(results[replica] for replica in self.different)
 
         return reduce
 

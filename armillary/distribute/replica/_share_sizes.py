@@ -49,12 +49,15 @@ def find_counters(
         if is_own and shape and shape[0] > 1:
             # The number of examples, of tokens, and so on.
             sizes.update(itertools.accumulate(shape, operator.mul))
+    # Most steps have no such sum, so the analysis need not run.
     if not any(_grows_by(each) in sizes for each in walk_equations(program)):
         return []
+
     inputs: list[frozenset[ShareCounter]] = []
-    for i, (variable, is_own) in enumerate(pairs):
+    for slot, (variable, is_own) in enumerate(pairs):
         is_number = not is_own and not variable.aval.shape
-        inputs.append(frozenset({ShareCounter(i, 0, "")} if is_number else ()))
+        counter = ShareCounter(slot, size=0, line="")
+        inputs.append(frozenset({counter} if is_number else ()))
     results = _Counters().run(program, inputs)
     found = frozenset().union(*results)
     return sorted(each for each in found if each.size in sizes)

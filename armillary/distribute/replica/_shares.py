@@ -42,7 +42,7 @@ from armillary.distribute.replica._operations import (
     SOURCES,
     is_over_all,
 )
-from armillary.distribute.replica._sameness import kind_of
+from armillary.distribute.replica._sameness import reduced_by_ops
 from armillary.distribute.replica._share_facts import (
     ANY,
     COMBINED,
@@ -189,7 +189,7 @@ class _Search(Dataflow[Share]):
             return operands
         if name == "scan":
             return self._follow_examples(equation, operands)
-        if (by_ops := kind_of(equation)) is not None:
+        if (by_ops := reduced_by_ops(equation)) is not None:
             # Arrays that a `CrossDeviceOps` has captured come before those to reduce.
             given = operands[-num_results:]
             for operand in given:

@@ -24,10 +24,14 @@ class Users:
         found: list[Any] = []
         for user in users.get(value, []):
             is_cast = user.primitive.name == "convert_element_type"
-            found += self.find(jaxpr, user.outvars[0]) if is_cast else [user]
+            if is_cast:
+                found += self.find(jaxpr, user.outvars[0])
+            else:
+                found.append(user)
         return found
 
     def _users_in(self, jaxpr: Any) -> dict[Any, list[Any]]:
+        """Returns the operations in a program, by the values that they use."""
         if id(jaxpr) in self._by_program:
             return self._by_program[id(jaxpr)]
         users: dict[Any, list[Any]] = {}
@@ -41,6 +45,6 @@ class Users:
 
 def is_of_mean(equation: Any) -> bool:
     """Returns whether an operation divides the sum over replicas by their number."""
-    return equation.primitive.name == "div" and is_made_by(
-        equation, "pmean", "ReplicaContext.all_reduce"
-    )
+    if equation.primitive.name != "div":
+        return False
+    return is_made_by(equation, "pmean", "ReplicaContext.all_reduce")

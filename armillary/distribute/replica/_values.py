@@ -45,6 +45,7 @@ class ReduceOp(enum.Enum):
         is_text = isinstance(value, str)
         if is_text and value.upper() in cls.__members__:
             return cls[value.upper()]
+        # The two functions have different names for the argument.
         call = "strategy.reduce" if name == "reduce_op" else "armillary.all_reduce"
         meant = _OTHER_OPS.get(value.lower(), "mean") if is_text else "mean"
         raise ValueError(
@@ -121,21 +122,19 @@ class PerReplica:
             return self._parts()
 
     def _parts(self) -> dict[int, jax.Array]:
-        held = self.active_replicas
-        held = range(held) if isinstance(held, int) else held
-        if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
+        active = self.active_replicas
+        held = range(active) if isinstance(active, int) else active
+        is_placed = isinstance(self.array, jax.Array)
+        if isinstance(self.array, Tracer) or not is_placed:
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
-        if self.shared_by is not None:
+        if self.shared_by is None:
+            found = _rows(self.array)
+        else:
             found = _copies(self.array, self.shared_by)
             if self.array.is_fully_addressable:
+                # Replicas without a copy of their own have the array itself.
                 found = dict.fromkeys(held, self.array) | found
-        else:
-            found: dict[int, jax.Array] = {}
-            for shard in self.array.addressable_shards:
-                start = shard.index[0].start or 0
-                for row in range(shard.data.shape[0]):
-                    found.setdefault(start + row, shard.data[row])
         return {replica: found[replica] for replica in held if replica in found}
 
     def __repr__(self) -> str:
@@ -203,6 +202,16 @@ class PerReplica:
         return cls(children[0], *attributes)
 
 
+def _rows(array: jax.Array) -> dict[int, jax.Array]:
+    """Returns the rows of an array that are in this process, by replica."""
+    rows: dict[int, jax.Array] = {}
+    for shard in array.addressable_shards:
+        start = shard.index[0].start or 0
+        for row in range(shard.data.shape[0]):
+            rows.setdefault(start + row, shard.data[row])
+    return rows
+
+
 def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
     """Returns the copies of an array on a mesh in this process, by replica."""
     if not isinstance(array.sharding, NamedSharding):
@@ -243,9 +252,9 @@ def join(value: PerReplica, axis: int) -> jax.Array:
             f"`axis` is {axis}, but the value of each replica has shape {shape}. Use "
             "an axis it has, or `strategy.local_results(value)`."
         )
-    at = axis % len(shape)
-    joined = (*shape[:at], rows.shape[0] * shape[at], *shape[at + 1 :])
-    return jnp.moveaxis(rows, 0, at).reshape(joined)
+    place = axis % len(shape)
+    joined = (*shape[:place], rows.shape[0] * shape[place], *shape[place + 1 :])
+    return jnp.moveaxis(rows, 0, place).reshape(joined)
 
 
 def other_count(value: PerReplica, strategy: object) -> ValueError:
