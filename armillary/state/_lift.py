@@ -69,6 +69,14 @@ class State:
         """The role of each array, in the order of `paths`."""
         return tuple(kind for slot in self.slots for kind in slot.kinds())
 
+    @property
+    def of_optimizer(self) -> list[bool]:
+        """Whether each array is a part of an optimizer, in the order of `paths`."""
+        flags: list[bool] = []
+        for slot in self.slots:
+            flags += slot.is_of_optimizer()
+        return flags
+
     def place_of(self, index: int) -> str:
         """Returns the name of an array in messages."""
         for slot, start, stop in self.ranges:

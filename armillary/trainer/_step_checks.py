@@ -77,7 +77,7 @@ def check_training(name: str, state: State, changed: Sequence[int]) -> None:
     """Warns if a step advances an optimizer, but changes no parameter."""
     nnx = sys.modules.get("flax.nnx")
     leaves = [as_array(leaf) for leaf in state.read()]
-    flags = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
+    flags = state.of_optimizer
 
     def is_of_optimizer(index: int) -> bool:
         variable = getattr(state.owners[index], "variable", None)

@@ -68,7 +68,7 @@ class StepGuard:
         self._indices = np.array(indices, np.int32)
 
         # Whether each array keeps its new value after a bad step.
-        of_optimizer = [flag for slot in state.slots for flag in slot.is_of_optimizer()]
+        of_optimizer = state.of_optimizer
         self._moves_on: list[bool] = []
         for index in changed:
             may_move = not self._stops and not of_optimizer[index]

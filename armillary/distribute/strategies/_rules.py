@@ -9,7 +9,7 @@ common at its end. For example, `optimizer/opt_state/0/mu/first/kernel` is split
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from armillary._checks import check_instance, list_lines
 from armillary.distribute._global_arrays import is_key
 from armillary.state._lift import State, as_array
-from armillary.state._slots import Role, describe
+from armillary.state._slots import LeafKind, Role, describe
 
 AnyMesh = Mesh | AbstractMesh
 SMALL = 1024
@@ -41,32 +41,39 @@ class Rules:
     def specs(self, state: State, mesh: AnyMesh) -> list[PartitionSpec]:
         """Returns the spec of each array of a state, in the order of its paths."""
         leaves = [as_array(leaf) for leaf in state.read()]
-        of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
-        split = [
-            i
-            for i, (leaf, kind) in enumerate(zip(leaves, state.kinds, strict=True))
-            if leaf.ndim and not is_key(leaf) and kind.role is not Role.METRIC
-        ]
         specs = [PartitionSpec()] * len(leaves)
-        own = [i for i in split if not of_optimizer[i]]
-        for i in own:
-            specs[i] = self._match(state.paths[i], leaves[i], mesh)
-        if self._unused and any(state.kinds[i].role is Role.PLAIN for i in own):
-            unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
-            raise ValueError(
-                f"`rules` has {unused}, found in none of these paths:\n"
-                f"{list_lines(state.paths[i] for i in own)}\n"
-                "Correct it, or leave it out: scalars, metrics and random keys need no "
-                "rule, and the state of an optimizer follows the parameters."
-            )
-        for i in set(split).difference(own):
-            path = state.paths[i]
-            shape = leaves[i].shape
-            alike = [j for j in own if leaves[j].shape == shape]
-            shared = [(_num_shared(path, state.paths[j]), j) for j in alike]
-            most, j = max(shared, key=lambda pair: pair[0], default=(0, 0))
-            specs[i] = specs[j] if most else _automatic(mesh, shape)
+        parameters: list[int] = []
+        followers: list[int] = []
+        pairs = zip(leaves, state.kinds, state.of_optimizer, strict=True)
+        for index, (leaf, kind, is_of_optimizer) in enumerate(pairs):
+            if _may_be_split(leaf, kind):
+                found = followers if is_of_optimizer else parameters
+                found.append(index)
+
+        for index in parameters:
+            specs[index] = self._match(state.paths[index], leaves[index], mesh)
+        if any(state.kinds[index].role is Role.PLAIN for index in parameters):
+            self._check_used([state.paths[index] for index in parameters])
+
+        for index in followers:
+            leader = _find_leader(state.paths, leaves, index, parameters)
+            if leader is None:
+                specs[index] = _automatic(mesh, leaves[index].shape)
+            else:
+                specs[index] = specs[leader]
         return specs
+
+    def _check_used(self, paths: list[str]) -> None:
+        """Raises if a rule has matched no parameter of any program."""
+        if not self._unused:
+            return
+        unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
+        raise ValueError(
+            f"`rules` has {unused}, found in none of these paths:\n"
+            f"{list_lines(paths)}\n"
+            "Correct it, or leave it out: scalars, metrics and random keys need no "
+            "rule, and the state of an optimizer follows the parameters."
+        )
 
     def _match(self, path: str, leaf: Any, mesh: AnyMesh) -> PartitionSpec:
         found = [pattern for pattern in self._rules if pattern.search(path)]
@@ -86,7 +93,33 @@ class Rules:
         return spec
 
 
+def _may_be_split(leaf: Any, kind: LeafKind) -> bool:
+    """Returns whether an array may be split: not scalars, keys and metrics."""
+    is_array = leaf.ndim > 0 and not is_key(leaf)
+    return is_array and kind.role is not Role.METRIC
+
+
+def _find_leader(
+    paths: Sequence[str], leaves: Sequence[Any], index: int, parameters: Sequence[int]
+) -> int | None:
+    """Returns the parameter that an array of an optimizer is split like, if any.
+
+    It has the same shape, and shares the most names at the end of its path.
+    """
+    leader = None
+    most = 0
+    for parameter in parameters:
+        if leaves[parameter].shape != leaves[index].shape:
+            continue
+        num_shared = _num_shared(paths[index], paths[parameter])
+        if num_shared > most:
+            leader = parameter
+            most = num_shared
+    return leader
+
+
 def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns the division of an array along `fsdp`, on its longest axis that fits."""
     count = mesh.shape["fsdp"]
     fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
     if count == 1 or math.prod(shape) < SMALL or not fitting:

@@ -132,7 +132,7 @@ class ShardedStrategy(JoinedStrategy):
         check_annotations(state)
         specs = self._placement.specs(state)
         held = state.read()
-        of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
+        of_optimizer = state.of_optimizer
         # Without these constraints, XLA's partitioner might divide the results of a
         # parameter like the parameter itself, instead of by examples.
         collected = [
