@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import armillary
 from armillary import ShardedStrategy
 from armillary.data import InputOptions, from_arrays
-from armillary.distribute.program import _function
+from armillary.distribute.program import _function_program
 from armillary.errors import StateStructureError
 from armillary.state._lift import find_slots
 from armillary.xla import _compile
@@ -272,8 +272,8 @@ def test_programs_take_and_give_parts_in_place(monkeypatch):
 
         return call
 
-    compile_step = _function.compile_step
-    monkeypatch.setattr(_function, "compile_step", spy)
+    compile_step = _function_program.compile_step
+    monkeypatch.setattr(_function_program, "compile_step", spy)
 
     def measure(strategy):
         model = nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0))
