@@ -89,7 +89,7 @@ class Lockstep:
                 "distribute one data set over all processes."
             )
 
-        while turns := list(_find_turns(offers, self._in_pieces)):
+        while turns := list(self._find_turns(offers)):
             self._num_turns = len(turns)
             for turn in turns:
                 self._num_turns -= 1
@@ -104,6 +104,9 @@ class Lockstep:
                 count = self._layout.num_replicas
                 yield Piece(arrays, turn.active, count, position, turn.is_last)
             offers = self._ask()
+
+    def _find_turns(self, offers: list[list[_Offer]]) -> Iterator[_Turn]:
+        return _find_turns(offers, self._in_pieces, self._most_offers)
 
     def _ask(self) -> list[list[_Offer]]:
         """Returns the offers of all processes, exchanged before or now."""
@@ -143,9 +146,11 @@ class Lockstep:
         )
 
 
-def _find_turns(offers: list[list[_Offer]], in_pieces: bool) -> Iterator[_Turn]:
+def _find_turns(
+    offers: list[list[_Offer]], in_pieces: bool, most_offers: int
+) -> Iterator[_Turn]:
     """Yields the steps that follow from the offers."""
-    has_more = [len(own) == MOST_OFFERS for own in offers]
+    has_more = [len(own) == most_offers for own in offers]
     queues = [deque(own) for own in offers]
     while any(queues):
         heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
