@@ -124,8 +124,7 @@ class PerReplica:
     def _parts(self) -> dict[int, jax.Array]:
         active = self.active_replicas
         held = range(active) if isinstance(active, int) else active
-        is_placed = isinstance(self.array, jax.Array)
-        if isinstance(self.array, Tracer) or not is_placed:
+        if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
         if self.shared_by is None:
