@@ -435,7 +435,6 @@ def test_forks_of_children_and_after_the_end_log_nothing():
 ENDS = """
     import sys
     from armillary.lifeline._lifeline import Lifeline
-from armillary.lifeline._lines import COMPILER, Line
     from armillary.lifeline._tree import Ends, connect
 
     connection = connect("127.0.0.1", int(sys.argv[1]), "secret", 1)
