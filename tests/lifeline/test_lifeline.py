@@ -224,7 +224,8 @@ def test_a_stopped_chief_is_noticed_by_the_others(start, monkeypatch):
 @pytest.mark.slow
 def test_processes_below_a_stopped_process_are_not_called_stopped(start, monkeypatch):
     job = start(12)
-    silent_seconds, limit = patience(1.0), patience(2.5)
+    silent_seconds = patience(1.0)
+    limit = patience(6.0)
     monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", silent_seconds)
     # Process 3 says nothing of itself and of process 4, whose connection it is.
     monkeypatch.setattr(job.lifelines[3], "_beat", lambda now: None)
