@@ -218,18 +218,24 @@ def depends_on_order(equation: Any, operands: list[Share]) -> bool:
 
     An order of indices is no cause: it may move examples and move them back.
     """
-    name = equation.primitive.name
     value = equation.invars[0].aval
     facts = operands[0]
-    is_followed = facts.reach is Reach.EXAMPLES and facts.axes
+    is_followed = facts.reach is Reach.EXAMPLES
     if not is_followed or not jnp.issubdtype(value.dtype, jnp.floating):
         return False
+    axis = _find_ordered_axis(equation, value.ndim)
+    return axis is not None and axis - value.ndim in facts.axes
+
+
+def _find_ordered_axis(equation: Any, num_axes: int) -> int | None:
+    """Returns the axis along which an operation orders or accumulates values."""
+    name = equation.primitive.name
     if name in _CUMULATIVE:
-        return equation.params["axis"] - value.ndim in facts.axes
+        return equation.params["axis"]
     if name == "top_k":
-        return equation.params.get("axis", value.ndim - 1) - value.ndim in facts.axes
+        return equation.params.get("axis", num_axes - 1)
     is_of_values = name == "sort" and len(equation.invars) == 1
-    return is_of_values and equation.params["dimension"] - value.ndim in facts.axes
+    return equation.params["dimension"] if is_of_values else None
 
 
 def as_total(facts: Share, num_examples: int) -> Share:
