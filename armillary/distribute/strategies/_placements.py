@@ -32,6 +32,7 @@ from armillary.xla._lowerings import Split
 class DevicePlacement(Placement):
     """All state and all batches on one device; `None` is JAX's default device."""
 
+    layout: SingleLayout
     device: Device | None = None
 
     @classmethod
@@ -47,8 +48,7 @@ class DevicePlacement(Placement):
         return self.device.platform
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        sharding = None if self.device is None else SingleDeviceSharding(self.device)
-        return [sharding] * len(state.paths)
+        return [self.layout.sharding] * len(state.paths)
 
 
 @dataclass(frozen=True)
