@@ -89,7 +89,7 @@ class Lockstep:
                 "distribute one data set over all processes."
             )
 
-        while turns := list(self._find_turns(offers)):
+        while turns := list(_find_turns(offers, self._in_pieces, self._most_offers)):
             self._num_turns = len(turns)
             for turn in turns:
                 self._num_turns -= 1
@@ -104,9 +104,6 @@ class Lockstep:
                 count = self._layout.num_replicas
                 yield Piece(arrays, turn.active, count, position, turn.is_last)
             offers = self._ask()
-
-    def _find_turns(self, offers: list[list[_Offer]]) -> Iterator[_Turn]:
-        return _find_turns(offers, self._in_pieces, self._most_offers)
 
     def _ask(self) -> list[list[_Offer]]:
         """Returns the offers of all processes, exchanged before or now."""
