@@ -36,6 +36,9 @@ _UNWIND_SECONDS = 3.0
 _FINISH_SECONDS = 8.0
 """The time for a save in progress, counted from the same moment."""
 _PAUSE_SECONDS = 0.05
+_ABORT_HANDLER = "sleep"
+"""The function of the C library that an abort waits for. Its argument is the number of
+the signal, 6."""
 MOST_TOLD = 1000
 """The most characters of an error that the launcher gets."""
 
@@ -296,16 +299,15 @@ def leave(code: ExitCode) -> NoReturn:
 def put_off_aborts() -> None:
     """Makes an abort of this process wait for six seconds."""
     # When process 0 ends, JAX immediately aborts the others in C++, and does not name
-    # it. The handler is `sleep` of the C library, which is safe in a signal handler.
-    # Its argument is the number of the signal, 6.
+    # it. The handler is a function of the C library that is safe in a signal handler.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         library.signal.restype = ctypes.c_void_p
         # `None` is the handler in C that `PYTHONFAULTHANDLER` sets.
         if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):
-            sleep = ctypes.cast(library.sleep, ctypes.c_void_p)
-            library.signal(signal.SIGABRT, sleep)
+            handler = ctypes.cast(getattr(library, _ABORT_HANDLER), ctypes.c_void_p)
+            library.signal(signal.SIGABRT, handler)
 
 
 os.register_at_fork(after_in_child=_watchdog.let_go)
