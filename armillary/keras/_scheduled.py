@@ -25,6 +25,7 @@ from armillary.parameter_server._coordinator import ClusterCoordinator
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._tasks import PerWorkerIterator
 from armillary.state import _keras
+from armillary.state._slots import Trait, with_trait
 
 # Batches that may wait for each worker. A worker must not run out of batches, but they
 # need memory.
@@ -35,6 +36,7 @@ _STEPS_BETWEEN_WAITS = 32
 Values = tuple[list[Any], ...]
 
 
+@with_trait(Trait.HOLDS_STATE)
 class ModelStep:
     """One training step of a Keras model, as a worker runs it."""
 

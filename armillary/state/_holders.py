@@ -22,19 +22,18 @@ from jax.core import Tracer
 
 from armillary._owners import Owner, owner_of_class, owner_of_function
 from armillary.state import _keras, _nnx
-from armillary.state._slots import ABSENT, PLAIN, join, join_keys
+from armillary.state._slots import (
+    ABSENT,
+    PLAIN,
+    Trait,
+    has_own_trait,
+    join,
+    join_keys,
+)
 
-# Classes of libraries that hold a user's objects. They are listed by name, so that
-# this module imports none of them.
+# Classes of Python that hold a user's objects. A class of this library has the trait
+# `HOLDS_STATE`.
 _TRANSPARENT = {
-    "armillary.keras._scheduled.ModelStep",
-    "armillary.keras._trainer.KerasEvaluator",
-    "armillary.keras._trainer.KerasTrainer",
-    "armillary.estimator._runners.EstimatorEvaluator",
-    "armillary.estimator._runners.EstimatorTrainer",
-    "armillary.trainer._returned_metrics.ReturnedMetrics",
-    "armillary.trainer._step_trainer.StepEvaluator",
-    "armillary.trainer._step_trainer.StepTrainer",
     "argparse.Namespace",
     "collections.ChainMap",
     "collections.UserDict",
@@ -172,6 +171,8 @@ _CONTAINERS: tuple[tuple[Any, Way], ...] = (
 def is_opaque(kind: type) -> bool:
     """Returns whether instances of `kind` cannot hold a user's state."""
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if has_own_trait(kind, Trait.HOLDS_STATE):
+        return False
     if name in _TRANSPARENT or name.startswith(("flax.", "equinox.")):
         return name in _CONSTANT
     return owner_of_class(kind) is Owner.LIBRARY

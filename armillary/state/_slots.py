@@ -152,6 +152,9 @@ class Trait(enum.Enum):
     ONE_LOOP = "armillary_one_loop"
     """Every loop resets the state, so that no checkpoint needs it."""
 
+    HOLDS_STATE = "armillary_holds_state"
+    """A class of this library, but not its subclasses, holds a user's objects."""
+
     IN_PARTS = "armillary_in_parts"
     """Elements carry into each other. A change is the difference of the elements."""
 
@@ -170,6 +173,11 @@ def with_trait(trait: Trait) -> Callable[[_Kind], _Kind]:
         return kind
 
     return give
+
+
+def has_own_trait(kind: type, trait: Trait) -> bool:
+    """Returns whether a class itself was given a trait, and not one of its bases."""
+    return trait.value in vars(kind)
 
 
 def has_trait(value: Any, trait: Trait) -> bool:
