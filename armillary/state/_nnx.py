@@ -201,8 +201,9 @@ class NnxAdapter(Adapter):
     def draw_counts(self, node: Any) -> "list[nnx.Variable]":
         from flax import nnx
 
-        is_random = isinstance(node, nnx.Dropout) and bool(node.rngs)
-        return [node.rngs.count] if is_random else []
+        if not isinstance(node, nnx.Dropout) or not node.rngs:
+            return []
+        return [node.rngs.count]
 
     def summarize(
         self, slots: Sequence[Slot], nodes: Iterable[Any]
