@@ -101,6 +101,9 @@ class Strategy(OfOneProcess):
     cross_device_ops: CrossDeviceOps | None = None
     """The method of `all_reduce` to combine values; `None` leaves it to XLA."""
 
+    loop_class: Any = None
+    """The class of a trainer's loops, if steps do not run on the devices."""
+
     # Whether this process trains. An evaluator does not share in the workers' data.
     _trains = True
 

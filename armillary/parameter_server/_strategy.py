@@ -20,6 +20,7 @@ from armillary.cluster.resolvers._resolver import (
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ClusterError, StateStructureError
+from armillary.parameter_server._loop import AsynchronousLoop
 from armillary.parameter_server._node import check_cluster, has_joined, name_resource
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
@@ -66,6 +67,8 @@ class ParameterServerStrategy(SingleStrategy):
             or `TF_CONFIG` describes, or `axis_name` is empty.
         ClusterError: If the cluster lacks a job, or this process is not the chief.
     """
+
+    loop_class = AsynchronousLoop
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Setup(OfOneProcess):
     datasets: PyTree
     options: Any
     steps_per_loop: int | None = None
-    loop: Any = None  # the last loop, a `Loop` or an `AsynchronousLoop`
+    loop: Any = None  # the last loop, a `Loop` or a `strategy.loop_class`
     has_warned: bool = False  # about data that resumes or ends in an unexpected way
     # The distributed datasets, and the nest from which they were made.
     _parts: Sequence[DistributedDataset] | None = None

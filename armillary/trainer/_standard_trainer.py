@@ -13,8 +13,6 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._source import may_be_missing
 from armillary.distribute._strategy import Strategy
 from armillary.errors import DatasetStateError
-from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.trainer._asynchronous_loop import AsynchronousLoop
 from armillary.trainer._claims import claimed
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._datasets import flatten_datasets
@@ -22,9 +20,11 @@ from armillary.trainer._hook_code import BEGIN, END
 from armillary.trainer._loop import Loop, find_loop
 from armillary.trainer._loop_guard import LoopCheck
 from armillary.trainer._method_names import check_hooks
+from armillary.trainer._no_data import NoBatches
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._runner import Runner
 from armillary.trainer._setup import Setup, make_setup
+from armillary.trainer._step_method import check_step_signature
 from armillary.typing import Output, PyTree
 
 
@@ -164,7 +164,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         setup = self._get_train()
         parts, _ = flatten_datasets(setup.datasets)
         with self._in_strategy() as strategy:
-            if isinstance(strategy, ParameterServerStrategy):
+            if strategy.loop_class is not None:
                 return [None] * len(parts)  # Workers have data of their own.
             is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
             if is_raw and not self._has_own_train():
@@ -215,12 +215,8 @@ class StandardTrainer(Runner, AbstractTrainer):
         if self._has_own_train():
             return super().begin_epoch(epochs)
         with self._in_strategy() as strategy:
-            if isinstance(strategy, ParameterServerStrategy):
-                raise ValueError(
-                    f"`epochs` is {epochs}, but workers of a `ParameterServerStrategy` "
-                    "read data of their own at different speeds. Train up to a step "
-                    "(`controller.train(steps)`)."
-                )
+            if strategy.loop_class is not None:
+                return strategy.loop_class.begin_epoch(epochs)
             return self._find_loop(strategy).begin_epoch(epochs)
 
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
@@ -248,8 +244,8 @@ class StandardTrainer(Runner, AbstractTrainer):
         check_positive_int("num_steps", num_steps)
         setup = self._get_train()
         with claimed(self, "trains"), self._in_strategy() as strategy:
-            if isinstance(strategy, ParameterServerStrategy):
-                return self._start_asynchronously(setup, strategy, num_steps)
+            if strategy.loop_class is not None:
+                return self._start_elsewhere(setup, strategy, num_steps)
 
             loop = self._find_loop(strategy)
             loop.set_chunk_size(setup.steps_per_loop or num_steps)
@@ -273,18 +269,36 @@ class StandardTrainer(Runner, AbstractTrainer):
                 raise
             return LoopsOnDevice(num_run, (), lambda _: [output], check)
 
-    def _start_asynchronously(
-        self, setup: Setup, strategy: ParameterServerStrategy, num_steps: int
+    def _start_elsewhere(
+        self, setup: Setup, strategy: Strategy, num_steps: int
     ) -> "LoopsOnDevice":
+        """Runs a loop of the strategy's own class, such as on workers."""
         loop = setup.loop
-        if not isinstance(loop, AsynchronousLoop) or not loop.serves(setup, strategy):
-            loop = setup.loop = AsynchronousLoop(self, strategy, setup)
+        is_of_strategy = isinstance(loop, strategy.loop_class)
+        if not is_of_strategy or not loop.serves(setup.datasets, strategy):
+            loop = setup.loop = self._make_loop(setup, strategy)
         self.train_loop_begin()
         num_run = loop.run(num_steps)
         self.data_exhausted = num_run < num_steps
         output = self.train_loop_end() if num_run else None
         output = loop.add_staleness(output)
         return LoopsOnDevice(num_run, (), lambda _: [output])
+
+    def _make_loop(self, setup: Setup, strategy: Strategy) -> Any:
+        loop_class = strategy.loop_class
+        loop_class.check_options(setup.options, StandardTrainerOptions())
+        check_step_signature(self.train_step, type(self).__name__)
+        # Only this process needs the datasets and loops of the trainer, or of an
+        # evaluator that it holds.
+        local = (Setup, DistributedDataset)
+        held = [value for value in vars(self).values() if isinstance(value, local)]
+        step = self.train_step
+        iterators = None
+        if setup.datasets is None:
+            iterators = NoBatches("train_dataset", step.__name__)
+        return loop_class(
+            step, strategy, setup.datasets, iterators=iterators, left_out=held
+        )
 
 
 def find_positions(trainer: StandardTrainer) -> list[DistributedDataset | None]:

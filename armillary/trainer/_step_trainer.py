@@ -23,7 +23,6 @@ from armillary.distribute.replica._pure_state import (
     own_state,
     take_back,
 )
-from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._slots import LeafKind, Trait, describe, with_trait
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
@@ -219,7 +218,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self.state = new_state
 
     def _start(self, num_steps: int, num_loops: int) -> LoopsOnDevice:
-        if isinstance(self.strategy, ParameterServerStrategy):
+        if self.strategy.loop_class is not None:
             raise ValueError(
                 "`StepTrainer` replaces its whole state in each step, but under a "
                 "`ParameterServerStrategy` workers change single variables. Use a "

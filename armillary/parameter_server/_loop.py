@@ -1,51 +1,83 @@
 """The loop of a trainer under `ParameterServerStrategy`: single steps on workers."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
-from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import OutOfRangeError
-from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.trainer._no_data import NoBatches
-from armillary.trainer._options import LoopOptions, StandardTrainerOptions
-from armillary.trainer._setup import Setup
-from armillary.trainer._step_method import check_step_signature
 from armillary.typing import Output, PyTree
+
+if TYPE_CHECKING:
+    from armillary.distribute._strategy import Strategy
+    from armillary.parameter_server._strategy import ParameterServerStrategy
+
+# The options of a trainer that do not work on workers.
+_UNUSABLE = (
+    *("on_non_finite", "check_replicas_every", "accumulate_steps"),
+    *("compile_hooks", "read_ahead"),
+)
 
 
 class AsynchronousLoop:
-    """The loop of one trainer over its datasets, on the workers of one strategy."""
+    """The loop of one step over its datasets, on the workers of one strategy.
+
+    Args:
+        step: A trainer's step, which takes an iterator.
+        strategy: The strategy.
+        datasets: The nest of datasets, or `None`.
+        iterators: The iterator to pass to the step if there are no datasets.
+        left_out: Objects of the trainer that workers do not need.
+    """
 
     def __init__(
-        self, trainer: Any, strategy: ParameterServerStrategy, setup: Setup
+        self,
+        step: Callable[[Any], Any],
+        strategy: "ParameterServerStrategy",
+        datasets: PyTree,
+        *,
+        iterators: Any,
+        left_out: Collection[Any],
     ) -> None:
         # Optax and Ray are imported where they are used.
         from armillary.parameter_server._coordinator import ClusterCoordinator
 
-        _check_options(setup.options)
-        check_step_signature(trainer.train_step, type(trainer).__name__)
-        self._step = trainer.train_step
+        self._step = step
         self._strategy = strategy
-        self._datasets = setup.datasets
+        self._datasets = datasets
         self._coordinator = ClusterCoordinator(strategy)
-        # Workers do not need the datasets and loops of the trainer, or of an evaluator
-        # that it holds.
-        local = (Setup, DistributedDataset)
-        held = [value for value in vars(trainer).values() if isinstance(value, local)]
-        self._coordinator.leave_out([self, *held])
-        self._iterators = jax.tree.map(self._make_iterator, setup.datasets)
-        if setup.datasets is None:
-            self._iterators = NoBatches("train_dataset", self._step.__name__)
+        self._coordinator.leave_out([self, *left_out])
+        self._iterators = iterators
+        if datasets is not None:
+            self._iterators = jax.tree.map(self._make_iterator, datasets)
 
-    def serves(self, setup: Setup, strategy: Strategy) -> bool:
-        return self._datasets is setup.datasets and self._strategy is strategy
+    @staticmethod
+    def check_options(options: Any, defaults: Any) -> None:
+        """Raises if a trainer has options that do not work on workers."""
+        for name in _UNUSABLE:
+            value = getattr(options, name)
+            if value != getattr(defaults, name):
+                raise ValueError(
+                    f"`{name}` of `StandardTrainerOptions` is {value!r}, but it does "
+                    "not work under `ParameterServerStrategy`, where workers run "
+                    "single steps and do not wait for each other. Leave it out."
+                )
+
+    @staticmethod
+    def begin_epoch(epochs: int) -> NoReturn:
+        raise ValueError(
+            f"`epochs` is {epochs}, but workers of a `ParameterServerStrategy` read "
+            "data of their own at different speeds. Train up to a step "
+            "(`controller.train(steps)`)."
+        )
+
+    def serves(self, datasets: PyTree, strategy: "Strategy") -> bool:
+        return self._datasets is datasets and self._strategy is strategy
 
     def run(self, num_steps: int) -> int:
         coordinator = self._coordinator
@@ -100,20 +132,3 @@ def _from_source(
         return itertools.islice(dataset.global_batches(0), start, None, step)
 
     return strategy.distribute_dataset(read_share, options)
-
-
-def _check_options(options: LoopOptions) -> None:
-    for name in (
-        "on_non_finite",
-        "check_replicas_every",
-        "accumulate_steps",
-        "compile_hooks",
-        "read_ahead",
-    ):
-        value = getattr(options, name)
-        if value != getattr(StandardTrainerOptions, name):
-            raise ValueError(
-                f"`{name}` of `StandardTrainerOptions` is {value!r}, but it does not "
-                "work under `ParameterServerStrategy`, where workers run single steps "
-                "and do not wait for each other. Leave it out."
-            )
