@@ -119,7 +119,12 @@ def _read_file(path: Path, folder: str) -> list[tuple[float, _Record]]:
 
 
 def _drop_repeated(records: list[_Record]) -> list[_Record]:
-    """Leaves out the records of steps that a later attempt repeated."""
+    """Leaves out the records of steps that a later attempt repeated.
+
+    A curve shows each step once, so the records go when the later attempt starts. The
+    rule for `goodput.jsonl` is different: seconds were spent, so they are kept, and
+    they count as lost only when another attempt has run the same steps.
+    """
     trained = {each["folder"] for each in records if each["record"] == "start"}
     kept: dict[Any, _Record] = {}
     for index, record in enumerate(records):
