@@ -12,23 +12,21 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import read_real
-from armillary.distribute.replica._linearity import NONLINEAR, PRODUCTS
+from armillary.distribute.replica._operations import (
+    COPIES,
+    CUMULATIVE,
+    NONLINEAR,
+    PRODUCTS,
+)
 
-SUMS = ("reduce_sum", "dot_general", "conv_general_dilated")
-EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
 # Operations that hand on a number that something is multiplied by.
 _SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
 # Operations between the reciprocal of a sum and the weights that it gives. The root of
 # a variance is not among them: statistics may normalize examples.
 _RECIPROCALS = ("div", "integer_pow", "max", "min", "clamp")
 # Operations that leave differences from a mean what they are.
-_KEEPING = (
-    *("copy", "copy_p", "convert_element_type", "real", "reshape", "squeeze"),
-    *("broadcast_in_dim", "transpose", "reduce_sum"),
-)
+_KEEPING = (*COPIES, "real", "neg", "reduce_sum")
 _SQUARES = ("square", "integer_pow", "abs")
-# Operations whose results depend on the order of the numbers along an axis.
-_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 # The divisor of a value that was scaled by a number which is not known.
 ANY = 0
 
@@ -230,7 +228,7 @@ def depends_on_order(equation: Any, operands: list[Share]) -> bool:
 def _find_ordered_axis(equation: Any, num_axes: int) -> int | None:
     """Returns the axis along which an operation orders or accumulates values."""
     name = equation.primitive.name
-    if name in _CUMULATIVE:
+    if name in CUMULATIVE:
         return equation.params["axis"]
     if name == "top_k":
         return equation.params.get("axis", num_axes - 1)

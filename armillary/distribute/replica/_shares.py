@@ -31,25 +31,20 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import count_scan_operands, read_real
-from armillary._jaxpr import Dataflow
+from armillary.distribute.replica._dataflow import ReplicaDataflow
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._linearity import LINEAR, PRODUCTS
 from armillary.distribute.replica._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
 from armillary.distribute.replica._operations import (
-    DRAWS,
-    EXCHANGES,
-    REDUCTIONS,
-    SOURCES,
-    is_over_all,
+    EXTREMES,
+    LINEAR,
+    PRODUCTS,
+    SUMS,
 )
-from armillary.distribute.replica._sameness import reduced_by_ops
 from armillary.distribute.replica._share_facts import (
     ANY,
     COMBINED,
     EQUAL,
-    EXTREMES,
     LASTING,
-    SUMS,
     UNKNOWN,
     Cause,
     Reach,
@@ -70,7 +65,6 @@ from armillary.distribute.replica._share_facts import (
     uses_gradient,
     weighs_examples,
 )
-from armillary.distribute.replica._users import Users, is_of_mean
 
 
 class MetricOfShare(NamedTuple):
@@ -135,14 +129,12 @@ def find_shares(
     return search.findings()
 
 
-class _Search(Dataflow[Share]):
+class _Search(ReplicaDataflow[Share]):
     nothing = EQUAL
 
     def __init__(self, axis_name: str, sizes: set[int]) -> None:
-        super().__init__()
-        self._axis_name = axis_name
+        super().__init__(axis_name)
         self._sizes = sizes
-        self._users = Users()
         self._metrics: dict[str, set[Cause]] = {}
         self._reductions: dict[str, set[Cause]] = {}
         self._means_of_sums: dict[str, int] = {}
@@ -183,35 +175,39 @@ class _Search(Dataflow[Share]):
 
     def transfer(self, equation: Any, operands: list[Share]) -> list[Share] | None:
         name = equation.primitive.name
-        num_results = len(equation.outvars)
-        if name == "name":
-            self._look_at_mark(equation, operands[0])
-            return operands
         if name == "scan":
             return self._follow_examples(equation, operands)
-        if (by_ops := reduced_by_ops(equation)) is not None:
-            # Arrays that a `CrossDeviceOps` has captured come before those to reduce.
-            given = operands[-num_results:]
-            for operand in given:
-                self._look_at_reduction(equation, operand, by_ops, None)
-            return [combine(operand) for operand in given]
-        if name in SOURCES or name.startswith(EXCHANGES):
-            return [UNKNOWN] * num_results
-        if name.startswith(REDUCTIONS):
-            if not is_over_all(equation, self._axis_name):
-                return [UNKNOWN] * num_results
-            if not name.startswith("psum"):
-                return [COMBINED] * num_results
-            pairs = list(zip(operands, equation.outvars, strict=True))
-            for operand, made in pairs:
-                self._look_at_reduction(equation, operand, "", made)
-            return [combine(operand) for operand, _ in pairs]
-        if name in DRAWS and any(each.reach for each in operands):
-            return [UNKNOWN] * num_results
         if name.startswith("scatter"):
             # Its program combines single numbers.
-            return [self.mix(equation, operands)] * num_results
-        return None
+            return [self.mix(equation, operands)] * len(equation.outvars)
+        return super().transfer(equation, operands)
+
+    def follow_reduction(
+        self, equation: Any, operands: list[Share], by_ops: str
+    ) -> list[Share]:
+        is_by_psum = equation.primitive.name.startswith("psum")
+        if not by_ops and not is_by_psum:
+            return [COMBINED] * len(equation.outvars)
+        for operand, made in zip(operands, equation.outvars, strict=True):
+            self._look_at_reduction(equation, operand, by_ops, made)
+        return list(map(combine, operands))
+
+    def follow_exchange(self, equation: Any, operands: list[Share]) -> list[Share]:
+        del operands
+        return [UNKNOWN] * len(equation.outvars)
+
+    def follow_source(self, equation: Any, operands: list[Share]) -> Share:
+        del equation, operands
+        return UNKNOWN
+
+    def follow_draw(self, equation: Any, operands: list[Share]) -> list[Share] | None:
+        if not any(each.reach for each in operands):
+            return None
+        return [UNKNOWN] * len(equation.outvars)
+
+    def follow_mark(self, equation: Any, operand: Share) -> Share:
+        self._look_at_mark(equation, operand)
+        return operand
 
     def _look_at_mark(self, equation: Any, metric: Share) -> None:
         """Notes a metric that the step returns, or a part of one."""
@@ -253,7 +249,7 @@ class _Search(Dataflow[Share]):
             equation: The reduction.
             operand: The facts about the reduced value.
             by_ops: The kind of a reduction by a `CrossDeviceOps`; empty for others.
-            made: The result of a reduction by JAX.
+            made: The result.
         """
         if by_ops not in ("", "sum", "mean") or self.is_backward(equation):
             return
@@ -267,8 +263,7 @@ class _Search(Dataflow[Share]):
         if causes:
             self._reductions.setdefault(line, set()).update(causes)
             return
-        users = [] if by_ops else self._users.find(self.jaxpr, made)
-        is_mean = by_ops == "mean" or (bool(users) and all(map(is_of_mean, users)))
+        is_mean = self.is_mean(made, by_ops)
         if is_mean and operand.is_gradient and self._is_sum(operand):
             self._means_of_sums[line] = max(operand.sizes)
 
