@@ -480,7 +480,7 @@ class DistributedIterator:
         batch = self._feed.next_chunk()
         if batch is None:
             raise StopIteration
-        value = self._layout.wrap(batch.arrays, batch.num_active)
+        value = self._layout.wrap(batch.arrays, batch.active)
         self._feed.read_on()
         # ORDER: last, so that after an interrupt the same batch is returned again.
         self._feed.commit(1)

@@ -25,6 +25,7 @@ from armillary.data._layout import (
     BatchLayout,
     InputContext,
     InputOptions,
+    first_replicas,
     hosted_replicas,
 )
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
@@ -514,7 +515,7 @@ class Strategy(OfOneProcess):
         if count == 1:
             return layout.replicate(values[0])
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
-        return layout.wrap(layout.place(stacked), count)
+        return layout.wrap(layout.place(stacked), first_replicas(count))
 
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all processes as arrays of this process."""

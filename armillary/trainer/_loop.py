@@ -178,7 +178,7 @@ class Loop:
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
         types = [reader.data.gather.types(batch) for reader, batch in pairs]
-        active = tuple(batch.num_active for batch in first)
+        active = tuple(batch.active for batch in first)
         batches_per_step = self._programs.count_batches(types, active)
 
         is_in_parts = self._method.options.accumulate_steps > 1
@@ -200,7 +200,7 @@ class Loop:
     def _trace_for(self, piece: Piece) -> None:
         """Traces the step for a batch of the only data set."""
         gather = self.feed.readers[0].data.gather
-        self._programs.trace([gather.types(piece)], (piece.num_active,))
+        self._programs.trace([gather.types(piece)], (piece.active,))
 
     # Loops with the hooks of the trainer
 

@@ -132,11 +132,10 @@ class Lockstep:
         leaves, treedef = jax.tree.flatten(piece.arrays)
         types = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
         digest = hashlib.sha256(f"{treedef} {types}".encode()).hexdigest()
-        assert isinstance(piece.num_active, int)
-        active = list(self._layout.local_replicas[: piece.num_active])
+        local = self._layout.local_replicas
         return _Offer(
             num_rows=leaves[0].shape[1],
-            active=active,
+            active=[local[replica] for replica in piece.active],
             is_last=piece.is_last,
             kind=digest[:16],
             shapes=describe_shapes(piece.arrays)[:500],
@@ -173,11 +172,10 @@ def _find_turns(
         processes = [index for index, head in heads.items() if head.num_rows == most]
         taken = [queues[index].popleft() for index in processes]
         active = [replica for offer in taken for replica in offer.active]
-        is_first = active == list(range(len(active)))
         yield _Turn(
             num_rows=most,
             processes=processes,
-            active=len(active) if is_first else tuple(active),
+            active=tuple(active),
             is_last=all(offer.is_last for offer in taken),
         )
 

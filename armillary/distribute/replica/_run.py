@@ -17,7 +17,7 @@ from armillary._jaxpr import (
     call_program,
     is_in_trace,
 )
-from armillary.data._layout import Active
+from armillary.data._layout import Active, describe_active, first_replicas
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._call import Call
 from armillary.distribute.replica._labels import (
@@ -38,7 +38,6 @@ from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import (
     PerReplica,
     array_of,
-    count_active,
     is_argument,
     is_per_replica,
     other_count,
@@ -187,7 +186,7 @@ class _MappedCall(Call):
         """
         facts = self._facts_of_slots()
         facts += [BATCH if is_split else EQUAL for is_split in self.is_split]
-        counts = (self.num_replicas, count_active(self._context.active))
+        counts = (self.num_replicas, len(self._context.active))
         proof = Proof(program, facts, counts, self._strategy.axis_name)
 
         num_all = self._strategy.num_replicas_in_sync
@@ -285,9 +284,9 @@ def _find_active(
             raise other_count(batch, strategy)
     counts = {(batch.active_replicas, len(batch.array)) for batch in batches}
     if not counts:
-        return num_replicas, num_replicas
+        return first_replicas(num_replicas), num_replicas
     if len(counts) > 1:
-        shown = sorted((active for active, _ in counts), key=str)
+        shown = " and ".join(sorted(describe_active(active) for active, _ in counts))
         raise BatchSizeError(
             f"`args` of `strategy.run` hold data for {shown} replicas, but all batches "
             "must have data on the same replicas. Give the data sets the same number "

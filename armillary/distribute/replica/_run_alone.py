@@ -46,7 +46,7 @@ def run_alone(
     In a trace with `state`, its program becomes one operation. Otherwise, it runs in
     place.
     """
-    context = ReplicaContext(strategy, None, active=1)
+    context = ReplicaContext(strategy, None, active=(0,))
     if state is None or not is_in_trace():
         return _run_in_place(context, fn, args, kwargs)
     call = Call(fn, state)

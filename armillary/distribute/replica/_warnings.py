@@ -26,7 +26,6 @@ from armillary.distribute.replica._share_messages import explain
 from armillary.distribute.replica._share_sizes import ShareCounter, find_counters
 from armillary.distribute.replica._shares import Finding as ShareFinding
 from armillary.distribute.replica._shares import find_shares
-from armillary.distribute.replica._values import count_active
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
@@ -109,7 +108,7 @@ def _explain_idle(
     context: "ReplicaContext",
 ) -> Iterator[tuple[Finding, str]]:
     """Yields reductions of JAX that count replicas without examples."""
-    num_active = count_active(context.active)
+    num_active = len(context.active)
     if num_active == num_replicas:
         return
     for found in find_idle_replicas(program, axis_name):

@@ -72,8 +72,8 @@ class _OneReplica:
     local_replicas = range(1)
     stacked = False
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        del num_active
+    def wrap(self, arrays: PyTree, active: Active) -> PyTree:
+        del active
         return arrays
 
 
@@ -175,8 +175,8 @@ class ReplicaLayout(_OnMesh):
         mesh = narrow_mesh(self.mesh, len(rows))
         return _take_locally(mesh, PartitionSpec(self.axis_name), arrays, rows)
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        return jax.tree.map(lambda leaf: PerReplica(leaf, num_active), arrays)
+    def wrap(self, arrays: PyTree, active: Active) -> PyTree:
+        return jax.tree.map(lambda leaf: PerReplica(leaf, active), arrays)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class OneDeviceStrategy(SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(ReplicaContext(_default, None, active=1))
+set_default(ReplicaContext(_default, None, active=(0,)))
 
 
 class MirroredStrategy(Strategy):
