@@ -108,7 +108,7 @@ class SaveCheckpointIfPreempted:
             logger.warning(text, notice.source)
         notice.close()
 
-    def _say(self) -> str | None:
+    def _own_value(self) -> str | None:
         return self._notice.source
 
     def _find_notice(self) -> str | None:
@@ -117,7 +117,7 @@ class SaveCheckpointIfPreempted:
         if peers is None:
             return self._notice.source
         topic = "whether a machine will be taken away"
-        sources = peers.boundary.exchange(topic, self._say)
+        sources = peers.boundary.exchange(topic, self._own_value)
         noticed = [index for index, source in enumerate(sources) if source]
         if not noticed:
             return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from armillary._launcher import SKIPPED, tell
+from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
 from armillary.checkpoint._folder import (
     CHECKSUM_FILE,
@@ -60,7 +60,7 @@ def restore(
         folder = _find_latest(directory, peers)
         if folder is None:
             return None
-        tell("restored", str(folder))
+        notify_launcher("restored", str(folder))
         try:
             return _restore_intact(checkpoint, folder, selection)
         except CheckpointError:

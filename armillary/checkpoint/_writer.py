@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary._process import is_first
 from armillary._rising_clock import RisingClock
@@ -208,7 +208,7 @@ class Writer:
             # ORDER: before an older checkpoint is removed.
             sync_name(path)
             if is_first():
-                tell("saved", saved[-1].number, str(path))
+                notify_launcher("saved", saved[-1].number, str(path))
         except Exception as error:
             self._failure = self._fail(path, error)
         else:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary._process import Process, set_process
 from armillary.cluster._communication import (
@@ -117,7 +117,7 @@ def join_cluster(
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
     lifeline.watch(options.timeout_seconds, lambda: Phase(START))
-    tell("joined")
+    notify_launcher("joined")
 
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     peers = Peers(index, count, timeout_seconds, lifeline)
@@ -142,7 +142,7 @@ def _start_jax(
             "processes must join first. Make the strategy before every array and "
             "every `jax.devices()`."
         )
-    tell("joining")
+    notify_launcher("joining")
     seconds = options.timeout_seconds or _JOIN_SECONDS
     alone = get_lifeline()
     with (
@@ -152,7 +152,7 @@ def _start_jax(
         _meet(arguments, seconds, note)
         has_joined = _initialize(arguments)
     if not has_joined:
-        tell("joined")
+        notify_launcher("joined")
     return has_joined
 
 

@@ -37,8 +37,8 @@ class StopRequest:
         boundary = peers.boundary
         if not self._is_agreed and self._asked_at != boundary.num_expired:
             self._asked_at = boundary.num_expired
-            answers = boundary.take(self._say)
-            answers = answers or boundary.exchange("whether to stop", self._say)
+            answers = boundary.take(self._own_value)
+            answers = answers or boundary.exchange("whether to stop", self._own_value)
             for index, reasons in enumerate(answers):
                 if reasons and not self._is_agreed:
                     who = f"requested in process {index} of {peers.count}"
@@ -46,5 +46,5 @@ class StopRequest:
                     self._is_agreed = True
         return self._is_agreed
 
-    def _say(self) -> list[str]:
+    def _own_value(self) -> list[str]:
         return [] if self.reason is None else [self.reason]

@@ -25,7 +25,7 @@ class Stragglers:
         if peers is None:
             return
         self._num_loops += 1
-        answers = peers.boundary.take(self._say)
+        answers = peers.boundary.take(self._own_value)
         if not answers or not all(answers):
             return
 
@@ -49,7 +49,7 @@ class Stragglers:
             logger.warning("%s", text)
         self._run.goodput.mark("straggler", step, text)
 
-    def _say(self) -> list[float]:
+    def _own_value(self) -> list[float]:
         # Rarely, because an exchange costs less if all processes send the same.
         if self._num_loops < _COMPARED_LOOPS:
             return []

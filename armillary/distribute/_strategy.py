@@ -47,8 +47,8 @@ from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
     check_axis,
+    concatenate,
     is_per_replica,
-    join,
 )
 from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._keras import follow_keras
@@ -383,7 +383,7 @@ class Strategy(OfOneProcess):
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
                 return leaf
-            whole = join(leaf, axis)
+            whole = concatenate(leaf, axis)
             is_part = leaf.num_active < leaf.stacked.shape[0]
             if self.mesh is None or not (is_part and isinstance(whole, Tracer)):
                 return whole

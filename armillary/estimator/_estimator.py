@@ -23,7 +23,7 @@ from armillary.data._layout import InputContext
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
 from armillary.estimator._hooks import (
-    Hooks,
+    HookAction,
     ListenedManager,
     PeriodicCall,
     as_hooks,
@@ -399,8 +399,8 @@ class Estimator:
 
         optimizer = self._model.optimizer
         assert optimizer is not None  # The trainer or the evaluator has built it.
-        hooks = Hooks(train_hooks)
-        eval_actions = Hooks(eval_hooks)
+        hooks = HookAction(train_hooks)
+        eval_actions = HookAction(eval_hooks)
         checkpoint = Checkpoint(
             model=self._model.modules,
             optimizer=optimizer,

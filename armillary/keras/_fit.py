@@ -38,7 +38,7 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.errors import PeerError
-from armillary.keras._adapters import STEPS, adapt, copy_generated
+from armillary.keras._adapters import STEPS, adapt_datasets, copy_generated
 from armillary.keras._generators import copy_batches
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state import _keras
@@ -129,7 +129,7 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
     if name in STEPS:
         bound = inspect.signature(method).bind(*args, **kwargs)
-        adapt(bound.arguments, strategy or get_strategy(), name)
+        adapt_datasets(bound.arguments, strategy or get_strategy(), name)
         if strategy is not None:
             copy_generated(bound.arguments)
         args = bound.args

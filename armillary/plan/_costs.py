@@ -8,7 +8,7 @@ from typing import Any
 
 from armillary._jaxpr import programs_in
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",

@@ -138,7 +138,7 @@ class Loop:
         for index, reader in enumerate(self.feed.readers):
             if reader.data.is_endless or reader.data.is_agreed:
                 continue
-            if index in self.feed.rests or reader.peek() is not None:
+            if index in self.feed.with_leftovers or reader.peek() is not None:
                 left.append(index)
         return left
 

@@ -55,7 +55,7 @@ class Feed(Generic[T]):
         self.is_started = False
         self.is_closed = False
         # Data sets with unused batches, because another data set of the step had ended.
-        self.rests: set[int] = set()
+        self.with_leftovers: set[int] = set()
 
     def start(
         self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
@@ -104,7 +104,7 @@ class Feed(Generic[T]):
 
     def _check_alike(self, peers: Peers, chunk: T | None) -> None:
         """Raises if the processes have different next chunks."""
-        texts = peers.boundary.take(self._say)
+        texts = peers.boundary.take(self._own_value)
         if not texts:
             texts = peers.gather(f"the data of {self._name}", self._describe(chunk))
         if len(set(texts)) > 1:
@@ -135,7 +135,7 @@ class Feed(Generic[T]):
                 places.append(str(position.source))
         return "; ".join([str(chunk), *places])
 
-    def _say(self) -> str | None:
+    def _own_value(self) -> str | None:
         """Describes the next chunk for the other processes, if it has been read."""
         queue = self.queue
         if queue is None or queue.current is not None:
@@ -193,7 +193,7 @@ class Feed(Generic[T]):
         if self._peers is not None:
             # The answers that were exchanged describe the chunk we dropped, so discard
             # them.
-            self._peers.boundary.take(self._say)
+            self._peers.boundary.take(self._own_value)
 
         try:
             self._reopen(positions)
@@ -252,7 +252,7 @@ class Feed(Generic[T]):
         for index, reader in enumerate(self.readers):
             is_used = reader.used is reader.position
             if not is_used:
-                self.rests.add(index)
+                self.with_leftovers.add(index)
             if reader.has_ended and (with_rest or is_used):
                 reader.position = replace(reader.position, is_exhausted=True)
                 reader.used = reader.position

@@ -107,7 +107,7 @@ class Lockstep:
 
     def _ask(self) -> list[list[_Offer]]:
         """Returns the offers of all processes, exchanged before or now."""
-        answers = self._peers.boundary.take(self._say)
+        answers = self._peers.boundary.take(self._own_value)
         if answers is None:
             with self._peers.announcing_errors():
                 missing = self._most_offers - len(self._waiting)
@@ -117,7 +117,7 @@ class Lockstep:
             answers = [json.loads(text) for text in texts]
         return [[_Offer(*offer) for offer in offers] for offers in answers]
 
-    def _say(self) -> list[_Offer] | None:
+    def _own_value(self) -> list[_Offer] | None:
         """Returns the offers for the other processes, if all of them were read."""
         most = self._most_offers
         while len(self._waiting) < most and self._pieces.ahead is not None:

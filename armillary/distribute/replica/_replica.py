@@ -25,9 +25,9 @@ from armillary.distribute.replica._sameness import reduce_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
+    concatenate,
     is_argument,
     is_per_replica,
-    join,
 )
 from armillary.errors import ReplicaContextError
 from armillary.state._holders import is_claimed
@@ -173,7 +173,7 @@ class ReplicaContext:
 
         def gather(leaf: Any) -> jax.Array:
             rows = jax.lax.all_gather(leaf, self.axis_name)
-            return join(PerReplica(rows, self.active), axis)
+            return concatenate(PerReplica(rows, self.active), axis)
 
         return jax.tree.map(gather, value)
 

@@ -18,7 +18,7 @@ from armillary._jaxpr import (
     is_in_trace,
 )
 from armillary.data._layout import Active, describe_active, first_replicas
-from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
+from armillary.distribute._global_arrays import is_array_or_number, is_key, narrow_mesh
 from armillary.distribute.replica._call import Call
 from armillary.distribute.replica._labels import (
     BATCH,
@@ -30,7 +30,7 @@ from armillary.distribute.replica._labels import (
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
-    leave,
+    leave_step,
     policies_of,
 )
 from armillary.distribute.replica._proof import Proof
@@ -42,7 +42,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
-from armillary.distribute.replica._warnings import Input, warn_of_step
+from armillary.distribute.replica._warnings import ProgramInput, warn_of_step
 from armillary.errors import (
     BatchSizeError,
 )
@@ -120,7 +120,9 @@ class _MappedCall(Call):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_argument)
         self._leaves = leaves
         self._structure = structure
-        self._places = [i for i, x in enumerate(leaves) if is_array(array_of(x))]
+        self._places = [
+            i for i, x in enumerate(leaves) if is_array_or_number(array_of(x))
+        ]
 
         given = [leaves[i] for i in self._places]
         self.arrays = list(map(array_of, given))
@@ -157,14 +159,14 @@ class _MappedCall(Call):
         active = f"data on {self._context.active} of {self.num_replicas}"
         program = jax.make_jaxpr(run, axis_env=[(active, 1)])(slots, arrays)
         proof = self._prove(program)
-        _, is_same, self._is_equal = self.split(proof.is_equal)
-        _, _, self._is_part = self.split(proof.is_divided)
+        _, is_same, self._is_equal = self.split_outputs(proof.is_equal)
+        _, _, self._is_part = self.split_outputs(proof.is_divided)
 
         results = evaluate(program, [*slots, *arrays])
-        start, after, values = self.split(results)
+        start, after, values = self.split_outputs(results)
         policies = [self.policies[i] for i in self.changed]
         final = [
-            leave(*row, self._context)
+            leave_step(*row, self._context)
             for row in zip(policies, start, after, is_same, strict=True)
         ]
         own: list[Any] = []
@@ -215,13 +217,13 @@ class _MappedCall(Call):
         )
         return proof
 
-    def _inputs(self) -> list[Input]:
+    def _inputs(self) -> list[ProgramInput]:
         """Returns for each input of the program whether it is a replica's own."""
         of_state = [
-            Input(is_meant=kind.aggregation is VariableAggregation.NONE)
+            ProgramInput(is_meant=kind.aggregation is VariableAggregation.NONE)
             for kind in self._state.kinds
         ]
-        of_arguments = [Input(is_split=is_split) for is_split in self.is_split]
+        of_arguments = [ProgramInput(is_split=is_split) for is_split in self.is_split]
         return [*of_state, *of_arguments]
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:

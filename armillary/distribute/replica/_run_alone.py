@@ -66,7 +66,7 @@ def run_alone(
     else:
         # Without the axis, the program is cheaper, and any operation may be in it.
         outputs = evaluate()
-    _, after, values = call.split(outputs)
+    _, after, values = call.split_outputs(outputs)
     call.write(after)
     return call.returned(values)
 

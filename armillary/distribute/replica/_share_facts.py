@@ -1,4 +1,4 @@
-"""Facts about one value of a step, and the ways in which operations change them.
+"""Facts about one value of a step, and the kinds in which operations change them.
 
 `_shares.py` follows these facts through the program of a step.
 """
@@ -40,8 +40,8 @@ class Reach(enum.IntEnum):
     UNKNOWN = 3
 
 
-class Way(enum.Enum):
-    """A way in which a number depends on the share."""
+class CauseKind(enum.Enum):
+    """The way in which a number depends on the share."""
 
     NONLINEAR = "nonlinear"
     QUOTIENT = "quotient"
@@ -56,13 +56,20 @@ class Way(enum.Enum):
 
 
 # These stay with a value for each example; the others go when it is normalized.
-LASTING = (Way.PAIRS, Way.ORDER, Way.LOOP, Way.WEIGHTS, Way.GRADIENT, Way.LOSS)
+LASTING = (
+    CauseKind.PAIRS,
+    CauseKind.ORDER,
+    CauseKind.LOOP,
+    CauseKind.WEIGHTS,
+    CauseKind.GRADIENT,
+    CauseKind.LOSS,
+)
 
 
 class Cause(NamedTuple):
     """An operation that makes a number depend on the share, and its line."""
 
-    way: Way
+    kind: CauseKind
     operation: str
     line: str
 
@@ -97,7 +104,7 @@ UNKNOWN = Share(Reach.UNKNOWN)
 COMBINED = Share(divisors=frozenset({ANY}))
 
 
-def combine(operand: Share) -> Share:
+def as_combined(operand: Share) -> Share:
     """Returns the facts about the sum or mean of a value over replicas.
 
     The mean of gradients gets a warning of its own.
@@ -254,7 +261,7 @@ def as_stack(facts: Share, num_axes: int) -> Share:
 def leave_loop(facts: Share, line: str) -> Share:
     """Returns the facts about a result of a loop over examples."""
     causes = {
-        each._replace(line=line) if each.way is Way.LOOP else each
+        each._replace(line=line) if each.kind is CauseKind.LOOP else each
         for each in facts.causes
     }
     return facts._replace(causes=frozenset(causes), is_carried=False)
@@ -265,7 +272,7 @@ def first_of(causes: Iterable[Cause]) -> Cause:
 
     A number is clipped by a quotient, so the operation before it says more.
     """
-    ways = [*LASTING, *(way for way in Way if way not in LASTING)]
-    ways.remove(Way.QUOTIENT)
-    ways.append(Way.QUOTIENT)
-    return min(causes, key=lambda each: (ways.index(each.way), each[1:]))
+    kinds = [*LASTING, *(kind for kind in CauseKind if kind not in LASTING)]
+    kinds.remove(CauseKind.QUOTIENT)
+    kinds.append(CauseKind.QUOTIENT)
+    return min(causes, key=lambda each: (kinds.index(each.kind), each[1:]))

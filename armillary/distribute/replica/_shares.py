@@ -47,13 +47,13 @@ from armillary.distribute.replica._share_facts import (
     LASTING,
     UNKNOWN,
     Cause,
+    CauseKind,
     Reach,
     Share,
-    Way,
+    as_combined,
     as_stack,
     as_total,
     bends,
-    combine,
     depends_on_order,
     divides_by_own,
     divisors_in,
@@ -100,12 +100,12 @@ class SumOfMeans(NamedTuple):
     line: str
 
 
-Finding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
+ShareFinding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
 
 
 def find_shares(
     program: core.ClosedJaxpr, is_split: Sequence[bool], axis_name: str
-) -> list[Finding]:
+) -> list[ShareFinding]:
     """Returns the numbers that depend on how replicas share the examples.
 
     Args:
@@ -142,8 +142,8 @@ class _Search(ReplicaDataflow[Share]):
         self._sums_of_means: set[str] = set()
         self._numerator = EQUAL
 
-    def findings(self) -> list[Finding]:
-        found: list[Finding] = []
+    def findings(self) -> list[ShareFinding]:
+        found: list[ShareFinding] = []
         for name, causes in self._metrics.items():
             found.append(MetricOfShare(name, first_of(causes)))
         for line, causes in self._reductions.items():
@@ -190,7 +190,7 @@ class _Search(ReplicaDataflow[Share]):
             return [COMBINED] * len(equation.outvars)
         for operand, made in zip(operands, equation.outvars, strict=True):
             self._look_at_reduction(equation, operand, by_ops, made)
-        return list(map(combine, operands))
+        return list(map(as_combined, operands))
 
     def follow_exchange(self, equation: Any, operands: list[Share]) -> list[Share]:
         del operands
@@ -258,7 +258,7 @@ class _Search(ReplicaDataflow[Share]):
         causes = {
             each
             for each in operand.causes
-            if operand.is_gradient or each.way in LASTING
+            if operand.is_gradient or each.kind in LASTING
         }
         if causes:
             self._reductions.setdefault(line, set()).update(causes)
@@ -338,17 +338,17 @@ class _Search(ReplicaDataflow[Share]):
         if divides_by_own(equation, operands):
             both = both._replace(divisors=both.divisors | {ANY})
         if both.is_carried and bends(equation, operands):
-            both = self._with_cause(both, Way.LOOP, equation)
+            both = self._with_cause(both, CauseKind.LOOP, equation)
         if both.reach is Reach.REDUCED:
             return self._mix_reduced(equation, operands, both)
         # Statistics of a share may normalize examples, also after a dropout, which is
         # not followed.
-        kept = {each for each in both.causes if each.way in LASTING}
+        kept = {each for each in both.causes if each.kind in LASTING}
         if not any(each.reach is Reach.EXAMPLES for each in operands):
             unknown = (each for each in operands if each.reach is Reach.UNKNOWN)
             kept |= self.join(unknown).causes
         if keeps_differences(equation):
-            kept |= {each for each in both.causes if each.way is Way.VARIANCE}
+            kept |= {each for each in both.causes if each.kind is CauseKind.VARIANCE}
         both = both._replace(causes=frozenset(kept), combined=frozenset())
         if both.reach is Reach.EXAMPLES:
             if not self.is_backward(equation):
@@ -361,13 +361,13 @@ class _Search(ReplicaDataflow[Share]):
     ) -> Share:
         """Adds the cause that lies in how examples meet statistics of their share."""
         if weighs_examples(equation, operands):
-            return self._with_cause(both, Way.WEIGHTS, equation)
+            return self._with_cause(both, CauseKind.WEIGHTS, equation)
         if uses_gradient(operands):
-            return self._with_cause(both, Way.GRADIENT, equation)
+            return self._with_cause(both, CauseKind.GRADIENT, equation)
         if depends_on_order(equation, operands):
-            return self._with_cause(both, Way.ORDER, equation)
+            return self._with_cause(both, CauseKind.ORDER, equation)
         if is_difference(equation, operands):
-            return self._with_cause(both, Way.VARIANCE, equation)
+            return self._with_cause(both, CauseKind.VARIANCE, equation)
         return both
 
     def _mix_reduced(self, equation: Any, operands: list[Share], both: Share) -> Share:
@@ -377,7 +377,7 @@ class _Search(ReplicaDataflow[Share]):
             return both._replace(causes=frozenset())
         is_backward = self.is_backward(equation)
         if is_backward and is_of_statistics(equation, operands):
-            return self._with_cause(both, Way.LOSS, equation)
+            return self._with_cause(both, CauseKind.LOSS, equation)
         if is_backward and made.shape:
             # The derivative of a product with statistics, as of batch normalization.
             gradients = [each for each in operands if each.is_gradient]
@@ -385,14 +385,14 @@ class _Search(ReplicaDataflow[Share]):
                 return both._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
         if is_backward and not made.shape:
-            of_loss = {each._replace(way=Way.LOSS) for each in both.causes}
+            of_loss = {each._replace(kind=CauseKind.LOSS) for each in both.causes}
             both = both._replace(causes=frozenset(of_loss))
             if bends(equation, operands):
-                return self._with_cause(both, Way.LOSS, equation)
+                return self._with_cause(both, CauseKind.LOSS, equation)
         if bends(equation, operands):
             is_quotient = name == "div" and bool(operands[0].reach)
-            way = Way.QUOTIENT if is_quotient else Way.NONLINEAR
-            return self._with_cause(both, way, equation)
+            kind = CauseKind.QUOTIENT if is_quotient else CauseKind.NONLINEAR
+            return self._with_cause(both, kind, equation)
         is_choice = name == "select_n" and not operands[0].reach
         is_linear = name in (*LINEAR, *PRODUCTS, "div", "integer_pow")
         is_kept = is_choice or is_linear
@@ -416,7 +416,7 @@ class _Search(ReplicaDataflow[Share]):
             result = both._replace(axes=axes)
             is_of_pairs = any(a - b and b - a for a in moved for b in moved if a and b)
             if is_of_pairs:
-                result = self._with_cause(result, Way.PAIRS, equation)
+                result = self._with_cause(result, CauseKind.PAIRS, equation)
             return result
         if not sizes:
             # A loop has taken the examples apart, so this is one of them.
@@ -432,9 +432,9 @@ class _Search(ReplicaDataflow[Share]):
         if name in SUMS:
             return reduced
         if name in EXTREMES:
-            return self._with_cause(reduced, Way.EXTREME, equation)
+            return self._with_cause(reduced, CauseKind.EXTREME, equation)
         return reduced._replace(reach=Reach.UNKNOWN)
 
-    def _with_cause(self, facts: Share, way: Way, equation: Any) -> Share:
-        cause = Cause(way, equation.primitive.name, self.line(equation))
+    def _with_cause(self, facts: Share, kind: CauseKind, equation: Any) -> Share:
+        cause = Cause(kind, equation.primitive.name, self.line(equation))
         return facts._replace(causes=facts.causes | {cause})

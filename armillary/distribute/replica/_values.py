@@ -236,7 +236,7 @@ def check_axis(axis: Any) -> None:
         )
 
 
-def join(value: PerReplica, axis: int) -> jax.Array:
+def concatenate(value: PerReplica, axis: int) -> jax.Array:
     """Returns the values of all replicas, concatenated along an axis."""
     rows = value.active
     shape = rows.shape[1:]

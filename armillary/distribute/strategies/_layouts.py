@@ -17,7 +17,7 @@ from armillary.distribute._global_arrays import (
     everywhere,
     narrow_mesh,
     place_parts,
-    split,
+    place_rows,
 )
 from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
@@ -165,7 +165,7 @@ class ReplicaLayout(_OnMesh):
             return jax.device_put(arrays, sharding)
         count = num_replicas or self.num_replicas
         rows = hosted_replicas(self.local_replicas, self.num_replicas, count)
-        return split(arrays, sharding, leading_axes, rows, count)
+        return place_rows(arrays, sharding, leading_axes, rows, count)
 
     def _sharding(self, leading_axes: int, num_replicas: int | None) -> NamedSharding:
         spec = PartitionSpec(*[None] * leading_axes, self.axis_name)
@@ -193,7 +193,7 @@ class MeshLayout(_OneReplica, _OnMesh):
         return _describe(
             types,
             lambda s: (*leading, s[0] * self.num_shares, *s[1:]),
-            lambda shape: self.split(shape, len(leading)),
+            lambda shape: self.sharding_of(shape, len(leading)),
         )
 
     def place(
@@ -202,13 +202,13 @@ class MeshLayout(_OneReplica, _OnMesh):
         del num_replicas
 
         def shard(leaf: Any) -> NamedSharding:
-            return self.split(np.shape(leaf), leading_axes)
+            return self.sharding_of(np.shape(leaf), leading_axes)
 
         if self.peers is not None:
             return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 
-    def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
+    def sharding_of(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
         """Returns the sharding of an array with its examples along `axis`, if any."""
         if axis is None or axis >= len(shape):
             return everywhere(self.mesh)

@@ -23,7 +23,7 @@ from armillary.cluster.resolvers._resolver import (
 )
 from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
-from armillary.distribute._global_arrays import as_local, is_array, is_divided
+from armillary.distribute._global_arrays import as_local, is_array_or_number, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
@@ -80,7 +80,7 @@ class JoinedStrategy(Strategy):
             shared = {
                 name: array
                 for name, array in arrays
-                if is_array(array) or isinstance(array, numbers.Number)
+                if is_array_or_number(array) or isinstance(array, numbers.Number)
                 if not is_divided(array)
             }
             if shared:

@@ -108,7 +108,7 @@ class ShardedPlacement(MeshPlacement):
 
     @property
     def split(self) -> Split:
-        return self.layout.split
+        return self.layout.sharding_of
 
     def specs(self, state: State) -> list[PartitionSpec]:
         """Returns the division of each array of a state."""
