@@ -114,7 +114,7 @@ class SaveCheckpointIfPreempted:
     def _find_notice(self) -> str | None:
         """Returns the source of a notice, if any; all processes return the same."""
         peers = get_peers()
-        if peers is None:
+        if peers.is_alone:
             return self._notice.source
         topic = "whether a machine will be taken away"
         sources = peers.boundary.exchange(topic, self._own_value)

@@ -297,7 +297,7 @@ class Checkpoint(OfOneProcess):
 
         packed = {name: _read_state(name, obj) for name, obj in self.states.items()}
         peers = get_peers()
-        if peers is not None:
+        if not peers.is_alone:
             self._check_agreed(packed, peers)
         states = {name: each.state for name, each in packed.items()}
         arrays: dict[str, np.ndarray] = {}
@@ -385,9 +385,9 @@ class Checkpoint(OfOneProcess):
                         )
                         raise
                     refused[name] = str(error)
-            peers = get_peers()
-            if may_refuse and peers is not None:
-                texts = peers.gather("states that do not fit", json.dumps(refused))
+            if may_refuse:
+                own = json.dumps(refused)
+                texts = get_peers().gather("states that do not fit", own)
                 for text in texts:
                     refused |= json.loads(text)
             for name in refused:

@@ -16,6 +16,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from armillary._launcher import notify_launcher
@@ -33,6 +34,9 @@ class Peers:
     """The processes that train together. This process has the number `index`."""
 
     # Only the main thread may use it: rounds must have the same order everywhere.
+
+    is_alone = False
+    """Whether there is only this process, so that nothing has to be agreed on."""
 
     def __init__(
         self, index: int, count: int, timeout_seconds: float, lifeline: Lifeline
@@ -116,9 +120,12 @@ class Peers:
             self.fail(error)
         return cause
 
+    def announcing_errors(self) -> AbstractContextManager[None]:
+        """Sends an error in the code inside it to the other processes."""
+        return self._announcing_errors()
+
     @contextlib.contextmanager
-    def announcing_errors(self) -> Iterator[None]:
-        """Tells the other processes about an error in the code inside it."""
+    def _announcing_errors(self) -> Iterator[None]:
         try:
             yield
         except PeerError:
@@ -177,6 +184,34 @@ class Peers:
         raise PeerError(message)
 
 
+class Alone(Peers):
+    """The only process of its job. It agrees with itself, and sends nothing."""
+
+    is_alone = True
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.count = 1
+        self.has_failed = False
+        self.boundary = Boundary(self.gather)
+
+    def gather(self, topic: str, value: str) -> list[str]:
+        del topic
+        return [value]
+
+    def fail(self, error: BaseException) -> None:
+        del error
+
+    def explain(self, error: BaseException) -> None:
+        del error
+
+    def announcing_errors(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def __reduce__(self) -> str:
+        return "ALONE"  # A copy is the same object.
+
+
 class Boundary:
     """The last exchange between two loops; all processes call the same methods."""
 
@@ -222,3 +257,6 @@ class Boundary:
         if reference not in self._parts:
             self._parts[reference] = str(next(self._counter))
         return self._parts[reference]
+
+
+ALONE = Alone()

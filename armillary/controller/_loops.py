@@ -161,7 +161,7 @@ class LoopRunner:
     def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
         """Returns the number of loops to start together, if nothing is due between."""
         # Several processes would have to agree, and an action may read the state.
-        is_alone = not self._run.train_actions and get_peers() is None
+        is_alone = not self._run.train_actions and get_peers().is_alone
         if callable(self._run.steps_per_loop) or not is_alone:
             return 1
         seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)

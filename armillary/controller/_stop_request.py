@@ -31,7 +31,7 @@ class StopRequest:
     def is_agreed(self) -> bool:
         """Returns whether any process requested a stop; all processes call this."""
         peers = get_peers()
-        if peers is None:
+        if peers.is_alone:
             return self.reason is not None
         # Between two loops, the first answer counts.
         boundary = peers.boundary

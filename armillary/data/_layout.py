@@ -150,8 +150,8 @@ class BatchLayout(Protocol):
     If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, and
     a process has the rows of its `local_replicas`. Otherwise, leaves have shape
     `(batch, ...)`, and each process has all rows. `num_replicas` counts the replicas of
-    all processes. `peers` is None if there is only one process. `devices` are the
-    devices of this process. A batch has at most `num_shares` parts.
+    all processes, `peers`. `devices` are the devices of this process. A batch has at
+    most `num_shares` parts.
     """
 
     @property
@@ -159,7 +159,7 @@ class BatchLayout(Protocol):
     @property
     def local_replicas(self) -> range: ...
     @property
-    def peers(self) -> Peers | None: ...
+    def peers(self) -> Peers: ...
     @property
     def stacked(self) -> bool: ...
     @property

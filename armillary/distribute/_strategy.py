@@ -148,7 +148,8 @@ class Strategy(OfOneProcess):
     @property
     def peers(self) -> Peers | None:
         """The processes that this strategy spans; `None` for a single process."""
-        return self.placement.peers
+        peers = self.placement.peers
+        return None if peers.is_alone else peers
 
     @property
     def home(self) -> Sharding | None:
@@ -174,7 +175,7 @@ class Strategy(OfOneProcess):
             ValueError: If the strategy is for one device or spans several processes.
         """
         present = self.placement
-        if present.mesh is None or present.peers is not None:
+        if present.mesh is None or not present.peers.is_alone:
             where = "one device" if present.mesh is None else "several processes"
             raise ValueError(
                 f"The strategy is {self!r}, which is for {where}. Plan with "
@@ -200,10 +201,10 @@ class Strategy(OfOneProcess):
     @property
     def input_context(self) -> InputContext:
         """The share of the data that this process reads."""
-        peers = self.peers
+        peers = self.placement.peers
         return InputContext(
-            num_input_pipelines=1 if peers is None else peers.count,
-            input_pipeline_id=0 if peers is None else peers.index,
+            num_input_pipelines=peers.count,
+            input_pipeline_id=peers.index,
             num_replicas_in_sync=self.num_replicas_in_sync,
         )
 
@@ -416,7 +417,7 @@ class Strategy(OfOneProcess):
     def _local_parts(self, value: PerReplica) -> list[Any]:
         parts = value.parts()
         layout = self.layout
-        if self.peers is None:
+        if layout.peers.is_alone:
             return list(parts.values())
         count = value.shared_by or len(value.array)
         local = hosted_replicas(layout.local_replicas, layout.num_replicas, count)
@@ -472,7 +473,7 @@ class Strategy(OfOneProcess):
         """
         check_callable("dataset_fn", dataset_fn)
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
-        if self.peers is not None and not self.layout.stacked:
+        if not (self.layout.peers.is_alone or self.layout.stacked):
             raise ValueError(
                 "`distribute_datasets_from_function` (a function with an "
                 "`input_context`) lets each process read data of its own, but under "

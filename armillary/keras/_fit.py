@@ -137,8 +137,8 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
 
-    if strategy.peers is not None:
-        _check_same(strategy.peers, model, name)
+    if not strategy.layout.peers.is_alone:
+        _check_same(strategy.layout.peers, model, name)
     _warn_of_operations(strategy)
     if _made_for.get(model) is not strategy:
         # Keras would keep functions that were made for other devices.
@@ -222,11 +222,12 @@ def _around_make_function(method: Any, model: Any, args: Any, kwargs: Any) -> An
     # Keras passes more than a step only for `predict`. It fetches these outputs, and
     # they belong to the global batch.
     is_predict = bool(others or kwargs)
-    gathers = is_predict and strategy.peers is not None
+    is_alone = strategy.layout.peers.is_alone
+    gathers = is_predict and not is_alone
     gather = jax.jit(_as_it_is, out_shardings=sharding)
 
     def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
-        if strategy.peers is not None:
+        if not is_alone:
             # Metrics that were reset are arrays of this process only.
             state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()

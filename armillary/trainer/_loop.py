@@ -191,7 +191,7 @@ class Loop:
             max_chunk_bytes=self._method.options.max_chunk_bytes,
             # A process must not raise an error alone: the other processes must receive
             # it, too.
-            gives_errors_at_once=self._strategy.layout.peers is not None,
+            gives_errors_at_once=not self._strategy.layout.peers.is_alone,
             # An evaluation changes no state, so its data may always be read ahead.
             reads_ahead=self._reads_ahead and not self._method.is_evaluation,
         )

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from armillary.cluster._peers import ALONE
 from armillary.data import DistributedDataset
 from armillary.data._layout import Active
 from armillary.data.feed._piece import Piece
@@ -29,7 +30,7 @@ class HostLayout:
     def __init__(self, num_replicas: int = 1, stacked: bool = True) -> None:
         self.num_replicas = num_replicas
         self.local_replicas = range(num_replicas)
-        self.peers = None
+        self.peers = ALONE
         self.stacked = stacked
 
     def place(

@@ -218,7 +218,7 @@ def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
     fails(ValueError, "is for one device", single, 8, abstract=True)
     placement = trainer.strategy.placement
-    layout = replace(placement.layout, peers=SimpleNamespace(count=2))
+    layout = replace(placement.layout, peers=SimpleNamespace(count=2, is_alone=False))
     monkeypatch.setattr(
         trainer.strategy, "placement", replace(placement, layout=layout)
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE
 from armillary.data.feed._ahead import Peekable, read_ahead
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
@@ -41,11 +41,9 @@ class Feed(Generic[T]):
         self._name = name
         # Steps without data are the same in all processes.
         is_compared = name is not None and bool(readers)
-        self._peers = readers[0].data.layout.peers if is_compared else None
-        self._announcing = contextlib.nullcontext
-        if self._peers is not None:
-            self._announcing = self._peers.announcing_errors
-        self._is_alike = False
+        self._peers = readers[0].data.layout.peers if is_compared else ALONE
+        # Whether the next chunks are known to be the same in all processes.
+        self._is_alike = self._peers.is_alone
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
@@ -86,7 +84,7 @@ class Feed(Generic[T]):
         """
         if self.is_closed:
             return [None] * len(self.readers)
-        with self._announcing(), self.reading():
+        with self._peers.announcing_errors(), self.reading():
             batches = [reader.peek() for reader in self.readers]
         self.note_ends()
         return batches
@@ -96,14 +94,15 @@ class Feed(Generic[T]):
         chunk = self.chunk
         if chunk is not None or self.is_closed:
             return chunk
-        with self._announcing():
+        with self._peers.announcing_errors():
             chunk = self._read()
-        if self._peers is not None and not self._is_alike:
-            self._check_alike(self._peers, chunk)
+        if not self._is_alike:
+            self._check_alike(chunk)
         return chunk
 
-    def _check_alike(self, peers: Peers, chunk: T | None) -> None:
+    def _check_alike(self, chunk: T | None) -> None:
         """Raises if the processes have different next chunks."""
+        peers = self._peers
         texts = peers.boundary.take(self._own_value)
         if not texts:
             texts = peers.gather(f"the data of {self._name}", self._describe(chunk))
@@ -190,7 +189,7 @@ class Feed(Generic[T]):
             self.queue.close()
         self.queue = None
         self.offset = 0
-        if self._peers is not None:
+        if not self._peers.is_alone:
             # The answers that were exchanged describe the chunk we dropped, so discard
             # them.
             self._peers.boundary.take(self._own_value)

@@ -64,7 +64,6 @@ class Lockstep:
         in_pieces: bool,
         most_offers: int,
     ) -> None:
-        assert layout.peers is not None
         self._most_offers = most_offers
         self._pieces = pieces
         self._layout = layout

@@ -47,7 +47,7 @@ class Splitter:
         self._num_all = layout.num_replicas
         self._num_replicas = layout.num_replicas
         self._local: range | None = None
-        if layout.peers is not None and layout.stacked:
+        if layout.stacked and not layout.peers.is_alone:
             if self._of_replicas:
                 self._num_replicas = len(layout.local_replicas)
             else:

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from armillary.data._layout import Active, Peers, hosted_replicas
+from armillary.cluster._peers import ALONE, Peers
+from armillary.data._layout import Active, hosted_replicas
 from armillary.distribute._global_arrays import (
     as_global,
     everywhere,
@@ -84,7 +85,7 @@ class SingleLayout(_OneReplica):
     sharding: Sharding | None
 
     num_shares = 1
-    peers = None
+    peers = ALONE
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         return _describe(types, lambda s: (*leading, *s), lambda _: self.sharding)
@@ -114,7 +115,7 @@ class SingleLayout(_OneReplica):
 @dataclass(frozen=True)
 class _OnMesh:
     mesh: Any
-    peers: Peers | None = None
+    peers: Peers = ALONE
 
     @property
     def devices(self) -> Collection[Any]:
@@ -122,7 +123,7 @@ class _OnMesh:
 
     def replicate(self, arrays: PyTree) -> PyTree:
         sharding = everywhere(self.mesh)
-        if self.peers is None:
+        if self.peers.is_alone:
             return jax.device_put(arrays, sharding)
         return jax.tree.map(lambda leaf: as_global(leaf, sharding), arrays)
 
@@ -135,7 +136,7 @@ class ReplicaLayout(_OnMesh):
 
     @property
     def local_replicas(self) -> range:
-        if self.peers is None:
+        if self.peers.is_alone:
             return range(self.num_replicas)
         owners = [device.process_index for device in self.mesh.devices.flat]
         start = owners.index(self.peers.index)
@@ -161,7 +162,7 @@ class ReplicaLayout(_OnMesh):
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
         sharding = self._sharding(leading_axes, num_replicas)
-        if self.peers is None:
+        if self.peers.is_alone:
             return jax.device_put(arrays, sharding)
         count = num_replicas or self.num_replicas
         rows = hosted_replicas(self.local_replicas, self.num_replicas, count)
@@ -204,7 +205,7 @@ class MeshLayout(_OneReplica, _OnMesh):
         def shard(leaf: Any) -> NamedSharding:
             return self.sharding_of(np.shape(leaf), leading_axes)
 
-        if self.peers is not None:
+        if not self.peers.is_alone:
             return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 

@@ -73,7 +73,7 @@ class ReplicaPlacement(MeshPlacement):
     """One replica on each device, which holds a copy of the state."""
 
     @classmethod
-    def on(cls, mesh: Mesh, peers: Peers | None) -> Self:
+    def on(cls, mesh: Mesh, peers: Peers) -> Self:
         """Returns the placement on a mesh of the devices of some processes."""
         return cls(ReplicaLayout(mesh, peers), mesh)
 
