@@ -161,10 +161,6 @@ class Strategy(OfOneProcess):
         """The division of examples, if XLA divides a step between devices itself."""
         return self.placement.split
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns the sharding of each array in programs; `None` for any device."""
-        return self.placement.state_shardings(state)
-
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Makes this strategy trace programs for devices that are not present.

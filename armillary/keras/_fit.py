@@ -325,7 +325,8 @@ def _place(model: Any) -> None:
     homes: dict[int, Any] = {}
     if strategy.split is not None:
         state = State([(model, type(model).__name__)])
-        pairs = zip(state.read(), strategy.state_shardings(state), strict=True)
+        shardings = strategy.placement.state_shardings(state)
+        pairs = zip(state.read(), shardings, strict=True)
         homes = {id(leaf): home for leaf, home in pairs}
 
     variables = [*model.variables]
