@@ -1,4 +1,4 @@
-"""Facts about one value of a step, and the kinds in which operations change them.
+"""Facts about one value of a step, and the ways in which operations change them.
 
 `_shares.py` follows these facts through the program of a step.
 """
