@@ -29,7 +29,7 @@ from armillary.launch._restarts import (
 )
 from tests.conftest import REPOSITORY
 
-DOCUMENT = REPOSITORY / "docs" / "exit_codes.md"
+DOCUMENT = REPOSITORY / "docs" / "machines" / "exit_codes.md"
 OK, SAVED, FAILED = ExitCode.OK, ExitCode.PREEMPTED, ExitCode.FAILED
 ADDRESSES = ("127.0.0.1:1001", "127.0.0.1:1002")
 CPUS = DevicePlan(virtual_cpus=2)

@@ -2,7 +2,7 @@
 
 `make check` prints the counts as a warning, and never fails. Name files to see lines::
 
-    python tests/meta/voice.py docs/data.md armillary/errors.py
+    python tests/meta/voice.py docs/data/index.md armillary/errors.py
 """
 
 import ast
