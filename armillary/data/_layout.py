@@ -21,7 +21,7 @@ class InputContext:
     A function given to `distribute_datasets_from_function` gets an `InputContext`. It
     reads its share of the data, such as
     `images[input_pipeline_id::num_input_pipelines]`, and batches it for one replica.
-    `docs/batch_sizes.md` has an example.
+    `docs/data/batch_sizes.md` has an example.
 
     Args:
         num_input_pipelines: The number of pipelines that share the data, one in each

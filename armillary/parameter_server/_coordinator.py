@@ -33,7 +33,7 @@ class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`.
 
     It works like `tf.distribute.coordinator.ClusterCoordinator`;
-    `docs/scheduled_functions.md` has an example.
+    `docs/advanced/scheduled_functions.md` has an example.
 
     A scheduled function is compiled once on each worker. It reads variables when it
     begins, and sends gradients and sums when it ends. The variables of this process are

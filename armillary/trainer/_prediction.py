@@ -34,7 +34,7 @@ def predict(
 
     Each example is used exactly once, for any batch size and number of replicas and
     processes, and for any `remainder` of the data set. Only the batches in progress are
-    kept in memory. `docs/prediction.md` has an example.
+    kept in memory. `docs/train/prediction.md` has an example.
 
     It reads the data from the beginning, and does not change the position of `dataset`.
     In a shuffled data set, it uses the order of the first pass. In a job of several

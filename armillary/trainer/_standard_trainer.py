@@ -195,7 +195,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                 "beginning, and counts `epochs` from 0. Use "
                 "`armillary.data.from_arrays`, Grain, TFRecords, a loader with "
                 "`state_dict` and `load_state_dict`, or an iterator with `get_state` "
-                "and `set_state` (docs/data_positions.md).",
+                "and `set_state` (docs/data/positions.md).",
                 ", ".join(lost),
             )
         return datasets

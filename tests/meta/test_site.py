@@ -66,6 +66,22 @@ def test_pages_below_a_page_are_in_its_folder(page):
     assert folders == {folder_of(page)}
 
 
+def find_named_pages(folder):
+    """Yields each page that a file of the code names, with the file."""
+    for path in (REPOSITORY / folder).rglob("*"):
+        if path.suffix in {".ipynb", ".py", ".tmpl", ".toml"}:
+            for name in re.findall(r"\bdocs/[\w/]+\.md", path.read_text()):
+                yield path.relative_to(REPOSITORY).as_posix(), name
+
+
+def test_pages_that_code_names_exist():
+    folders = ("armillary", "benchmarks", "docs/site", "examples", "tests")
+    named = [pair for folder in folders for pair in find_named_pages(folder)]
+    assert len(named) > 100
+    missing = [pair for pair in named if not (REPOSITORY / pair[1]).exists()]
+    assert missing == []
+
+
 def find_targets(pages):
     return re.findall(r"^\.\. auto(?!module)\w+:: (.+)$", "\n".join(pages), re.M)
 

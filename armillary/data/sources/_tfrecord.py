@@ -48,7 +48,7 @@ def from_tfrecords(
     The files are one sequence of records, in the order of the paths, and are shuffled
     together. Each file is scanned once to find its records. Later, records are read by
     their place, and their checksums are compared. A batch is a dictionary of NumPy
-    arrays. `docs/tfrecord.md` has an example.
+    arrays. `docs/data/tfrecord.md` has an example.
 
     Args:
         paths: One file or several, not compressed. A pattern such as
