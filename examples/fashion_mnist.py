@@ -1,7 +1,7 @@
 """Trains the CNN of the custom training loop tutorial on Fashion-MNIST.
 
-`--data-dir` is a folder with the four standard IDX files, as the data set's authors
-publish them; any data set in the same format (MNIST, for one) works as well.
+`--data-dir` is a folder with the four standard IDX files, as the dataset's authors
+publish them; any dataset in the same format (MNIST, for one) works as well.
 
     python examples/fashion_mnist.py --data-dir ~/data/fashion_mnist
 """

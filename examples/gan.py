@@ -129,7 +129,7 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Compares generated images with all real ones, and shows a few.
 
-    The noise comes from the data set: every evaluation draws the same images.
+    The noise comes from the dataset: every evaluation draws the same images.
     """
 
     def __init__(self, dataset, strategy, generator) -> None:

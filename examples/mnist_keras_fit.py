@@ -1,6 +1,6 @@
 """Fits a Keras model on several devices, after "Distributed training with Keras".
 
-`--data-dir` is a folder with the four standard IDX files of MNIST, or of a data set in
+`--data-dir` is a folder with the four standard IDX files of MNIST, or of a dataset in
 the same format. Without it, the data are the 1,797 digits that come with scikit-learn.
 
     python examples/mnist_keras_fit.py --devices 4 --data-dir ~/data/mnist

@@ -1,4 +1,4 @@
-"""Learns to balance a pole on a cart by policy gradients, without a data set.
+"""Learns to balance a pole on a cart by policy gradients, without a dataset.
 
 Every training step plays its own episodes, on all replicas at once: CartPole, the
 environment of Barto, Sutton and Anderson (1983), is written with `jax.numpy` and runs
@@ -89,7 +89,7 @@ def discounted_sums(rewards: jax.Array) -> jax.Array:
 class Trainer(armillary.StandardTrainer):
     """Trains a policy; each loop reports how many moves its episodes lasted.
 
-    There is no data set, so the step never calls `next(iterator)`.
+    There is no dataset, so the step never calls `next(iterator)`.
     """
 
     def __init__(self, strategy, policy, optimizer, *, num_episodes: int) -> None:

@@ -25,7 +25,7 @@ class SingleTaskTrainer(armillary.StandardTrainer):
     Make it in the scope of the strategy that it is to use.
 
     Args:
-        train_dataset: A data set whose batches are dictionaries.
+        train_dataset: A dataset whose batches are dictionaries.
         label_key: The entry of a batch that holds the labels. The model is called with
             a dictionary of the other entries.
         model: The model to train.
@@ -88,7 +88,7 @@ class SingleTaskEvaluator(armillary.StandardEvaluator):
     Make it in the scope of the strategy that it is to use.
 
     Args:
-        eval_dataset: A data set whose batches are dictionaries.
+        eval_dataset: A dataset whose batches are dictionaries.
         label_key: As for `SingleTaskTrainer`.
         model: The model to evaluate. If it has dropout, give a view of it,
             `nnx.view(model, deterministic=True)`. With batch normalization, add

@@ -78,7 +78,7 @@ def test_a_part_that_nobody_holds_says_nothing_more():
 
 
 class Adder(armillary.StandardTrainer):
-    """Adds up examples: of one data set for all, or of each process's own."""
+    """Adds up examples: of one dataset for all, or of each process's own."""
 
     def __init__(self, strategy: Any, has_own_data: bool) -> None:
         rows = np.arange(64, dtype=np.float32)

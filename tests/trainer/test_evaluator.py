@@ -64,7 +64,7 @@ def test_an_evaluator_may_continue_where_the_last_evaluation_ended(
     assert sums == [one, two + three, four, one, whole - one, whole]
 
 
-def test_all_of_a_data_set_without_an_end_is_an_error():
+def test_all_of_a_dataset_without_an_end_is_an_error():
     data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
     evaluator = Evaluator(data)
     with pytest.raises(
