@@ -4,6 +4,9 @@
 the same format. Without it, the data are the 1,797 digits that come with scikit-learn.
 
     python examples/mnist_keras_fit.py --devices 4 --data-dir ~/data/mnist
+
+It needs the extra `keras`. It prints Keras' own progress, and the accuracy on the test
+images, about 91% for the digits of scikit-learn.
 """
 
 import argparse
