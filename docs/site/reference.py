@@ -166,7 +166,7 @@ def make_page(module_name: str, entries: list[Entry]) -> str:
 
     Args:
         module_name: The module.
-        entries: What it offers.
+        entries: The names that it offers.
     """
     lines = [module_name, "=" * len(module_name), ""]
     lines += [f".. automodule:: {module_name}", "   :no-members:", ""]

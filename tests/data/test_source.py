@@ -95,7 +95,7 @@ def test_sources_keep_the_contract(kind, tmp_path, make_layout):
 
 
 class Shuffled:
-    """Draws the order of each pass from a generator that goes on."""
+    """Draws the order of each pass from one generator."""
 
     def __init__(self):
         self._begin = self._next = 0

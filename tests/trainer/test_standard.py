@@ -405,7 +405,7 @@ def test_a_method_that_a_step_calls_may_have_any_name():
             self.training_step(next(iterator))
 
         def on_save_end(self):
-            """Of no library."""
+            """A hook of no library."""
 
     Kind(make_batches(1)).train(1)
 
