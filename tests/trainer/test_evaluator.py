@@ -171,7 +171,7 @@ def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
 @pytest.mark.parametrize(
     ("lengths", "left"), [((3, 3), ""), ((3, 5), "1"), ((4, 3), "0"), ((3,), "")]
 )
-def test_an_evaluation_says_once_what_it_left(lengths, left, compile_step, caplog):
+def test_an_evaluation_logs_once_the_data_it_left(lengths, left, compile_step, caplog):
     class Count(StandardEvaluator):
         def eval_step(self, iterator):
             for each in iterator:
