@@ -27,6 +27,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # What workers of Ray print, and old logs of a TPU compiler, would come at any moment.
 os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
+# Ray gives its workers a low priority. Next to a busy program, they would stand still.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # A failing test shows where in the library it fails.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")

@@ -6,7 +6,6 @@ error, or the processes wait forever.
 
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from armillary.distribute._global_arrays import (
     is_key,
 )
 from armillary.errors import PeerError
-from armillary.state._captured import find_constants
+from armillary.state._captured import find_constants, print_program
 from armillary.state._holders import captured
 
 _OPTIONS = ("batch_size", "repeat", "drop_remainder")
@@ -113,8 +112,7 @@ def check_same_program(
     arguments: Mapping[str, Any] | None = None,
 ) -> None:
     """Raises if programs, constants or arguments of `fn` differ between processes."""
-    # Addresses of Python objects always differ.
-    lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
+    lines = print_program(program).splitlines()
     names = {id(value): f"`{key}`" for key, value in captured(fn)}
     values: dict[str, str] = {}
     for number, constant in enumerate(find_constants(program)):
