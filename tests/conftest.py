@@ -225,12 +225,12 @@ def keras() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Returns the folder of shared data sets, or skips the test if there is none."""
+    """Returns the folder of shared datasets, or skips the test if there is none."""
     default = REPOSITORY.parent / "shared" / "data"
     folder = Path(os.environ.get("ARMILLARY_SHARED_DATA", default))
     if not folder.is_dir():
         pytest.skip(
-            "The shared data sets are not here: `../shared/data` beside the repository "
+            "The shared datasets are not here: `../shared/data` beside the repository "
             "is missing and `ARMILLARY_SHARED_DATA` names no folder."
         )
     return folder

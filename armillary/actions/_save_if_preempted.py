@@ -16,7 +16,7 @@ class SaveCheckpointIfPreempted:
     """Saves after SIGTERM, in all processes at the same step, and ends the program.
 
     When the same program is started again, it continues from there. Use it in the
-    `train_actions` of a controller; `docs/preemption.md` has an example.
+    `train_actions` of a controller; `docs/long_runs/preemption.md` has an example.
 
     A notice is SIGTERM in any process of the job, or a result of the `watcher`. It is
     received as soon as the object exists, and handled after the current training loop.

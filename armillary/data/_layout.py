@@ -22,7 +22,7 @@ class InputContext:
     A function given to `distribute_datasets_from_function` gets an `InputContext`. It
     reads its share of the data, such as
     `images[input_pipeline_id::num_input_pipelines]`, and batches it for one replica.
-    `docs/batch_sizes.md` has an example.
+    `docs/data/batch_sizes.md` has an example.
 
     Args:
         num_input_pipelines: The number of pipelines that share the data, one in each
@@ -75,7 +75,7 @@ class InputOptions:
 
     Args:
         remainder: The rule for a batch that the replicas cannot share equally. The
-            *full size* below is the size of the data set's first batch.
+            *full size* below is the size of the dataset's first batch.
 
             - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
               do not need equal shares: they run every example exactly once.
@@ -102,7 +102,7 @@ class InputOptions:
         prefetch: Distributed batches that a background thread reads and places ahead of
             the program. Compiled loops read one chunk ahead, unless this is 0. With 0,
             batches are read on demand, in the caller's thread.
-        place_on_device: Whether the arrays of a data set from `from_arrays` stay in the
+        place_on_device: Whether the arrays of a dataset from `from_arrays` stay in the
             memory of every device, so that only row numbers travel with each batch. The
             examples of every batch and the saved positions do not depend on it. So a
             run may continue with a different value. The arrays are placed when they are

@@ -441,7 +441,7 @@ class Strategy(OfOneProcess):
         return DistributedDataset(dataset, self.layout, options=options)
 
     def _check_dataset(self, dataset: Any) -> None:
-        """Raises if a data set for all processes differs between them."""
+        """Raises if a dataset for all processes differs between them."""
 
     def distribute_datasets_from_function(
         self,
@@ -450,8 +450,8 @@ class Strategy(OfOneProcess):
     ) -> DistributedDataset:
         """Returns a dataset that takes each replica's batches from a user's function.
 
-        The data sets of several processes may differ in length. Training ends with the
-        shortest data set, and a complete evaluation uses every example of all of them.
+        The datasets of several processes may differ in length. Training ends with the
+        shortest dataset, and a complete evaluation uses every example of all of them.
         A trainer under a `ParameterServerStrategy` calls `dataset_fn` again on each
         worker.
 
@@ -547,10 +547,10 @@ class Strategy(OfOneProcess):
         repeat: bool = False,
         drop_remainder: bool = False,
     ) -> ArrayDataset:
-        """Returns a data set of the rows of `arrays`; see `armillary.data.from_arrays`.
+        """Returns a dataset of the rows of `arrays`; see `armillary.data.from_arrays`.
 
-        To spread its batches over the replicas, give it to `distribute_dataset`. A data
-        set here has batches, so the batch size is an argument, where a program for
+        To spread its batches over the replicas, give it to `distribute_dataset`. A
+        dataset here has batches, so the batch size is an argument, where a program for
         TensorFlow calls `dataset.batch`.
 
         Args:
@@ -561,7 +561,7 @@ class Strategy(OfOneProcess):
             drop_remainder: As in `from_arrays`.
 
         Returns:
-            The data set.
+            The dataset.
         """
         return from_arrays(
             arrays,
@@ -589,7 +589,7 @@ class Strategy(OfOneProcess):
             As `run`.
 
         Raises:
-            TypeError: If `input_iterator` is not an iterator, but a data set.
+            TypeError: If `input_iterator` is not an iterator, but a dataset.
             StopIteration: If the data has ended.
         """
         if input_iterator is None:
@@ -619,7 +619,7 @@ class Strategy(OfOneProcess):
     def make_input_fn_iterator(
         self, input_fn: Callable[[InputContext], Any]
     ) -> DistributedIterator:
-        """Returns an iterator over the data set that a function returns.
+        """Returns an iterator over the dataset that a function returns.
 
         It is `iter(strategy.distribute_datasets_from_function(input_fn))`, for programs
         written for TensorFlow 1.

@@ -74,7 +74,7 @@ class Calls:
 class Estimator:
     """Trains and evaluates a model given as a function (`tf.estimator.Estimator`).
 
-    See `docs/model_functions.md`.
+    See `docs/advanced/model_functions.md`.
 
     Args:
         model_fn: The model function.

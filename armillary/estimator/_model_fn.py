@@ -31,7 +31,9 @@ class ModeKeys(enum.StrEnum):
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """The result of a model function; `docs/model_functions.md` has an example.
+    """The result of a model function.
+
+    `docs/advanced/model_functions.md` has an example.
 
     Args:
         mode: The mode that the function was called with.

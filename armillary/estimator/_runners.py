@@ -43,13 +43,13 @@ _BATCHES = (
 def make_input(
     input_fn: Callable[..., Any], values: dict[str, Any], input_context: InputContext
 ) -> Any:
-    """Calls an input function, and returns a data set that can begin again."""
+    """Calls an input function, and returns a dataset that can begin again."""
     values = {**values, "input_context": input_context}
     made = call_with(input_fn, values)
     if made is None or isinstance(made, tuple | dict):
         raise EstimatorError(
             f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but it "
-            f"must return a data set that gives batches. {_BATCHES} To use one batch "
+            f"must return a dataset that gives batches. {_BATCHES} To use one batch "
             "many times, return, for example, `[(features, labels)] * 100`."
         )
     if isinstance(made, list):

@@ -122,7 +122,7 @@ class Loop:
                 reason = "repeats its data forever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
-                "step, or make one data set without `repeat=True`."
+                "step, or make one dataset without `repeat=True`."
             )
         (position,) = self.feed.positions
         num_done = position.epoch + position.is_exhausted
@@ -198,7 +198,7 @@ class Loop:
         self.feed.start(builder.build, self._prefetch)
 
     def _trace_for(self, piece: Piece) -> None:
-        """Traces the step for a batch of the only data set."""
+        """Traces the step for a batch of the only dataset."""
         gather = self.feed.readers[0].data.gather
         self._programs.trace([gather.types(piece)], (piece.active,))
 

@@ -202,7 +202,7 @@ class StepPrograms(Programs[Program]):
         except MoreBatches:
             raise RetraceError(
                 f"`{method.name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
-                "step, so it seems to loop over the whole data set. Take a fixed "
+                "step, so it seems to loop over the whole dataset. Take a fixed "
                 "number with `next(iterator)`, such as `x, y = next(iterator)`: the "
                 "library calls the step again until the data ends."
             ) from None

@@ -60,7 +60,7 @@ def test_an_answer_counts_if_all_gave_it_and_nothing_ran_since():
     assert run_together(talk) == [[None, None]] * 2
 
 
-def test_a_part_that_nobody_holds_says_nothing_more():
+def test_a_part_that_nobody_holds_adds_nothing_to_the_message():
     said: list[str] = []
 
     def gather(topic: str, value: str) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_part_that_nobody_holds_says_nothing_more():
 
 
 class Adder(armillary.StandardTrainer):
-    """Adds up examples: of one data set for all, or of each process's own."""
+    """Adds up examples: of one dataset for all, or of each process's own."""
 
     def __init__(self, strategy: Any, has_own_data: bool) -> None:
         rows = np.arange(64, dtype=np.float32)
@@ -181,7 +181,7 @@ def test_a_loop_costs_one_exchange(
     assert topics[start:] == [PREEMPTED if is_preemptible else STOP] * 8
 
 
-def test_a_stop_asked_for_after_the_exchange_of_an_action_is_heard(
+def test_a_stop_requested_after_the_exchange_of_an_action_takes_effect(
     topics, closing, tmp_path
 ):
     def make(run: Any) -> list[Any]:

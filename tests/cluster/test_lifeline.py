@@ -18,7 +18,7 @@ from tests.patience import patience, wait_until
 
 
 class Store:
-    """A key-value store like that of the coordination service."""
+    """A key-value store like the store of the coordination service."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

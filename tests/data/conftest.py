@@ -62,7 +62,7 @@ def examples() -> Callable[[Any, Active], list[int]]:
 
 @pytest.fixture(scope="session")
 def read_all() -> Callable[[DistributedDataset, bool], list[Piece]]:
-    """Returns a function that reads a pass over a data set, as rows."""
+    """Returns a function that reads a pass over a dataset, as rows."""
 
     def read(dataset: DistributedDataset, in_pieces: bool) -> list[Piece]:
         reader = open_reader(dataset, in_pieces=in_pieces)

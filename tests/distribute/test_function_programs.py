@@ -39,7 +39,7 @@ def test_other_arguments_are_static(traces):
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0, False)])
-def test_equal_static_arguments_of_different_types_are_told_apart(first, second):
+def test_equal_static_arguments_of_different_types_are_distinguished(first, second):
     @armillary.function
     def kind(value):
         return type(value).__name__

@@ -427,7 +427,7 @@ def test_children_of_a_worker_end_with_it(launcher):
 
 
 @pytest.mark.slow
-def test_an_exit_code_is_known_where_the_ends_of_children_are_ignored(launcher):
+def test_an_exit_code_is_read_even_if_sigchld_is_ignored(launcher):
     old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         launcher.start("sys.exit(75)\n")

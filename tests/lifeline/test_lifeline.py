@@ -317,7 +317,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
     assert "in train_in_a_thread: is_done.wait()" in line
 
 
-def test_a_time_in_which_all_were_suspended_does_not_count(start):
+def test_time_while_all_processes_are_suspended_does_not_count(start):
     lifeline = start(2).lifelines[0]
     with lifeline.watching(30.0, lambda: Phase("step", 1)):
         wait_until(lambda: lifeline._sightings[1].report.phase != "start")
@@ -449,7 +449,7 @@ ENDS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no such file')"])
-def test_a_program_says_how_it_ends(end):
+def test_a_program_reports_how_it_ended(end):
     listener = listen("127.0.0.1")
     chief = Lifeline(0, 2, Ends(None, listener, TOKEN))
     chief.start()

@@ -220,7 +220,7 @@ def check_pieces(step: Step) -> None:
         return
     is_several = len(ends) > len(step)
     if not any(ends) and not is_several:
-        return  # One batch of each data set, and all are cut.
+        return  # One batch of each dataset, and all are cut.
 
     are_whole = [all(batch.is_last for batch in batches) for batches in step]
     cut = are_whole.index(False)

@@ -52,7 +52,7 @@ class Feed(Generic[T]):
         self.offset = 0  # The number of steps of the current chunk that were used.
         self.is_started = False
         self.is_closed = False
-        # Data sets with unused batches, because another data set of the step had ended.
+        # Datasets with unused batches, because another dataset of the step had ended.
         self.with_leftovers: set[int] = set()
 
     def start(
@@ -110,7 +110,7 @@ class Feed(Generic[T]):
             shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
             raise PeerError(
                 f"The processes have different data for `{self._name}`:\n"
-                f"{list_lines(shown)}\nA data set that is distributed over all "
+                f"{list_lines(shown)}\nA dataset that is distributed over all "
                 "processes must be the same in each process, in the same order. A "
                 "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
                 "each process reads data of its own, use a function with an "

@@ -191,7 +191,7 @@ class _Rows:
 def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
     def take(array: np.ndarray) -> np.ndarray:
         rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
-        # The numbers come from the data set itself. With `mode="raise"`, NumPy would
+        # The numbers come from the dataset itself. With `mode="raise"`, NumPy would
         # copy the rows once more.
         return np.take(array, numbers, axis=0, out=rows, mode="clip")
 

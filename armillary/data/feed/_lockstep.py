@@ -1,7 +1,7 @@
-"""Makes one sequence of steps from the data sets of several processes.
+"""Makes one sequence of steps from the datasets of several processes.
 
-All processes must run the same steps at the same time. If a function made one data set
-for each process, the data sets may differ in length. So the processes exchange the
+All processes must run the same steps at the same time. If a function made one dataset
+for each process, the datasets may differ in length. So the processes exchange the
 sizes of their next batches, and derive the same sequence::
 
                 process 0    process 1    steps
@@ -55,7 +55,7 @@ class _Turn(NamedTuple):
 
 
 class Lockstep:
-    """Makes one sequence of batches from the data sets of several processes."""
+    """Makes one sequence of batches from the datasets of several processes."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Lockstep:
             raise BatchSizeError(
                 f"Process {without[0]} of {len(offers)} has no example at all, so it "
                 "cannot take part in a step. Give every process at least one batch, or "
-                "distribute one data set over all processes."
+                "distribute one dataset over all processes."
             )
 
         while turns := list(_find_turns(offers, self._in_pieces, self._most_offers)):

@@ -54,11 +54,11 @@ def add_mask(batch: PyTree, mask: object) -> PyTree:
             f"The batches are of type {type(batch).__name__}, but "
             '`InputOptions(remainder="pad")` adds a mask to each, as the entry '
             f"`{MASK}` of a dictionary or as the last item of a tuple. Return one of "
-            'these from the data set, or use `remainder="exact"` or `"drop"`.'
+            'these from the dataset, or use `remainder="exact"` or `"drop"`.'
         )
     if MASK in batch:
         raise ValueError(
             f"The batches have a leaf `{MASK}` already, which `InputOptions(remainder="
-            '"pad")` adds to each. Rename it in the data set.'
+            '"pad")` adds to each. Rename it in the dataset.'
         )
     return {**batch, MASK: mask}

@@ -52,7 +52,7 @@ class Splitter:
                 self._num_replicas = len(layout.local_replicas)
             else:
                 self._local = layout.local_replicas
-        # The examples of an indexed data set were compared when it was distributed.
+        # The examples of an indexed dataset were compared when it was distributed.
         self._is_marked = self._local is not None and not data.is_indexed
         self._num_shares = self._num_replicas if layout.stacked else 1
         self._group_size = self._num_shares if self._of_replicas else 1

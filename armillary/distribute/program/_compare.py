@@ -39,8 +39,8 @@ _TOPICS = {
         "Compute them from the same values in all processes. For a different value on "
         "each replica, use the results of `strategy.run` for batches.",
     ),
-    "a data set for all": (
-        "A data set that is distributed over all processes is not the same in each",
+    "a dataset for all": (
+        "A dataset that is distributed over all processes is not the same in each",
         "Give all processes the same data, `batch_size` and `shuffle_seed`. If each "
         "process reads data of its own, use a function with an `input_context` "
         "(`make_distributed_dataset`).",
@@ -61,10 +61,10 @@ def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
-    """Raises if a data set that all processes share differs between them."""
+    """Raises if a dataset that all processes share differs between them."""
     options = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     order = {name: str(value) for name, value in dataset.order_of_examples.items()}
-    check_same(peers, "a data set for all", options | order)
+    check_same(peers, "a dataset for all", options | order)
 
 
 def _find_differing(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, str]:

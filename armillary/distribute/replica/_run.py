@@ -291,7 +291,7 @@ def _find_active(
         shown = " and ".join(sorted(describe_active(active) for active, _ in counts))
         raise BatchSizeError(
             f"`args` of `strategy.run` hold data for {shown} replicas, but all batches "
-            "must have data on the same replicas. Give the data sets the same number "
+            "must have data on the same replicas. Give the datasets the same number "
             'of examples, or set `InputOptions(remainder="drop")` on each.'
         )
     return counts.pop()

@@ -76,7 +76,7 @@ def _explain_cause(cause: Cause) -> str:
 
 _NOT_TIME = (
     "The first axis of a batch must be the examples. If it is time, transpose the "
-    "batch in the data set (`np.swapaxes(batch, 0, 1)`), and back in the step."
+    "batch in the dataset (`np.swapaxes(batch, 0, 1)`), and back in the step."
 )
 _WEIGHTED = (
     "For a weighted mean, write `armillary.weighted_mean(values, weights)`. Otherwise, "

@@ -257,7 +257,7 @@ def _take_locally(
 
 
 def _take(arrays: PyTree, rows: Any) -> PyTree:
-    # Row numbers come from the data set itself, so they need no check on the device.
+    # Row numbers come from the dataset itself, so they need no check on the device.
     return jax.tree.map(
         lambda array: array.at[rows].get(mode="promise_in_bounds"), arrays
     )
