@@ -20,6 +20,12 @@ from armillary._owners import is_library_file, is_own_file
 Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()
 
+IDENTITIES = (
+    *("copy", "copy_p", "optimization_barrier", "sharding_constraint"),
+    *("stop_gradient", "pvary"),
+)
+"""Operations whose results are their operands, bit for bit."""
+
 # Settings of JAX that change a trace, and that a program may set for some of its code.
 _SETTINGS = (
     "jax_default_matmul_precision",
@@ -368,7 +374,6 @@ _CALLS = {
     "remat2",
 }
 _BRANCHES_AND_LOOPS = {"cond", "scan", "while"}
-_IDENTITIES = {"copy", "copy_p", "optimization_barrier", "sharding_constraint"}
 _COMPUTED = -1
 
 
@@ -387,7 +392,7 @@ class _Identities(Dataflow[frozenset[int]]):
         self, equation: Any, operands: list[frozenset[int]]
     ) -> list[frozenset[int]] | None:
         name = equation.primitive.name
-        if name in _IDENTITIES:
+        if name in IDENTITIES:
             return operands
         if name in _BRANCHES_AND_LOOPS:
             return None

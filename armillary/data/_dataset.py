@@ -10,6 +10,7 @@ from typing import Any, Self
 from armillary._copy_refusal import OfOneProcessOnceUsed, refuse_copy
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
+from armillary.cluster._peers import ALONE
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._feed import Feed
@@ -331,10 +332,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
         order = {} if position.is_between_passes else self._order
         if order:
             state[_ORDER] = order
-        peers = self.layout.peers if self.input.is_agreed else None
-        if peers is None:
+        if not self.input.is_agreed:
             return state
-        texts = peers.gather("the position in the data", json.dumps(state))
+        texts = self.layout.peers.gather("the position in the data", json.dumps(state))
         return {_PIPELINES: [json.loads(text) for text in texts]}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -386,17 +386,16 @@ class DistributedDataset(OfOneProcessOnceUsed):
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the part of a saved state for this process."""
         states = state.get(_PIPELINES, [state])
-        peers = self.layout.peers if self.input.is_agreed else None
-        count = 1 if peers is None else peers.count
-        index = 0 if peers is None else peers.index
+        is_agreed = self.input.is_agreed
+        peers = self.layout.peers if is_agreed else ALONE
         is_of_several = _PIPELINES in state
-        if len(states) != count or is_of_several != (peers is not None):
+        if len(states) != peers.count or is_of_several != is_agreed:
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
-                f"the program has {count}, one for each process that reads data of its "
-                "own. Restore on the same number of processes."
+                f"the program has {peers.count}, one for each process that reads data "
+                "of its own. Restore on the same number of processes."
             )
-        return states[index]
+        return states[peers.index]
 
 
 @dataclass(frozen=True)
@@ -480,7 +479,7 @@ class DistributedIterator:
         batch = self._feed.next_chunk()
         if batch is None:
             raise StopIteration
-        value = self._layout.wrap(batch.arrays, batch.num_active)
+        value = self._layout.wrap(batch.arrays, batch.active)
         self._feed.read_on()
         # ORDER: last, so that after an interrupt the same batch is returned again.
         self._feed.commit(1)

@@ -1,5 +1,6 @@
 """Options of distributed data, and the interface to the layout of a strategy."""
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -122,8 +123,25 @@ class InputOptions:
         check_one_of("place_on_device", self.place_on_device, (True, False))
 
 
-Active: TypeAlias = int | tuple[int, ...]
-"""The replicas that have data: a number of first replicas, or a tuple of indices."""
+Active: TypeAlias = tuple[int, ...]
+"""The numbers of the replicas that have data, in their order."""
+
+
+@functools.cache
+def first_replicas(count: int) -> Active:
+    return tuple(range(count))
+
+
+def are_first(active: Active) -> bool:
+    return active == first_replicas(len(active))
+
+
+def describe_active(active: Active) -> str:
+    """Returns the number of replicas with data, or their numbers if it says too little.
+
+    Usually, only the last replicas have no data.
+    """
+    return str(len(active)) if are_first(active) else str(active)
 
 
 class BatchLayout(Protocol):
@@ -132,8 +150,8 @@ class BatchLayout(Protocol):
     If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, and
     a process has the rows of its `local_replicas`. Otherwise, leaves have shape
     `(batch, ...)`, and each process has all rows. `num_replicas` counts the replicas of
-    all processes. `peers` is None if there is only one process. `devices` are the
-    devices of this process. A batch has at most `num_shares` parts.
+    all processes, `peers`. `devices` are the devices of this process. A batch has at
+    most `num_shares` parts.
     """
 
     @property
@@ -141,7 +159,7 @@ class BatchLayout(Protocol):
     @property
     def local_replicas(self) -> range: ...
     @property
-    def peers(self) -> Peers | None: ...
+    def peers(self) -> Peers: ...
     @property
     def stacked(self) -> bool: ...
     @property
@@ -163,7 +181,7 @@ class BatchLayout(Protocol):
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns the rows of a batch, which each replica takes on its own device."""
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
+    def wrap(self, arrays: PyTree, active: Active) -> PyTree:
         """Returns placed arrays as the values that a user's step receives."""
 
 

@@ -25,6 +25,7 @@ from armillary.data._layout import (
     BatchLayout,
     InputContext,
     InputOptions,
+    first_replicas,
     hosted_replicas,
 )
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
@@ -46,8 +47,8 @@ from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
     check_axis,
+    concatenate,
     is_per_replica,
-    join,
 )
 from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._keras import follow_keras
@@ -147,7 +148,8 @@ class Strategy(OfOneProcess):
     @property
     def peers(self) -> Peers | None:
         """The processes that this strategy spans; `None` for a single process."""
-        return self.placement.peers
+        peers = self.placement.peers
+        return None if peers.is_alone else peers
 
     @property
     def home(self) -> Sharding | None:
@@ -159,10 +161,6 @@ class Strategy(OfOneProcess):
         """The division of examples, if XLA divides a step between devices itself."""
         return self.placement.split
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns the sharding of each array in programs; `None` for any device."""
-        return self.placement.state_shardings(state)
-
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Makes this strategy trace programs for devices that are not present.
@@ -173,7 +171,7 @@ class Strategy(OfOneProcess):
             ValueError: If the strategy is for one device or spans several processes.
         """
         present = self.placement
-        if present.mesh is None or present.peers is not None:
+        if present.mesh is None or not present.peers.is_alone:
             where = "one device" if present.mesh is None else "several processes"
             raise ValueError(
                 f"The strategy is {self!r}, which is for {where}. Plan with "
@@ -199,10 +197,10 @@ class Strategy(OfOneProcess):
     @property
     def input_context(self) -> InputContext:
         """The share of the data that this process reads."""
-        peers = self.peers
+        peers = self.placement.peers
         return InputContext(
-            num_input_pipelines=1 if peers is None else peers.count,
-            input_pipeline_id=0 if peers is None else peers.index,
+            num_input_pipelines=peers.count,
+            input_pipeline_id=peers.index,
             num_replicas_in_sync=self.num_replicas_in_sync,
         )
 
@@ -382,7 +380,7 @@ class Strategy(OfOneProcess):
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
                 return leaf
-            whole = join(leaf, axis)
+            whole = concatenate(leaf, axis)
             is_part = leaf.num_active < leaf.stacked.shape[0]
             if self.mesh is None or not (is_part and isinstance(whole, Tracer)):
                 return whole
@@ -415,7 +413,7 @@ class Strategy(OfOneProcess):
     def _local_parts(self, value: PerReplica) -> list[Any]:
         parts = value.parts()
         layout = self.layout
-        if self.peers is None:
+        if layout.peers.is_alone:
             return list(parts.values())
         count = value.shared_by or len(value.array)
         local = hosted_replicas(layout.local_replicas, layout.num_replicas, count)
@@ -471,7 +469,7 @@ class Strategy(OfOneProcess):
         """
         check_callable("dataset_fn", dataset_fn)
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
-        if self.peers is not None and not self.layout.stacked:
+        if not (self.layout.peers.is_alone or self.layout.stacked):
             raise ValueError(
                 "`distribute_datasets_from_function` (a function with an "
                 "`input_context`) lets each process read data of its own, but under "
@@ -514,7 +512,7 @@ class Strategy(OfOneProcess):
         if count == 1:
             return layout.replicate(values[0])
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
-        return layout.wrap(layout.place(stacked), count)
+        return layout.wrap(layout.place(stacked), first_replicas(count))
 
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all processes as arrays of this process."""

@@ -242,7 +242,7 @@ class Model:
         # The call runs as one replica, whatever strategy is in effect.
         strategy = DefaultStrategy()
         try:
-            with Scope(strategy, ReplicaContext(strategy, None, active=1)):
+            with Scope(strategy, ReplicaContext(strategy, None, active=(0,))):
                 return self.call(self.modules, features, labels, mode)
         finally:
             self.modules._maker = None

@@ -84,7 +84,7 @@ def distribute(
 ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
     """Returns data, and the types of the features and labels of one replica's batch."""
     # A training step needs a batch for each replica, and no rows of other processes.
-    remainder = "exact" if strategy.peers is None else "drop"
+    remainder = "exact" if strategy.layout.peers.is_alone else "drop"
     options = InputOptions(remainder=remainder if is_training else None)
     dataset = strategy.distribute_datasets_from_function(make_data, options)
     spec = dataset.element_spec
@@ -133,7 +133,7 @@ class InputPosition:
 
 def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
     """Returns a position, or, if no batch follows it, the start of the next pass."""
-    if dataset.layout.peers is not None:
+    if not dataset.layout.peers.is_alone:
         return state  # Another process may have batches left.
     name = dataset.source_name
     position = decode_position(state, name)

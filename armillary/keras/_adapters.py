@@ -24,7 +24,7 @@ STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 _NEXT_TO_ARRAYS = ("y", "sample_weight", "class_weight")
 
 
-def adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
+def adapt_datasets(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
     """Replaces Armillary's datasets by adapters from which Keras takes batches.
 
     Args:

@@ -20,7 +20,7 @@ from armillary.parameter_server._program import TaskProgram, TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
     Location,
-    Part,
+    PartKey,
     join_rows,
     locations_to_read,
 )
@@ -237,9 +237,9 @@ class WorkerTask:
         with offered(batches):
             return self._fn(*args, **kwargs)
 
-    def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
+    def reads(self, spec: TaskSpec) -> dict[int, tuple[PartKey, ...]]:
         """Returns the parts that a call reads from each server."""
-        reads: dict[int, list[Part]] = collections.defaultdict(list)
+        reads: dict[int, list[PartKey]] = collections.defaultdict(list)
         for slot in spec.reads:
             for location in locations_to_read(self.placed.locations[slot]):
                 reads[location.server].append(location.part)
@@ -253,11 +253,11 @@ class WorkerTask:
     def join(
         self,
         spec: TaskSpec,
-        reads: dict[int, tuple[Part, ...]],
+        reads: dict[int, tuple[PartKey, ...]],
         answers: dict[int, tuple[int, Any]],
     ) -> dict[int, Any]:
         """Returns the variables that a call reads."""
-        found: dict[Part, np.ndarray] = {}
+        found: dict[PartKey, np.ndarray] = {}
         for server, (_, arrays) in answers.items():
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
@@ -270,9 +270,11 @@ class WorkerTask:
 
     def divide(
         self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
-    ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
+    ) -> dict[int, tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]]:
         """Returns the message for each server: updates and additions."""
-        messages: dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]] = {}
+        messages: dict[
+            int, tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]
+        ] = {}
 
         def message_for(location: Location) -> Any:
             return messages.setdefault(location.server, ({}, {}))

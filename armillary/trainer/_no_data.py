@@ -29,7 +29,7 @@ class NoBatches:
     get_next = __next__
 
 
-def take_batches(iterator: Any) -> tuple[Batch, ...]:
+def take_arguments(iterator: Any) -> tuple[Batch, ...]:
     """Returns the arguments of a pure step after the state: a batch, if there is data.
 
     Args:

@@ -97,7 +97,7 @@ def _predict(
         while (piece := feed.next_chunk()) is not None:
             # Not around `yield`, because the caller's code would run in this scope.
             with strategy.scope():
-                arrays = step(dataset.layout.wrap(piece.arrays, piece.num_active))
+                arrays = step(dataset.layout.wrap(piece.arrays, piece.active))
             feed.read_on()
             feed.commit(1)
             yield piece, arrays

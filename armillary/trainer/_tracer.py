@@ -240,7 +240,7 @@ class StepPrograms(Programs[Program]):
         method = self._method
         flat = self.flat
         assert flat is not None
-        step, taken = self._find_trace(chunk.types, chunk.num_active)
+        step, taken = self._find_trace(chunk.types, chunk.active)
 
         if taken != self.batches_per_step:
             raise RetraceError(
@@ -269,7 +269,7 @@ class StepPrograms(Programs[Program]):
             self._has_sought_sums = True
             axis = 1 if method.strategy.layout.stacked else 0
             warn_of_sums(method.name, step.program, len(flat.state.paths), axis)
-        self._warnings.look(flat.state, step, chunk.num_active)
+        self._warnings.look(flat.state, step, chunk.active)
 
         return Program(
             step,

@@ -19,7 +19,7 @@ class Piece:
     """The rows of this process for one step: a distributed batch, or a part of it."""
 
     arrays: PyTree
-    num_active: Active  # replicas that have data
+    active: Active  # replicas that have data
     num_replicas: int  # replicas that share it: all of them, or a divisor
     position: Position  # the position after it
     is_last: bool  # whether it is the last piece of its group
@@ -33,7 +33,7 @@ class Piece:
     @property
     def signature(self) -> Hashable:
         """A key that is equal for pieces that one program can take."""
-        return get_signature(self.arrays), self.num_active, self.num_replicas
+        return get_signature(self.arrays), self.active, self.num_replicas
 
 
 def count_rows(arrays: PyTree) -> int:

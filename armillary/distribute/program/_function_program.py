@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary.cluster._peers import Peers
-from armillary.distribute._global_arrays import is_array
+from armillary.distribute._global_arrays import is_array_or_number
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
@@ -107,7 +107,7 @@ class FunctionProgram:
     def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:
         flat = self._flat
         check_no_trace(self._function.fn, flat.state)
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        arrays = [leaf for leaf in leaves if is_array_or_number(leaf)]
         with flat.lent(self.step.changed) as (donated, others):
             try:
                 values, results, token = self._compiled(donated, others, arrays)
@@ -129,7 +129,7 @@ def trace_function(
     """Traces a function, with its arrays as arguments and all else constant."""
     _check_arguments(function.name, leaves)
     static = _without_arrays(leaves)
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    positions = [i for i, leaf in enumerate(leaves) if is_array_or_number(leaf)]
 
     def call_body(*arrays: Any) -> PyTree:
         values = list(static)
@@ -158,7 +158,7 @@ def check_same_function(
 
 def _without_arrays(leaves: list[Any]) -> list[Any]:
     """Returns leaves with `None` in place of each array."""
-    return [None if is_array(leaf) else leaf for leaf in leaves]
+    return [None if is_array_or_number(leaf) else leaf for leaf in leaves]
 
 
 def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
@@ -183,7 +183,7 @@ def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
         return layout.place(array)
 
     leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
-    arrays = [array for array in map(move, leaves) if is_array(array)]
+    arrays = [array for array in map(move, leaves) if is_array_or_number(array)]
     return arrays if is_moved else None
 
 
@@ -205,7 +205,7 @@ def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
     flat = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_per_replica)
     for (first, *rest), leaf in flat:
         is_whole = getattr(leaf, "is_fully_addressable", True)
-        if is_array(leaf) and is_whole:
+        if is_array_or_number(leaf) and is_whole:
             argument = ("args", "kwargs")[first.idx]
             found[f"{argument}{jax.tree_util.keystr(tuple(rest))}"] = leaf
     return found

@@ -47,7 +47,7 @@ def run_alone(
     In a trace with `state`, its program becomes one operation. Otherwise, it runs in
     place. `edit` may add to the program, whose inputs are the arrays of the state.
     """
-    context = ReplicaContext(strategy, None, active=1)
+    context = ReplicaContext(strategy, None, active=(0,))
     if state is None or not is_in_trace():
         return _run_in_place(context, fn, args, kwargs)
     call = Call(fn, state)
@@ -69,7 +69,7 @@ def run_alone(
     else:
         # Without the axis, the program is cheaper, and any operation may be in it.
         outputs = evaluate()
-    _, after, values = call.split(outputs)
+    _, after, values = call.split_outputs(outputs)
     call.write(after)
     return call.returned(values)
 

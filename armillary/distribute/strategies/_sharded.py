@@ -102,7 +102,7 @@ class ShardedStrategy(JoinedStrategy):
         given = _check_shape(mesh_shape)
         self._join(cluster_resolver, communication_options)
         peers = self._peers
-        if peers is not None and devices is None:
+        if not peers.is_alone and devices is None:
             devices = order_devices(jax.devices())
         found = np.asarray(as_devices("devices", devices))
         sizes = given or (1, len(found), 1)
@@ -162,7 +162,7 @@ class ShardedStrategy(JoinedStrategy):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.placement.mesh.shape.items())
-        where = "" if self.peers is None else f", {self.peers.count} processes"
+        where = "" if self._peers.is_alone else f", {self._peers.count} processes"
         return f"ShardedStrategy({sizes}, {self.platform}, 1 replica{where})"
 
 
@@ -171,9 +171,9 @@ def _may_be_constrained(leaf: Any) -> bool:
     return array.ndim > 0 and not is_key(array)
 
 
-def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers | None) -> None:
+def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers) -> None:
     """Raises if devices do not fill a mesh, or leave out a process."""
-    count = 1 if peers is None else peers.count
+    count = peers.count
     if math.prod(sizes) != len(devices):
         shown = dict(zip(AXES, sizes, strict=True))
         where = "" if count == 1 else f" in {count} processes"
@@ -182,7 +182,7 @@ def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers | None) -> N
             f"{len(devices)}{where}. Choose sizes whose product is {len(devices)}."
         )
     idle = set(range(count)).difference(each.process_index for each in devices)
-    if peers is not None and idle:
+    if idle and not peers.is_alone:
         raise ValueError(
             f"`devices` has no device of process {min(idle)} of {count}, but all "
             "processes run each step. Leave `devices` out, or take devices of each "

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from armillary._checks import check_instance
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
@@ -112,7 +112,7 @@ class OneDeviceStrategy(SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(ReplicaContext(_default, None, active=1))
+set_default(ReplicaContext(_default, None, active=(0,)))
 
 
 class MirroredStrategy(Strategy):
@@ -139,7 +139,7 @@ class MirroredStrategy(Strategy):
     """
 
     # The processes that a subclass has joined.
-    _peers: Peers | None = None
+    _peers: Peers = ALONE
 
     def __init__(
         self,
