@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from armillary.distribute.replica._linearity import CURVED, LINEAR, SCALING
+from armillary.distribute.replica._operations import CURVED, LINEAR, SCALING
 
 
 class Division(NamedTuple):
