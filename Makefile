@@ -298,5 +298,5 @@ size: .venv/made
 	@$(BIN)/python tests/meta/size.py
 
 clean:
-	rm -rf .venv .venv-oldest .venv-other .venv-nightly nightly .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-other .venv-nightly nightly .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference/api .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

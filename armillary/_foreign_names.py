@@ -90,7 +90,7 @@ NAMES = {
     ),
     "PerWorkerValue": "Write `armillary.distribute.coordinator.PerWorkerDataset`.",
     "experimental_get_current_worker_index": (
-        "In the function of a data set, use `input_context.input_pipeline_id`."
+        "In the function of a dataset, use `input_context.input_pipeline_id`."
     ),
     # tf.distribute
     "Server": "Write `armillary.distribute.coordinator.Server(resolver).join()`.",

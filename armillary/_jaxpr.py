@@ -20,6 +20,12 @@ from armillary._owners import is_library_file, is_own_file
 Fact = TypeVar("Fact")
 _NO_TRACE = get_trace_state()
 
+IDENTITIES = (
+    *("copy", "copy_p", "optimization_barrier", "sharding_constraint"),
+    *("stop_gradient", "pvary"),
+)
+"""Operations whose results are their operands, bit for bit."""
+
 # Settings of JAX that change a trace, and that a program may set for some of its code.
 _SETTINGS = (
     "jax_default_matmul_precision",
@@ -210,6 +216,11 @@ class Dataflow(Generic[Fact]):
             if self._written == before:
                 return results
 
+    def follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """Returns the facts of the results of one equation."""
+        results = self.transfer(equation, operands)
+        return self._follow(equation, operands) if results is None else results
+
     def _run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         jaxpr = getattr(program, "jaxpr", program)
         outer = self.jaxpr
@@ -225,9 +236,7 @@ class Dataflow(Generic[Fact]):
             if any(map(_is_reference, equation.invars)):
                 self._written = self.join([self._written, *operands])
                 operands = [self.join([fact, self._written]) for fact in operands]
-            results = self.transfer(equation, operands)
-            if results is None:
-                results = self._follow(equation, operands)
+            results = self.follow(equation, operands)
             known.update(zip(equation.outvars, results, strict=True))
         self.jaxpr = outer
         return list(map(read, jaxpr.outvars))
@@ -365,7 +374,6 @@ _CALLS = {
     "remat2",
 }
 _BRANCHES_AND_LOOPS = {"cond", "scan", "while"}
-_IDENTITIES = {"copy", "copy_p", "optimization_barrier", "sharding_constraint"}
 _COMPUTED = -1
 
 
@@ -384,7 +392,7 @@ class _Identities(Dataflow[frozenset[int]]):
         self, equation: Any, operands: list[frozenset[int]]
     ) -> list[frozenset[int]] | None:
         name = equation.primitive.name
-        if name in _IDENTITIES:
+        if name in IDENTITIES:
             return operands
         if name in _BRANCHES_AND_LOOPS:
             return None
@@ -416,6 +424,25 @@ class _Identities(Dataflow[frozenset[int]]):
             self.nothing if any(spec) else fact
             for fact, spec in zip(results, params["out_specs"], strict=True)
         ]
+
+
+def find_forwarded(equation: Any) -> list[int | None]:
+    """Returns, for each result of an equation, the number of an equal operand.
+
+    A loop or a call that returns an operand makes a new variable for it. `None` is for
+    results that are computed.
+    """
+    own = [frozenset({number}) for number in range(len(equation.invars))]
+    facts = _Identities().follow(equation, own)
+    forwarded: list[int | None] = []
+    for fact, result in zip(facts, equation.outvars, strict=True):
+        number = next(iter(fact)) if len(fact) == 1 else _COMPUTED
+        is_equal = (
+            number != _COMPUTED
+            and equation.invars[number].aval.shape == result.aval.shape
+        )
+        forwarded.append(number if is_equal else None)
+    return forwarded
 
 
 def find_unchanged(program: core.ClosedJaxpr, numbers: Sequence[int]) -> list[bool]:

@@ -21,7 +21,7 @@ SKIPPED = "ARMILLARY_SKIPPED_CHECKPOINT"
 
 
 @functools.cache
-def tell(word: str, *values: str | int) -> None:
+def notify_launcher(word: str, *values: str | int) -> None:
     """Sends a message to the launcher, once, if there is a launcher."""
     pid, *numbers = os.environ.get(VARIABLE, "").split() or [""]
     # A child process of a worker has the same variables, but different files.

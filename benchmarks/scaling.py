@@ -5,8 +5,8 @@
         --topologies h100:1x1 h100:1x4
 
 Each row runs in a separate process, so its memory belongs to one plan. Compilers are
-found as `armillary plan` finds them (`docs/plan.md`). For a bare number of devices the
-step is traced and lowered only.
+found as `armillary plan` finds them (`docs/devices/plan.md`). For a bare number of
+devices the step is traced and lowered only.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""Fine-tunes BERT to tell whether two sentences say the same, after Orbit's tutorial.
+"""Fine-tunes BERT to recognize paraphrases, after Orbit's tutorial.
 
 `--data-dir` is a folder with `msr_paraphrase_train.txt` and `msr_paraphrase_test.txt`,
 and `--vocabulary` the `vocab.txt` of an uncased BERT. Instead, `--tfrecords` takes a
-folder with what BERT's own `create_finetuning_data.py` writes.
+folder with the files that BERT's own `create_finetuning_data.py` writes.
 
     python examples/bert_mrpc.py --data-dir ~/mrpc --vocabulary ~/bert/vocab.txt
 
-Without `--pretrained` the model begins at random, and so few pairs teach it little. Add
-`--preset base --pretrained ~/bert/bert_model.ckpt` for the tutorial.
+It prints the accuracy and the F1 score on the test pairs after each epoch. Without
+`--pretrained`, the model starts at random, and the 4,076 pairs are too few to learn
+much. For the tutorial, add `--preset base --pretrained ~/bert/bert_model.ckpt`.
 """
 
 import argparse
@@ -34,7 +35,9 @@ class Trainer(armillary.StandardTrainer):
 
     def __init__(self, dataset, strategy, model, optimizer) -> None:
         super().__init__(dataset)
-        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.strategy = strategy
+        self.model = model
+        self.optimizer = optimizer
         self.metrics = nnx.MultiMetric(
             loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy()
         )
@@ -229,7 +232,8 @@ def main() -> None:
     try:
         train, test = load_data(options)
         jax.config.update("jax_num_cpu_devices", options.devices)
-        strategy, config = armillary.MirroredStrategy(), PRESETS[options.preset]
+        strategy = armillary.MirroredStrategy()
+        config = PRESETS[options.preset]
         controller = make_controller(strategy, train, test, config, options)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from error

@@ -1,9 +1,13 @@
-"""Trains in a loop of its own: no trainer and no controller, just a strategy.
+"""Trains in a loop written in Python, with a strategy but without a trainer.
 
-`strategy.run` calls a step once on each replica, `strategy.reduce` brings the results
-together, and `armillary.function` compiles both into one program.
+`strategy.run` calls a step once on each replica, `strategy.reduce` combines the
+results, and `armillary.function` compiles both into one program. The data are the 1,797
+images of digits that come with scikit-learn.
 
     python examples/custom_loop.py --devices 4
+
+It prints the loss of each epoch, and at the end the accuracy on the test images, about
+97%. It saves nothing, so each run begins again.
 """
 
 import argparse

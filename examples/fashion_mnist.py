@@ -1,9 +1,12 @@
 """Trains the CNN of the custom training loop tutorial on Fashion-MNIST.
 
-`--data-dir` is a folder with the four standard IDX files, as the data set's authors
-publish them; any data set in the same format (MNIST, for one) works as well.
+`--data-dir` is a folder with the four standard IDX files, as the dataset's authors
+publish them. Any dataset in the same format works, for example MNIST.
 
     python examples/fashion_mnist.py --data-dir ~/data/fashion_mnist
+
+It prints the loss and the accuracy of each loop, and after each epoch the accuracy on
+the test images.
 """
 
 import argparse
@@ -42,7 +45,9 @@ class Trainer(armillary.StandardTrainer):
 
     def __init__(self, dataset, strategy, model, optimizer) -> None:
         super().__init__(dataset)
-        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.strategy = strategy
+        self.model = model
+        self.optimizer = optimizer
         self.metrics = make_metrics()
 
     def train_loop_begin(self) -> None:
@@ -71,7 +76,8 @@ class Evaluator(armillary.StandardEvaluator):
 
     def __init__(self, dataset, strategy, model) -> None:
         super().__init__(dataset)
-        self.strategy, self.model = strategy, model
+        self.strategy = strategy
+        self.model = model
         self.metrics = make_metrics()
 
     def eval_begin(self) -> None:

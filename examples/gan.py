@@ -2,11 +2,14 @@
 
 Two models and two optimizers take turns in one training step: by default the
 discriminator learns from two batches, and then the generator makes one step. The images
-are those that come with scikit-learn. The Fréchet distance says how far the generated
+are those that come with scikit-learn. The Fréchet distance shows how far the generated
 images are from the real ones: 11 for an untrained generator, 0.06 between two halves of
 the real images.
 
     python examples/gan.py --devices 2 --run-dir runs/gan
+
+It prints both losses of each loop and the Fréchet distance of each evaluation, which
+ends near 0.2.
 """
 
 import argparse
@@ -129,12 +132,13 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Compares generated images with all real ones, and shows a few.
 
-    The noise comes from the data set: every evaluation draws the same images.
+    The noise comes from the dataset: every evaluation draws the same images.
     """
 
     def __init__(self, dataset, strategy, generator) -> None:
         super().__init__(dataset)
-        self.strategy, self.generator = strategy, generator
+        self.strategy = strategy
+        self.generator = generator
 
     def eval_begin(self) -> list:
         return []
@@ -159,8 +163,8 @@ class Evaluator(armillary.StandardEvaluator):
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     """Returns the Fréchet distance between normal distributions fitted to two sets.
 
-    The Fréchet inception distance is the same of what a large network sees in the
-    images. For 64 pixels the images themselves do.
+    The Fréchet inception distance compares features that a large network computes. For
+    images of 64 pixels, the pixels themselves are enough.
     """
     covariances = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
     eigenvalues = np.linalg.eigvals(covariances[0] @ covariances[1]).real

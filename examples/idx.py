@@ -1,4 +1,4 @@
-"""Reads image data sets in the IDX format, such as MNIST and Fashion-MNIST.
+"""Reads image datasets in the IDX format, such as MNIST and Fashion-MNIST.
 
 A file is a magic number (two zeros, the type of the values, the number of axes), the
 length of each axis as a big-endian integer of four bytes, and then the values.
@@ -21,7 +21,7 @@ def read_split(folder: Path, split: str) -> dict[str, np.ndarray]:
     if len(images) != len(labels):
         raise ValueError(
             f"{folder} holds {len(images)} images but {len(labels)} labels for "
-            f"{split!r}. Take both files from the same data set."
+            f"{split!r}. Take both files from the same dataset."
         )
     image = images[..., None].astype(np.float32) / 255.0
     return {"image": image, "label": labels.astype(np.int32)}

@@ -4,6 +4,9 @@ Training and evaluation take turns on 442 patients, and a second run with the sa
 `--run-dir` continues where the first one ended.
 
     python examples/linear_regressor_estimator.py --devices 2 --run-dir runs/regressor
+
+It prints the average loss, about 0.35. A model that always predicts the mean has the
+variance as its loss, about 0.51.
 """
 
 import argparse

@@ -1,9 +1,12 @@
 """Fits a Keras model on several devices, after "Distributed training with Keras".
 
-`--data-dir` is a folder with the four standard IDX files of MNIST, or of a data set in
+`--data-dir` is a folder with the four standard IDX files of MNIST, or of a dataset in
 the same format. Without it, the data are the 1,797 digits that come with scikit-learn.
 
     python examples/mnist_keras_fit.py --devices 4 --data-dir ~/data/mnist
+
+It needs the extra `keras`. It prints Keras' own progress, and the accuracy on the test
+images, about 91% for the digits of scikit-learn.
 """
 
 import argparse

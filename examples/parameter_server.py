@@ -5,8 +5,10 @@ machine, Ray starts workers and servers for as long as the program runs:
 
     python examples/parameter_server.py --workers 2 --servers 1
 
-On several, start this program for each task of a cluster, with a `TF_CONFIG` that names
-the addresses of one `chief`, of `worker` and of `ps`.
+It needs the extra `ray`. It prints the accuracy on the test images, about 99%.
+
+On several machines, start this program for each task of a cluster, with a `TF_CONFIG`
+that has the addresses of one `chief`, of `worker` and of `ps`.
 """
 
 import argparse

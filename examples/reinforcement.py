@@ -1,10 +1,12 @@
-"""Learns to balance a pole on a cart by policy gradients, without a data set.
+"""Learns to balance a pole on a cart by policy gradients, without a dataset.
 
 Every training step plays its own episodes, on all replicas at once: CartPole, the
 environment of Barto, Sutton and Anderson (1983), is written with `jax.numpy` and runs
 inside the step. An episode lasts at most 200 moves, and each of them is worth 1.
 
     python examples/reinforcement.py --devices 2
+
+It prints the moves of an average episode after each loop, and reaches 200 of 200.
 """
 
 import argparse
@@ -89,12 +91,14 @@ def discounted_sums(rewards: jax.Array) -> jax.Array:
 class Trainer(armillary.StandardTrainer):
     """Trains a policy; each loop reports how many moves its episodes lasted.
 
-    There is no data set, so the step never calls `next(iterator)`.
+    There is no dataset, so the step never calls `next(iterator)`.
     """
 
     def __init__(self, strategy, policy, optimizer, *, num_episodes: int) -> None:
         super().__init__(None)
-        self.strategy, self.policy, self.optimizer = strategy, policy, optimizer
+        self.strategy = strategy
+        self.policy = policy
+        self.optimizer = optimizer
         self.num_episodes = num_episodes // strategy.num_replicas_in_sync
         self.rngs = nnx.Rngs(1)
         self.num_moves = nnx.metrics.Average("num_moves")

@@ -27,6 +27,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # What workers of Ray print, and old logs of a TPU compiler, would come at any moment.
 os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
+# Ray gives its workers a low priority. Next to a busy program, they would stand still.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # A failing test shows where in the library it fails.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
@@ -223,12 +225,12 @@ def keras() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Returns the folder of shared data sets, or skips the test if there is none."""
+    """Returns the folder of shared datasets, or skips the test if there is none."""
     default = REPOSITORY.parent / "shared" / "data"
     folder = Path(os.environ.get("ARMILLARY_SHARED_DATA", default))
     if not folder.is_dir():
         pytest.skip(
-            "The shared data sets are not here: `../shared/data` beside the repository "
+            "The shared datasets are not here: `../shared/data` beside the repository "
             "is missing and `ARMILLARY_SHARED_DATA` names no folder."
         )
     return folder

@@ -44,7 +44,7 @@ def open_chunks(
     prefetch: int = 1,
     **options: int,
 ) -> Feed[Chunk]:
-    """Returns a feed of chunks; `options` are those of `ChunkBuilder`."""
+    """Returns a feed of chunks; `ChunkBuilder` takes the `options`."""
     feed = open_feed(*datasets, in_pieces=in_pieces)
     feed.start(ChunkBuilder(batches_per_step, **options).build, prefetch)  # pyright: ignore[reportArgumentType]
     return feed

@@ -108,7 +108,7 @@ class Classifier(armillary.StandardTrainer):
 
 
 class Metrics(armillary.StandardEvaluator):
-    """Two metrics over a data set, with nothing learned."""
+    """Two metrics over a dataset, with nothing learned."""
 
     def __init__(
         self, strategy: armillary.distribute.Strategy, dataset: Any, **options: Any
@@ -166,7 +166,7 @@ class Positioned:
 def make_training_data(
     strategy: armillary.distribute.Strategy, batch_size: int = 16
 ) -> armillary.data.DistributedDataset:
-    """Returns an endless shuffled data set, whose epochs end inside batches."""
+    """Returns an endless shuffled dataset, whose epochs end inside batches."""
     source = from_arrays(
         make_digits(72), batch_size=batch_size, shuffle_seed=3, repeat=True
     )

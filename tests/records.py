@@ -11,7 +11,7 @@ from armillary.data.sources._message import example_class
 
 
 def make_record(features: Mapping[str, Any]) -> bytes:
-    """Returns a serialized `tf.train.Example`; the kinds are those of the values."""
+    """Returns a serialized `tf.train.Example`; the values decide the kinds."""
     example = example_class()()
     for name, value in features.items():
         values = [value] if isinstance(value, bytes) else np.ravel(value).tolist()

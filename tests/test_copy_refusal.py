@@ -138,7 +138,7 @@ def test_the_error_of_a_pickled_dataset_names_the_fix():
         pickle.dumps(dataset)
 
 
-def test_a_class_that_says_how_it_is_pickled_is_pickled_so():
+def test_a_class_that_defines_its_pickling_is_pickled_this_way():
     strategy = Reduced("cpu:0")
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
         assert type(other) is Reduced

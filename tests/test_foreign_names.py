@@ -37,7 +37,7 @@ def test_an_import_is_answered_too():
     assert names["SummaryManager"] is armillary.summary.SummaryManager
 
 
-def test_a_name_that_nobody_knows_is_python_s_own_error():
+def test_an_unknown_name_is_python_s_own_error():
     with pytest.raises(AttributeError) as caught:
         _ = armillary.data.from_array
     assert str(caught.value) == "module 'armillary.data' has no attribute 'from_array'"

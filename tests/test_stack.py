@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from armillary._stack import with_room
-from armillary.controller._loops import Loops
+from armillary.controller._loops import LoopRunner
 from armillary.trainer import StandardEvaluator
 
 _CALLS = 200
@@ -34,7 +34,7 @@ def test_arguments_results_and_errors_pass_through() -> None:
         divide(1, by=0)
 
 
-@pytest.mark.parametrize("method", [Loops.train_until, StandardEvaluator.evaluate])
+@pytest.mark.parametrize("method", [LoopRunner.train_until, StandardEvaluator.evaluate])
 def test_loops_have_room(method: Callable[..., object]) -> None:
     functions = [method]
     while functions[-1] is not None:

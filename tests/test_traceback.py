@@ -127,7 +127,7 @@ def test_a_message_of_the_library_stands_alone():
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_an_error_from_within_the_library_says_where_its_frames_are():
+def test_an_error_inside_the_library_names_the_setting_that_shows_its_frames():
     def fail():
         raise KeyError("inside")
 
@@ -186,7 +186,7 @@ def test_names_of_tensorflow_get_a_note_that_has_the_line_to_write(mistake, note
         assert len(re.findall(note, notes)) == 1
 
 
-def test_an_attribute_that_nobody_knows_gets_no_such_note():
+def test_an_unknown_attribute_gets_no_such_note():
     def step(x):
         return nnx.metrics.Average().no_such_name
 

@@ -108,7 +108,7 @@ class ExportModel:
     """Exports a function of a model with its parameters, by `jax.export`.
 
     Each call writes one file. To load and call it, only JAX is needed
-    (`jax.export.deserialize`). `docs/export.md` has an example.
+    (`jax.export.deserialize`). `docs/train/export.md` has an example.
 
     A file gets its name only when it is complete. Training is not disturbed: the
     function is traced with copies of the arrays, and values that it sets in Python

@@ -16,7 +16,7 @@ class SaveCheckpointIfPreempted:
     """Saves after SIGTERM, in all processes at the same step, and ends the program.
 
     When the same program is started again, it continues from there. Use it in the
-    `train_actions` of a controller; `docs/preemption.md` has an example.
+    `train_actions` of a controller; `docs/long_runs/preemption.md` has an example.
 
     A notice is SIGTERM in any process of the job, or a result of the `watcher`. It is
     received as soon as the object exists, and handled after the current training loop.
@@ -108,16 +108,16 @@ class SaveCheckpointIfPreempted:
             logger.warning(text, notice.source)
         notice.close()
 
-    def _say(self) -> str | None:
+    def _own_value(self) -> str | None:
         return self._notice.source
 
     def _find_notice(self) -> str | None:
         """Returns the source of a notice, if any; all processes return the same."""
         peers = get_peers()
-        if peers is None:
+        if peers.is_alone:
             return self._notice.source
         topic = "whether a machine will be taken away"
-        sources = peers.boundary.exchange(topic, self._say)
+        sources = peers.boundary.exchange(topic, self._own_value)
         noticed = [index for index, source in enumerate(sources) if source]
         if not noticed:
             return None

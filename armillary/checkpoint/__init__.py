@@ -3,7 +3,8 @@
 A `Checkpoint` names the objects of a run, and a `CheckpointManager` writes and reads
 them below one directory. A folder named `checkpoint_<number>` with a header is
 complete, because Orbax gives a folder its name last. It is never changed afterwards. So
-a crash at any moment costs at most the save in progress. See `docs/checkpoints.md`.
+a crash at any moment costs at most the save in progress. See
+`docs/checkpoints/index.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

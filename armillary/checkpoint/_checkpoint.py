@@ -27,10 +27,10 @@ from armillary.checkpoint._folder import (
 )
 from armillary.checkpoint._packed import Packed, pack
 from armillary.checkpoint._python_state import (
-    Described,
+    FunctionAdapter,
     HostArray,
-    adapt,
     adapt_loader,
+    find_adapter,
 )
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, RestoreReport, Selection, as_paths
@@ -108,7 +108,7 @@ class Checkpoint(OfOneProcess):
             stateful = _find_state(name, value)
             if stateful is not None:
                 self.states[name] = stateful
-            if not isinstance(stateful, HostArray | Described):
+            if not isinstance(stateful, HostArray | FunctionAdapter):
                 _check_holds_state(name, value, name in self.states)
         for value in self.states.values():
             if _has_method(value, "check_repositionable"):
@@ -297,7 +297,7 @@ class Checkpoint(OfOneProcess):
 
         packed = {name: _read_state(name, obj) for name, obj in self.states.items()}
         peers = get_peers()
-        if peers is not None:
+        if not peers.is_alone:
             self._check_agreed(packed, peers)
         states = {name: each.state for name, each in packed.items()}
         arrays: dict[str, np.ndarray] = {}
@@ -313,7 +313,7 @@ class Checkpoint(OfOneProcess):
         # A state in JSON may describe one process, for example by a time or a path.
         own = {name: "" for name in names}
         for name in names:
-            is_adapted = isinstance(self.states[name], HostArray | Described)
+            is_adapted = isinstance(self.states[name], HostArray | FunctionAdapter)
             if is_adapted or packed[name].has_arrays:
                 own[name] = packed[name].fingerprint()
         texts = peers.gather("the states of Python objects", json.dumps(own))
@@ -385,9 +385,9 @@ class Checkpoint(OfOneProcess):
                         )
                         raise
                     refused[name] = str(error)
-            peers = get_peers()
-            if may_refuse and peers is not None:
-                texts = peers.gather("states that do not fit", json.dumps(refused))
+            if may_refuse:
+                own = json.dumps(refused)
+                texts = get_peers().gather("states that do not fit", own)
                 for text in texts:
                     refused |= json.loads(text)
             for name in refused:
@@ -466,7 +466,7 @@ def _has_method(value: Any, name: str) -> bool:
 
 def _find_state(name: str, value: Any) -> Any:
     """Returns an object that reads and writes the state of `value`, or `None`."""
-    adapter = adapt(name, value)
+    adapter = find_adapter(name, value)
     if adapter is not None:
         return adapter
     if has_position(value):
@@ -491,7 +491,7 @@ def _is_ours(value: Any) -> bool:
     """Returns whether `get_state` of an object is a method of this library."""
     get_state = getattr(type(value), "get_state", None)
     module = getattr(get_state, "__module__", None) or ""
-    is_adapter = isinstance(value, HostArray | Described)
+    is_adapter = isinstance(value, HostArray | FunctionAdapter)
     return module.startswith("armillary.") and not is_adapter
 
 

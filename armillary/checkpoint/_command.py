@@ -15,7 +15,7 @@ from armillary.checkpoint._folder import (
     list_directory,
     read_header,
 )
-from armillary.checkpoint._packed import summarize
+from armillary.checkpoint._packed import summarize_state
 from armillary.checkpoint._store import read_description
 
 
@@ -70,7 +70,7 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
     table = make_table(["path", "dtype", "shape"], rows)
     lines: list[str] = []
     for name in sorted(states):
-        shown = json.dumps(summarize(states[name]))
+        shown = json.dumps(summarize_state(states[name]))
         lines.append(f"{name}: {shown}")
     return lambda: print_out(title, table, *lines)
 

@@ -163,15 +163,15 @@ def find_names(state: Any) -> Iterator[str]:
         yield from find_names(part)
 
 
-def summarize(state: Any) -> Any:
+def summarize_state(state: Any) -> Any:
     """Returns the JSON of a state for people, with arrays by dtype and shape."""
     match state:
         case {"__armillary__": "array" | "scalar", "dtype": dtype, "shape": shape}:
             return f"{dtype} {tuple(shape)}"
         case list():
-            return [summarize(part) for part in state]
+            return [summarize_state(part) for part in state]
         case dict():
-            return {key: summarize(part) for key, part in state.items()}
+            return {key: summarize_state(part) for key, part in state.items()}
     return state
 
 

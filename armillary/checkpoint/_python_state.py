@@ -22,7 +22,7 @@ class Stateful(Protocol):
     def set_state(self, state: Any) -> None: ...
 
 
-def adapt(name: str, value: Any) -> Stateful | None:
+def find_adapter(name: str, value: Any) -> Stateful | None:
     """Returns an adapter for a known kind of Python object, or `None`.
 
     Args:
@@ -35,13 +35,13 @@ def adapt(name: str, value: Any) -> Stateful | None:
     if isinstance(value, np.ndarray):
         return HostArray(name, value)
     if isinstance(value, np.random.Generator):
-        return Described(name, value.bit_generator, _get_bits, _set_bits)
+        return FunctionAdapter(name, value.bit_generator, _get_bits, _set_bits)
     if isinstance(value, np.random.BitGenerator):
-        return Described(name, value, _get_bits, _set_bits)
+        return FunctionAdapter(name, value, _get_bits, _set_bits)
     is_random = isinstance(value, random.Random) or value is random
     # A generator of the operating system has no state.
     if is_random and not isinstance(value, random.SystemRandom):
-        return Described(name, value, _get_random, _set_random)
+        return FunctionAdapter(name, value, _get_random, _set_random)
     return None
 
 
@@ -57,7 +57,7 @@ def adapt_loader(name: str, value: Any) -> Stateful | None:
     is_loader = has_methods(value, "state_dict", "load_state_dict")
     if isinstance(value, type) or not is_loader:
         return None
-    return Described(name, value, _get_dictionary, _set_dictionary)
+    return FunctionAdapter(name, value, _get_dictionary, _set_dictionary)
 
 
 class HostArray:
@@ -90,7 +90,7 @@ class HostArray:
         array[...] = state
 
 
-class Described:
+class FunctionAdapter:
     """An adapter that reads and writes the state of an object by two functions."""
 
     def __init__(

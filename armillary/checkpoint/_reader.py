@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from armillary._launcher import SKIPPED, tell
+from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
 from armillary.checkpoint._folder import (
     CHECKSUM_FILE,
@@ -60,11 +60,11 @@ def restore(
         folder = _find_latest(directory, peers)
         if folder is None:
             return None
-        tell("restored", str(folder))
+        notify_launcher("restored", str(folder))
         try:
             return _restore_intact(checkpoint, folder, selection)
         except CheckpointError:
-            if peers is not None or folder.exists():
+            if not peers.is_alone or folder.exists():
                 raise
             # The training job has just removed it, because there are newer ones.
             return restore(checkpoint, directory, selection)
@@ -90,7 +90,7 @@ def _check_is_checkpoint(folder: epath.Path) -> None:
         )
 
 
-def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | None:
+def _find_latest(directory: epath.Path, peers: Peers) -> epath.Path | None:
     """Returns the newest checkpoint without damage; `None` if there are none at all."""
     damaged: dict[epath.Path, str] = {}
     while True:
@@ -102,7 +102,7 @@ def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | Non
             break
         damaged[folder] = damage
 
-    is_first = peers is None or peers.index == 0
+    is_first = peers.index == 0
     for path, problem in damaged.items() if is_first else ():
         logger.warning(
             f"`{path}` is damaged and was skipped: {problem}. Taking `{folder}` "
@@ -216,14 +216,14 @@ def _reading(folder: epath.Path) -> Iterator[None]:
 
 
 def verify(
-    chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
+    chosen: epath.Path | None, directory: epath.Path, peers: Peers
 ) -> str | None:
     """Returns the damage that any process finds.
 
     Raises:
         CheckpointError: If processes see different checkpoints.
     """
-    if peers is None:
+    if peers.is_alone:
         return None if chosen is None else find_damage(chosen)
     with peers.announcing_errors():
         own = _look(chosen, directory)

@@ -33,7 +33,7 @@ from armillary.checkpoint._folder import (
     sync_tree,
     write_checksums,
 )
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
 _MANIFEST_FILE = "manifest.json"
@@ -107,13 +107,13 @@ def _is_widened(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
 
 
-def as_stored(leaf: Any, peers: Peers | None = None) -> Any:
+def as_stored(leaf: Any, peers: Peers = ALONE) -> Any:
     """Returns the plain array to store for a leaf. All processes must call it."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if _is_widened(leaf):
         leaf = leaf.astype(np.uint8)
-    if peers is not None:
+    if not peers.is_alone:
         # The first process writes from host memory, because Orbax refuses device arrays
         # of several processes.
         whole = as_whole(leaf)

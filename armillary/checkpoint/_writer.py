@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary._process import is_first
 from armillary._rising_clock import RisingClock
@@ -31,7 +31,7 @@ from armillary.checkpoint._best import Mark, read_best, write_best
 from armillary.checkpoint._folder import Saved, sync_name
 from armillary.checkpoint._store import Content, as_stored, write_folder
 from armillary.cluster._join import get_peers
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
@@ -47,16 +47,15 @@ _writers: "weakref.WeakSet[Writer]" = weakref.WeakSet()
 
 def announcing_errors() -> contextlib.AbstractContextManager[None]:
     """Returns a context that sends its errors to the other processes, if any."""
-    peers = get_peers()
-    return contextlib.nullcontext() if peers is None else peers.announcing_errors()
+    return get_peers().announcing_errors()
 
 
-def agree_on(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
+def agree_on(topic: str, function: Callable[[], T], peers: Peers) -> T:
     """Returns the result of `function` in the first process to all processes.
 
     All processes must call it. The result travels as JSON.
     """
-    if peers is None:
+    if peers.is_alone:
         return function()
     value = problem = None
     if peers.index == 0:
@@ -107,7 +106,7 @@ class Writer:
         """
         self._began = monotonic()
         # On all processes, because all must take part in computations on shared arrays.
-        arrays = None if self._peers is None else _as_arrays(content, self._peers)
+        arrays = None if self._peers.is_alone else _as_arrays(content, self._peers)
         path = agree_on(
             "a save", lambda: self._start(number, content, arrays, mark), self._peers
         )
@@ -136,7 +135,7 @@ class Writer:
         if not self._is_saving:
             return
         self._is_saving = False
-        if self._peers is None or not self._peers.has_failed:
+        if not self._peers.has_failed:
             agree_on("the end of a save", self._wait, self._peers)
         elif self._peers.index == 0:
             # The other processes no longer answer, but the save can still be completed.
@@ -153,7 +152,7 @@ class Writer:
         try:
             if arrays is None:
                 # In a single process. Inside `try`, because memory may run out.
-                arrays = _as_arrays(content, None)
+                arrays = _as_arrays(content, ALONE)
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not in the constructor: a manager that only reads must not remove the
             # folder that another process is writing.
@@ -208,7 +207,7 @@ class Writer:
             # ORDER: before an older checkpoint is removed.
             sync_name(path)
             if is_first():
-                tell("saved", saved[-1].number, str(path))
+                notify_launcher("saved", saved[-1].number, str(path))
         except Exception as error:
             self._failure = self._fail(path, error)
         else:
@@ -296,7 +295,7 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
     """
     peers = get_peers()
     # In all processes, because each process holds a part of the arrays.
-    arrays = None if peers is None else _as_arrays(content, peers)
+    arrays = None if peers.is_alone else _as_arrays(content, peers)
 
     def write() -> str:
         saved = choose()
@@ -305,7 +304,7 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
             wait = write_folder(
                 path,
-                arrays=_as_arrays(content, None) if arrays is None else arrays,
+                arrays=_as_arrays(content, ALONE) if arrays is None else arrays,
                 manifest=_as_manifest(content),
                 header=saved.as_json(),
                 earlier=find_running(),
@@ -324,15 +323,14 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
     return agree_on("a save", write, peers)
 
 
-def _as_arrays(content: Content, peers: Peers | None) -> dict[str, Any]:
+def _as_arrays(content: Content, peers: Peers) -> dict[str, Any]:
     """Returns the arrays to store. All processes must call it."""
     arrays: dict[str, Any] = {}
     for name, leaf in content.leaves.items():
         has_elements = 0 not in content.specs[name].shape
         if has_elements:
             arrays[name] = as_stored(leaf, peers)
-    is_writer = peers is None or peers.index == 0
-    if is_writer:
+    if peers.index == 0:
         for name, array in content.state_arrays.items():
             arrays[name] = as_stored(array)
     return arrays

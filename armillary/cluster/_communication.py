@@ -123,7 +123,7 @@ def apply_options(options: CommunicationOptions) -> None:
             f"`communication_options` is {options}. These options need the flag "
             f"`{unknown[0]}`, which the XLA of JAX {jax.__version__} does not know. "
             "Leave the options out, or install a release of JAX that Armillary is "
-            "tested with (docs/which_jax.md)."
+            "tested with (docs/reference/versions.md)."
         )
     flags = [f"--{name}={value}" for name, value in values.items()]
     # XLA takes the last one of two values.

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary._process import Process, set_process
 from armillary.cluster._communication import (
@@ -27,7 +27,7 @@ from armillary.cluster._communication import (
     apply_alone,
     apply_options,
 )
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import ProcessPlan, is_loopback, split_address
 from armillary.errors import ClusterError, PeerError
@@ -73,9 +73,9 @@ class _Joined(NamedTuple):
 _joined: _Joined | None = None
 
 
-def get_peers() -> Peers | None:
-    """Returns the processes of the job, or None if this one has joined no others."""
-    return None if _joined is None else _joined.peers
+def get_peers() -> Peers:
+    """Returns the processes of the job, or `ALONE` if this one has joined no others."""
+    return ALONE if _joined is None else _joined.peers
 
 
 def expire_boundary() -> None:
@@ -86,7 +86,7 @@ def expire_boundary() -> None:
 
 def join_cluster(
     resolver: ClusterResolver, options: CommunicationOptions | None = None
-) -> Peers | None:
+) -> Peers:
     """Joins the processes of a resolver's cluster, and waits until all have joined."""
     # JAX offers neither its key-value store nor the use of its devices in public.
     from jax._src import distributed  # noqa: TID251
@@ -97,7 +97,7 @@ def join_cluster(
     if not plan.is_distributed:
         if plan.is_training:  # An evaluator exchanges no values, on any platform.
             apply_alone(options)
-        return None
+        return ALONE
     arguments = dict(plan.initialize_arguments())
     if _joined is not None:
         _check_again(arguments, options, _joined)
@@ -106,7 +106,7 @@ def join_cluster(
     if jax.distributed.is_initialized():
         _check_left_out(options)
     elif not _start_jax(plan, arguments, options):
-        return None
+        return ALONE
 
     index = jax.process_index()
     count = jax.process_count()
@@ -117,7 +117,7 @@ def join_cluster(
     assert service.client is not None and service.coordinator_address is not None
     lifeline = start_lifeline(service.client, index, count, service.coordinator_address)
     lifeline.watch(options.timeout_seconds, lambda: Phase(START))
-    tell("joined")
+    notify_launcher("joined")
 
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     peers = Peers(index, count, timeout_seconds, lifeline)
@@ -142,7 +142,7 @@ def _start_jax(
             "processes must join first. Make the strategy before every array and "
             "every `jax.devices()`."
         )
-    tell("joining")
+    notify_launcher("joining")
     seconds = options.timeout_seconds or _JOIN_SECONDS
     alone = get_lifeline()
     with (
@@ -152,7 +152,7 @@ def _start_jax(
         _meet(arguments, seconds, note)
         has_joined = _initialize(arguments)
     if not has_joined:
-        tell("joined")
+        notify_launcher("joined")
     return has_joined
 
 

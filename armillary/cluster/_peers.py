@@ -16,9 +16,10 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary.errors import PeerError
 from armillary.lifeline._lifeline import Lifeline, waiting
 from armillary.lifeline._tree import Span
@@ -33,6 +34,9 @@ class Peers:
     """The processes that train together. This process has the number `index`."""
 
     # Only the main thread may use it: rounds must have the same order everywhere.
+
+    is_alone = False
+    """True if there is only this process, so that nothing has to be agreed on."""
 
     def __init__(
         self, index: int, count: int, timeout_seconds: float, lifeline: Lifeline
@@ -72,7 +76,7 @@ class Peers:
         }
         if not failures:
             return
-        tell("caused_by", min(failures))
+        notify_launcher("caused_by", min(failures))
         lines = "\n".join(
             f"  process {index} of {self.count}: {text}"
             for index, text in failures.items()
@@ -102,7 +106,7 @@ class Peers:
         """Tells the others, at their next round, that this process has failed."""
         if not self.has_failed:
             self.has_failed = True
-            self._lifeline.tell_failure(error)
+            self._lifeline.report_failure(error)
 
     def explain(self, error: BaseException) -> PeerError | None:
         """Returns the error of the other process that has caused an error, if any."""
@@ -116,9 +120,12 @@ class Peers:
             self.fail(error)
         return cause
 
+    def announcing_errors(self) -> AbstractContextManager[None]:
+        """Sends an error in the code inside it to the other processes."""
+        return self._announcing_errors()
+
     @contextlib.contextmanager
-    def announcing_errors(self) -> Iterator[None]:
-        """Tells the other processes about an error in the code inside it."""
+    def _announcing_errors(self) -> Iterator[None]:
         try:
             yield
         except PeerError:
@@ -129,7 +136,7 @@ class Peers:
 
     def _exchange(self, topic: str, value: str) -> list[Span]:
         """Returns the values of all processes, or raises if one does not answer."""
-        self._lifeline.say(["value", topic, value])
+        self._lifeline.send_entry(["value", topic, value])
         # The others wait longer than process 0, whose error names the late process.
         limit_seconds = self._timeout_seconds * (1.1 if self.index else 1.0)
         end = time.monotonic() + limit_seconds
@@ -177,6 +184,34 @@ class Peers:
         raise PeerError(message)
 
 
+class Alone(Peers):
+    """The only process of its job. It agrees with itself, and sends nothing."""
+
+    is_alone = True
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.count = 1
+        self.has_failed = False
+        self.boundary = Boundary(self.gather)
+
+    def gather(self, topic: str, value: str) -> list[str]:
+        del topic
+        return [value]
+
+    def fail(self, error: BaseException) -> None:
+        del error
+
+    def explain(self, error: BaseException) -> None:
+        del error
+
+    def announcing_errors(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def __reduce__(self) -> str:
+        return "ALONE"  # A copy is the same object.
+
+
 class Boundary:
     """The last exchange between two loops; all processes call the same methods."""
 
@@ -185,40 +220,43 @@ class Boundary:
         # Parts are numbered by first use, which has the same order in all processes.
         self._counter = itertools.count()
         self._parts: dict[weakref.WeakMethod[Callable[[], Any]], str] = {}
-        self._said: list[dict[str, Any]] = []
+        self._values: list[dict[str, Any]] = []
         self.num_expired = 0
 
-    def exchange(self, topic: str, say: Callable[[], Any]) -> list[Any]:
-        """Exchanges the values of all parts; returns each process's value of `say`."""
-        asked = self._number(say)
+    def exchange(self, topic: str, part: Callable[[], Any]) -> list[Any]:
+        """Exchanges the values of all parts; returns each process's value of `part`."""
+        asked = self._number(part)
         own: dict[str, Any] = {}
         for reference, number in list(self._parts.items()):
-            speaker = reference()
-            if speaker is None:
+            each = reference()
+            if each is None:
                 del self._parts[reference]
             else:
-                own[number] = speaker()
+                own[number] = each()
         texts = self._gather(topic, json.dumps(own))
         # Most texts are equal, so each is parsed once.
         known = {text: json.loads(text) for text in set(texts)}
-        self._said = [dict(known[text]) for text in texts]
-        return [said.pop(asked) for said in self._said]
+        self._values = [dict(known[text]) for text in texts]
+        return [values.pop(asked) for values in self._values]
 
-    def take(self, say: Callable[[], Any]) -> list[Any] | None:
-        """Returns, once, each process's value of `say` from the last exchange."""
-        number = self._number(say)
-        found = [said.pop(number, None) for said in self._said]
+    def take(self, part: Callable[[], Any]) -> list[Any] | None:
+        """Returns, once, each process's value of `part` from the last exchange."""
+        number = self._number(part)
+        found = [values.pop(number, None) for values in self._values]
         if not found or None in found:
             return None
         return found
 
     def expire(self) -> None:
         """Forgets the last exchange, because something has run since."""
-        self._said = []
+        self._values = []
         self.num_expired += 1
 
-    def _number(self, say: Callable[[], Any]) -> str:
-        reference = weakref.WeakMethod(say)
+    def _number(self, part: Callable[[], Any]) -> str:
+        reference = weakref.WeakMethod(part)
         if reference not in self._parts:
             self._parts[reference] = str(next(self._counter))
         return self._parts[reference]
+
+
+ALONE = Alone()

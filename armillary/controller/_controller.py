@@ -1,7 +1,7 @@
 """The outer loop: trains, evaluates, saves, restores, logs and stops.
 
 A *loop* is one call of `trainer.train`. All other work happens at the boundary between
-two loops, in the order of `Loops.train_until`.
+two loops, in the order of `LoopRunner.train_until`.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from armillary.controller._directory import end_training, training_in
 from armillary.controller._display import Display
 from armillary.controller._evaluations import run_evaluations
 from armillary.controller._history import History, RunOutput
-from armillary.controller._loops import Loops
+from armillary.controller._loops import LoopRunner
 from armillary.controller._run import Run, finishing, is_reached
 from armillary.controller._saving import Saving, restore_if_good
 from armillary.controller._unsaved import warn_of_unsaved
@@ -163,7 +163,7 @@ class Controller(OfOneProcess):
         self._run = run
         self._display = Display(run, progress)
         self._saving = Saving(run, checkpoint_manager)
-        self._loops = Loops(run, self._saving, self._display)
+        self._loops = LoopRunner(run, self._saving, self._display)
         self._has_begun = False
 
         ensure_visible()
@@ -175,7 +175,7 @@ class Controller(OfOneProcess):
                 checkpoint_manager.bind_evaluation(self._saving)
                 warn_of_unsaved(self._actions, trainer, checkpoint_manager.checkpoint)
             is_resumed = self.restore_checkpoint() is not None
-        get_lifeline().rest()
+        get_lifeline().stop_watching_start()
 
         notify(self._actions, "bind_step_counter", global_step)
         if is_resumed and trainer is not None:

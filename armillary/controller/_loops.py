@@ -18,7 +18,7 @@ import jax
 
 from armillary._checks import check_positive_int
 from armillary._json_values import find_numbers
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary._stack import with_room
 from armillary.cluster._join import expire_boundary, get_peers
@@ -48,7 +48,7 @@ _LoopOutput: TypeAlias = tuple[int, int, dict[str, Any]]
 """The global step before a loop, the step after it, and its output."""
 
 
-class Loops:
+class LoopRunner:
     """Runs the training loops of a controller between two evaluations."""
 
     def __init__(self, run: Run, saving: Saving, display: Display) -> None:
@@ -66,7 +66,7 @@ class Loops:
         self._stragglers = Stragglers(run)
 
         # Loops that were started, and outputs that are not yet reported.
-        self._pending: deque[LoopsInFlight] = deque()
+        self._pending: deque[AwaitedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
         self._last_end = 0.0
         # Unknown at first, so a single loop is started.
@@ -161,7 +161,7 @@ class Loops:
     def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
         """Returns the number of loops to start together, if nothing is due between."""
         # Several processes would have to agree, and an action may read the state.
-        is_alone = not self._run.train_actions and get_peers() is None
+        is_alone = not self._run.train_actions and get_peers().is_alone
         if callable(self._run.steps_per_loop) or not is_alone:
             return 1
         seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)
@@ -193,7 +193,7 @@ class Loops:
             # The device waited for its program, so this time does not count.
             start += goodput.compile_seconds - compiled
             start = min(start, time.perf_counter())
-            loops = LoopsInFlight(
+            loops = AwaitedLoops(
                 self._run, started, step, num_steps, start, self._executor
             )
             self._pending.append(loops)
@@ -231,7 +231,7 @@ class Loops:
         """Reports one loop, which ran `speed` steps per second."""
         run = self._run
         scalars = find_numbers(output)
-        tell("trained")
+        notify_launcher("trained")
         self._display.note(reached, speed, scalars)
         add_record(run.history, reached, scalars)
         self._steps += reached - step
@@ -305,7 +305,7 @@ class Loops:
         self._pending.popleft()
 
     def _note_advance(
-        self, loops: "LoopsInFlight", advance: int, num_loops: int
+        self, loops: "AwaitedLoops", advance: int, num_loops: int
     ) -> None:
         """Warns once if `train(n)` of a trainer does not advance by `n` steps."""
         is_exact = advance == loops.num_asked * num_loops
@@ -330,7 +330,7 @@ def _passes(interval: int | None, step: int, reached: int) -> bool:
     return interval is None or reached // interval > step // interval
 
 
-class LoopsInFlight:
+class AwaitedLoops:
     """Loops that were started together, and take the step from `step` to `reached`."""
 
     def __init__(

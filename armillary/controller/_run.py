@@ -65,8 +65,7 @@ def finishing(
     try:
         yield
     except BaseException as error:
-        peers = get_peers()
-        cause = None if peers is None else peers.explain(error)
+        cause = get_peers().explain(error)
         for finish in (report, *finishes):
             try:
                 finish()

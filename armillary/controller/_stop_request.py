@@ -31,14 +31,14 @@ class StopRequest:
     def is_agreed(self) -> bool:
         """Returns whether any process requested a stop; all processes call this."""
         peers = get_peers()
-        if peers is None:
+        if peers.is_alone:
             return self.reason is not None
         # Between two loops, the first answer counts.
         boundary = peers.boundary
         if not self._is_agreed and self._asked_at != boundary.num_expired:
             self._asked_at = boundary.num_expired
-            answers = boundary.take(self._say)
-            answers = answers or boundary.exchange("whether to stop", self._say)
+            answers = boundary.take(self._own_value)
+            answers = answers or boundary.exchange("whether to stop", self._own_value)
             for index, reasons in enumerate(answers):
                 if reasons and not self._is_agreed:
                     who = f"requested in process {index} of {peers.count}"
@@ -46,5 +46,5 @@ class StopRequest:
                     self._is_agreed = True
         return self._is_agreed
 
-    def _say(self) -> list[str]:
+    def _own_value(self) -> list[str]:
         return [] if self.reason is None else [self.reason]

@@ -22,10 +22,10 @@ class Stragglers:
     def look(self, step: int) -> None:
         """Compares the times of all processes, which all call this after each loop."""
         peers = get_peers()
-        if peers is None:
+        if peers.is_alone:
             return
         self._num_loops += 1
-        answers = peers.boundary.take(self._say)
+        answers = peers.boundary.take(self._own_value)
         if not answers or not all(answers):
             return
 
@@ -49,7 +49,7 @@ class Stragglers:
             logger.warning("%s", text)
         self._run.goodput.mark("straggler", step, text)
 
-    def _say(self) -> list[float]:
+    def _own_value(self) -> list[float]:
         # Rarely, because an exchange costs less if all processes send the same.
         if self._num_loops < _COMPARED_LOOPS:
             return []

@@ -86,8 +86,8 @@ def warn_of_positions(
 
 
 def _find_saved_data(objects: Mapping[str, Any]) -> set[int]:
-    """Returns the identities of the objects of a checkpoint, and of their data sets."""
-    # An object that saves the position of a data set has it as `dataset`, as in an
+    """Returns the identities of the objects of a checkpoint, and of their datasets."""
+    # An object that saves the position of a dataset has it as `dataset`, as in an
     # estimator.
     return {id(getattr(value, "dataset", value)) for value in objects.values()}
 

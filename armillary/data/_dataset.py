@@ -10,6 +10,7 @@ from typing import Any, Self
 from armillary._copy_refusal import OfOneProcessOnceUsed, refuse_copy
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
+from armillary.cluster._peers import ALONE
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._feed import Feed
@@ -33,7 +34,7 @@ _ORDER = "order"
 
 
 class _Loan:
-    """The reader that moves the position of a data set, and who uses it.
+    """The reader that moves the position of a dataset, and who uses it.
 
     Attributes:
         reader: The reader.
@@ -75,10 +76,10 @@ def open_feed(
     owner: Any = None,
     reads_ahead: bool = True,
 ) -> Feed[Any]:
-    """Returns a feed of the batches of some data sets, for one loop.
+    """Returns a feed of the batches of some datasets, for one loop.
 
     Args:
-        datasets: The data sets, from which one step may take batches together.
+        datasets: The datasets, from which one step may take batches together.
         in_pieces: Whether batches that replicas cannot share come in pieces, as in an
             evaluation.
         begins_anew: Whether the next pass begins, if the last pass has ended.
@@ -109,7 +110,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         for batch in dataset:           # or: iterator = iter(dataset); next(iterator)
             strategy.run(step_fn, args=(batch,))
 
-    If the source can save and restore its position, so can the data set (`get_state`,
+    If the source can save and restore its position, so can the dataset (`get_state`,
     `set_state`). It is the position after the batches that the program has used.
     Batches that were read ahead do not count. It does not depend on the number of
     replicas.
@@ -134,7 +135,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
     _why_not_copied = "it has a reader, and a place on the devices of this process"
     _copy_instead = (
-        "Pass on the data set that it was made from, and distribute that in the "
+        "Pass on the dataset that it was made from, and distribute that in the "
         "process that uses it (`strategy.distribute_dataset(source)`)."
     )
 
@@ -156,7 +157,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         """True if `set_state` changes nothing, for a process that does not train."""
         self.dataset_fn: Callable[[InputContext], Any] | None = None
         """The function that made the source, for code that needs a similar source."""
-        # The reader whose position is the position of this data set.
+        # The reader whose position is the position of this dataset.
         self._loan: _Loan | None = None
         # Unused batches that were opened for a look, or at a restored position.
         self._waiting: tuple[Position, Peekable[SourceBatch]] | None = None
@@ -206,7 +207,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
     ) -> BatchReader:
         """Returns the reader for a feed; the arguments are the same as of `open_feed`.
 
-        Its position is the position of this data set from now on, unless it only looks
+        Its position is the position of this dataset from now on, unless it only looks
         at data that a trainer reads.
         """
         if in_pieces and self.is_repositionable:
@@ -289,7 +290,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         if self.input.first is None:
             raise ValueError(
                 f"The source ({self.source_name}) has no batches, so there is no "
-                "`element_spec`. Pass a data set with at least one example."
+                "`element_spec`. Pass a dataset with at least one example."
             )
         types, position = self.input.first
         splitter = Splitter(self.input, in_pieces=False)
@@ -331,10 +332,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
         order = {} if position.is_between_passes else self._order
         if order:
             state[_ORDER] = order
-        peers = self.layout.peers if self.input.is_agreed else None
-        if peers is None:
+        if not self.input.is_agreed:
             return state
-        texts = peers.gather("the position in the data", json.dumps(state))
+        texts = self.layout.peers.gather("the position in the data", json.dumps(state))
         return {_PIPELINES: [json.loads(text) for text in texts]}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -386,17 +386,16 @@ class DistributedDataset(OfOneProcessOnceUsed):
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the part of a saved state for this process."""
         states = state.get(_PIPELINES, [state])
-        peers = self.layout.peers if self.input.is_agreed else None
-        count = 1 if peers is None else peers.count
-        index = 0 if peers is None else peers.index
+        is_agreed = self.input.is_agreed
+        peers = self.layout.peers if is_agreed else ALONE
         is_of_several = _PIPELINES in state
-        if len(states) != count or is_of_several != (peers is not None):
+        if len(states) != peers.count or is_of_several != is_agreed:
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
-                f"the program has {count}, one for each process that reads data of its "
-                "own. Restore on the same number of processes."
+                f"the program has {peers.count}, one for each process that reads data "
+                "of its own. Restore on the same number of processes."
             )
-        return states[index]
+        return states[peers.index]
 
 
 @dataclass(frozen=True)
@@ -480,7 +479,7 @@ class DistributedIterator:
         batch = self._feed.next_chunk()
         if batch is None:
             raise StopIteration
-        value = self._layout.wrap(batch.arrays, batch.num_active)
+        value = self._layout.wrap(batch.arrays, batch.active)
         self._feed.read_on()
         # ORDER: last, so that after an interrupt the same batch is returned again.
         self._feed.commit(1)

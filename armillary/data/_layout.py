@@ -1,5 +1,6 @@
 """Options of distributed data, and the interface to the layout of a strategy."""
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -21,7 +22,7 @@ class InputContext:
     A function given to `distribute_datasets_from_function` gets an `InputContext`. It
     reads its share of the data, such as
     `images[input_pipeline_id::num_input_pipelines]`, and batches it for one replica.
-    `docs/batch_sizes.md` has an example.
+    `docs/data/batch_sizes.md` has an example.
 
     Args:
         num_input_pipelines: The number of pipelines that share the data, one in each
@@ -74,7 +75,7 @@ class InputOptions:
 
     Args:
         remainder: The rule for a batch that the replicas cannot share equally. The
-            *full size* below is the size of the data set's first batch.
+            *full size* below is the size of the dataset's first batch.
 
             - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
               do not need equal shares: they run every example exactly once.
@@ -101,7 +102,7 @@ class InputOptions:
         prefetch: Distributed batches that a background thread reads and places ahead of
             the program. Compiled loops read one chunk ahead, unless this is 0. With 0,
             batches are read on demand, in the caller's thread.
-        place_on_device: Whether the arrays of a data set from `from_arrays` stay in the
+        place_on_device: Whether the arrays of a dataset from `from_arrays` stay in the
             memory of every device, so that only row numbers travel with each batch. The
             examples of every batch and the saved positions do not depend on it. So a
             run may continue with a different value. The arrays are placed when they are
@@ -122,8 +123,25 @@ class InputOptions:
         check_one_of("place_on_device", self.place_on_device, (True, False))
 
 
-Active: TypeAlias = int | tuple[int, ...]
-"""The replicas that have data: a number of first replicas, or a tuple of indices."""
+Active: TypeAlias = tuple[int, ...]
+"""The numbers of the replicas that have data, in their order."""
+
+
+@functools.cache
+def first_replicas(count: int) -> Active:
+    return tuple(range(count))
+
+
+def are_first(active: Active) -> bool:
+    return active == first_replicas(len(active))
+
+
+def describe_active(active: Active) -> str:
+    """Returns the number of replicas with data, or their numbers if it says too little.
+
+    Usually, only the last replicas have no data.
+    """
+    return str(len(active)) if are_first(active) else str(active)
 
 
 class BatchLayout(Protocol):
@@ -132,8 +150,8 @@ class BatchLayout(Protocol):
     If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, and
     a process has the rows of its `local_replicas`. Otherwise, leaves have shape
     `(batch, ...)`, and each process has all rows. `num_replicas` counts the replicas of
-    all processes. `peers` is None if there is only one process. `devices` are the
-    devices of this process. A batch has at most `num_shares` parts.
+    all processes, `peers`. `devices` are the devices of this process. A batch has at
+    most `num_shares` parts.
     """
 
     @property
@@ -141,7 +159,7 @@ class BatchLayout(Protocol):
     @property
     def local_replicas(self) -> range: ...
     @property
-    def peers(self) -> Peers | None: ...
+    def peers(self) -> Peers: ...
     @property
     def stacked(self) -> bool: ...
     @property
@@ -163,7 +181,7 @@ class BatchLayout(Protocol):
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns the rows of a batch, which each replica takes on its own device."""
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
+    def wrap(self, arrays: PyTree, active: Active) -> PyTree:
         """Returns placed arrays as the values that a user's step receives."""
 
 

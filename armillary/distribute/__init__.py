@@ -1,8 +1,8 @@
 """Strategies, which run one unchanged step on one or many devices.
 
-`docs/strategies.md` says which strategy to choose. `_strategy` is the base class, and
-`strategies` holds the subclasses. `program` turns a step into a device program, and
-`replica` has the code that runs inside `run`.
+`docs/devices/strategies.md` says which strategy to choose. `_strategy` is the base
+class, and `strategies` holds the subclasses. `program` turns a step into a device
+program, and `replica` has the code that runs inside `run`.
 """
 
 import importlib

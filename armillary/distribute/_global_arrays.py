@@ -83,7 +83,7 @@ def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(np.shape(leaf), sharding, read)
 
 
-def split(
+def place_rows(
     arrays: PyTree, sharding: Sharding, axis: int, rows: range, num_rows: int
 ) -> PyTree:
     """Returns global arrays with all rows, from the `rows` of this process."""
@@ -152,7 +152,7 @@ def on_data(fn: Callable[[jax.Array], Any], keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
-def is_array(leaf: Any) -> bool:
+def is_array_or_number(leaf: Any) -> bool:
     """Returns whether a value is an array or a number of JAX or NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 

@@ -41,8 +41,8 @@ class Placement:
         return self.layout.num_replicas
 
     @property
-    def peers(self) -> Peers | None:
-        """The processes that share the devices; `None` for a single process."""
+    def peers(self) -> Peers:
+        """The processes that share the devices."""
         return self.layout.peers
 
     @property

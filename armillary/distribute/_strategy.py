@@ -25,6 +25,7 @@ from armillary.data._layout import (
     BatchLayout,
     InputContext,
     InputOptions,
+    first_replicas,
     hosted_replicas,
 )
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
@@ -46,8 +47,8 @@ from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
     check_axis,
+    concatenate,
     is_per_replica,
-    join,
 )
 from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._adapters import follow_strategies
@@ -150,7 +151,8 @@ class Strategy(OfOneProcess):
     @property
     def peers(self) -> Peers | None:
         """The processes that this strategy spans; `None` for a single process."""
-        return self.placement.peers
+        peers = self.placement.peers
+        return None if peers.is_alone else peers
 
     @property
     def home(self) -> Sharding | None:
@@ -162,10 +164,6 @@ class Strategy(OfOneProcess):
         """The division of examples, if XLA divides a step between devices itself."""
         return self.placement.split
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns the sharding of each array in programs; `None` for any device."""
-        return self.placement.state_shardings(state)
-
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Makes this strategy trace programs for devices that are not present.
@@ -176,7 +174,7 @@ class Strategy(OfOneProcess):
             ValueError: If the strategy is for one device or spans several processes.
         """
         present = self.placement
-        if present.mesh is None or present.peers is not None:
+        if present.mesh is None or not present.peers.is_alone:
             where = "one device" if present.mesh is None else "several processes"
             raise ValueError(
                 f"The strategy is {self!r}, which is for {where}. Plan with "
@@ -202,10 +200,10 @@ class Strategy(OfOneProcess):
     @property
     def input_context(self) -> InputContext:
         """The share of the data that this process reads."""
-        peers = self.peers
+        peers = self.placement.peers
         return InputContext(
-            num_input_pipelines=1 if peers is None else peers.count,
-            input_pipeline_id=0 if peers is None else peers.index,
+            num_input_pipelines=peers.count,
+            input_pipeline_id=peers.index,
             num_replicas_in_sync=self.num_replicas_in_sync,
         )
 
@@ -385,7 +383,7 @@ class Strategy(OfOneProcess):
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
                 return leaf
-            whole = join(leaf, axis)
+            whole = concatenate(leaf, axis)
             is_part = leaf.num_active < leaf.stacked.shape[0]
             if self.mesh is None or not (is_part and isinstance(whole, Tracer)):
                 return whole
@@ -418,7 +416,7 @@ class Strategy(OfOneProcess):
     def _local_parts(self, value: PerReplica) -> list[Any]:
         parts = value.parts()
         layout = self.layout
-        if self.peers is None:
+        if layout.peers.is_alone:
             return list(parts.values())
         count = value.shared_by or len(value.array)
         local = hosted_replicas(layout.local_replicas, layout.num_replicas, count)
@@ -446,7 +444,7 @@ class Strategy(OfOneProcess):
         return DistributedDataset(dataset, self.layout, options=options)
 
     def _check_dataset(self, dataset: Any) -> None:
-        """Raises if a data set for all processes differs between them."""
+        """Raises if a dataset for all processes differs between them."""
 
     def distribute_datasets_from_function(
         self,
@@ -455,8 +453,8 @@ class Strategy(OfOneProcess):
     ) -> DistributedDataset:
         """Returns a dataset that takes each replica's batches from a user's function.
 
-        The data sets of several processes may differ in length. Training ends with the
-        shortest data set, and a complete evaluation uses every example of all of them.
+        The datasets of several processes may differ in length. Training ends with the
+        shortest dataset, and a complete evaluation uses every example of all of them.
         A trainer under a `ParameterServerStrategy` calls `dataset_fn` again on each
         worker.
 
@@ -474,7 +472,7 @@ class Strategy(OfOneProcess):
         """
         check_callable("dataset_fn", dataset_fn)
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
-        if self.peers is not None and not self.layout.stacked:
+        if not (self.layout.peers.is_alone or self.layout.stacked):
             raise ValueError(
                 "`distribute_datasets_from_function` (a function with an "
                 "`input_context`) lets each process read data of its own, but under "
@@ -517,7 +515,7 @@ class Strategy(OfOneProcess):
         if count == 1:
             return layout.replicate(values[0])
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
-        return layout.wrap(layout.place(stacked), count)
+        return layout.wrap(layout.place(stacked), first_replicas(count))
 
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all processes as arrays of this process."""
@@ -552,10 +550,10 @@ class Strategy(OfOneProcess):
         repeat: bool = False,
         drop_remainder: bool = False,
     ) -> ArrayDataset:
-        """Returns a data set of the rows of `arrays`; see `armillary.data.from_arrays`.
+        """Returns a dataset of the rows of `arrays`; see `armillary.data.from_arrays`.
 
-        To spread its batches over the replicas, give it to `distribute_dataset`. A data
-        set here has batches, so the batch size is an argument, where a program for
+        To spread its batches over the replicas, give it to `distribute_dataset`. A
+        dataset here has batches, so the batch size is an argument, where a program for
         TensorFlow calls `dataset.batch`.
 
         Args:
@@ -566,7 +564,7 @@ class Strategy(OfOneProcess):
             drop_remainder: As in `from_arrays`.
 
         Returns:
-            The data set.
+            The dataset.
         """
         return from_arrays(
             arrays,
@@ -594,7 +592,7 @@ class Strategy(OfOneProcess):
             As `run`.
 
         Raises:
-            TypeError: If `input_iterator` is not an iterator, but a data set.
+            TypeError: If `input_iterator` is not an iterator, but a dataset.
             StopIteration: If the data has ended.
         """
         if input_iterator is None:
@@ -624,7 +622,7 @@ class Strategy(OfOneProcess):
     def make_input_fn_iterator(
         self, input_fn: Callable[[InputContext], Any]
     ) -> DistributedIterator:
-        """Returns an iterator over the data set that a function returns.
+        """Returns an iterator over the dataset that a function returns.
 
         It is `iter(strategy.distribute_datasets_from_function(input_fn))`, for programs
         written for TensorFlow 1.

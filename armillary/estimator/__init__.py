@@ -14,8 +14,8 @@ canned estimator needs columns::
     regressor.train(input_fn=input_fn, steps=10)
     regressor.evaluate(input_fn=input_fn, steps=10)
 
-An `Estimator` needs a model function. `docs/estimator.md` and
-`docs/model_functions.md` have complete programs.
+An `Estimator` needs a model function. `docs/advanced/estimator.md` and
+`docs/advanced/model_functions.md` have complete programs.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -73,7 +73,7 @@ ARGUMENTS = {
 }
 ANSWERS.update(ARGUMENTS)
 
-_OWN_MODEL = f"{_MODEL_FN}; docs/model_functions.md has one to begin with."
+_OWN_MODEL = f"{_MODEL_FN}; docs/advanced/model_functions.md has one to begin with."
 _OWN_LOSS = f"{_MODEL_FN} and a loss of your own."
 _PLAIN_HOOK = (
     "A hook here is a function of the output of a loop: "

@@ -23,7 +23,7 @@ from armillary.data._layout import InputContext
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
 from armillary.estimator._hooks import (
-    Hooks,
+    HookAction,
     ListenedManager,
     PeriodicCall,
     as_hooks,
@@ -74,7 +74,7 @@ class Calls:
 class Estimator:
     """Trains and evaluates a model given as a function (`tf.estimator.Estimator`).
 
-    See `docs/model_functions.md`.
+    See `docs/advanced/model_functions.md`.
 
     Args:
         model_fn: The model function.
@@ -262,7 +262,7 @@ class Estimator:
         _check_keys(predict_keys)
         check_one_of("yield_single_examples", yield_single_examples, (True, False))
         make_data = self._bind(input_fn, ModeKeys.PREDICT)
-        if get_peers() is not None:
+        if not get_peers().is_alone:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
                 "runs in one process. Call it in a separate program, with the same "
@@ -399,8 +399,8 @@ class Estimator:
 
         optimizer = self._model.optimizer
         assert optimizer is not None  # The trainer or the evaluator has built it.
-        hooks = Hooks(train_hooks)
-        eval_actions = Hooks(eval_hooks)
+        hooks = HookAction(train_hooks)
+        eval_actions = HookAction(eval_hooks)
         checkpoint = Checkpoint(
             model=self._model.modules,
             optimizer=optimizer,
@@ -501,7 +501,7 @@ class Estimator:
         joint = self.config.train_distribute
         if strategy is None and joint is not None:
             # Processes that train together also evaluate together.
-            strategy = None if joint.peers is None else joint
+            strategy = None if joint.layout.peers.is_alone else joint
         strategy = strategy or get_strategy()
         make_data = self._bind(input_fn, ModeKeys.EVAL)
         dataset, specs = distribute(make_data, strategy, is_training=False)

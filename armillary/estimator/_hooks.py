@@ -49,7 +49,7 @@ def as_hooks(name: str, hooks: Any) -> tuple[Callable[..., Any], ...]:
     return found
 
 
-class Hooks:
+class HookAction:
     """The hooks of one call, as one action with a state.
 
     So a checkpoint always has the same entry for hooks, whatever the hooks of a call

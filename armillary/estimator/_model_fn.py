@@ -31,7 +31,9 @@ class ModeKeys(enum.StrEnum):
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """The result of a model function; `docs/model_functions.md` has an example.
+    """The result of a model function.
+
+    `docs/advanced/model_functions.md` has an example.
 
     Args:
         mode: The mode that the function was called with.
@@ -240,7 +242,7 @@ class Model:
         # The call runs as one replica, whatever strategy is in effect.
         strategy = DefaultStrategy()
         try:
-            with Scope(strategy, ReplicaContext(strategy, None, active=1)):
+            with Scope(strategy, ReplicaContext(strategy, None, active=(0,))):
                 return self.call(self.modules, features, labels, mode)
         finally:
             self.modules._maker = None

@@ -310,7 +310,7 @@ def choose_directory(
     strategy = config.train_distribute
     plan = config.plan
     has_servers = isinstance(strategy, ParameterServerStrategy)
-    joins = has_servers or (strategy is not None and strategy.peers is not None)
+    joins = has_servers or (strategy is not None and not strategy.layout.peers.is_alone)
     has_others = plan.is_training and plan.is_distributed
     if has_others and not joins:
         raise EstimatorError(

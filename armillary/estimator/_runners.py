@@ -44,13 +44,13 @@ _BATCHES = (
 def make_input(
     input_fn: Callable[..., Any], values: dict[str, Any], input_context: InputContext
 ) -> Any:
-    """Calls an input function, and returns a data set that can begin again."""
+    """Calls an input function, and returns a dataset that can begin again."""
     values = {**values, "input_context": input_context}
     made = call_with(input_fn, values)
     if made is None or isinstance(made, tuple | dict):
         raise EstimatorError(
             f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but it "
-            f"must return a data set that gives batches. {_BATCHES} To use one batch "
+            f"must return a dataset that gives batches. {_BATCHES} To use one batch "
             "many times, return, for example, `[(features, labels)] * 100`."
         )
     if isinstance(made, list):
@@ -85,7 +85,7 @@ def distribute(
 ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
     """Returns data, and the types of the features and labels of one replica's batch."""
     # A training step needs a batch for each replica, and no rows of other processes.
-    remainder = "exact" if strategy.peers is None else "drop"
+    remainder = "exact" if strategy.layout.peers.is_alone else "drop"
     options = InputOptions(remainder=remainder if is_training else None)
     dataset = strategy.distribute_datasets_from_function(make_data, options)
     spec = dataset.element_spec
@@ -134,7 +134,7 @@ class InputPosition:
 
 def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
     """Returns a position, or, if no batch follows it, the start of the next pass."""
-    if dataset.layout.peers is not None:
+    if not dataset.layout.peers.is_alone:
         return state  # Another process may have batches left.
     name = dataset.source_name
     position = decode_position(state, name)

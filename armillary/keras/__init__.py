@@ -1,4 +1,4 @@
-"""Compiled Keras models under a `Controller`; see `docs/keras_controller.md`.
+"""Compiled Keras models under a `Controller`; see `docs/keras/controller.md`.
 
 A model that knows its optimizer, loss and metrics (`model.compile`) is a trainer, with
 `model.optimizer.iterations` as the global step. In a step of your own, Keras objects

@@ -1,6 +1,6 @@
-"""Data sets as arguments of `fit`, `evaluate` and `predict` of Keras.
+"""Datasets as arguments of `fit`, `evaluate` and `predict` of Keras.
 
-Keras takes batches from adapters. Here are the adapters for Armillary's data sets, and
+Keras takes batches from adapters. Here are the adapters for Armillary's datasets, and
 the checks of the other arguments.
 """
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
-"""The methods that take data sets, and the argument that bounds the batches of `x`."""
+"""The methods that take datasets, and the argument that bounds the batches of `x`."""
 
-# The arguments that Keras takes next to arrays. A data set has them in its batches.
+# The arguments that Keras takes next to arrays. A dataset has them in its batches.
 _NEXT_TO_ARRAYS = ("y", "sample_weight", "class_weight")
 
 
-def adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
-    """Replaces Armillary's data sets by adapters from which Keras takes batches.
+def adapt_datasets(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
+    """Replaces Armillary's datasets by adapters from which Keras takes batches.
 
     Args:
         arguments: The arguments of the call, which change in place.
@@ -60,7 +60,7 @@ def _adapt_one(
     strategy: "Strategy",
     name: str,
 ) -> None:
-    """Replaces one argument, if it is a data set that this process reads."""
+    """Replaces one argument, if it is a dataset that this process reads."""
     if isinstance(dataset, DatasetCreator):
         _check_others(others, name)
         dataset = arguments[key] = dataset()
@@ -81,7 +81,7 @@ def copy_generated(arguments: dict[str, Any]) -> None:
 
 
 def _is_of_workers(dataset: Any, strategy: "Strategy") -> bool:
-    """Returns whether each worker of parameter servers reads a data set of its own."""
+    """Returns whether each worker of parameter servers reads a dataset of its own."""
     if not isinstance(strategy, ParameterServerStrategy):
         return False
     if isinstance(dataset, DistributedDataset):
@@ -104,12 +104,12 @@ def _adapt_for_workers(dataset: Any, strategy: Any, steps: Any) -> Any:
 
 
 def _check_others(others: list[Any], name: str) -> None:
-    """Raises if an argument is passed that must be part of the data set."""
+    """Raises if an argument is passed that must be part of the dataset."""
     for argument, value in zip(_NEXT_TO_ARRAYS, others, strict=False):
         if value is not None:
             raise ValueError(
-                f"`model.{name}` was given `{argument}` together with a data set. "
-                f"Leave `{argument}` out, and let the data set make batches `(x, y)` "
+                f"`model.{name}` was given `{argument}` together with a dataset. "
+                f"Leave `{argument}` out, and let the dataset make batches `(x, y)` "
                 "or `(x, y, sample_weight)`."
             )
 
@@ -117,12 +117,12 @@ def _check_others(others: list[Any], name: str) -> None:
 def _check_dataset(
     dataset: DistributedDataset, name: str, steps_name: str, steps: Any
 ) -> None:
-    """Raises if a data set cannot be read whole."""
+    """Raises if a dataset cannot be read whole."""
     if dataset.per_replica_batches or dataset.options.place_on_device:
         raise ValueError(
             f"`model.{name}` was given a dataset of per-replica batches, or one that "
             "stays on the device, but Keras divides global batches itself. Use "
-            "`strategy.distribute_dataset`, or pass the data set as it is."
+            "`strategy.distribute_dataset`, or pass the dataset as it is."
         )
     if dataset.is_endless and not steps:
         raise ValueError(

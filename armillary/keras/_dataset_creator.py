@@ -48,5 +48,5 @@ class DatasetCreator:
         self.input_options = input_options
 
     def __call__(self, context: InputContext | None = None) -> Any:
-        """Returns the data set of one pipeline, by default the only one."""
+        """Returns the dataset of one pipeline, by default the only one."""
         return self.dataset_fn(InputContext() if context is None else context)

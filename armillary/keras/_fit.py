@@ -38,7 +38,7 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.errors import PeerError
-from armillary.keras._adapters import STEPS, adapt, copy_generated
+from armillary.keras._adapters import STEPS, adapt_datasets, copy_generated
 from armillary.keras._generators import copy_batches
 from armillary.keras._variables import check_backend, is_unset, set_value, value_of
 from armillary.parameter_server._strategy import ParameterServerStrategy
@@ -129,7 +129,7 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
     if name in STEPS:
         bound = inspect.signature(method).bind(*args, **kwargs)
-        adapt(bound.arguments, strategy or get_strategy(), name)
+        adapt_datasets(bound.arguments, strategy or get_strategy(), name)
         if strategy is not None:
             copy_generated(bound.arguments)
         args = bound.args
@@ -137,8 +137,8 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
 
-    if strategy.peers is not None:
-        _check_same(strategy.peers, model, name)
+    if not strategy.layout.peers.is_alone:
+        _check_same(strategy.layout.peers, model, name)
     _warn_of_operations(strategy)
     if _made_for.get(model) is not strategy:
         # Keras would keep functions that were made for other devices.
@@ -222,11 +222,12 @@ def _around_make_function(method: Any, model: Any, args: Any, kwargs: Any) -> An
     # Keras passes more than a step only for `predict`. It fetches these outputs, and
     # they belong to the global batch.
     is_predict = bool(others or kwargs)
-    gathers = is_predict and strategy.peers is not None
+    is_alone = strategy.layout.peers.is_alone
+    gathers = is_predict and not is_alone
     gather = jax.jit(_as_it_is, out_shardings=sharding)
 
     def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
-        if strategy.peers is not None:
+        if not is_alone:
             # Metrics that were reset are arrays of this process only.
             state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()
@@ -324,7 +325,8 @@ def _place(model: Any) -> None:
     homes: dict[int, Any] = {}
     if strategy.split is not None:
         state = State([(model, type(model).__name__)])
-        pairs = zip(state.read(), strategy.state_shardings(state), strict=True)
+        shardings = strategy.placement.state_shardings(state)
+        pairs = zip(state.read(), shardings, strict=True)
         homes = {id(leaf): home for leaf, home in pairs}
 
     variables = [*model.variables]

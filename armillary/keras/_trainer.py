@@ -74,7 +74,7 @@ def prepare(model: Any, dataset: Any) -> DistributedDataset:
     """Makes all variables of a model, so that they can be restored.
 
     Returns:
-        The data set, distributed by the strategy in effect.
+        The dataset, distributed by the strategy in effect.
     """
     keras = import_keras()
     check_backend()
@@ -215,7 +215,7 @@ class KerasTrainer(StandardTrainer):
         model: A model on which `compile` was called. `train_step` of a subclass is not
             called: derive from `StandardTrainer` for a step of your own.
         train_dataset: As for `StandardTrainer`. Batches are `(x, y)` or
-            `(x, y, sample_weight)`. A data set that is not distributed yet is
+            `(x, y, sample_weight)`. A dataset that is not distributed yet is
             distributed by the strategy in effect. The first batch is used to build the
             model.
         options: As for `StandardTrainer`.

@@ -125,9 +125,9 @@ def _find_machines(namespace: argparse.Namespace, wait_seconds: float) -> Machin
             "python train.py`."
         )
     # Only the part for Ray needs other packages.
-    from armillary.launch._ray import RayMachines, connect
+    from armillary.launch._ray import RayMachines, connect_to_ray
 
-    ray = connect(namespace.ray)
+    ray = connect_to_ray(namespace.ray)
     return RayMachines(ray, fewest, most, share, wait_seconds)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from armillary._checks import counted
 from armillary._process import ExitCode
-from armillary.launch._output import Output
+from armillary.launch._output import LabeledOutput
 from armillary.launch._process import (
     Ending,
     LaunchedProcess,
@@ -55,7 +55,7 @@ class Job:
 class JobState:
     """The state of a job that its groups share."""
 
-    def __init__(self, job: Job, output: Output) -> None:
+    def __init__(self, job: Job, output: LabeledOutput) -> None:
         self.job = job
         self.output = output
         self.addresses: list[str] = []
@@ -77,7 +77,7 @@ class Group:
     ) -> None:
         self._state = state
         self._job = state.job
-        self._say = state.output.say
+        self._write = state.output.write
         self._output = state.output
         self._is_evaluator = is_evaluator
         self._on_start = on_start
@@ -103,13 +103,13 @@ class Group:
             code, what, why = self.restarts.judge(attempt)
             if code is not None:
                 if why:
-                    self._say(f"{why}.")
+                    self._write(f"{why}.")
                 if alone and code is not ExitCode.OK:
-                    self._say(f"no restart{alone}: the workers go on.")
+                    self._write(f"no restart{alone}: the workers go on.")
                 return code
             seconds = self.restarts.pause_seconds
             reason = f": {why}" if why else ""
-            self._say(f"{what}{alone} in {seconds:g} s{reason}.")
+            self._write(f"{what}{alone} in {seconds:g} s{reason}.")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(is_ending.wait(), seconds)
             if is_ending.is_set():
@@ -122,7 +122,7 @@ class Group:
     def pass_on(self, number: int, note: str = "") -> None:
         """Sends a signal of the launcher to the running processes, and logs it."""
         if self.running:
-            self._say(f"{name_signal(number)}: passed on to {self}{note}.")
+            self._write(f"{name_signal(number)}: passed on to {self}{note}.")
         # A worker has no terminal, so a hang-up becomes SIGTERM.
         self.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -142,7 +142,7 @@ class Group:
         for number, seconds in zip(numbers, pauses, strict=False):
             await asyncio.sleep(seconds)
             if self.running:
-                self._say(f"{number.name}: sent to {self}, which still ran.")
+                self._write(f"{number.name}: sent to {self}, which still ran.")
             joins = any("joining" in child.told for child in self.children)
             for child in self.running:
                 child.is_asked = True
@@ -172,7 +172,7 @@ class Group:
             await self._start()
             order = await self._wait()
         except OSError as error:
-            self._say(f"cannot start a process: {error}.")
+            self._write(f"cannot start a process: {error}.")
             failed = Ending(returncode=1, seconds=0.0)
             absence = ""
             if not self._is_evaluator:
@@ -234,12 +234,12 @@ class Group:
         if state.is_ending.is_set():
             return
         if self._is_evaluator:
-            self._say("starts the evaluator.")
+            self._write("starts the evaluator.")
             self._start_process(EVALUATOR, None)
             return
 
         # Machines may not be free for long, and a signal must end the wait for them.
-        reserving = asyncio.create_task(machines.reserve(self._say))
+        reserving = asyncio.create_task(machines.reserve(self._write))
         ending = asyncio.create_task(state.is_ending.wait())
         await asyncio.wait({reserving, ending}, return_when=asyncio.FIRST_COMPLETED)
         if state.is_ending.is_set():
@@ -249,7 +249,7 @@ class Group:
         addresses, where = reserving.result()
         state.addresses = addresses
 
-        self._say(
+        self._write(
             f"starts {counted(len(addresses), 'worker')}{where}, "
             f"coordinator {addresses[0]}, {machines.devices}."
         )
@@ -295,7 +295,7 @@ class Group:
             return
         child = self.children[index]
         if child in self.running:
-            self._say(f"SIGKILL: sent to {child.label}, which does not answer.")
+            self._write(f"SIGKILL: sent to {child.label}, which does not answer.")
             child.is_asked = True
             child.send_signal(signal.SIGKILL)
 
@@ -342,7 +342,7 @@ class Group:
             self.end_after(grace_seconds, TERMINATE_SECONDS)
         # The last output of the worker comes first.
         await self._output.drain([child.label], _LAST_WORDS_SECONDS)
-        self._say(
+        self._write(
             f"{child.label}: {child.ended.result()}. "
             f"{num_running} of {len(self.children)} still run, and {how}."
         )
@@ -369,4 +369,4 @@ class Group:
         title = f"{who}: {how}."
         if lines:
             title += " Its stderr ended with:"
-        self._say("\n".join([title, *lines]))
+        self._write("\n".join([title, *lines]))

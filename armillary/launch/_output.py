@@ -34,7 +34,7 @@ def read_output_lines(file: BufferedReader) -> Iterator[str]:
             yield line.rstrip("\r\n").rpartition("\r")[2]
 
 
-class Output:
+class LabeledOutput:
     """Writes the lines of all processes and of the launcher, each after a label."""
 
     def __init__(self, logs: Mapping[str, FileIO] | None = None) -> None:
@@ -44,14 +44,14 @@ class Output:
         self._open = {name: each.fileno() for name, each in streams.items() if each}
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._said: Queue[str] = Queue()
+        self._own_lines: Queue[str] = Queue()
         # The threads are daemons, so that Ctrl-C ends the launcher even if its terminal
         # is paused.
-        threading.Thread(target=self._write_said, daemon=True).start()
+        threading.Thread(target=self._write_own_lines, daemon=True).start()
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Writes lines of the launcher itself to stderr."""
-        self._said.put(text)
+        self._own_lines.put(text)
 
     def add(
         self, label: str, stdout: BufferedReader, stderr: BufferedReader
@@ -93,14 +93,14 @@ class Output:
     def _has_more(self, labels: Collection[str] | None = None) -> bool:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if labels is None:
-            return bool(self._threads or self._said.unfinished_tasks)
+            return bool(self._threads or self._own_lines.unfinished_tasks)
         return any(thread.name in labels for thread in self._threads)
 
-    def _write_said(self) -> None:
+    def _write_own_lines(self) -> None:
         while True:
-            for line in self._said.get().splitlines():
+            for line in self._own_lines.get().splitlines():
                 self._write("stderr", _LAUNCHER, line)
-            self._said.task_done()
+            self._own_lines.task_done()
 
     def _write_lines(
         self, label: str, name: str, file: BufferedReader, tail: "deque[str]"
@@ -122,7 +122,7 @@ class Output:
             except OSError as error:
                 log = self._logs.pop(label)
                 log.close()
-                self.say(f"cannot write {log.name} any more ({error}).")
+                self.write(f"cannot write {log.name} any more ({error}).")
 
 
 def _write_all(descriptor: int, text: str) -> None:

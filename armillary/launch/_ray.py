@@ -36,7 +36,7 @@ class _TooLateError(BaseException):
     """The time is over. Ray catches every `Exception`, and tries again."""
 
 
-def connect(address: str) -> Any:
+def connect_to_ray(address: str) -> Any:
     """Connects to a cluster and returns the package `ray`."""
     host, _, port = address.rpartition(":")
 

@@ -8,7 +8,7 @@ import signal
 from armillary._checks import counted
 from armillary._process import ExitCode
 from armillary.launch._group import TERMINATE_SECONDS, Group, Job, JobState
-from armillary.launch._output import Output
+from armillary.launch._output import LabeledOutput
 from armillary.launch._process import name_signal
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -19,7 +19,7 @@ _REPEAT_SECONDS = 1.0
 
 def run_job(job: Job) -> ExitCode:
     """Runs a job to its end; no process of it is left after the return."""
-    output = Output(job.logs)
+    output = LabeledOutput(job.logs)
     with (
         contextlib.closing(job.machines),
         # Ray prints pages about a lost machine; the supervisor writes one line.
@@ -32,10 +32,10 @@ def run_job(job: Job) -> ExitCode:
 class _Supervisor:
     """The groups of a job, and the signals that the launcher receives."""
 
-    def __init__(self, job: Job, output: Output) -> None:
+    def __init__(self, job: Job, output: LabeledOutput) -> None:
         self._job = job
         self._output = output
-        self._say = output.say
+        self._write = output.write
         self._state = JobState(job, output)
         self._workers = Group(self._state, on_start=self._start_evaluation)
         self._evaluator = Group(self._state, is_evaluator=True)
@@ -63,7 +63,7 @@ class _Supervisor:
             count = self._workers.restarts.count
             if code is not ExitCode.OK or count:
                 after = f" after {counted(count, 'restart')}" if count else ""
-                self._say(f"ends with exit code {code.value} ({code.name}){after}.")
+                self._write(f"ends with exit code {code.value} ({code.name}){after}.")
             return code
         finally:
             self._workers.kill()
@@ -84,7 +84,7 @@ class _Supervisor:
         """Waits for the evaluator; returns the exit code of the job."""
         if code is ExitCode.OK and self._state.stop is None:
             if not evaluation.done():
-                self._say("all workers have ended; waits for the evaluator.")
+                self._write("all workers have ended; waits for the evaluator.")
             return await evaluation
         self._state.is_ending.set()
         if self._asked_at is None:
@@ -121,6 +121,6 @@ class _Supervisor:
             limited.end_after(grace_seconds)
         # A request may arrive twice: `timeout` signals a process and its group.
         elif now > self._asked_at + _REPEAT_SECONDS:
-            self._say(f"{name_signal(number)} again: ends all processes now.")
+            self._write(f"{name_signal(number)} again: ends all processes now.")
             workers.end_after(0.0)
             evaluator.end_after(0.0)

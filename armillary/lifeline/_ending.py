@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._process import ExitCode, get_process
 from armillary.lifeline._lines import DEBUGGER, PROGRAMS, Line, is_in
 from armillary.lifeline._watchdog import Watchdog
@@ -51,7 +51,7 @@ _DEVICE_PHASES = ("stepping", "evaluating")
 _unfinished: list[Callable[[], bool]] = []
 _watchdog = Watchdog()
 _is_ending = False
-_has_said = threading.Event()
+_has_printed = threading.Event()
 
 
 class Report(NamedTuple):
@@ -196,7 +196,7 @@ def _find_least_limit(sightings: Iterable[Sighting]) -> float:
     return least
 
 
-def has_company(phase: str, stack: list[Line]) -> bool:
+def is_attended(phase: str, stack: list[Line]) -> bool:
     """Returns whether a person may be at work, or a program that this one started."""
     is_interactive = hasattr(sys, "ps1")
     is_debugged = "pydevd" in sys.modules or is_in(DEBUGGER, stack)
@@ -205,7 +205,7 @@ def has_company(phase: str, stack: list[Line]) -> bool:
     return phase == START and is_in(PROGRAMS, stack)
 
 
-def waits_for_itself(phase: str) -> bool:
+def waits_for_own_code(phase: str) -> bool:
     """Returns whether a program that is alone waits for code or data of its own.
 
     Then no other process waits for it, and it may take any time, for example for an
@@ -263,7 +263,7 @@ def end_process(reason: str) -> None:
     """Prints the reason, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
     _is_ending = True
-    tell("failed", reason[:MOST_TOLD])
+    notify_launcher("failed", reason[:MOST_TOLD])
     code = ExitCode.RESTART_REQUESTED
     who = get_process()
     ends = f"ends with exit code {code.value} ({code.name})."
@@ -271,7 +271,7 @@ def end_process(reason: str) -> None:
     # The logger is not used, because a stuck main thread may hold its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
-    _has_said.set()
+    _has_printed.set()
 
     start = time.monotonic()
     _wait(start + _UNWIND_SECONDS, threading.main_thread().is_alive)
@@ -316,5 +316,5 @@ os.register_at_fork(after_in_child=_watchdog.let_go)
 @atexit.register
 def _leave_if_ending() -> None:
     if _is_ending:
-        _has_said.wait(_UNWIND_SECONDS)
+        _has_printed.wait(_UNWIND_SECONDS)
         leave(ExitCode.RESTART_REQUESTED)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from armillary._launcher import tell
+from armillary._launcher import notify_launcher
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
     END,
@@ -29,11 +29,11 @@ from armillary.lifeline._ending import (
     end_process,
     find_hang,
     find_stopped,
-    has_company,
+    is_attended,
     leave,
     read_work_seconds,
     set_timer,
-    waits_for_itself,
+    waits_for_own_code,
 )
 from armillary.lifeline._lines import COMPILER, Line, find_line, is_in, read_stack
 from armillary.lifeline._tree import Ends, Tree, find_neighbors
@@ -68,12 +68,12 @@ class Verdict(NamedTuple):
     causes: Sequence[int] = ()
     stopped: Sequence[int] = ()  # The processes among them that do not answer.
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Names the causes to the launcher, which restarts the job."""
         for index in self.causes:
-            tell("caused_by", index)
+            notify_launcher("caused_by", index)
         for index in self.stopped:
-            tell("stopped", index)
+            notify_launcher("stopped", index)
 
 
 class Lifeline:
@@ -129,7 +129,7 @@ class Lifeline:
             self._is_open.wait(_START_SECONDS)
             # JAX's exit function, which waits for the other processes, was registered
             # before this one, so it runs after it.
-            atexit.register(self._tell_how_it_ends)
+            atexit.register(self._report_how_it_ends)
 
     @contextlib.contextmanager
     def watching(
@@ -169,11 +169,11 @@ class Lifeline:
         self.start()
         # The report is sent immediately, so that the others know the phase even if
         # this process is stopped now.
-        self._tell()
+        self._send_report()
         if rule != self._timer_rule:
             self._set_timer(rule)
 
-    def rest(self) -> None:
+    def stop_watching_start(self) -> None:
         """Ends the watch over the code before a controller."""
         self.watch(math.inf, lambda: Phase(OUTSIDE))
 
@@ -198,27 +198,27 @@ class Lifeline:
         """Ends the watch."""
         self._call(self._is_done.set)
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Sends the other processes the error with which this process ends."""
         if self._has_failed:
             return
         self._has_failed = True
         text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-        tell("failed", text[:MOST_TOLD])
+        notify_launcher("failed", text[:MOST_TOLD])
         self._call(self._note_failure, self._index, text)
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Reports to the others that this process is at the end of its program."""
         self._has_ended = True
-        self._tell()
+        self._send_report()
 
     def has_ended(self, index: int) -> bool:
         """Returns whether a process has reported the end of its program."""
         return self._sightings[index].report.has_ended
 
-    def say(self, entry: list[str]) -> None:
+    def send_entry(self, entry: list[str]) -> None:
         """Sends the entry of this process to a round; `answers` gets all entries."""
-        self._call(self._tree.say, entry)
+        self._call(self._tree.add_entry, entry)
 
     def refuse(self, index: int, failure: str) -> None:
         """Ends a round, in process 0, with the failure of one process."""
@@ -252,14 +252,14 @@ class Lifeline:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         """Sends the report of this process now, before the next beat."""
         if self._count > 1:
             now = time.monotonic()
             own, _ = self._report(now)
             self._call(self._pass_reports, own, now)
 
-    def _tell_how_it_ends(self) -> None:
+    def _report_how_it_ends(self) -> None:
         """Reports, at the exit of Python, an error or the end of the program."""
         if self._is_done.is_set():
             return
@@ -269,9 +269,9 @@ class Lifeline:
         self.watch(self._last_rule, lambda: Phase(END))
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self.tell_failure(error)
+            self.report_failure(error)
         if not self._has_failed:
-            self.tell_end()
+            self.report_end()
         # Calls run in order, so the report is sent when this one has run.
         is_sent = threading.Event()
         self._call(is_sent.set)
@@ -299,7 +299,7 @@ class Lifeline:
         if self._verdict is not None:
             self._tree.send(list(self._tree.links), "verdict", self._verdict)
             # Each process names the causes to the launcher, in case another one cannot.
-            self._verdict.tell()
+            self._verdict.report()
             self._has_verdict.set()
             if self._has_failed:
                 # The others end because of this process, which has shown its error.
@@ -387,9 +387,9 @@ class Lifeline:
         """Returns the user's limit; infinite if there is none and a wait is normal."""
         if watched.rule is not None:
             return watched.rule
-        if has_company(phase.name, stack):
+        if is_attended(phase.name, stack):
             return math.inf
-        if self._count == 1 and waits_for_itself(phase.name):
+        if self._count == 1 and waits_for_own_code(phase.name):
             return math.inf
         return None
 

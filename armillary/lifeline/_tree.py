@@ -49,10 +49,9 @@ class Tree:
         self.answers: queue.SimpleQueue[list[Span]] = queue.SimpleQueue()
         self.note: Callable[[int, str, Any], None] = lambda *_: None
         self._index = index
-        self._said: list[
-            Span
-        ] = []  # The entries of a round that are not passed on yet.
-        self._num_said = 0
+        # The entries of a round that are not passed on yet.
+        self._entries: list[Span] = []
+        self._num_entries = 0
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
@@ -70,15 +69,15 @@ class Tree:
         """Sends a message to connected neighbors; a busy connection sends it later."""
         self._write(indices, json.dumps([kind, value]).encode())
 
-    def say(self, entry: list[str]) -> None:
+    def add_entry(self, entry: list[str]) -> None:
         """Adds this process's entry to a round, which ends when all have: `answers`."""
         self._add([(self._index, self._index + 1, entry)])
 
     def pass_on(self) -> None:
         """Sends the entries so far to the parent, although some are missing."""
-        if self._said and self.parent is not None:
-            self.send([self.parent], "said", self._said)
-            self._said = []
+        if self._entries and self.parent is not None:
+            self.send([self.parent], "entries", self._entries)
+            self._entries = []
 
     def answer(self, spans: list[Span]) -> None:
         """Ends the round in all processes below, and gives them its entries."""
@@ -87,14 +86,14 @@ class Tree:
     def find_missing(self) -> list[int]:
         """Returns the processes without an entry in this round."""
         present: set[int] = set()
-        for start, stop, _ in self._said:
+        for start, stop, _ in self._entries:
             present.update(range(start, stop))
         return [index for index in self.members if index not in present]
 
     def take(self, index: int, line: bytes) -> None:
         """Handles one message of a neighbor."""
         kind, value = json.loads(line)
-        if kind == "said":
+        if kind == "entries":
             self._add(value)
         elif kind == "all":
             self._hand_down(value, line)
@@ -122,20 +121,20 @@ class Tree:
 
     def _add(self, spans: list[Span]) -> None:
         """Adds entries to a round, and ends the round if it is complete."""
-        self._said = _join_spans([*self._said, *spans])
-        self._num_said += sum(stop - start for start, stop, _ in spans)
-        is_complete = self._num_said >= len(self.members)
+        self._entries = _join_spans([*self._entries, *spans])
+        self._num_entries += sum(stop - start for start, stop, _ in spans)
+        is_complete = self._num_entries >= len(self.members)
         if not is_complete:
             return
         if self.parent is None:
-            self.answer(self._said)
+            self.answer(self._entries)
         else:
             self.pass_on()
 
     def _hand_down(self, spans: list[Span], line: bytes) -> None:
         # ORDER: the next round begins here before it begins in a child.
-        self._said = []
-        self._num_said = 0
+        self._entries = []
+        self._num_entries = 0
         self._write(self.children, line)
         self.answers.put(spans)
 

@@ -52,7 +52,7 @@ class Number(NamedTuple):
         return num_elements * NUM_INTEGERS if self.is_float else num_elements
 
 
-class Described(NamedTuple):
+class MetricStructure(NamedTuple):
     """A metric object without its values."""
 
     graph: Any
@@ -100,7 +100,9 @@ def join_plain(integers: np.ndarray, num_plain: int) -> list[float]:
         return (totals / weights).tolist()
 
 
-def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Array]]:
+def split_metric(
+    name: str, metric: nnx.Metric
+) -> tuple[MetricStructure, list[jax.Array]]:
     """Returns a metric object without its values, and its values as integers.
 
     Raises:
@@ -137,7 +139,7 @@ def split_metric(name: str, metric: nnx.Metric) -> tuple[Described, list[jax.Arr
         number = Number(type(leaf), value.shape, value.dtype)
         numbers.append(number)
         parts.append(_split_number(number, value))
-    return Described(graph, structure, tuple(numbers)), parts
+    return MetricStructure(graph, structure, tuple(numbers)), parts
 
 
 def _is_variable(leaf: object) -> bool:
@@ -159,7 +161,7 @@ def _metrics_in(metric: nnx.Metric) -> Iterator[nnx.Metric]:
             yield from _metrics_in(part)
 
 
-def join_metric(described: Described, integers: np.ndarray) -> Any:
+def join_metric(described: MetricStructure, integers: np.ndarray) -> Any:
     """Returns the value of a metric object whose integers were added up."""
     stops = np.cumsum([number.num_integers for number in described.numbers])
     pieces = np.split(integers, stops[:-1])

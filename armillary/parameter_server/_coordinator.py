@@ -33,7 +33,7 @@ class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`.
 
     It works like `tf.distribute.coordinator.ClusterCoordinator`;
-    `docs/scheduled_functions.md` has an example.
+    `docs/advanced/scheduled_functions.md` has an example.
 
     A scheduled function is compiled once on each worker. It reads variables when it
     begins, and sends gradients and sums when it ends. The variables of this process are
@@ -54,7 +54,7 @@ class ClusterCoordinator:
         ImportError: If Ray is not installed.
     """
 
-    # All coordinators share the numbers, so that none takes the data set of another.
+    # All coordinators share the numbers, so that none takes the dataset of another.
     _numbers = itertools.count()
 
     def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
@@ -170,9 +170,9 @@ class ClusterCoordinator:
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Any] | Any
     ) -> PerWorkerDataset:
-        """Builds one data set on every worker.
+        """Builds one dataset on every worker.
 
-        If a worker is lost, its replacement builds a new data set from the beginning.
+        If a worker is lost, its replacement builds a new dataset from the beginning.
 
         Args:
             dataset_fn: A function that is called on each worker. If it takes an
@@ -182,7 +182,7 @@ class ClusterCoordinator:
                 of the data is sent to every worker.
 
         Returns:
-            A data set whose iterator is for scheduled functions.
+            A dataset whose iterator is for scheduled functions.
 
         Raises:
             TypeError: If `dataset_fn` gives no batches, or cannot be sent to workers.

@@ -40,8 +40,8 @@ class Server:
     """The program of a worker or of a parameter server (`tf.distribute.Server`).
 
     Every process of the cluster runs the same program. Workers and parameter servers
-    call `join` at the beginning of it. `docs/parameter_server_cluster.md` has an
-    example.
+    call `join` at the beginning of it. `docs/advanced/parameter_server_cluster.md` has
+    an example.
 
     Args:
         cluster_resolver: The source of this process's task; by default `TF_CONFIG`.

@@ -22,7 +22,7 @@ from jax.extend import core
 from armillary._jaxpr import find_dependencies, programs_in, walk_equations
 from armillary._optional import import_ray
 from armillary.distribute.replica._context import lifted_state
-from armillary.parameter_server._server import ArrayType, Part
+from armillary.parameter_server._server import ArrayType, PartKey
 from armillary.typing import PyTree
 
 
@@ -254,19 +254,23 @@ class LocalUpdate(NamedTuple):
     owners: dict[int, int | None]
     types: dict[int, ArrayType]
 
-    def make(self) -> Callable[[dict[Part, Any], dict[Part, Any]], dict[Part, Any]]:
+    def make(
+        self,
+    ) -> Callable[[dict[PartKey, Any], dict[PartKey, Any]], dict[PartKey, Any]]:
         """Returns a function that updates the parts of variables with gradients."""
         update = flat_update(load_transformation(self.transformation), self.spec)
         params = self.spec.param_slots
         state = self.spec.state_slots
 
-        def pick(held: dict[Part, Any], slot: int, number: int) -> Any:
+        def pick(held: dict[PartKey, Any], slot: int, number: int) -> Any:
             is_shared = self.owners.get(slot, slot) is None
             part = (slot, 0 if is_shared else number)
             return held[part] if part in held else self.types[slot].zeros()
 
-        def run(gradients: dict[Part, Any], values: dict[Part, Any]) -> dict[Part, Any]:
-            new: dict[Part, Any] = {}
+        def run(
+            gradients: dict[PartKey, Any], values: dict[PartKey, Any]
+        ) -> dict[PartKey, Any]:
+            new: dict[PartKey, Any] = {}
             # All parts of one number are updated together. Whole variables are part 0.
             for number in sorted({number for _, number in gradients}):
                 leaves = [pick(gradients, slot, number) for slot in params]

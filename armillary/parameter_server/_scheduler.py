@@ -74,7 +74,7 @@ class Scheduler:
         self._open: dict[int, Closure] = {}
         self._error: BaseException | None = None
         self._num_added = 0
-        # Each worker builds new data sets before its next call.
+        # Each worker builds new datasets before its next call.
         self.datasets: list[tuple[int, Any]] = []
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True)
@@ -271,7 +271,7 @@ class Scheduler:
         message.statuses, *message.values = results
 
     def _bring_up_to_date(self, worker: _ServedWorker) -> None:
-        """Sends a worker the servers and data sets that it does not have yet."""
+        """Sends a worker the servers and datasets that it does not have yet."""
         if worker.servers is not self.servers:
             worker.servers = self.servers
             worker.actor.connect.remote(worker.servers)

@@ -11,7 +11,7 @@ import numpy as np
 
 from armillary._optional import import_ray
 
-Part = tuple[int, int]
+PartKey = tuple[int, int]
 """A variable and the number of one of its parts, from 0."""
 
 # Larger answers go through the object store, where all readers share them.
@@ -59,7 +59,7 @@ class Location(NamedTuple):
     """The server that holds one part of a variable."""
 
     server: int
-    part: Part
+    part: PartKey
     rows: tuple[int, int] | None = None
 
     def cut(self, array: np.ndarray) -> np.ndarray:
@@ -73,7 +73,7 @@ def locations_to_read(locations: Sequence[Location]) -> Sequence[Location]:
 
 
 def join_rows(
-    locations: Sequence[Location], found: Mapping[Part, np.ndarray]
+    locations: Sequence[Location], found: Mapping[PartKey, np.ndarray]
 ) -> np.ndarray:
     """Returns a variable, from the parts that were read."""
     rows = [found[location.part] for location in locations_to_read(locations)]
@@ -86,8 +86,8 @@ class Push(NamedTuple):
     call: int
     oldest: int
     version: int
-    updates: Mapping[Any, dict[Part, np.ndarray]]
-    additions: Mapping[Part, np.ndarray]
+    updates: Mapping[Any, dict[PartKey, np.ndarray]]
+    additions: Mapping[PartKey, np.ndarray]
 
 
 class Actor:
@@ -101,15 +101,17 @@ class ParameterServer(Actor):
     """The actor of a server; its methods run one at a time, in order of arrival."""
 
     def __init__(self) -> None:
-        self._values: dict[Part, jax.Array] = {}
+        self._values: dict[PartKey, jax.Array] = {}
         self._types: dict[int, ArrayType] = {}
         # By key: an optimizer's compiled update, and the parts that it needs.
         self._updates: dict[Any, Any] = {}
         self._applied: OrderedDict[int, int] = OrderedDict()
         self._version = 0
-        self._snapshots: dict[tuple[Part, ...], tuple[int, Any]] = {}
+        self._snapshots: dict[tuple[PartKey, ...], tuple[int, Any]] = {}
 
-    def put(self, types: dict[int, ArrayType], values: dict[Part, np.ndarray]) -> None:
+    def put(
+        self, types: dict[int, ArrayType], values: dict[PartKey, np.ndarray]
+    ) -> None:
         """Sets parts of variables, new or known ones."""
         self._types.update(types)
         for part, value in values.items():
@@ -124,7 +126,7 @@ class ParameterServer(Actor):
             parts = [part for part in self._values if part[0] in update.types]
             self._updates[key] = run, parts
 
-    def read(self, parts: tuple[Part, ...]) -> tuple[int, Any]:
+    def read(self, parts: tuple[PartKey, ...]) -> tuple[int, Any]:
         """Returns the version, and the values of some parts or a reference to them."""
         version, values = self._snapshots.get(parts, (None, None))
         if version != self._version:
@@ -160,7 +162,7 @@ class ParameterServer(Actor):
         self._applied[push.call] = staleness
         return staleness
 
-    def push_and_read(self, push: Push, parts: tuple[Part, ...]) -> tuple[Any, ...]:
+    def push_and_read(self, push: Push, parts: tuple[PartKey, ...]) -> tuple[Any, ...]:
         """Applies the changes of a call with `push`, and reads for the next one."""
         return self.push(push), *self.read(parts)
 

@@ -1,4 +1,4 @@
-"""Functions and data sets on a worker, and the strategy that they run under."""
+"""Functions and datasets on a worker, and the strategy that they run under."""
 
 import collections
 import inspect
@@ -20,7 +20,7 @@ from armillary.parameter_server._program import TaskProgram, TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
     Location,
-    Part,
+    PartKey,
     join_rows,
     locations_to_read,
 )
@@ -28,7 +28,7 @@ from armillary.state._holders import is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree
 
-# The batches that a function may take while it is traced on this worker, by data set.
+# The batches that a function may take while it is traced on this worker, by dataset.
 _offered: list[dict[int, StepIterator]] = []
 
 
@@ -70,7 +70,7 @@ class PerWorkerIterator:
 
 @contextmanager
 def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
-    """Offers batches, by data set, to a function while it is traced."""
+    """Offers batches, by dataset, to a function while it is traced."""
     _offered.append(
         {number: StepIterator(number, held) for number, held in batches.items()}
     )
@@ -101,7 +101,7 @@ class WorkerStrategy(SingleStrategy):
 
 
 class _Lookahead(NamedTuple):
-    """A data set whose next batches are known before they are taken."""
+    """A dataset whose next batches are known before they are taken."""
 
     name: str
     iterator: Iterator[PyTree]
@@ -123,14 +123,14 @@ class _Lookahead(NamedTuple):
 
 
 class Datasets:
-    """The data sets of one worker, by number."""
+    """The datasets of one worker, by number."""
 
     def __init__(self, strategy: WorkerStrategy) -> None:
         self._strategy = strategy
         self._found: dict[int, _Lookahead | Exception] = {}
 
     def make(self, number: int, find_dataset_fn: Callable[[], Any]) -> None:
-        """Builds a data set; an error is kept, and raised when the data is used."""
+        """Builds a dataset; an error is kept, and raised when the data is used."""
         strategy = self._strategy
         try:
             dataset_fn = find_dataset_fn()
@@ -151,7 +151,7 @@ class Datasets:
         if found is None:
             raise RuntimeError(
                 "A per-worker iterator was scheduled by a different "
-                "`ClusterCoordinator` than the one that made it. Make a new data set "
+                "`ClusterCoordinator` than the one that made it. Make a new dataset "
                 "by `create_per_worker_dataset` of the coordinator that schedules."
             )
         if isinstance(found, Exception):
@@ -159,7 +159,7 @@ class Datasets:
         return found
 
     def peek(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
-        """Returns the next batches of data sets, without taking them."""
+        """Returns the next batches of datasets, without taking them."""
         return {number: self._find(number).peek(n) for number, n in counts.items()}
 
     def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
@@ -201,7 +201,7 @@ class WorkerTask:
         self._strategy = strategy
         self._types = types
         self._flat = FlatState(state, strategy)
-        # The number of batches that a call takes from each data set, by the types of
+        # The number of batches that a call takes from each dataset, by the types of
         # its arguments.
         self._counts: dict[Any, dict[int, int]] = {}
         self._programs: dict[Any, TaskProgram] = {}
@@ -237,9 +237,9 @@ class WorkerTask:
         with offered(batches):
             return self._fn(*args, **kwargs)
 
-    def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
+    def reads(self, spec: TaskSpec) -> dict[int, tuple[PartKey, ...]]:
         """Returns the parts that a call reads from each server."""
-        reads: dict[int, list[Part]] = collections.defaultdict(list)
+        reads: dict[int, list[PartKey]] = collections.defaultdict(list)
         for slot in spec.reads:
             for location in locations_to_read(self.placed.locations[slot]):
                 reads[location.server].append(location.part)
@@ -253,11 +253,11 @@ class WorkerTask:
     def join(
         self,
         spec: TaskSpec,
-        reads: dict[int, tuple[Part, ...]],
+        reads: dict[int, tuple[PartKey, ...]],
         answers: dict[int, tuple[int, Any]],
     ) -> dict[int, Any]:
         """Returns the variables that a call reads."""
-        found: dict[Part, np.ndarray] = {}
+        found: dict[PartKey, np.ndarray] = {}
         for server, (_, arrays) in answers.items():
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
@@ -270,9 +270,11 @@ class WorkerTask:
 
     def divide(
         self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
-    ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
+    ) -> dict[int, tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]]:
         """Returns the message for each server: updates and additions."""
-        messages: dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]] = {}
+        messages: dict[
+            int, tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]
+        ] = {}
 
         def message_for(location: Location) -> Any:
             return messages.setdefault(location.server, ({}, {}))

@@ -23,7 +23,7 @@ from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
     ArrayType,
     Location,
-    Part,
+    PartKey,
     fetch_values,
     join_rows,
     locations_to_read,
@@ -210,7 +210,7 @@ class Variables:
 
     def _put(self, numbers: Iterable[int], servers: Sequence[Any]) -> None:
         """Sends the values of the coordinator's objects to the servers."""
-        messages: dict[int, tuple[dict[int, ArrayType], dict[Part, np.ndarray]]] = {}
+        messages: dict[int, tuple[dict[int, ArrayType], dict[PartKey, np.ndarray]]] = {}
         leaves: dict[int, Any] = {}
         for number in numbers:
             variable = self._variables[number]
@@ -275,15 +275,15 @@ class Variables:
 
 def _read_parts(
     variables: Iterable[_Variable], servers: Sequence[Any]
-) -> dict[Part, np.ndarray]:
+) -> dict[PartKey, np.ndarray]:
     """Reads all parts of some variables, with one message for each server."""
-    parts: dict[int, list[Part]] = {}
+    parts: dict[int, list[PartKey]] = {}
     for variable in variables:
         for location in locations_to_read(variable.locations):
             parts.setdefault(location.server, []).append(location.part)
     asked = [servers[i].read.remote(tuple(of_server)) for i, of_server in parts.items()]
     answers = import_ray().get(asked)
-    found: dict[Part, np.ndarray] = {}
+    found: dict[PartKey, np.ndarray] = {}
     for of_server, answer in zip(parts.values(), answers, strict=True):
         _, values = fetch_values(answer)
         found.update(zip(of_server, values, strict=True))

@@ -16,7 +16,7 @@ from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
     Actor,
     ArrayType,
-    Part,
+    PartKey,
     Push,
     fetch_values,
     to_host,
@@ -55,7 +55,7 @@ class _ServerLostError(Exception):
         self.server = server
 
 
-ReadAhead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
+ReadAhead = dict[int, tuple[tuple[PartKey, ...], tuple[int, Any]]]
 """Values that were read before their call began, by server: parts and answer."""
 
 
@@ -165,7 +165,7 @@ class Worker(Actor):
         return staleness, result, ahead
 
     def _ask(
-        self, reads: dict[int, tuple[Part, ...]], ahead: ReadAhead
+        self, reads: dict[int, tuple[PartKey, ...]], ahead: ReadAhead
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Returns the answers that were read ahead, and references to the others."""
         answers: dict[int, Any] = {}

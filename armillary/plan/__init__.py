@@ -2,7 +2,7 @@
 
 `plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs.
 This works on any machine. The result shows whether the step fits, and the data that
-devices exchange. See `docs/plan.md`.
+devices exchange. See `docs/devices/plan.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -8,7 +8,7 @@ from typing import Any
 
 from armillary._jaxpr import programs_in
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -25,6 +25,8 @@ _KIND_OF = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "pbroadcast": "collective-broadcast",
     "ppermute": "collective-permute",
 }
 
@@ -112,6 +114,9 @@ def find_traced(
             groups = equation.params.get("axis_index_groups")
             group_size = len(groups[0]) if groups else num_devices
             variables = equation.outvars if kind == "all-gather" else equation.invars
+            if kind == "ragged-all-to-all":
+                # The other operands are the place of the result, and sizes.
+                variables = variables[:1]
             for variable in variables:
                 num_bytes = variable.aval.size * variable.aval.dtype.itemsize
                 yield Collective(

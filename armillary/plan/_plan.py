@@ -12,7 +12,7 @@ from armillary._format import as_text, format_bytes, format_scaled, make_table
 from armillary._traceback import hides_frames
 from armillary.plan._compiler import compile_loop, export_loop
 from armillary.plan._costs import (
-    KINDS,
+    COLLECTIVE_KINDS,
     Collective,
     count_flops,
     count_rounds,
@@ -196,7 +196,7 @@ class Plan:
 
     def _traffic(self) -> list[tuple[str, str]]:
         rows = []
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             found = self.of_step(kind)
             if found:
                 rows.append((kind, self._describe_kind(kind, found)))

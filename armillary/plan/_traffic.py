@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from armillary.plan._costs import KINDS, Collective
+from armillary.plan._costs import COLLECTIVE_KINDS, Collective
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -61,7 +61,7 @@ class Instruction:
     def kind(self) -> str | None:
         """The collective that this instruction is, starts or ends; else `None`."""
         base = self.opcode.removesuffix("-start").removesuffix("-done")
-        return base if base in KINDS else None
+        return base if base in COLLECTIVE_KINDS else None
 
     @property
     def trip_count(self) -> int:

@@ -19,7 +19,7 @@ _PACKAGE = "package"
 _MOST_LETTERS = 30
 
 
-def check_target(directory: Path) -> None:
+def check_new_folder(directory: Path) -> None:
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if (directory.exists() or directory.is_symlink()) and not is_empty:
         what = "is not empty" if directory.is_dir() else "is not a directory"
@@ -78,7 +78,7 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 
 def prepare_new(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     directory: Path = namespace.directory
-    check_target(directory)
+    check_new_folder(directory)
     return lambda: _run(directory)
 
 

@@ -41,13 +41,14 @@ class Fingerprint:
         a = self._program
         b = other._program
         return (
-            _print_program(a) == _print_program(b)
+            print_program(a) == print_program(b)
             and _is_same(self._constants, other._constants)
             and _is_same(_find_callbacks(a), _find_callbacks(b))
         )
 
 
-def _print_program(program: core.ClosedJaxpr) -> str:
+def print_program(program: core.ClosedJaxpr) -> str:
+    """Returns the text of a program, without addresses of Python objects."""
     # Functions inside a program print with their address, which is new each time.
     return re.sub(r"0x[0-9a-f]+", "", str(program))
 

@@ -71,7 +71,7 @@ class State:
 
     @property
     def of_optimizer(self) -> list[bool]:
-        """Whether each array is a part of an optimizer, in the order of `paths`."""
+        """True for each array of an optimizer, in the order of `paths`."""
         flags: list[bool] = []
         for slot in self.slots:
             flags += slot.is_of_optimizer()

@@ -118,7 +118,7 @@ class Image(Summary):
     kind = "image"
 
     def __init__(self, pixels: Any) -> None:
-        self.pixels = as_array("pixels", pixels)
+        self.pixels = as_real_array("pixels", pixels)
         dtype = self.pixels.dtype
         shape = tuple(self.pixels.shape)
         is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
@@ -174,13 +174,13 @@ class Text(Summary):
 def as_arrays(name: str, values: PyTree) -> list[Any]:
     """Returns the leaves of a pytree; at least one must have elements."""
     leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
-    arrays = [as_array(name, leaf) for leaf in leaves]
+    arrays = [as_real_array(name, leaf) for leaf in leaves]
     if not any(array.size for array in arrays):
         raise ValueError(f"`{name}` has no elements. Use arrays that have elements.")
     return arrays
 
 
-def as_array(name: str, value: Any) -> Any:
+def as_real_array(name: str, value: Any) -> Any:
     """Returns a value, or the value of a variable, as an array of real numbers."""
     arrays = jax.Array | np.ndarray | np.generic
     if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):

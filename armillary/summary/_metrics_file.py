@@ -1,6 +1,7 @@
 """`metrics.jsonl`: the curves of a run, readable without any package.
 
-Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fields.
+Each line is one JSON object, `"record"` first; `docs/logs/summaries.md` names the
+fields.
 """
 
 import json

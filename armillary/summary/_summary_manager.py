@@ -12,7 +12,7 @@ from armillary._checks import check_callable, check_instance, check_path
 from armillary._json_values import flatten
 from armillary._process import get_process
 from armillary.distribute._global_arrays import as_local
-from armillary.summary._kinds import Histogram, Summary, as_array
+from armillary.summary._kinds import Histogram, Summary, as_real_array
 from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.typing import Output
 
@@ -208,7 +208,7 @@ def _as_filled_array(name: str, value: Any) -> Any:
     """Returns a value as an array, which must have elements."""
     if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
         value = np.asarray(value)
-    array = as_array(name, value)
+    array = as_real_array(name, value)
     if not array.size:
         raise ValueError(f"`{name}` has no elements. Leave it out.")
     return array

@@ -24,7 +24,7 @@ class WandbWriter:
     of the run is stored in its directory, so a program that resumes continues the same
     run. The writers write numbers, images and hyperparameters. The names of nested
     directories come first in a name, as in `train/loss`. The global step is the axis.
-    `docs/summaries.md` has an example.
+    `docs/logs/summaries.md` has an example.
 
     Args:
         run_dir: The directory of the run, at or above all summaries.

@@ -1,4 +1,4 @@
-"""The nest of data sets of a step, and its distributed datasets."""
+"""The nest of datasets of a step, and its distributed datasets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ def check_is_no_iterator(name: str, dataset: Any) -> None:
 
 
 def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
-    """Returns a distributed dataset; the strategy distributes other data sets."""
+    """Returns a distributed dataset; the strategy distributes other datasets."""
     check_is_no_iterator("dataset", dataset)
     if not isinstance(dataset, DistributedDataset):
         return strategy.distribute_dataset(dataset)
@@ -53,6 +53,6 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
             f"by another strategy than {strategy!r}, under which the step runs. Setup "
             "the step under the strategy of the dataset (`with strategy.scope():`, or "
             "`strategy=strategy` of the `Controller` or of `predict`), or pass the "
-            "data set from before `distribute_dataset`."
+            "dataset from before `distribute_dataset`."
         )
     return dataset

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import BatchLayout
+from armillary.data._layout import BatchLayout, first_replicas
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.data.feed._split import count_rows
@@ -132,7 +132,7 @@ def _describe_chunk(
     mesh: AbstractMesh,
 ) -> Chunk:
     types = [layout.placed_types(share) for share in shares]
-    active = (layout.num_replicas,) * len(types)
+    active = (first_replicas(layout.num_replicas),) * len(types)
     per_step = programs.count_batches(types, active)
     builder = ChunkBuilder(
         per_step,
@@ -158,8 +158,8 @@ def _describe_chunk(
         num_steps=capacity,
         capacity=capacity,
         signature=None,
-        num_active=active,
-        num_replicas=active,
+        active=active,
+        num_replicas=(layout.num_replicas,) * len(types),
     )
 
 

@@ -61,4 +61,4 @@ def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
     for batch in reader:
         taken.append(batch)
         gather = reader.data.gather
-        yield gather.layout.wrap(gather.place(batch), batch.num_active)
+        yield gather.layout.wrap(gather.place(batch), batch.active)

@@ -20,7 +20,7 @@ def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None
     """Raises if a step cannot run on the last batch of a pass.
 
     Args:
-        reader: The reader of the only data set, after its first batch was read.
+        reader: The reader of the only dataset, after its first batch was read.
         trace: Traces the step for a batch.
 
     Raises:

@@ -122,7 +122,7 @@ class Loop:
                 reason = "repeats its data forever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
-                "step, or make one data set without `repeat=True`."
+                "step, or make one dataset without `repeat=True`."
             )
         (position,) = self.feed.positions
         num_done = position.epoch + position.is_exhausted
@@ -138,7 +138,7 @@ class Loop:
         for index, reader in enumerate(self.feed.readers):
             if reader.data.is_endless or reader.data.is_agreed:
                 continue
-            if index in self.feed.rests or reader.peek() is not None:
+            if index in self.feed.with_leftovers or reader.peek() is not None:
                 left.append(index)
         return left
 
@@ -178,7 +178,7 @@ class Loop:
         first = [batch for batch in self.feed.peek() if batch]
         pairs = zip(self.feed.readers, first, strict=True)
         types = [reader.data.gather.types(batch) for reader, batch in pairs]
-        active = tuple(batch.num_active for batch in first)
+        active = tuple(batch.active for batch in first)
         batches_per_step = self._programs.count_batches(types, active)
 
         is_in_parts = self._method.options.accumulate_steps > 1
@@ -191,16 +191,16 @@ class Loop:
             max_chunk_bytes=self._method.options.max_chunk_bytes,
             # A process must not raise an error alone: the other processes must receive
             # it, too.
-            gives_errors_at_once=self._strategy.layout.peers is not None,
+            gives_errors_at_once=not self._strategy.layout.peers.is_alone,
             # An evaluation changes no state, so its data may always be read ahead.
             reads_ahead=self._reads_ahead and not self._method.is_evaluation,
         )
         self.feed.start(builder.build, self._prefetch)
 
     def _trace_for(self, piece: Piece) -> None:
-        """Traces the step for a batch of the only data set."""
+        """Traces the step for a batch of the only dataset."""
         gather = self.feed.readers[0].data.gather
-        self._programs.trace([gather.types(piece)], (piece.num_active,))
+        self._programs.trace([gather.types(piece)], (piece.active,))
 
     # Loops with the hooks of the trainer
 

@@ -1,4 +1,4 @@
-"""Steps without a data set, which make their own data."""
+"""Steps without a dataset, which make their own data."""
 
 import inspect
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from armillary.typing import Batch
 
 
 class NoBatches:
-    """Replaces the iterator of a step that has no data set."""
+    """Replaces the iterator of a step that has no dataset."""
 
     def __init__(self, argument: str, step_name: str) -> None:
         self._argument = argument
@@ -22,14 +22,14 @@ class NoBatches:
     def __next__(self) -> NoReturn:
         raise TypeError(
             f"`{self._argument}` is None, so `{self._step_name}` has no batch to take. "
-            f"Pass a data set as `{self._argument}`, or make the data in the step and "
+            f"Pass a dataset as `{self._argument}`, or make the data in the step and "
             "do not call `next(iterator)`."
         )
 
     get_next = __next__
 
 
-def take_batches(iterator: Any) -> tuple[Batch, ...]:
+def take_arguments(iterator: Any) -> tuple[Batch, ...]:
     """Returns the arguments of a pure step after the state: a batch, if there is data.
 
     Args:

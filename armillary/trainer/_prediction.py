@@ -1,4 +1,4 @@
-"""Prediction over a whole data set, with each example used once."""
+"""Prediction over a whole dataset, with each example used once."""
 
 import dataclasses
 import functools
@@ -30,14 +30,14 @@ _PROGRAMS = "armillary_predict"
 def predict(
     fn: Callable[[Batch], PyTree], dataset: Any, *, strategy: Strategy | None = None
 ) -> Iterator[PyTree]:
-    """Yields the outputs of a function for each batch of a data set, in order.
+    """Yields the outputs of a function for each batch of a dataset, in order.
 
     Each example is used exactly once, for any batch size and number of replicas and
-    processes, and for any `remainder` of the data set. Only the batches in progress are
-    kept in memory. `docs/prediction.md` has an example.
+    processes, and for any `remainder` of the dataset. Only the batches in progress are
+    kept in memory. `docs/train/prediction.md` has an example.
 
     It reads the data from the beginning, and does not change the position of `dataset`.
-    In a shuffled data set, it uses the order of the first pass. In a job of several
+    In a shuffled dataset, it uses the order of the first pass. In a job of several
     processes, all processes must iterate over it, and each process gets all outputs.
 
     Args:
@@ -50,7 +50,7 @@ def predict(
         strategy: The strategy that runs `fn`; by default the one in effect.
 
     Returns:
-        An iterator with one pytree of NumPy arrays for each batch of the data set.
+        An iterator with one pytree of NumPy arrays for each batch of the dataset.
 
     Raises:
         TypeError: If `fn` is not callable, or `dataset` is an iterator over one.
@@ -97,7 +97,7 @@ def _predict(
         while (piece := feed.next_chunk()) is not None:
             # Not around `yield`, because the caller's code would run in this scope.
             with strategy.scope():
-                arrays = step(dataset.layout.wrap(piece.arrays, piece.num_active))
+                arrays = step(dataset.layout.wrap(piece.arrays, piece.active))
             feed.read_on()
             feed.commit(1)
             yield piece, arrays

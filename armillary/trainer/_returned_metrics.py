@@ -19,7 +19,7 @@ from armillary.trainer._hook_code import without_python
 from armillary.typing import Batch, Output
 
 if TYPE_CHECKING:
-    from armillary.metrics._parts import Described
+    from armillary.metrics._parts import MetricStructure
 
 _Result = TypeVar("_Result")
 # Enough for 16 plain metrics. A step with more is traced again, once.
@@ -59,7 +59,7 @@ class Spec(NamedTuple):
     """The metrics of a step: their names, and which of them are metric objects."""
 
     structure: Any
-    objects: "tuple[Described | None, ...]"
+    objects: "tuple[MetricStructure | None, ...]"
 
     @property
     def names(self) -> str:
@@ -138,7 +138,7 @@ class ReturnedMetrics:
         from armillary.metrics._parts import split_metric, split_plain
 
         paths, structure = jax.tree_util.tree_flatten_with_path(metrics, _is_metric)
-        objects: list[Described | None] = []
+        objects: list[MetricStructure | None] = []
         plain: dict[str, Any] = {}
         parts: list[jax.Array] = []
         for path, value in paths:

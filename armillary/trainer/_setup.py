@@ -83,14 +83,14 @@ def make_setup(
         check_is_no_iterator(argument, each)
         if isinstance(each, tuple) and not each:
             raise TypeError(
-                f"`{argument}` is (), which holds no data set. Pass a data set, or "
+                f"`{argument}` is (), which holds no dataset. Pass a dataset, or "
                 "None for a step that makes its own data."
             )
         gives_batches = isinstance(each, Iterable | Callable | Source)
         if not gives_batches or isinstance(each, str | bytes | bytearray | dict):
             raise TypeError(
                 f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
-                "must hold data sets. Use `armillary.data.from_arrays(arrays, "
+                "must hold datasets. Use `armillary.data.from_arrays(arrays, "
                 "batch_size=...)`, or an iterable of batches."
             )
     return Setup(datasets, options or kind())

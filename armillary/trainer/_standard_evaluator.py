@@ -1,4 +1,4 @@
-"""Evaluation over a whole data set, with each example used once."""
+"""Evaluation over a whole dataset, with each example used once."""
 
 import abc
 from collections.abc import Sequence
@@ -162,9 +162,9 @@ def _warn_of_left_batches(setup: Setup, loop: Loop) -> None:
     if left:
         setup.has_warned = True
         logger.warning(
-            "An evaluation ended when a data set had no further batch, and "
+            "An evaluation ended when a dataset had no further batch, and "
             "left out batches of dataset %s. To evaluate all batches of "
-            "several data sets, give the `Controller` a dictionary of "
+            "several datasets, give the `Controller` a dictionary of "
             "evaluators.",
             ", ".join(map(str, left)),
         )

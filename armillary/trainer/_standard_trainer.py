@@ -133,7 +133,7 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     @may_be_missing
     def get_state(self) -> list[Any]:
-        """Returns the position in each data set; `None` for data without positions.
+        """Returns the position in each dataset; `None` for data without positions.
 
         Through this method, `Checkpoint(trainer=trainer)` saves the position in the
         data.
@@ -144,15 +144,15 @@ class StandardTrainer(Runner, AbstractTrainer):
         """Continues in the data at a saved position.
 
         Raises:
-            DatasetStateError: If `state` has positions for more or fewer data sets, or
-                a data set refuses its position.
+            DatasetStateError: If `state` has positions for more or fewer datasets, or
+                a dataset refuses its position.
         """
         datasets = self._positions()
         if not datasets and not any(state):
             return
         if len(state) != len(datasets):
             raise DatasetStateError(
-                f"`state` holds the positions of {len(state)} data sets, but "
+                f"`state` holds the positions of {len(state)} datasets, but "
                 f"`train_dataset` has {len(datasets)}. Give the trainer as many."
             )
         for dataset, position in zip(datasets, state, strict=True):
@@ -195,7 +195,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                 "beginning, and counts `epochs` from 0. Use "
                 "`armillary.data.from_arrays`, Grain, TFRecords, a loader with "
                 "`state_dict` and `load_state_dict`, or an iterator with `get_state` "
-                "and `set_state` (docs/data_positions.md).",
+                "and `set_state` (docs/data/positions.md).",
                 ", ".join(lost),
             )
         return datasets

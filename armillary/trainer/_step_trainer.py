@@ -27,7 +27,7 @@ from armillary.state._slots import LeafKind, Trait, describe, with_trait
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import map_output
-from armillary.trainer._no_data import check_step_arguments, take_batches
+from armillary.trainer._no_data import check_step_arguments, take_arguments
 from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._returned_metrics import (
     LoopEnd,
@@ -192,7 +192,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self._metrics.reset()
 
     def train_step(self, iterator: Any) -> None:
-        self.strategy.run(self._run, args=take_batches(iterator))
+        self.strategy.run(self._run, args=take_arguments(iterator))
         self.global_step[...] += 1
 
     train_step.__name__ = "step"  # for messages: the user wrote `step`
@@ -310,7 +310,7 @@ class StepEvaluator(StandardEvaluator):
         self._metrics.reset()
 
     def eval_step(self, iterator: Any) -> None:
-        self.strategy.run(self._run, args=take_batches(iterator))
+        self.strategy.run(self._run, args=take_arguments(iterator))
 
     eval_step.__name__ = "step"
 

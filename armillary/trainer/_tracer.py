@@ -1,9 +1,7 @@
 """Traces a step for each shape of batch, and compiles a program for each kind of chunk.
 
-A traced step depends on three things: the slots of its state, the shapes of its
-batches, and the plain Python values (flags, rates, names) that it read in the trace.
-Between loops, new slots and new values are detected, and outdated traces and programs
-are dropped.
+`Programs` detects new slots and new plain values between loops. It drops outdated
+programs, and marks others as doubtful until the next trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from armillary.data.feed._gather import Gather
 from armillary.distribute.program._batch_sums import warn_of_sums
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._programs import Programs
 from armillary.distribute.program._step_iterator import (
     MoreBatches,
     StepIterator,
@@ -55,21 +54,18 @@ class _Trace(NamedTuple):
     taken: tuple[int, ...]
 
 
-class StepPrograms:
+class StepPrograms(Programs[Program]):
     """The programs of one step, which takes a nest of iterators of this structure."""
 
     def __init__(
         self, method: StepMethod, gathers: Sequence[Gather], structure: Any
     ) -> None:
+        super().__init__(method.strategy)
         self._method = method
         self._gathers = gathers
         self._structure = structure
         # By the shapes of batches.
         self._traces: dict[Any, _Trace] = {}
-        self._programs: dict[Any, Program] = {}
-        # Programs that may be outdated, and the change that made them doubtful.
-        self._doubted: dict[Any, Program] = {}
-        self._reason = ""
         self._settings = read_settings()
         # The first batches of each shape.
         self._shapes: list[Leaves] = []
@@ -85,55 +81,34 @@ class StepPrograms:
         self._has_warned_of_results = False
         self._has_sought_sums = False
         self.hooks: Hooks | None = None  # of the trainer, if they are in the programs
-        self.flat: FlatState | None = None  # the state, after `find_state`
         self.batches_per_step: tuple[int, ...] = ()
         self.loops_per_chunk = 1
 
     def find_state(self) -> FlatState:
         """Finds the current state, and drops outdated traces and programs."""
-        flat = self.flat
         settings = read_settings()
         if settings != self._settings:
-            self._doubt("settings of JAX, such as a precision, have changed")
+            self.doubt("settings of JAX, such as a precision, have changed")
             self._settings = settings
-        if flat is not None and flat.state.is_current() and flat.fits():
-            return flat
-
-        state = self._search()
-        # The signature that `flat` had when it was made: the structure of its slots may
-        # have changed since then.
-        if flat is not None and state.signature() == flat.signature:
-            changes = state.changes_since(flat.state)
-            if changes:
-                names = ", ".join(sorted(changes)[:5])
-                self._doubt(
-                    f"it read plain values that have changed ({names}). Hold a value "
-                    "that changes often in an array, so that it is an input of the "
-                    "compiled step"
-                )
-            flat.rebind(state)
-            return flat
-
-        self._traces.clear()
-        self._programs.clear()
-        self._doubted.clear()
+        flat = self.find_current()
         if flat is not None:
-            self._has_traced_hooks = False
-            self.hooks = None
-        self.flat = FlatState(state, self._method.strategy)
-        return self.flat
+            return flat
+        return self.adopt(
+            State([(self._method.owner, "")], self._reads, self._functions)
+        )
 
-    def _search(self) -> State:
-        return State([(self._method.owner, "")], self._reads, self._functions)
+    def adopt(self, state: State) -> FlatState:
+        before = self.flat
+        flat = super().adopt(state)
+        if flat is not before:
+            self._traces.clear()
+            if before is not None:
+                self._has_traced_hooks = False
+                self.hooks = None
+        return flat
 
-    def _doubt(self, reason: str) -> None:
-        """Marks every program as doubtful.
-
-        The next trace shows whether the step read the changed values.
-        """
-        self._doubted.update(self._programs)
-        self._reason = reason
-        self._programs.clear()
+    def doubt(self, reason: str) -> None:
+        super().doubt(reason)
         self._traces.clear()
         # Hooks in the program are traced again, and hooks in Python stay there.
         self._has_traced_hooks &= self.hooks is None
@@ -195,8 +170,6 @@ class StepPrograms:
     @compiling()
     def _trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> _Trace:
         method = self._method
-        flat = self.flat
-        assert flat is not None
         taken = [0] * len(batches)
         returned: list[Any] = []
 
@@ -212,9 +185,9 @@ class StepPrograms:
             return result
 
         most_batches = tuple([batch] * _MAX_BATCHES_PER_STEP for batch in batches)
-        was_current = flat.state.is_current()
         try:
             with (
+                self.tracing() as flat,
                 recorded_reads(method.owner, flat.state.note_read),
                 noticing_prints(method.name),
             ):
@@ -229,20 +202,16 @@ class StepPrograms:
         except MoreBatches:
             raise RetraceError(
                 f"`{method.name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
-                "step, so it seems to loop over the whole data set. Take a fixed "
+                "step, so it seems to loop over the whole dataset. Take a fixed "
                 "number with `next(iterator)`, such as `x, y = next(iterator)`: the "
                 "library calls the step again until the data ends."
             ) from None
 
-        flat.state.watch()
         warn_of_rates(flat.state)
         drops_results = bool(returned) and not method.keep_results
         if drops_results and not self._has_warned_of_results:
             self._has_warned_of_results = True
             self._warn_of_results()
-        if was_current and not flat.state.is_current():
-            # The step sets a plain value to the same value in every run.
-            flat.rebind(self._search())
         check_taken(method.name, taken)
         return _Trace(step, tuple(taken))
 
@@ -261,9 +230,9 @@ class StepPrograms:
     def get(self, chunk: Chunk) -> Program:
         """Returns the program for a chunk; the first chunk of a kind compiles it."""
         key = (chunk.signature, chunk.capacity)
-        if key not in self._programs:
-            self._programs[key] = self._make(chunk, self._doubted.pop(key, None))
-        return self._programs[key]
+        if key not in self.current:
+            self.current[key] = self._make(chunk, self.doubted.pop(key, None))
+        return self.current[key]
 
     @compiling()
     def _make(self, chunk: Chunk, old: Program | None) -> Program:
@@ -271,7 +240,7 @@ class StepPrograms:
         method = self._method
         flat = self.flat
         assert flat is not None
-        step, taken = self._find_trace(chunk.types, chunk.num_active)
+        step, taken = self._find_trace(chunk.types, chunk.active)
 
         if taken != self.batches_per_step:
             raise RetraceError(
@@ -283,9 +252,9 @@ class StepPrograms:
         if old is not None:
             if old.is_of(step, self.hooks):
                 return old
-            self._doubted.clear()
+            self.doubted.clear()
             logger.warning(
-                "`%s` is compiled again, because %s.", method.name, self._reason
+                "`%s` is compiled again, because %s.", method.name, self.reason
             )
 
         peers = method.strategy.peers
@@ -294,13 +263,13 @@ class StepPrograms:
         is_slow = has_slow_loop(
             step.program, flat.platform, is_partitioned=flat.split is not None
         )
-        if not self._programs:
+        if not self.current:
             self._check_first(step, flat, is_slow=is_slow)
         if not self._has_sought_sums:
             self._has_sought_sums = True
             axis = 1 if method.strategy.layout.stacked else 0
             warn_of_sums(method.name, step.program, len(flat.state.paths), axis)
-        self._warnings.look(flat.state, step, chunk.num_active)
+        self._warnings.look(flat.state, step, chunk.active)
 
         return Program(
             step,

@@ -179,7 +179,7 @@ def make_strategy(devices: int) -> armillary.distribute.Strategy:
 def make_dataset(
     task: Task, options: Options, strategy: armillary.distribute.Strategy
 ) -> Any:
-    """Returns the distributed data set of a case."""
+    """Returns the distributed dataset of a case."""
     if options.data == "grain":
         return strategy.distribute_dataset(make_grain_dataset(task))
     data = armillary.data.from_arrays(

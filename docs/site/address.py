@@ -49,12 +49,12 @@ def link_to_source(
     """Lets a page of the reference link to the docstrings that it comes from.
 
     Args:
-        page: The page, such as `docs/reference/armillary.Controller`.
+        page: The page, such as `docs/reference/api/armillary.Controller`.
         context: The values that the template of the page reads.
         repository: The address of the repository. Without it, there are no links.
     """
     folder, _, name = page.rpartition("/")
-    if repository is None or folder != "docs/reference":
+    if repository is None or folder != "docs/reference/api":
         return
     path = find_source(name).relative_to(REPOSITORY).as_posix()
     context["theme_source_edit_link"] = make_address(repository, "edit", path)

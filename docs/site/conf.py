@@ -29,7 +29,7 @@ version = release = armillary.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = [*contents.list_pages(), "docs/reference/*.rst"]
+include_patterns = [*contents.list_pages(), "docs/reference/api/*.rst"]
 exclude_patterns = [
     ".*",
     "armillary",
@@ -55,7 +55,7 @@ html_theme = "furo"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_theme_options = address.make_theme_options()
 html_title = f"Armillary {release}"
-html_logo = html_favicon = "../logo.svg"
+html_logo = html_favicon = "../images/logo.svg"
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_copy_source = False
@@ -77,7 +77,7 @@ def setup(app):
 
 def write_reference(app):
     """Writes the pages of the reference before Sphinx looks for pages."""
-    reference.write_pages(FOLDER.parent / "reference")
+    reference.write_pages(reference.PAGES)
 
 
 def add_contents(app, name, source):
@@ -86,9 +86,10 @@ def add_contents(app, name, source):
     if page in contents.LISTS:
         for caption, pages in contents.read_contents(page).items():
             source[0] += contents.make_toctree(caption, pages)
-    elif page == "docs/reference.md":
-        modules = [f"docs/reference/{name}.rst" for name in reference.list_modules()]
-        source[0] += contents.make_toctree("", modules)
+    elif page == "docs/reference/api.md":
+        modules = reference.list_modules()
+        pages = [f"docs/reference/api/{name}.rst" for name in modules]
+        source[0] += contents.make_toctree("", pages)
 
 
 def hide_bases(app, name, value, options, bases):

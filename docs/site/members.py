@@ -62,7 +62,6 @@ INTERNAL = {
         "input_context",
         "layout",
         "leave_program_mesh",
-        "state_shardings",
     ),
     "SummaryManager": ("resume_at",),
 }

@@ -4,8 +4,8 @@ An object that several modules offer is described once, where users import it fr
 other pages refer to it. A class has its own page, an exception stands on the page of
 its module. Nothing here needs Sphinx: the pages are text for `autodoc`.
 
-`docs/reference.md` is the table, which is a part of the repository. This command writes
-it again after a public name or the first line of its docstring has changed::
+`docs/reference/api.md` is the table, which is a part of the repository. This command
+writes it again after a public name or the first line of its docstring has changed::
 
     python docs/site/reference.py
 """
@@ -31,7 +31,8 @@ from members import find_members  # noqa: E402
 import armillary  # noqa: E402
 import armillary.typing  # noqa: E402
 
-TABLE = FOLDER.parent / "reference.md"
+TABLE = FOLDER.parent / "reference" / "api.md"
+PAGES = FOLDER.parent / "reference" / "api"
 _BEGINNING = """\
 # API reference
 
@@ -131,7 +132,7 @@ def write_pages(folder: Path) -> None:
 
 
 def make_table() -> str:
-    """Returns `docs/reference.md`: a table of the names of each public module."""
+    """Returns `docs/reference/api.md`: a table of the names of each public module."""
     lines = [_BEGINNING]
     for module_name, entries in list_entries().items():
         module = importlib.import_module(module_name)
@@ -165,7 +166,7 @@ def make_page(module_name: str, entries: list[Entry]) -> str:
 
     Args:
         module_name: The module.
-        entries: What it offers.
+        entries: The names that it offers.
     """
     lines = [module_name, "=" * len(module_name), ""]
     lines += [f".. automodule:: {module_name}", "   :no-members:", ""]

@@ -1,8 +1,9 @@
-"""Writes `docs/tensorflow_names.md`, the page of every name of TensorFlow and Orbit.
+"""Writes the page of every name of TensorFlow and Orbit.
 
-Names that have a meaning here are rows of `tensorflow_names.toml`. The line to write in
-place of any other name comes from the table of the errors, `armillary._foreign_names`.
-If you change one of them, write the page again::
+The page is `docs/migrate/tensorflow_names.md`. Names that have a meaning here are rows
+of `tensorflow_names.toml`. The line to write in place of any other name comes from the
+table of the errors, `armillary._foreign_names`. If you change one of them, write the
+page again::
 
     python docs/site/tensorflow_names.py
 """
@@ -19,7 +20,7 @@ sys.path[:0] = [str(FOLDER.parents[1])]
 import armillary.estimator  # noqa: E402, F401 - its names join the table
 from armillary._foreign_names import NAMES  # noqa: E402
 
-PAGE = FOLDER.parent / "tensorflow_names.md"
+PAGE = FOLDER.parent / "migrate" / "tensorflow_names.md"
 
 _ROWS = FOLDER / "tensorflow_names.toml"
 _NOT_THERE = "not there"

@@ -52,7 +52,10 @@ class Attention(nnx.Module):
     def __init__(self, config: BertConfig, rngs: nnx.Rngs) -> None:
         size = config.hidden_size
         dense = partial(nnx.Linear, size, size, kernel_init=_initial, rngs=rngs)
-        self.query, self.key, self.value, self.output = (dense() for _ in range(4))
+        self.query = dense()
+        self.key = dense()
+        self.value = dense()
+        self.output = dense()
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.num_heads = config.num_heads
 
@@ -77,7 +80,8 @@ class Layer(nnx.Module):
         dense = partial(nnx.Linear, kernel_init=_initial, rngs=rngs)
         self.attention = Attention(config, rngs)
         self.attention_norm = nnx.LayerNorm(size, epsilon=1e-12, rngs=rngs)
-        self.expand, self.shrink = dense(size, 4 * size), dense(4 * size, size)
+        self.expand = dense(size, 4 * size)
+        self.shrink = dense(4 * size, size)
         self.output_norm = nnx.LayerNorm(size, epsilon=1e-12, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
@@ -104,7 +108,8 @@ class BertClassifier(nnx.Module):
         self.norm = nnx.LayerNorm(size, epsilon=1e-12, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        self.pooler, self.classifier = dense(size), dense(config.num_classes)
+        self.pooler = dense(size)
+        self.classifier = dense(config.num_classes)
 
     def __call__(
         self, input_ids: jax.Array, input_mask: jax.Array, segment_ids: jax.Array

@@ -23,7 +23,7 @@ def open_records(
         **options: Arguments of `armillary.data.from_tfrecords`.
 
     Returns:
-        A data set of the features that `bert.mrpc` makes, under the names of the files.
+        A dataset of the features that `bert.mrpc` makes, under the names of the files.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -221,7 +221,7 @@ def fail_to_save(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 # At once, or in the background.
 @pytest.mark.parametrize("method", ["write", "wait"])
-def test_a_failed_save_is_said_and_is_no_preemption(
+def test_a_failed_save_is_reported_and_is_not_a_preemption(
     tmp_path, monkeypatch, caplog, method
 ):
     fail_to_save(monkeypatch, method)

@@ -23,12 +23,12 @@ from tests.peers import make_peers, run_together
 
 
 class Part:
-    """Says what it is given."""
+    """A part with these values, one after the other."""
 
     def __init__(self, *values: Any) -> None:
         self.values = iter(values)
 
-    def say(self) -> Any:
+    def next_value(self) -> Any:
         return next(self.values)
 
 
@@ -37,10 +37,10 @@ def test_the_first_to_ask_gets_the_answers_of_the_others():
         first, second = Part(f"a{peers.index}"), Part(f"b{peers.index}", "later")
         boundary = peers.boundary
         return [
-            boundary.take(second.say),
-            boundary.exchange("the first", first.say),
-            boundary.take(second.say),
-            boundary.take(second.say),
+            boundary.take(second.next_value),
+            boundary.exchange("the first", first.next_value),
+            boundary.take(second.next_value),
+            boundary.take(second.next_value),
         ]
 
     assert run_together(talk) == [[None, ["a0", "a1"], ["b0", "b1"], None]] * 2
@@ -50,17 +50,17 @@ def test_an_answer_counts_if_all_gave_it_and_nothing_ran_since():
     def talk(peers: Peers) -> list[Any]:
         asking, other = Part(1, 2), Part(None if peers.index else "here", "there")
         boundary = peers.boundary
-        boundary.take(other.say)
-        boundary.exchange("one", asking.say)
-        found = [boundary.take(other.say)]
-        boundary.exchange("two", asking.say)
+        boundary.take(other.next_value)
+        boundary.exchange("one", asking.next_value)
+        found = [boundary.take(other.next_value)]
+        boundary.exchange("two", asking.next_value)
         boundary.expire()
-        return [*found, boundary.take(other.say)]
+        return [*found, boundary.take(other.next_value)]
 
     assert run_together(talk) == [[None, None]] * 2
 
 
-def test_a_part_that_nobody_holds_says_nothing_more():
+def test_a_part_that_nobody_holds_adds_nothing_to_the_message():
     said: list[str] = []
 
     def gather(topic: str, value: str) -> list[str]:
@@ -69,16 +69,16 @@ def test_a_part_that_nobody_holds_says_nothing_more():
 
     boundary = Boundary(gather)
     asking, gone = Part(1, 2), Part("x")
-    boundary.take(gone.say)
-    boundary.exchange("one", asking.say)
+    boundary.take(gone.next_value)
+    boundary.exchange("one", asking.next_value)
     del gone
     gc.collect()
-    boundary.exchange("two", asking.say)
+    boundary.exchange("two", asking.next_value)
     assert said == ['{"0": "x", "1": 1}', '{"1": 2}']
 
 
 class Adder(armillary.StandardTrainer):
-    """Adds up examples: of one data set for all, or of each process's own."""
+    """Adds up examples: of one dataset for all, or of each process's own."""
 
     def __init__(self, strategy: Any, has_own_data: bool) -> None:
         rows = np.arange(64, dtype=np.float32)
@@ -181,7 +181,7 @@ def test_a_loop_costs_one_exchange(
     assert topics[start:] == [PREEMPTED if is_preemptible else STOP] * 8
 
 
-def test_a_stop_asked_for_after_the_exchange_of_an_action_is_heard(
+def test_a_stop_requested_after_the_exchange_of_an_action_takes_effect(
     topics, closing, tmp_path
 ):
     def make(run: Any) -> list[Any]:

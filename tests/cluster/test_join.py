@@ -1,6 +1,8 @@
 """Tests of joining the processes of a job, as far as one process can show it."""
 
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from armillary.cluster import (
     _join,
 )
 from armillary.cluster._join import keep_gloo_on
+from armillary.controller._stop_request import StopRequest
 from armillary.errors import ClusterError
 from armillary.launch._process import find_addresses
 from tests.patience import patience
@@ -26,8 +29,8 @@ TWO = SimpleClusterResolver({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker"
 
 
 def test_a_single_process_joins_nobody():
-    assert _join.join_cluster(SimpleClusterResolver({})) is None
-    assert _join.get_peers() is None
+    assert _join.join_cluster(SimpleClusterResolver({})).is_alone
+    assert _join.get_peers().is_alone
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_a_single_process_sets_the_flags_before_its_devices_start(monkeypatch):
     monkeypatch.setattr(name, lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "")
     options = CommunicationOptions(timeout_seconds=7)
-    assert _join.join_cluster(SimpleClusterResolver({}), options) is None
+    assert _join.join_cluster(SimpleClusterResolver({}), options).is_alone
     assert os.environ["XLA_FLAGS"].split() == ["--xla_cpu_collective_timeout_seconds=7"]
 
 
@@ -252,3 +255,19 @@ def test_a_jax_that_hides_gloo_is_warned_of(monkeypatch, caplog):
     with caplog.at_level("WARNING", "armillary"):
         keep_gloo_on("127.0.0.1")
     assert "So Gloo listens at the address to which the name" in caplog.text
+
+
+def test_a_process_without_others_agrees_with_itself():
+    peers = _join.get_peers()
+    error = ValueError("no disk")
+
+    assert (peers.index, peers.count) == (0, 1)
+    assert peers.gather("a topic", "a value") == ["a value"]
+    stop = StopRequest()
+    stop.make("the disk is full")
+    assert peers.boundary.exchange("a topic", stop._own_value) == [["the disk is full"]]
+    assert peers.explain(error) is None
+    with pytest.raises(ValueError, match="no disk"), peers.announcing_errors():
+        raise error
+    assert not peers.has_failed
+    assert copy.deepcopy(peers) is pickle.loads(pickle.dumps(peers)) is peers

@@ -18,7 +18,7 @@ from tests.patience import patience, wait_until
 
 
 class Store:
-    """A key-value store like that of the coordination service."""
+    """A key-value store like the store of the coordination service."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -56,7 +56,7 @@ def test_processes_connect_at_the_address_of_the_coordinator_and_then_in_a_tree(
         thread.join(patience(120))
     answers = [Peers(i, count, patience(120), each) for i, each in enumerate(lifelines)]
     for each in answers[1:]:
-        each._lifeline.say(["value", "hello", str(each.index)])
+        each._lifeline.send_entry(["value", "hello", str(each.index)])
     assert answers[0].gather("hello", "0") == [str(index) for index in range(count)]
     listening = [each._tree.ends.listener for each in lifelines]
     assert {each.getsockname()[0] for each in listening if each} <= {
@@ -65,7 +65,7 @@ def test_processes_connect_at_the_address_of_the_coordinator_and_then_in_a_tree(
     }
     assert [index for index, each in enumerate(listening) if each] == [0, 1, 3, 5, 7, 9]
     for lifeline in reversed(lifelines):
-        lifeline.tell_end()
+        lifeline.report_end()
     wait_until(lambda: all(map(lifelines[0].has_ended, range(count))))
     for lifeline in reversed(lifelines):
         close(lifeline)
@@ -122,7 +122,7 @@ class Knowing(Lifeline):
     def find_missing(self) -> list[int]:
         return [1]
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         self.failures.append(error)
 
 

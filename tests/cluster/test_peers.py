@@ -43,7 +43,7 @@ def test_equal_values_of_all_processes_are_sent_once():
         patch.setattr(peers, "Wire", Wire)
         everyone = make_peers(200)
     for each in reversed(everyone):
-        each._lifeline.say(["value", "number", "x" * 1000])
+        each._lifeline.send_entry(["value", "number", "x" * 1000])
     assert len(written) == 2 * 199  # Once up and once down each connection.
     assert max(map(len, written)) < 1100
     assert everyone[150].gather("number", "y") == ["x" * 1000] * 200
@@ -53,7 +53,7 @@ def test_silent_processes_are_known_before_all_have_answered():
     everyone = make_peers(30)
     for each in everyone:
         if each.index not in (1, 3, 20):
-            each._lifeline.say(["value", "number", ""])
+            each._lifeline.send_entry(["value", "number", ""])
     for each in reversed(everyone):
         each._lifeline._beat(0.0)
     assert everyone[0]._lifeline.find_missing() == [1, 3, 20]
@@ -101,7 +101,9 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
 
 def test_a_failure_is_named_to_the_launcher(monkeypatch):
     told = []
-    monkeypatch.setattr(_peers, "tell", lambda *message: told.append(message))
+    monkeypatch.setattr(
+        _peers, "notify_launcher", lambda *message: told.append(message)
+    )
 
     def talk(peers: Peers) -> object:
         if peers.index == 1:
@@ -141,7 +143,7 @@ def test_an_interrupt_of_a_waiting_process_is_sent_to_the_others():
         peers.gather("start", "")
         if peers.index == victim:
             # It has said its part.
-            peers._lifeline.say(["value", "end", ""])
+            peers._lifeline.send_entry(["value", "end", ""])
             return peers.fail(KeyboardInterrupt())
         peers.gather("end", "")  # It may end before the failure is known.
         return peers.gather("after the end", "")
@@ -159,7 +161,7 @@ def test_a_text_that_is_too_long_is_an_error_before_anything_is_sent():
         ValueError, match=r"sends 4,194,305 characters for end, .* at most 4,1"
     ):
         first.gather("end", "x" * ((1 << 22) + 1))
-    second._lifeline.say(["value", "end", "2"])
+    second._lifeline.send_entry(["value", "end", "2"])
     assert first.gather("end", "1") == ["1", "2"]
 
 

@@ -23,7 +23,7 @@ def plan(task_type, task_id, cluster=CLUSTER):
     return SimpleClusterResolver(cluster, task_type, task_id).process_plan()
 
 
-def test_a_spec_tells_what_it_was_given():
+def test_a_spec_has_the_jobs_it_was_given():
     spec = ClusterSpec({"worker": ADDRESSES[1:], "chief": ADDRESSES[:1], "ps": []})
     assert spec.jobs == ["worker", "chief"]
     assert spec.as_dict() == {"worker": ADDRESSES[1:], "chief": ADDRESSES[:1]}

@@ -138,7 +138,7 @@ def test_data_without_a_position_is_warned_of_in_the_first_loop(
     tmp_path, caplog, is_whole
 ):
     def note_loop(output):
-        warned.append("docs/data_positions.md" in caplog.text)
+        warned.append("docs/data/positions.md" in caplog.text)
 
     warned = []
     trainer = Counting()

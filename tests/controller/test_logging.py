@@ -12,7 +12,7 @@ import pytest
 
 from armillary import create_global_step
 from armillary.controller._controller import Controller
-from armillary.controller._loops import LoopsInFlight
+from armillary.controller._loops import AwaitedLoops
 from armillary.controller._outputs import format_output
 from armillary.data import from_arrays
 from armillary.trainer._options import StandardTrainerOptions
@@ -65,15 +65,15 @@ class Waiting(StandardTrainer):
 
 def test_loops_that_ctrl_c_leaves_behind_are_reported(caplog, monkeypatch):
     caplog.set_level("INFO", "armillary")
-    trainer, own = Waiting(), LoopsInFlight.fetch
+    trainer, own = Waiting(), AwaitedLoops.fetch
 
     def fetch(loop, last_end):
         if loop.reached == 30 and trainer.step[...] == 40:
-            monkeypatch.setattr(LoopsInFlight, "fetch", own)
+            monkeypatch.setattr(AwaitedLoops, "fetch", own)
             raise KeyboardInterrupt
         return own(loop, last_end)
 
-    monkeypatch.setattr(LoopsInFlight, "fetch", fetch)
+    monkeypatch.setattr(AwaitedLoops, "fetch", fetch)
     controller = Controller(
         trainer=trainer, global_step=trainer.step, steps_per_loop=10
     )

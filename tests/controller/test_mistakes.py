@@ -183,7 +183,7 @@ def test_trainers_one_after_the_other_are_none(tmp_path):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_pass_over_a_data_set_is_no_data_set(num_replicas):
+def test_a_pass_over_a_dataset_is_no_dataset(num_replicas):
     strategy = make_strategy(num_replicas)
     dataset = strategy.distribute_dataset(
         armillary.data.from_arrays(DATA, batch_size=4)

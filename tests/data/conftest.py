@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from armillary.cluster._peers import ALONE
 from armillary.data import DistributedDataset
+from armillary.data._layout import Active
 from armillary.data.feed._piece import Piece
 from armillary.typing import PyTree
 from tests.feeds import open_reader, wait_until
@@ -19,7 +21,7 @@ class HostValues(NamedTuple):
     """The batch that `HostLayout` gives to a step."""
 
     arrays: PyTree
-    num_active: int
+    active: Active
 
 
 class HostLayout:
@@ -28,7 +30,7 @@ class HostLayout:
     def __init__(self, num_replicas: int = 1, stacked: bool = True) -> None:
         self.num_replicas = num_replicas
         self.local_replicas = range(num_replicas)
-        self.peers = None
+        self.peers = ALONE
         self.stacked = stacked
 
     def place(
@@ -39,13 +41,13 @@ class HostLayout:
                 assert leaf.shape[leading_axes] == (num_replicas or self.num_replicas)
         return arrays
 
-    def wrap(self, arrays: PyTree, num_active: int) -> HostValues:
-        return HostValues(arrays, num_active)
+    def wrap(self, arrays: PyTree, active: Active) -> HostValues:
+        return HostValues(arrays, active)
 
 
-def read_examples(arrays: Any, num_active: int) -> list[int]:
+def read_examples(arrays: Any, active: Active) -> list[int]:
     """Returns the values that the active replicas see, in order."""
-    return np.asarray(arrays)[:num_active].reshape(-1).tolist()
+    return np.asarray(arrays)[list(active)].reshape(-1).tolist()
 
 
 @pytest.fixture(scope="session")
@@ -54,13 +56,13 @@ def make_layout() -> type[HostLayout]:
 
 
 @pytest.fixture(scope="session")
-def examples() -> Callable[[Any, int], list[int]]:
+def examples() -> Callable[[Any, Active], list[int]]:
     return read_examples
 
 
 @pytest.fixture(scope="session")
 def read_all() -> Callable[[DistributedDataset, bool], list[Piece]]:
-    """Returns a function that reads a pass over a data set, as rows."""
+    """Returns a function that reads a pass over a dataset, as rows."""
 
     def read(dataset: DistributedDataset, in_pieces: bool) -> list[Piece]:
         reader = open_reader(dataset, in_pieces=in_pieces)

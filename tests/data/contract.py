@@ -20,7 +20,7 @@ from armillary.errors import DatasetStateError
 from tests.feeds import open_reader
 
 BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-"""What a source under test gives: as arrays, or in a dictionary with one entry."""
+"""The batches of a source under test: arrays, or dictionaries with one entry."""
 
 
 def make_grain_loader(
@@ -63,7 +63,7 @@ def check_source(
     Args:
         make: Returns a source of `BATCHES`.
         is_repositionable: Whether it has positions.
-        layout: Of 4 replicas, with a replica axis.
+        layout: A layout of 4 replicas, with a replica axis.
     """
     _check_passes(make)
     _check_batches_are_kept(make)
@@ -96,7 +96,7 @@ def _check_exact_evaluation(make: Callable[[], Any], layout: BatchLayout) -> Non
     seen = []
     for batch in reader:
         (array,) = jax.tree.leaves(reader.data.gather.on_host(batch.arrays))
-        seen += np.asarray(array)[: batch.num_active].ravel().tolist()
+        seen += np.asarray(array)[list(batch.active)].ravel().tolist()
     assert sorted(seen) == list(range(10))
 
 
@@ -108,7 +108,7 @@ def _check_batches_are_kept(make: Callable[[], Any]) -> None:
 
 
 def _check_position(make: Callable[[], Any], count: int) -> None:
-    """A position survives JSON, and goes on in a new source."""
+    """A position survives JSON, and continues in a new source."""
     source = as_source(make())
     iterator = source.make_iterator(0)
     for _ in range(count):

@@ -69,7 +69,7 @@ def test_iteration_gives_wrapped_batches_and_ends_again_and_again(
 ):
     iterator = iter(make_dataset(make_batches(2), prefetch=prefetch))
     first = next(iterator)
-    assert (first.arrays.tolist(), first.num_active) == ([[0, 1], [2, 3]], 2)
+    assert (first.arrays.tolist(), first.active) == ([[0, 1], [2, 3]], (0, 1))
     assert len(list(iterator)) == 1
     for _ in range(2):
         with pytest.raises(StopIteration):

@@ -51,23 +51,21 @@ def test_chunks_hold_the_same_sequence_however_they_are_cut(
     dataset = DistributedDataset(source, make_layout(num_replicas))
     other = DistributedDataset(source, make_layout(num_replicas))
     expected = [
-        (batch.arrays.tolist(), batch.num_active) for batch in read_all(dataset, True)
+        (batch.arrays.tolist(), batch.active) for batch in read_all(dataset, True)
     ]
     chunks = read_chunks(
         open_chunks(
             other, in_pieces=True, steps_per_chunk=steps_per_chunk, prefetch=prefetch
         )
     )
-    seen = [
-        (batch, chunk.num_active[0]) for chunk in chunks for batch in unstack(chunk)
-    ]
+    seen = [(batch, chunk.active[0]) for chunk in chunks for batch in unstack(chunk)]
     assert seen == expected
     assert all(1 <= chunk.num_steps <= chunk.capacity for chunk in chunks)
     assert all(len(chunk.arrays[0]) == chunk.capacity for chunk in chunks)
     assert all(len(chunk.positions) == chunk.num_steps for chunk in chunks)
     # One program for each shape.
-    shapes = {(c.arrays[0].shape, c.num_active) for c in chunks}
-    assert len(shapes) == len({(c.arrays[0].shape[1:], c.num_active) for c in chunks})
+    shapes = {(c.arrays[0].shape, c.active) for c in chunks}
+    assert len(shapes) == len({(c.arrays[0].shape[1:], c.active) for c in chunks})
 
 
 def test_each_shape_has_chunks_of_its_own(make_dataset):

@@ -289,7 +289,7 @@ def test_columns_that_are_no_numbers_are_named(datasets, make_layout):
         next(iter(DistributedDataset(stream.select_columns("x"), make_layout())))
 
 
-def test_other_data_sets_of_huggingface_are_errors(datasets):
+def test_other_datasets_of_huggingface_are_errors(datasets):
     rows = make_rows(datasets)
     for other in (rows, datasets.DatasetDict(train=rows)):
         with pytest.raises(TypeError, match=r"Use `armillary.data.from_huggingface\("):

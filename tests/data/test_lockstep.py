@@ -47,7 +47,7 @@ def read(
             options=InputOptions(**options),
         )
         return [
-            (batch.arrays.shape[1], batch.num_active, batch.arrays.tolist())
+            (batch.arrays.shape[1], batch.active, batch.arrays.tolist())
             for batch in open_reader(dataset, in_pieces=in_pieces)
         ]
 
@@ -70,10 +70,7 @@ def test_evaluation_uses_every_batch_of_every_process(lengths, prefetch):
     assert plans[0] == plans[1]
     for index, outcome in enumerate(outcomes):
         used = [
-            row
-            for size, active, (rows,) in outcome
-            if index in (range(active) if isinstance(active, int) else active)
-            for row in rows
+            row for size, active, (rows,) in outcome if index in active for row in rows
         ]
         expected = batches_of(*[4] * (lengths[index] - 1), 3, start=100 * index)
         assert used == np.concatenate(expected).tolist()
@@ -82,14 +79,29 @@ def test_evaluation_uses_every_batch_of_every_process(lengths, prefetch):
 # By what they show: the sizes of the batches of each process, whether a pass is
 # `in_pieces`, replicas of a process, and the steps: their size and who has data.
 PLANS = {
-    "the shortest ends training": ([(4,) * 3, (4,) * 2], False, 1, [(4, 2)] * 2),
-    "large ones first": ([(4, 4), (4, 2)], True, 1, [(4, 2), (4, 1), (2, (1,))]),
-    "active by number": ([(4, 4, 4), (4, 4)], True, 2, [(4, 4), (4, 1)]),
-    "active by place": ([(4, 4), (4, 4, 4)], True, 2, [(4, 4), (4, (2,))]),
+    "the shortest ends training": ([(4,) * 3, (4,) * 2], False, 1, [(4, (0, 1))] * 2),
+    "large ones first": (
+        [(4, 4), (4, 2)],
+        True,
+        1,
+        [(4, (0, 1)), (4, (0,)), (2, (1,))],
+    ),
+    "the first process has more": (
+        [(4, 4, 4), (4, 4)],
+        True,
+        2,
+        [(4, (0, 1, 2, 3)), (4, (0,))],
+    ),
+    "the second process has more": (
+        [(4, 4), (4, 4, 4)],
+        True,
+        2,
+        [(4, (0, 1, 2, 3)), (4, (2,))],
+    ),
     "no example": ([(), ()], True, 1, []),
 }
 for count in (19, 20, 21, 40):
-    plan = [(4, 1)] * count + [(2, (1,))]
+    plan = [(4, (0,))] * count + [(2, (1,))]
     PLANS[f"{count} steps until its turn"] = ([(4,) * count, (2,)], True, 1, plan)
 
 
@@ -141,7 +153,7 @@ def test_uneven_batches_of_data_of_its_own_are_for_evaluation_alone():
         with pytest.raises(ValueError, match=message):
             raise outcome
     evaluation = read(lambda i: batches_of(4, 3), in_pieces=True, remainder="exact")
-    assert [batch[:2] for batch in evaluation[0]] == [(4, 2), (3, 2)]
+    assert [batch[:2] for batch in evaluation[0]] == [(4, (0, 1)), (3, (0, 1))]
 
 
 class Counted:

@@ -44,7 +44,7 @@ def make_arrays(num_examples=40):
 
 
 def make_pair(strategy, source, **options):
-    """Returns the same data set twice: sent from the host, and resident."""
+    """Returns the same dataset twice: sent from the host, and resident."""
     return [
         strategy.distribute_dataset(
             source, InputOptions(place_on_device=is_resident, **options)

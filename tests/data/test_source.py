@@ -95,7 +95,7 @@ def test_sources_keep_the_contract(kind, tmp_path, make_layout):
 
 
 class Shuffled:
-    """Draws the order of each pass from a generator that goes on."""
+    """Draws the order of each pass from one generator."""
 
     def __init__(self):
         self._begin = self._next = 0
@@ -177,9 +177,7 @@ def test_unbatched_arrays_point_to_from_arrays(make_layout):
         with pytest.raises(TypeError, match="of arrays, but it must give batches"):
             as_source(arrays)
     dataset = DistributedDataset(make_list(), make_layout())
-    with pytest.raises(
-        TypeError, match="The data set is already a distributed dataset"
-    ):
+    with pytest.raises(TypeError, match="The dataset is already a distributed dataset"):
         as_source(dataset)
 
 

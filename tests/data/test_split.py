@@ -66,11 +66,11 @@ def test_exact_and_pad_use_every_example_once(
     seen = []
     for piece in read_all(dataset, in_pieces):
         assert piece.arrays["x"].shape[0] == num_replicas
-        assert 1 <= piece.num_active <= num_replicas
-        rows = examples(piece.arrays["x"], piece.num_active)
+        assert 1 <= len(piece.active) <= num_replicas
+        rows = examples(piece.arrays["x"], piece.active)
         if remainder == "pad":
-            assert piece.num_active == num_replicas
-            mask = examples(piece.arrays["mask"], piece.num_active)
+            assert len(piece.active) == num_replicas
+            mask = examples(piece.arrays["mask"], piece.active)
             rows = [row for row, kept in zip(rows, mask, strict=True) if kept]
         seen += rows
     assert sorted(seen) == list(range(count))
@@ -142,9 +142,9 @@ PIECES = {
 def test_pieces_are_these(split, kind):
     sizes, num_replicas, options, expected = PIECES[kind]
     pieces = split(sized(*sizes), num_replicas, **options)
-    assert [(p.arrays["x"].tolist(), p.num_active) for p in pieces] == expected
+    assert [(p.arrays["x"].tolist(), len(p.active)) for p in pieces] == expected
     if options.get("remainder") == "exact" and not options.get("in_pieces"):
-        assert all(p.num_replicas == p.num_active and p.is_last for p in pieces)
+        assert all(p.num_replicas == len(p.active) and p.is_last for p in pieces)
     else:
         assert {p.num_replicas for p in pieces} == {num_replicas}
 

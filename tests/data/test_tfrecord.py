@@ -249,7 +249,7 @@ def test_addresses_and_patterns_of_them_are_read_as_local_files_are(ten, remote)
         from_tfrecords(f"{remote}/*.record", {"x": INT}, batch_size=1)
 
 
-def test_an_address_that_needs_a_missing_package_says_so():
+def test_an_address_that_needs_a_missing_package_is_an_error_with_the_fix():
     message = "`paths` has `unknown://a/b`.*Install the package.*copy the files"
     with pytest.raises(ImportError, match=message):
         from_tfrecords("unknown://a/b", {"x": INT}, batch_size=1)

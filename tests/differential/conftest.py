@@ -16,7 +16,7 @@ collect_ignore_glob = ["test_*.py"] if FLAX < (0, 12, 8) else []
 def float64() -> Iterator[None]:
     """Computes in float64, with the promotion of ranks that libraries rely on.
 
-    What a library deprecates has a case for as long as it exists.
+    Deprecated names of a library have cases for as long as they exist.
     """
     x64, ranks = jax.enable_x64(True), jax.numpy_rank_promotion("allow")
     with x64, ranks, warnings.catch_warnings():

@@ -109,7 +109,7 @@ class Case:
     """One construct.
 
     Args:
-        name: What it is, for the table.
+        name: The construct, for the table.
         make: Makes the state: an NNX object.
         step: Changes the state, given a batch and the replica.
         program: Trains and compares by itself, given the strategy and the number of
@@ -119,8 +119,8 @@ class Case:
         between: Called after every loop with the state and the steps done so far.
         loops: How the steps are divided into loops.
         covers: Public names that have a case by this one.
-        note: What equal means, where it is not obvious.
-        refusal: What happens in place of a result.
+        note: The meaning of equal, where it is not obvious.
+        refusal: The error or warning in place of a result.
         tolerance: Largest relative difference: more if a library computes in float32.
         options: Sets of options of the trainer to try.
         setting: Makes a context in which the trainer runs.

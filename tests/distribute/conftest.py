@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from armillary import MirroredStrategy
+from armillary.data._layout import first_replicas
 from armillary.distribute import PerReplica, Strategy
 from tests.problems import Notes
 
@@ -47,7 +48,9 @@ def put_rows() -> PutRows:
     ) -> Any:
         stacked = np.asarray(rows, getattr(rows, "dtype", np.float32))
         layout = strategy.layout
-        return layout.wrap(layout.place(stacked), num_active or len(stacked))
+        return layout.wrap(
+            layout.place(stacked), first_replicas(num_active or len(stacked))
+        )
 
     return put
 

@@ -18,7 +18,7 @@ import armillary
 
 SIZE = 3
 NUMBER = 3
-"""Which of the first values is the number of the replica."""
+"""The index of the replica's number among the first values."""
 UNARY = (
     "tanh",
     "sort",
@@ -49,7 +49,7 @@ BINARY = (
 )
 COLLECTIVE = ("mean", "gather", "max")
 WITH_GRADIENT = 2
-"""How many of these have one."""
+"""The number of these that have one."""
 
 
 class WouldHangError(Exception):

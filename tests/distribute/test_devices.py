@@ -44,7 +44,7 @@ def test_the_default_strategy_changes_nothing():
     np.testing.assert_array_equal(strategy.reduce("sum", array, axis=0), [2, 2, 2])
     assert strategy.local_results(array)[0] is array
     state = State([({"w": jnp.ones(2)}, "")])
-    assert strategy.state_shardings(state) == [None] and strategy.mesh is None
+    assert strategy.placement.state_shardings(state) == [None] and strategy.mesh is None
 
 
 def test_run_under_the_default_strategy_is_eager():

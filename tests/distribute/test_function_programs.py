@@ -2,6 +2,7 @@
 
 import array
 import copy
+import datetime
 import functools
 import random
 
@@ -38,7 +39,7 @@ def test_other_arguments_are_static(traces):
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0, False)])
-def test_equal_static_arguments_of_different_types_are_told_apart(first, second):
+def test_equal_static_arguments_of_different_types_are_distinguished(first, second):
     @armillary.function
     def kind(value):
         return type(value).__name__
@@ -86,6 +87,16 @@ def test_a_generator_that_is_drawn_from_is_no_argument(argument):
             return jnp.zeros(())
 
         take([argument])
+
+
+def test_a_new_argument_at_the_address_of_an_old_one_is_another_argument():
+    @armillary.function
+    def seconds(duration):
+        return duration.total_seconds()
+
+    # Python gives the address of an object that is gone to the next object.
+    for number in range(10):
+        assert seconds(datetime.timedelta(seconds=number)) == number
 
 
 def test_a_zero_has_a_sign_as_a_static_argument_too():

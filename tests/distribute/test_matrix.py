@@ -1,8 +1,8 @@
 """Tests of every strategy with every way to train, as TensorFlow's guide lists them.
 
 Each cell trains a model of one weight and one bias, whose numbers NumPy can predict.
-The table in `docs/strategies.md` shows the same cells. Two processes do the same in
-`tests/multiprocess/test_multi_worker.py` and `tests/estimator/test_cluster.py`.
+The table in `docs/devices/strategies.md` shows the same cells. Two processes do the
+same in `tests/multiprocess/test_multi_worker.py` and `tests/estimator/test_cluster.py`.
 """
 
 import re
@@ -24,7 +24,7 @@ from armillary.distribute.coordinator import ClusterCoordinator
 from tests.distribute.contract import TPUOnCPU
 from tests.ray_cluster import stop_ray
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "devices" / "strategies.md"
 MESH = {"data": 2, "fsdp": 2}
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "DefaultStrategy": DefaultStrategy,

@@ -38,6 +38,7 @@ def find(make_mirrored):
 EQUALS = {
     "shared": lambda x, w: w * 2,
     "reduced": lambda x, w: jax.lax.psum(x, "replica"),
+    "broadcast": lambda x, w: jax.lax.pbroadcast(x, ("replica",), 0),
     "gathered": lambda x, w: jax.lax.all_gather(x, "replica").sum(0),
     "cast": lambda x, w: w.astype(jnp.bfloat16),
     "loop": lambda x, w: jax.lax.fori_loop(0, 3, lambda i, c: c + w, w),

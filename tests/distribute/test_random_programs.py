@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import armillary
+from armillary.data._layout import first_replicas
 from armillary.errors import ReplicaMismatchError
 from tests.distribute.random_programs import (
     SIZE,
@@ -61,7 +62,9 @@ def test_replicas_stay_equal_and_compute_what_one_would(
     strategy = armillary.MirroredStrategy(jax.devices()[:num_replicas])
     rows = np.random.default_rng(seed).normal(size=(num_replicas, SIZE))
     layout = strategy.layout
-    batch = layout.wrap(layout.place(rows.astype(np.float32)), num_replicas)
+    batch = layout.wrap(
+        layout.place(rows.astype(np.float32)), first_replicas(num_replicas)
+    )
     if reduces:
         program = (*program, ("mean", -1))
     state = State()

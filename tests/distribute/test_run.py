@@ -28,7 +28,7 @@ REDUCED = {
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_a_function_that_jax_has_traced_knows_which_replicas_hold_data(
+def test_a_traced_function_receives_the_replicas_with_data(
     name, make_mirrored, put_rows
 ):
     strategy = make_mirrored(4)
@@ -71,7 +71,7 @@ def test_a_solver_of_equal_values_is_equal(make_mirrored, put_rows):
     np.testing.assert_allclose(found.array, [1 / 2, 1 / 3], rtol=1e-5)
 
 
-def test_a_mean_for_a_log_says_nothing_of_the_scale_of_a_sum(make_mirrored):
+def test_a_mean_for_a_log_does_not_warn_about_the_scale_of_a_sum(make_mirrored):
     strategy = make_mirrored(4)
     options = armillary.data.InputOptions(remainder="exact")
     (batch,) = strategy.distribute_dataset([np.ones(6, np.float32)], options)

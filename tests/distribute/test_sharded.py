@@ -224,7 +224,7 @@ def test_convolutions_are_divided_by_examples_on_all_platforms(platform):
         )
 
     arrays = jnp.ones((2, 3, 3, 3)), layout.place(np.ones((8, 3, 4, 4), np.float32))
-    with partitioned(layout.split):
+    with partitioned(layout.sharding_of):
         traced = jax.jit(gradient).trace(*arrays)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("sharding_constraint") == 3

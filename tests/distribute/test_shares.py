@@ -157,6 +157,14 @@ def classes_loss(w, batch):
     return (labels_losses(w, batch) * weights[labels]).mean()
 
 
+def copy(x):
+    return jax.lax.stop_gradient(jax.lax.optimization_barrier(x))
+
+
+def mean_square(x):
+    return jnp.mean(x**2)
+
+
 def covariance_loss(w, batch):
     hidden = batch["x"] * w[None]
     covariance = hidden.T @ hidden / len(hidden)
@@ -349,6 +357,14 @@ WRONG = {
     "a risk": (loss_step(risk_loss), ("`cumsum`", "all_gather")),
     "a variance": (
         metric_step(lambda losses, *_: losses.var()),
+        ("spread of numbers", "loop_end"),
+    ),
+    "a variance of copies": (
+        metric_step(lambda losses, *_: mean_square(copy(losses - losses.mean()))),
+        ("spread of numbers", "loop_end"),
+    ),
+    "a variance of negative numbers": (
+        metric_step(lambda losses, *_: mean_square(-(losses - losses.mean()))),
         ("spread of numbers", "loop_end"),
     ),
     "a ratio to a constant": (

@@ -16,14 +16,14 @@ from armillary.distribute import PerReplica, ReduceOp, is_per_replica
 
 
 def test_a_value_lists_the_values_of_its_replicas():
-    value = PerReplica(jnp.arange(6.0).reshape(3, 2), 3)
+    value = PerReplica(jnp.arange(6.0).reshape(3, 2), (0, 1, 2))
     assert [row.tolist() for row in value.values] == [[0, 1], [2, 3], [4, 5]]
     assert value.active is value.stacked
     assert repr(value) == "PerReplica(3 x float32[2])"
 
 
 def test_a_value_is_a_pytree():
-    value = PerReplica(jnp.arange(3.0), 2)
+    value = PerReplica(jnp.arange(3.0), (0, 1))
     doubled = jax.tree.map(lambda leaf: leaf * 2, value)
     assert isinstance(doubled, PerReplica) and doubled.num_active == 2
     assert not doubled.is_shared
@@ -33,7 +33,7 @@ def test_a_value_is_a_pytree():
 
 
 def test_a_shared_value_is_held_once():
-    value = PerReplica(jnp.arange(2.0), 2, shared_by=3)
+    value = PerReplica(jnp.arange(2.0), (0, 1), shared_by=3)
     doubled = jax.tree.map(lambda leaf: leaf * 2, value)
     assert doubled.is_shared and repr(doubled) == "PerReplica(2 x float32[2])"
     np.testing.assert_array_equal(doubled.stacked, [[0, 2]] * 3)
@@ -43,7 +43,7 @@ def test_a_shared_value_is_held_once():
 
 @pytest.mark.parametrize("use", [jnp.sin, np.asarray, np.mean, bool])
 def test_use_as_one_array_leads_to_run_and_reduce(use):
-    value = PerReplica(jnp.ones((4, 2)), 4)
+    value = PerReplica(jnp.ones((4, 2)), (0, 1, 2, 3))
     with pytest.raises(TypeError, match=r"used as one array.*strategy\.run\(step_fn"):
         use(value)
 
@@ -91,7 +91,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_arithmetic_outside_run_has_the_line_to_write(name):
-    value = PerReplica(jnp.ones(4), 4)
+    value = PerReplica(jnp.ones(4), (0, 1, 2, 3))
     with pytest.raises(TypeError) as caught:
         OPERATIONS[name](value)
     for line in (
@@ -104,14 +104,14 @@ def test_arithmetic_outside_run_has_the_line_to_write(name):
 
 @pytest.mark.parametrize("name", ["numpy", "item", "mean", "shape", "dtype", "astype"])
 def test_attributes_of_an_array_say_what_to_write(name):
-    value = PerReplica(jnp.ones(4), 4)
+    value = PerReplica(jnp.ones(4), (0, 1, 2, 3))
     with pytest.raises(AttributeError, match=rf"'{name}'\. .*`strategy\.reduce\("):
         getattr(value, name)
     assert not hasattr(value, name) and getattr(value, name, None) is None
 
 
 def test_a_value_stays_a_plain_object():
-    value = PerReplica(jnp.ones(4), 4)
+    value = PerReplica(jnp.ones(4), (0, 1, 2, 3))
     assert value == value and len({value, value}) == 1
     assert f"{value}" == str(value) == repr(value)
     with pytest.raises(AttributeError, match=r"has no attribute 'vales'$"):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary import MirroredStrategy, get_replica_context
+from armillary.data._layout import first_replicas
 from armillary.distribute import VariableAggregation, VariableSynchronization
 from armillary.errors import ReplicaMismatchError
 from tests.tiers import slow_after_first
@@ -266,7 +267,9 @@ def test_integer_means_are_rounded_down(data, dtype):
     strategy = MirroredStrategy(jax.devices()[:4])
     variable = nnx.Variable(jnp.zeros((), dtype), aggregation=VariableAggregation.MEAN)
     layout = strategy.layout
-    rows = layout.wrap(layout.place(np.asarray(values, dtype)), num_active)
+    rows = layout.wrap(
+        layout.place(np.asarray(values, dtype)), first_replicas(num_active)
+    )
     strategy.run(lambda x: variable.set_value(x), args=(rows,))
     assert variable[...].dtype == dtype
     assert int(variable[...]) == sum(values[:num_active]) // num_active

@@ -313,7 +313,7 @@ def test_a_hook_of_an_evaluation_ends_turns_in_seconds(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_training_says_nothing_about_its_data(tmp_path, caplog):
+def test_a_resumed_training_logs_nothing_about_its_data(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         make_regressor(tmp_path).train(make_input_fn(), max_steps=2)
         make_regressor(tmp_path).train(make_input_fn(), max_steps=4)
@@ -322,7 +322,7 @@ def test_a_resumed_training_says_nothing_about_its_data(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_equal_batches_says_nothing_about_their_size(tmp_path, caplog):
+def test_an_evaluation_of_equal_batches_logs_nothing_about_their_size(tmp_path, caplog):
     # Ten batches on four replicas: the last step has two of them.
     made = make_regressor(tmp_path, 4)
     with caplog.at_level(logging.WARNING):

@@ -188,7 +188,7 @@ def test_tfrecords_give_the_batches_of_the_text(tmp_path, other_names):
 
 
 @pytest.mark.slow
-def test_program_learns_real_pairs_by_heart(tmp_path, shared_data):
+def test_program_overfits_a_few_real_pairs(tmp_path, shared_data):
     for split, num_copies in {"train": 20, "test": 1}.items():
         name = f"msr_paraphrase_{split}.txt"
         header, *lines = (shared_data / "mrpc" / name).read_text().splitlines()

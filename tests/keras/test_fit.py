@@ -74,7 +74,7 @@ def test_batch_normalization_uses_the_global_batch(problem, keras):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-# https://github.com/keras-team/keras: it says so of each data set of unknown size.
+# https://github.com/keras-team/keras: it says so of each dataset of unknown size.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distributed", "source", "grain"])
@@ -151,7 +151,7 @@ def make_data(problem, strategy, *arrays, place_on_device=False, **options):
 BESIDE = r"`model\.%s` was given `%s` together with a .* batches `\(x, y\)` or"
 
 
-def test_arguments_for_arrays_are_refused_with_a_data_set(problem):
+def test_arguments_for_arrays_are_refused_with_a_dataset(problem):
     strategy = STRATEGIES["mirrored"]()
     with strategy.scope():
         model = problem.make_model()

@@ -115,6 +115,22 @@ def test_a_correct_reduction_is_no_error(name):
     np.testing.assert_allclose(run(RIGHT[name]).array, EXPECTED, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [
+        jax.lax.optimization_barrier,
+        jax.lax.stop_gradient,
+        lambda gradient: -gradient,
+        lambda gradient: 0.0 - gradient,
+        lambda gradient: gradient.reshape(1, -1).T,
+    ],
+    ids=["barrier", "constant", "negative", "difference", "transposed"],
+)
+def test_a_copy_of_a_gradient_of_a_mean_is_still_one(copy):
+    with pytest.raises(DoubleReductionError, match="Keras has averaged"):
+        run(lambda x: all_reduce("sum", copy(differentiate(MEAN)(x))))
+
+
 def test_gradients_of_keras_models_are_seen_as_well(keras):
     model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
 

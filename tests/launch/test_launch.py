@@ -144,13 +144,13 @@ def test_the_first_cause_wins(launcher):
 def test_a_worker_that_others_report_as_stopped_is_killed_and_blamed(launcher):
     code, _, stderr = launcher.run(
         """
-        from armillary._launcher import tell
+        from armillary._launcher import notify_launcher
         if index == 1:
             mark("ready")
             time.sleep(300)
         wait_for_mark("ready")
-        tell("caused_by", 1)
-        tell("stopped", 1)
+        notify_launcher("caused_by", 1)
+        notify_launcher("stopped", 1)
         wait_for_end_of(1)
         sys.exit(75)
         """,
@@ -164,9 +164,9 @@ def test_a_worker_that_others_report_as_stopped_is_killed_and_blamed(launcher):
 def test_the_worker_that_others_name_is_blamed_and_no_other(launcher):
     code, _, stderr = launcher.run(
         """
-        from armillary._launcher import tell
+        from armillary._launcher import notify_launcher
         if index == 0:
-            tell("caused_by", 2)
+            notify_launcher("caused_by", 2)
             sys.exit(3)
         wait_for_end_of(index - 1)
         sys.exit(3)
@@ -339,7 +339,7 @@ def test_a_job_whose_worker_never_joins_ends_immediately(launcher):
             wait_for_mark("joining_0")
             wait_for_mark("joining_2")
             os._exit(0)
-        _launcher.tell("joining")
+        _launcher.notify_launcher("joining")
         mark(f"joining_{index}")
         time.sleep(300)
         """,
@@ -358,7 +358,7 @@ def test_nobody_comes_to_wait_for_a_worker_that_failed_before(launcher):
         """
         from armillary import _launcher
         if index == 2:
-            _launcher.tell("joining")
+            _launcher.notify_launcher("joining")
             mark(f"joining_{restarts}")
         if index == 0:
             wait_for_mark(f"joining_{restarts}")
@@ -383,7 +383,7 @@ def test_a_worker_that_is_stuck_before_it_joins_shows_its_line(launcher):
             mark("stuck")
             time.sleep(300)
         wait_for_mark("stuck")
-        _launcher.tell("joining")
+        _launcher.notify_launcher("joining")
         sys.exit(75)
         """,
         "--workers 2 --grace-seconds 0.5 --max-restarts 0",
@@ -427,7 +427,7 @@ def test_children_of_a_worker_end_with_it(launcher):
 
 
 @pytest.mark.slow
-def test_an_exit_code_is_known_where_the_ends_of_children_are_ignored(launcher):
+def test_an_exit_code_is_read_even_if_sigchld_is_ignored(launcher):
     old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         launcher.start("sys.exit(75)\n")

@@ -29,7 +29,7 @@ from armillary.launch._restarts import (
 )
 from tests.conftest import REPOSITORY
 
-DOCUMENT = REPOSITORY / "docs" / "exit_codes.md"
+DOCUMENT = REPOSITORY / "docs" / "machines" / "exit_codes.md"
 OK, SAVED, FAILED = ExitCode.OK, ExitCode.PREEMPTED, ExitCode.FAILED
 ADDRESSES = ("127.0.0.1:1001", "127.0.0.1:1002")
 CPUS = DevicePlan(virtual_cpus=2)
@@ -342,7 +342,7 @@ def test_pauses_double_up_to_a_bound_and_a_long_one_stays_as_it_is(first, pauses
         (-9, "on vm: no answer.", FAILED, "lost after 2.5 s, on vm: no answer"),
     ],
 )
-def test_an_ending_says_how_and_what_it_means(returncode, loss, cause, text):
+def test_an_ending_has_its_cause_and_its_meaning(returncode, loss, cause, text):
     ending = Ending(returncode=returncode, seconds=2.5, loss=loss)
     assert ending.cause is cause
     assert ending.is_reaction == (returncode in (75, 77))
@@ -362,5 +362,5 @@ def test_an_ending_says_how_and_what_it_means(returncode, loss, cause, text):
         (signal.SIGINT, [], ExitCode.INTERRUPTED),
     ],
 )
-def test_a_stopped_job_says_whether_it_saved(number, causes, code):
+def test_a_stopped_job_reports_whether_it_saved(number, causes, code):
     assert find_stop_code(number, causes) is code

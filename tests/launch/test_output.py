@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from armillary.launch._output import (
     MAX_LINE,
     TAIL_LINES,
-    Output,
+    LabeledOutput,
     read_output_lines,
 )
 from tests.patience import patience, wait_until
@@ -39,7 +39,7 @@ def run(use, logs=None):
     """Runs the coroutine function `use` with an output, below an event loop."""
 
     async def use_and_finish():
-        output = Output(logs)
+        output = LabeledOutput(logs)
         await use(output)
         await output.finish()
 
@@ -94,7 +94,7 @@ def test_lines_of_processes_and_launcher_are_labeled(capfd):
         os.write(first.stdout, b" and half\npartial")
         first.end()
         await output.drain(seconds=patience(120))
-        output.say("a\nb")
+        output.write("a\nb")
         last = [str(number) for number in range(99 - TAIL_LINES, 99)]
         assert [list(tail) for tail in tails] == [[], last]
 
@@ -185,7 +185,7 @@ def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
             output.add("worker 0", *streams.readers)
             os.write(streams.stderr, b"begin\n")
             for number in range(1000):
-                output.say(str(number))
+                output.write(str(number))
             await output.drain(seconds=0.1)  # It ends, though nobody reads.
             os.write(streams.stderr, b"end\n")
             streams.end()

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from armillary.launch import _ray
-from armillary.launch._ray import RayMachines, connect
+from armillary.launch._ray import RayMachines, connect_to_ray
 
 GPUS = [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 1}]
 
@@ -129,7 +129,7 @@ def test_without_ray_the_error_names_the_package(monkeypatch):
     monkeypatch.setattr(_ray, "import_ray", import_ray)
     message = "cannot join a cluster there: Ray is not installed. Install it. Use"
     with pytest.raises(ValueError, match=message):
-        connect("h:1")
+        connect_to_ray("h:1")
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
@@ -150,4 +150,4 @@ def test_a_server_that_is_not_ray_is_an_error(monkeypatch, is_slow):
         address = f"127.0.0.1:{server.getsockname()[1]}"
         message = f"cannot join a cluster there: {reason}.* Use HOST:PORT as "
         with pytest.raises(ValueError, match=message):
-            connect(address)
+            connect_to_ray(address)

@@ -65,7 +65,7 @@ def test_a_main_thread_that_has_ended_is_not_waited_for():
 
 
 @pytest.mark.slow
-def test_an_abort_waits_until_the_reason_is_said():
+def test_an_abort_waits_until_the_reason_is_printed():
     ended = run("""
         import ctypes, threading, time
         from armillary.lifeline import _ending

@@ -110,7 +110,9 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
 
 def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):
     told = []
-    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    monkeypatch.setattr(
+        module, "notify_launcher", lambda *message: told.append(message)
+    )
     job = start(3)
     close(job.lifelines[2])
     wait_until(lambda: len(told) == 2)
@@ -119,7 +121,9 @@ def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):
 
 def test_a_stopped_process_is_named_to_the_launcher(start, monkeypatch):
     told = []
-    monkeypatch.setattr(module, "tell", lambda *message: told.append(message))
+    monkeypatch.setattr(
+        module, "notify_launcher", lambda *message: told.append(message)
+    )
     monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", 0.2)
     job = start(2)
     monkeypatch.setattr(job.lifelines[1], "_beat", lambda now: None)
@@ -175,7 +179,7 @@ def test_a_program_may_compile_for_as_long_as_that_takes(start, monkeypatch):
 
 def test_a_process_that_came_to_its_end_is_not_missed(start):
     job = start(3)
-    job.lifelines[1].tell_end()
+    job.lifelines[1].report_end()
     wait_until(lambda: job.lifelines[0].has_ended(1))
     close(job.lifelines[1])
     time.sleep(0.5)
@@ -189,7 +193,7 @@ def test_a_failure_is_reported_when_the_others_have_not_noticed_in_time(
     job = start(3)
     codes = []
     monkeypatch.setattr(module, "leave", codes.append)
-    job.lifelines[2].tell_failure(ValueError("no such file"))
+    job.lifelines[2].report_failure(ValueError("no such file"))
     job.wait(0, 1)
     assert job.reasons[1] == "Process 2 of 3 has failed: ValueError: no such file"
     wait_until(lambda: bool(codes))
@@ -313,7 +317,7 @@ def test_a_thread_that_trains_is_the_one_that_is_looked_at(start):
     assert "in train_in_a_thread: is_done.wait()" in line
 
 
-def test_a_time_in_which_all_were_suspended_does_not_count(start):
+def test_time_while_all_processes_are_suspended_does_not_count(start):
     lifeline = start(2).lifelines[0]
     with lifeline.watching(30.0, lambda: Phase("step", 1)):
         wait_until(lambda: lifeline._sightings[1].report.phase != "start")
@@ -445,7 +449,7 @@ ENDS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no such file')"])
-def test_a_program_says_how_it_ends(end):
+def test_a_program_reports_how_it_ended(end):
     listener = listen("127.0.0.1")
     chief = Lifeline(0, 2, Ends(None, listener, TOKEN))
     chief.start()

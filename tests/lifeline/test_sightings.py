@@ -136,7 +136,7 @@ def test_a_stopped_process_is_called_so_when_the_timeout_is_short():
     assert text.count("it has not answered") == 1
 
 
-def test_a_time_in_which_the_whole_process_was_stopped_does_not_count():
+def test_time_while_the_process_is_stopped_does_not_count():
     pace = Pace(0.0)
     pace.look(Phase("data", 1), 0.0, 0.0)
     pace.skip(1000.0)  # Ctrl-Z, and `fg`

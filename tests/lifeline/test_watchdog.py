@@ -18,7 +18,7 @@ def make_idle(limit_seconds=5.0):
     return idle
 
 
-def test_a_limit_is_reached_by_time_in_which_nothing_came():
+def test_silence_counts_towards_the_limit():
     idle = make_idle()
 
     ticks = [idle.tick(1.0, is_stopped=False) for _ in range(6)]

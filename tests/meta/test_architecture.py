@@ -52,14 +52,27 @@ def test_each_path_that_is_named_exists():
         assert any((REPOSITORY / root / path).exists() for root in roots), path
 
 
+def test_the_table_of_questions_names_definitions_of_its_files():
+    section = TEXT.partition("\n## Where is it decided?\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+\? \| ([^|]+) \| ([^|]+) \|$", section, re.M)
+    assert len(rows) > 15
+    for first, second in rows:
+        files = re.findall(r"`([\w/]+\.py)`", first)
+        text = "\n".join((REPOSITORY / "armillary" / x).read_text() for x in files)
+        for name in re.findall(r"`(\w+)`", second):
+            definition = rf"^\s*(?:(?:def|class) {name}\b|{name}\b.* = )"
+            assert re.search(definition, text, re.M), name
+
+
 def test_the_table_of_analyses_has_each_file_with_an_analysis():
     section = TEXT.partition("\n## How a step becomes a program\n")[2]
     listed = re.findall(r"^\| `(\w+/_\w+\.py)` \|", section, re.M)
     folder = REPOSITORY / "armillary" / "distribute"
+    analysis = r"^class (?!ReplicaDataflow)\w+\((Replica)?Dataflow\b"
     files = {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*.py")
-        if re.search(r"^class \w+\(Dataflow\b", path.read_text(), re.M)
+        if re.search(analysis, path.read_text(), re.M)
     }
     assert len(files) > 5
     assert files <= set(listed)

@@ -341,7 +341,7 @@ MAY_BE_NEGATIVE = {
     "train_steps",
 }
 MAY_BE_EMPTY = {"config", "model_dir", "name", "source", "text", "tpu"}
-DATA = "(data set|source)"
+DATA = "(dataset|source)"
 OTHER_NAMES = {
     "cluster_spec": "cluster",
     "dataset": DATA,

@@ -178,4 +178,4 @@ def test_each_release_in_the_changelog_has_a_date():
 
 def test_the_recent_part_of_the_changelog_is_short():
     lines = RECENT.partition("\n## ")[2].splitlines()
-    assert len(lines) <= MOST_LINES, "Move details to docs/upgrading.md."
+    assert len(lines) <= MOST_LINES, "Move details to docs/reference/upgrading.md."

@@ -18,15 +18,15 @@ DOCUMENTS = [
     if path.name != "CHANGELOG.md"
 ]
 WITH_KERAS = (
-    "from_tensorflow.md",
-    "keras.md",
-    "keras_controller.md",
-    "keras_loop.md",
-    "keras_orbit.md",
+    "docs/keras/controller.md",
+    "docs/keras/custom_loop.md",
+    "docs/keras/index.md",
+    "docs/keras/orbit.md",
+    "docs/migrate/from_tensorflow.md",
     # Workers of Ray keep the environment of the page that starts it.
-    "parameter_server.md",
-    "parameter_server_keras.md",
-    "scheduled_functions.md",
+    "docs/advanced/parameter_server.md",
+    "docs/advanced/parameter_server_keras.md",
+    "docs/advanced/scheduled_functions.md",
 )
 # A line of a log whose numbers are the same on each machine, except the speed.
 OF_A_LOOP = re.compile(r"\s?(?:train|eval) \| step:.*")
@@ -106,7 +106,7 @@ def test_python_blocks_run_and_print_what_the_page_shows(
             assert info == "python", f"{path.name}:{line}: unknown marks in {info!r}"
             capsys.readouterr()
             # The layers of Keras rely on the promotion of ranks.
-            promotion = "allow" if path.name in WITH_KERAS else "raise"
+            promotion = "allow" if name_of(path) in WITH_KERAS else "raise"
             monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", promotion)  # for workers
             with jax.numpy_rank_promotion(promotion):
                 exec(code, namespace)

@@ -1,10 +1,10 @@
 """Every name in the five guides resolves here, or its error has the line to write.
 
-`docs/from_tensorflow.md` and `docs/from_orbit.md` follow these guides: Orbit with
-`tf.distribute`, Orbit's tutorial of BERT, TensorFlow's guide to distributed training,
-its tutorial of custom training, and the template of a program. A name is looked up
-where a reader would write it: `tf.distribute.X` is `armillary.distribute.X`, and `tf.X`
-and `orbit.X` are `armillary.X`.
+`docs/migrate/from_tensorflow.md` and `docs/migrate/from_orbit.md` follow these guides:
+Orbit with `tf.distribute`, Orbit's tutorial of BERT, TensorFlow's guide to distributed
+training, its tutorial of custom training, and the template of a program. A name is
+looked up where a reader would write it: `tf.distribute.X` is `armillary.distribute.X`,
+and `tf.X` and `orbit.X` are `armillary.X`.
 """
 
 import inspect

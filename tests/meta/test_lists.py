@@ -10,9 +10,9 @@ from armillary import _cli
 from armillary.launch._command import add_launch
 from tests.meta.test_docs import REPOSITORY, find_blocks
 
-CLI = REPOSITORY / "docs" / "cli.md"
-LAUNCH = REPOSITORY / "docs" / "launch.md"
-VARIABLES = REPOSITORY / "docs" / "environment_variables.md"
+CLI = REPOSITORY / "docs" / "reference" / "cli.md"
+LAUNCH = REPOSITORY / "docs" / "machines" / "launch.md"
+VARIABLES = REPOSITORY / "docs" / "reference" / "environment_variables.md"
 EXAMPLES = REPOSITORY / "examples"
 OPTION = re.compile(r"(?<![\w-])(-m|--[a-z][a-z-]+)\b")
 CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")

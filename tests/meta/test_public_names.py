@@ -35,7 +35,7 @@ PACKAGES = ["armillary", *(module.name for module in MODULES if module.ispkg)]
 def list_public_names(module: ModuleType) -> list[str]:
     """Returns the names that `module` binds, without its imports from elsewhere.
 
-    What a type checker alone imports, the module imports when it is asked for.
+    If only a type checker imports a name, the module imports it on first use.
     """
     names: set[str] = set()
     nodes = ast.parse(inspect.getsource(module)).body

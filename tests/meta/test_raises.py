@@ -67,7 +67,7 @@ def test_every_error_is_asserted():
 
 
 def test_every_error_has_a_row_in_the_docs():
-    page = (REPOSITORY / "docs" / "errors.md").read_text()
+    page = (REPOSITORY / "docs" / "train" / "errors.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)
     assert sorted(rows) == sorted(list_errors())
 

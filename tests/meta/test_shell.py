@@ -207,7 +207,7 @@ def test_the_addresses_of_the_project_are_real_and_stand_in_one_file():
 
 
 def test_the_logo_is_a_picture_with_a_title():
-    root = ElementTree.parse(REPOSITORY / "docs" / "logo.svg").getroot()
+    root = ElementTree.parse(REPOSITORY / "docs" / "images" / "logo.svg").getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert root.find("{http://www.w3.org/2000/svg}title") is not None
 

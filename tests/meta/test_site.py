@@ -15,6 +15,7 @@ from tests.meta.test_public_names import MODULES, list_public_names
 from tests.patience import patience
 
 SITE = REPOSITORY / "docs" / "site"
+RECIPES = REPOSITORY / "docs" / "recipes"
 MODULE_NAMES = ["armillary", *(module.name for module in MODULES)]
 
 
@@ -44,6 +45,43 @@ def test_every_page_is_in_the_contents_once():
     assert sorted(listed) == sorted({*expected, "CHANGELOG.md"})
 
 
+def folder_of(page):
+    return page.rpartition("/")[0]
+
+
+def test_pages_under_one_heading_are_in_one_folder():
+    for heading, pages in contents.read_contents("docs/index.md").items():
+        # An index may have a folder of its own, and some pages are not in `docs/`.
+        shared = {
+            folder_of(page)
+            for page in pages
+            if page.startswith("docs/") and not page.endswith("/index.md")
+        }
+        assert len(shared) <= 1, heading
+
+
+@pytest.mark.parametrize("page", contents.LISTS[1:])
+def test_pages_below_a_page_are_in_its_folder(page):
+    folders = {folder_of(below) for below in contents.list_below(page)}
+    assert folders == {folder_of(page)}
+
+
+def find_named_pages(folder):
+    """Yields each page that a file of the code names, with the file."""
+    for path in (REPOSITORY / folder).rglob("*"):
+        if path.suffix in {".ipynb", ".py", ".tmpl", ".toml"}:
+            for name in re.findall(r"\bdocs/[\w/]+\.md", path.read_text()):
+                yield path.relative_to(REPOSITORY).as_posix(), name
+
+
+def test_pages_that_code_names_exist():
+    folders = ("armillary", "benchmarks", "docs/site", "examples", "tests")
+    named = [pair for folder in folders for pair in find_named_pages(folder)]
+    assert len(named) > 100
+    missing = [pair for pair in named if not (REPOSITORY / pair[1]).exists()]
+    assert missing == []
+
+
 def find_targets(pages):
     return re.findall(r"^\.\. auto(?!module)\w+:: (.+)$", "\n".join(pages), re.M)
 
@@ -62,7 +100,7 @@ def test_every_public_name_is_described_once():
 
 
 def test_the_table_of_names_is_up_to_date():
-    table = (REPOSITORY / "docs" / "reference.md").read_text()
+    table = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
     assert table == reference.make_table(), "Run `python docs/site/reference.py`."
     listed = set(re.findall(r"^\| `(armillary\.[\w.]+)` \| \S", table, re.M))
     for module_name in MODULE_NAMES:
@@ -86,7 +124,7 @@ def test_a_page_of_a_class_has_inherited_members():
 
 def test_a_page_of_a_class_has_no_internal_members():
     assert list_members("armillary.Checkpoint") == {"read", "restore", "save", "write"}
-    assert "state_shardings" not in list_members("armillary.MirroredStrategy")
+    assert "leave_program_mesh" not in list_members("armillary.MirroredStrategy")
     assert "train_step" not in list_members("armillary.StepTrainer")
 
 
@@ -116,7 +154,7 @@ def test_pages_link_to_the_repository_if_it_has_an_address():
     assert options["footer_icons"][0]["url"] == HERE
 
     context = {}
-    address.link_to_source("docs/reference/armillary.Controller", context, HERE)
+    address.link_to_source("docs/reference/api/armillary.Controller", context, HERE)
     path = "armillary/controller/_controller.py"
     assert context["theme_source_edit_link"] == f"{HERE}/edit/main/{path}"
     assert context["theme_source_view_link"] == f"{HERE}/blob/main/{path}"
@@ -125,7 +163,7 @@ def test_pages_link_to_the_repository_if_it_has_an_address():
 def test_pages_have_no_links_to_a_repository_without_an_address():
     assert address.make_theme_options(None) == {"top_of_page_buttons": []}
     context = {}
-    address.link_to_source("docs/reference/armillary.Controller", context, None)
+    address.link_to_source("docs/reference/api/armillary.Controller", context, None)
     assert context == {}
 
 
@@ -154,7 +192,7 @@ def test_links_to_sections_resolve(path):
 
 @pytest.mark.parametrize(
     "path",
-    sorted((REPOSITORY / "docs" / "recipes").glob("*.md")),
+    [path for path in RECIPES.glob("*.md") if path.name != "index.md"],
     ids=lambda path: path.stem,
 )
 def test_each_program_of_a_recipe_has_at_most_40_lines(path):
@@ -166,12 +204,11 @@ def test_each_program_of_a_recipe_has_at_most_40_lines(path):
 
 
 def test_the_page_of_recipes_names_each_program_that_no_test_runs():
-    folder = REPOSITORY / "docs" / "recipes"
-    head = (REPOSITORY / "docs" / "recipes.md").read_text().partition("\n## ")[0]
-    named = set(re.findall(r"\]\(recipes/(\w+\.md)\)", head))
+    head = (RECIPES / "index.md").read_text().partition("\n## ")[0]
+    named = set(re.findall(r"\]\((\w+\.md)\)", head))
     marks = {
         path.name
-        for path in folder.glob("*.md")
+        for path in RECIPES.glob("*.md")
         if any("no-run" in info for info, _, _ in find_blocks(path))
     }
     assert marks == named
@@ -198,7 +235,8 @@ def test_the_site_can_be_built(tmp_path):
     targets = find_targets(reference.make_pages().values())
     assert {name.encode() for name in targets} <= described
     assert {"llms.txt", "llms-full.txt"} <= {path.name for path in tmp_path.iterdir()}
-    assert (tmp_path / "docs" / "reference" / "armillary.Controller.html").is_file()
+    page = tmp_path / "docs" / "reference" / "api" / "armillary.Controller.html"
+    assert page.is_file()
     # Nothing is fetched when a page is opened.
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(

@@ -70,6 +70,19 @@ def holds():
     assert sorted(voice.find_summaries(source)) == rules
 
 
+def test_the_name_of_a_test_is_text():
+    source = "def test_the_run_goes_on():\n    def goes_on(): ..."
+    assert voice.find_test_names(source) == [(1, "test: goes on")]
+
+
+def test_the_templates_of_a_project_are_read(tmp_path):
+    names = {path.name for path in voice.list_files()}
+    assert {"README.md.tmpl", "main.py.tmpl"} <= names
+    module = tmp_path / "main.py.tmpl"
+    module.write_text('"""Begins anew."""\nanew = 1\n')
+    assert voice.find_in_file(module) == [(1, "anew")]
+
+
 @pytest.mark.slow
 def test_the_counts_name_files_and_add_up():
     *files, last = voice.show_counts().splitlines()

@@ -1,8 +1,8 @@
-"""Counts words that read as translated, in documents, docstrings and messages.
+"""Counts words that read as translated: in documents, docstrings, messages, tests.
 
 `make check` prints the counts as a warning, and never fails. Name files to see lines::
 
-    python tests/meta/voice.py docs/data.md armillary/errors.py
+    python tests/meta/voice.py docs/data/index.md armillary/errors.py
 """
 
 import ast
@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("armillary", "benchmarks", "examples")
+FOLDERS = ("armillary", "benchmarks", "docs/site", "examples", "tests")
+# Files of the project that `armillary new` writes.
+TEMPLATE = ".tmpl"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # A sentence begins after a blank line, a bullet, a cell of a table, or a full stop.
@@ -83,6 +85,16 @@ def find_summaries(source: str) -> list[tuple[int, str]]:
     ]
 
 
+def find_test_names(source: str) -> list[tuple[int, str]]:
+    """Returns line number and rule of each name of a test that has a bad phrase."""
+    return [
+        (node.lineno, f"test: {rule}")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, FUNCTIONS) and node.name.startswith("test_")
+        for _, rule in find_phrases(node.name.removeprefix("test_").replace("_", " "))
+    ]
+
+
 def find_texts(source: str, *, has_messages: bool) -> Iterator[tuple[int, str]]:
     """Yields line number and text of the docstrings and the messages of a module."""
     tree = ast.parse(source)
@@ -104,23 +116,25 @@ def find_texts(source: str, *, has_messages: bool) -> Iterator[tuple[int, str]]:
 
 def find_in_file(path: Path) -> list[tuple[int, str]]:
     """Returns line number and rule of each hit in a document or a module."""
-    text = path.read_text()
-    if path.suffix != ".py":
-        return find_phrases(text)
-    texts = find_texts(text, has_messages=path.is_relative_to(REPOSITORY / "armillary"))
+    source = path.read_text()
+    name = path.name.removesuffix(TEMPLATE)
+    if not name.endswith(".py"):
+        return find_phrases(source)
+    has_messages = path.is_relative_to(REPOSITORY / "armillary")
     hits = [
-        (first + line - 1, name)
-        for first, text in texts
-        for line, name in find_phrases(text)
+        (first + line - 1, rule)
+        for first, text in find_texts(source, has_messages=has_messages)
+        for line, rule in find_phrases(text)
     ]
-    return hits + find_summaries(text)
+    return hits + find_summaries(source) + find_test_names(source)
 
 
 def list_files() -> list[Path]:
-    """Returns the documents, and the modules whose docstrings users read."""
+    """Returns the documents, the modules, and the templates of a new project."""
     documents = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
     modules = [path for name in FOLDERS for path in REPOSITORY.glob(f"{name}/**/*.py")]
-    return sorted(documents) + sorted(modules)
+    templates = REPOSITORY.glob(f"armillary/**/*{TEMPLATE}")
+    return sorted(documents) + sorted(modules) + sorted(templates)
 
 
 def show_counts() -> str:

@@ -1,4 +1,4 @@
-"""Metrics of a complete evaluation equal scikit-learn's on the whole data set."""
+"""Metrics of a complete evaluation equal scikit-learn's on the whole dataset."""
 
 import functools
 import warnings

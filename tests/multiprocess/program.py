@@ -529,7 +529,7 @@ def train_over_failing_saves(strategy: Any, directory: Path) -> list[Any]:
 
 
 def block(directory: Path, is_blocked: bool) -> None:
-    """Puts a file where a directory has to be, or takes it away, before any goes on."""
+    """Puts a file in the place of a directory, or removes it, before any continues."""
     if jax.process_index() == 0:
         directory.touch() if is_blocked else directory.unlink()
     multihost_utils.sync_global_devices(f"block {is_blocked}")

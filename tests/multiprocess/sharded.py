@@ -190,7 +190,7 @@ def move(strategies: list[Any], path: Path) -> list[dict[str, str]]:
 
 
 def read_part(strategy: Any, directory: Path) -> dict[str, Any]:
-    """Reads the model of a checkpoint alone, beside data that have grown."""
+    """Reads only the model of a checkpoint, while the data has grown."""
     (path,) = directory.glob("checkpoint_*")
     trainer = Trainer(strategy, seed=9)
     source = from_arrays(make_digits(50), batch_size=10, shuffle_seed=3)

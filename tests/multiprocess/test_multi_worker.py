@@ -264,7 +264,7 @@ def check_mismatches(results: list[Any]) -> None:
         assert f"process {count - 1}: 7 steps of {shape}" in result["data"]
         place = "epoch {0}; {{'epoch': {0}, 'index': 8, 'num_examples': 64}}"
         assert f"; {place.format(0)}\n  process 1" in result["peeked"]
-        assert f"; {place.format(1)}\nA data set that is" in result["peeked"]
+        assert f"; {place.format(1)}\nA dataset that is" in result["peeked"]
         assert "this process has joined its job with" in result["again"]
         assert result["equal"] == ""
 

@@ -64,7 +64,7 @@ def check_numbers(job: dict[str, Any], folder: Path) -> None:
 
 
 def check_part(part: dict[str, Any], expected: dict[str, str]) -> None:
-    """The model is that of the checkpoint, bit for bit; all else is as it was."""
+    """The model equals the checkpoint, bit for bit; everything else is unchanged."""
     model = {f"trainer/{p}": x for p, x in expected.items() if p.startswith("model/")}
     assert part["restored"] == model
     assert "trainer/model/first/kernel" in model

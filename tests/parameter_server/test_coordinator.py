@@ -189,7 +189,7 @@ def test_the_end_of_data_is_an_error(coordinator, problem):
 
 
 @pytest.mark.slow
-def test_a_call_comes_after_the_data_set_that_it_takes(coordinator):
+def test_a_call_comes_after_the_dataset_that_it_takes(coordinator):
     dataset = coordinator.create_per_worker_dataset(lambda: [np.float32([7])])
     with coordinator._scheduler._changed:  # Its threads wait.
         values = [coordinator.schedule(next, (iter(dataset),)) for _ in range(4)]
@@ -230,7 +230,7 @@ def test_an_iterator_of_another_coordinator_is_an_error(coordinator, alone):
 
 
 @pytest.mark.slow
-def test_a_data_set_that_cannot_be_built_is_an_error(coordinator):
+def test_a_dataset_that_cannot_be_built_is_an_error(coordinator):
     def make_data(context):
         raise FileNotFoundError(f"no file for worker {context.input_pipeline_id}")
 

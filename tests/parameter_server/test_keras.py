@@ -217,7 +217,7 @@ def test_fit_has_the_one_coordinator_of_its_strategy(keras, coordinator):
     assert coordinator.statistics.num_calls == 7
 
 
-# Keras says so of each data set whose length it does not know.
+# Keras says so of each dataset whose length it does not know.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_fit_takes_generators_with_and_without_an_end(keras, coordinator):
     def batches(count):
@@ -263,7 +263,7 @@ def test_validation_takes_its_own_number_of_steps(keras, coordinator):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "distributed"])
-def test_fit_takes_data_sets_of_this_library(keras, alone, kind):
+def test_fit_takes_datasets_of_this_library(keras, alone, kind):
     def train(strategy):
         with strategy.scope():
             model = make_model(keras)

@@ -137,7 +137,7 @@ def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
 def test_a_controller_continues_after_a_lost_server(
     coordinator, problem, kill, tmp_path
 ):
-    """The loop that docs/parameter_server_cluster.md shows."""
+    """The loop that docs/advanced/parameter_server_cluster.md shows."""
     trainer = Trainer(coordinator.strategy, problem.make_data())
     lost = []
 

@@ -1,8 +1,8 @@
 """Tests of training loops, compiled for TPUs and GPUs that are not there.
 
 These tests need the wheels of the compilers: installed, or in the folder that the
-environment variable `ARMILLARY_PLAN_WHEELS` names (`docs/plan.md`). They assert what a
-user of the hardware cares about.
+environment variable `ARMILLARY_PLAN_WHEELS` names (`docs/devices/plan.md`). They assert
+what a user of the hardware cares about.
 """
 
 from functools import cache

@@ -20,6 +20,7 @@ from armillary._cli import main
 from armillary.errors import PlanError
 from armillary.plan import Memory, Plan, plan
 from armillary.plan._compiler import export_loop
+from armillary.plan._costs import COLLECTIVE_KINDS, find_traced
 from armillary.plan._plan import find_largest
 from armillary.plan._targets import parse_topology
 from armillary.trainer._described import described
@@ -88,6 +89,28 @@ def test_a_plan_shows_the_groups_of_cross_device_operations():
     inside, across = (each.num_bytes for each in scattered)
     assert 4 * NUM_PARAMETERS <= inside < 4 * (NUM_PARAMETERS + 8)
     assert across == inside / 4
+
+
+def test_a_trace_shows_collectives_of_every_kind():
+    axis = ("replica",)
+
+    def step(x):
+        sizes = jnp.ones((4, 2), int)
+        return (
+            jax.lax.psum(x, axis),
+            jax.lax.all_gather(x, axis),
+            jax.lax.psum_scatter(x, axis),
+            jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+            jax.lax.ragged_all_to_all(x, x, *sizes, axis_name=axis),
+            jax.lax.ppermute(x, axis, [(0, 1), (1, 0)]),
+            jax.lax.pbroadcast(x, axis, 0),
+        )
+
+    program = jax.make_jaxpr(step, axis_env=[("replica", 2)])(jnp.ones(2))
+    found = list(find_traced(program, num_devices=2))
+
+    assert sorted(each.kind for each in found) == sorted(COLLECTIVE_KINDS)
+    assert {each.num_bytes for each in found if each.kind != "all-gather"} == {8}
 
 
 @pytest.mark.slow
@@ -218,7 +241,7 @@ def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
     fails(ValueError, "is for one device", single, 8, abstract=True)
     placement = trainer.strategy.placement
-    layout = replace(placement.layout, peers=SimpleNamespace(count=2))
+    layout = replace(placement.layout, peers=SimpleNamespace(count=2, is_alone=False))
     monkeypatch.setattr(
         trainer.strategy, "placement", replace(placement, layout=layout)
     )

@@ -33,7 +33,7 @@ TEST = make_images(22, channels=3)
 
 
 class Block(nn.Module):
-    """Two convolutions beside a connection around them."""
+    """Two convolutions, and a connection around them."""
 
     norm: Any
     dtype: Any

@@ -1,6 +1,6 @@
 """Proximal policy optimization whose games, batches and updates are one program.
 
-There is no data set: each update plays the games on, and learns from what it has seen.
+There is no dataset: each update plays the games on, and learns from what it has seen.
 """
 
 from typing import Any, NamedTuple

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from armillary import _cli
-from armillary.project._command import check_target, write_project
+from armillary.project._command import check_new_folder, write_project
 from tests.conftest import REPOSITORY, forget_devices
 from tests.patience import patience
 from tests.tiers import slow_after_first
@@ -143,7 +143,7 @@ def test_the_code_is_plain(project):
 )
 def test_names_that_cannot_be(tmp_path, capsys, name, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_target(tmp_path / name)
+        check_new_folder(tmp_path / name)
     with pytest.raises(SystemExit) as ended:
         _cli.main(["new", str(tmp_path / name)])
     assert ended.value.code == 2
@@ -162,7 +162,7 @@ def test_existing_files_are_not_overwritten(tmp_path):
         ("link", "is not a directory"),
     ):
         with pytest.raises(ValueError, match=f"{name}', which {what}, and no file"):
-            check_target(tmp_path / name)
+            check_new_folder(tmp_path / name)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
 
 

@@ -74,7 +74,7 @@ class Bomb:
         self._lock = threading.Lock()
 
     def at(self, phase: str) -> None:
-        """Lets the fault happen if it is that of this phase, and due."""
+        """Lets the fault happen if it belongs to this phase, and is due."""
         with self._lock:
             fault = self._fault
             if fault is None or phase not in (fault["phase"], "step"):

@@ -13,9 +13,7 @@ SOME = list(islice(make_faults(54, (*"1111", "2")), 20))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["1", "2"])
-def test_a_job_to_which_anything_happens_ends_as_one_that_was_left_alone(
-    topology, tmp_path
-):
+def test_a_job_with_faults_ends_like_a_job_without_faults(topology, tmp_path):
     assert {fault["kind"] for fault in SOME} == set(FAULTS)
     faults = [fault for fault in SOME if fault["topology"] == topology]
     table, problems = soak(faults, tmp_path, print)

@@ -129,7 +129,7 @@ def test_the_time_of_runs_that_tell_it_is_drawn_whole(crashed, short):
     }
 
 
-def test_extremes_are_told_apart_in_words_and_colors(crashed):
+def test_extremes_differ_in_words_and_colors(crashed):
     graphs = pytest.importorskip("plotly.graph_objects")
     _, loss, *_ = _page._draw_curves([read_run(crashed)], graphs)
     marks = [each for each in loss.data if each.text]

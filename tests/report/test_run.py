@@ -39,7 +39,7 @@ def test_runs_are_found_at_any_depth_and_named_apart(crashed, short, tmp_path):
     assert [run.name for run in read_runs([other, short])] == ["short"]
 
 
-def test_equal_names_are_told_apart_by_what_is_above(short, tmp_path):
+def test_equal_names_are_distinguished_by_the_names_above(short, tmp_path):
     copy = tmp_path / "runs" / "again" / "short"
     copy.mkdir(parents=True)
     (copy / "metrics.jsonl").write_bytes((short / "metrics.jsonl").read_bytes())

@@ -20,7 +20,7 @@ event_accumulator = pytest.importorskip(
 
 
 class Trainer(Classifier):
-    """Looks at the images of all replicas, and at those of the first one."""
+    """Looks at the images of all replicas, and at the images of the first one."""
 
     def __init__(self, strategy: Any, **options: Any) -> None:
         super().__init__(strategy, CNN(nnx.Rngs(0)), optax.sgd(0.1), **options)
@@ -73,7 +73,7 @@ def train(run_dir: Path, num_replicas: int, steps: int, **options: Any) -> None:
 
 
 def read(run_dir: Path) -> dict[str, list[Any]]:
-    """Returns what was written at which step, but for times."""
+    """Returns the written values with their steps, without times."""
     found: dict[str, list[Any]] = {}
     for folder in ("summaries", "summaries/deep"):
         every = dict.fromkeys(event_accumulator.DEFAULT_SIZE_GUIDANCE, 0)

@@ -98,7 +98,7 @@ def test_arrays_are_written_as_histograms(tmp_path, as_array):
         (TypeError, "x", 1j),
         (TypeError, "x", jax.random.key(0)),
         (ValueError, "x", jnp.zeros((0, 3))),
-        (TypeError, "x", PerReplica(jnp.ones((2, 3)), 2)),
+        (TypeError, "x", PerReplica(jnp.ones((2, 3)), (0, 1))),
         (TypeError, "../other", {"a": 1.0}),
         (TypeError, "", {"a": 1.0}),
         (TypeError, 3, 1.0),

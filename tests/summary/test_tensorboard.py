@@ -33,7 +33,7 @@ event_accumulator = pytest.importorskip(
 )
 
 
-REPLICAS = PerReplica(jnp.ones((2, 3)), 2)
+REPLICAS = PerReplica(jnp.ones((2, 3)), (0, 1))
 
 
 def read_events(directory: Path) -> Any:

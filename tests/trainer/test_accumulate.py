@@ -90,7 +90,7 @@ def make_strategy(num_replicas):
 def compile_step(trainer):
     """Returns one step of a trainer, compiled."""
     trainer.train(1)
-    (program,) = trainer._train_setup.loop._programs._programs.values()
+    (program,) = trainer._train_setup.loop._programs.current.values()
     step = program.step.program
     return jax.jit(core.jaxpr_as_fun(step)).lower(*step.in_avals).compile()
 

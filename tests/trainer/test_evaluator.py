@@ -64,7 +64,7 @@ def test_an_evaluator_may_continue_where_the_last_evaluation_ended(
     assert sums == [one, two + three, four, one, whole - one, whole]
 
 
-def test_all_of_a_data_set_without_an_end_is_an_error():
+def test_all_of_a_dataset_without_an_end_is_an_error():
     data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
     evaluator = Evaluator(data)
     with pytest.raises(
@@ -171,7 +171,7 @@ def test_batches_that_meet_are_not_cut_apart(sizes, compile_step):
 @pytest.mark.parametrize(
     ("lengths", "left"), [((3, 3), ""), ((3, 5), "1"), ((4, 3), "0"), ((3,), "")]
 )
-def test_an_evaluation_says_once_what_it_left(lengths, left, compile_step, caplog):
+def test_an_evaluation_logs_once_the_data_it_left(lengths, left, compile_step, caplog):
     class Count(StandardEvaluator):
         def eval_step(self, iterator):
             for each in iterator:

@@ -212,7 +212,7 @@ class Printing(Regression):
 
 
 @pytest.mark.parametrize(("compile_hooks", "count"), [(None, 4), (True, 1)])
-def test_a_hook_with_an_effect_runs_once_if_the_user_says_so(
+def test_a_hook_with_an_effect_runs_once_if_declared_so(
     compile_hooks, count, capsys, calls
 ):
     train(Printing(compile_hooks=compile_hooks), 5, 20)
@@ -249,7 +249,7 @@ class Fetching(Regression):
         ),
     ],
 )
-def test_a_hook_that_needs_python_is_an_error_if_the_user_says_it_does_not(
+def test_a_hook_that_needs_python_is_an_error_if_declared_free_of_it(
     kind, error, message
 ):
     with pytest.raises(error) as caught:

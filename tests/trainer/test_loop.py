@@ -228,7 +228,7 @@ def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
         trainer.train(num_steps)
         if trainer._train_setup.loop.feed.chunk is not None:
             assert trainer._train_setup.loop.feed.chunk.capacity == capacity
-    assert len(trainer._train_setup.loop._programs._programs) == 1
+    assert len(trainer._train_setup.loop._programs.current) == 1
 
 
 def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):

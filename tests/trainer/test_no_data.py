@@ -1,4 +1,4 @@
-"""Tests of trainers and evaluators without a data set."""
+"""Tests of trainers and evaluators without a dataset."""
 
 import logging
 
@@ -278,7 +278,7 @@ def make_controller():
             r"takes only the state, but `eval_dataset` has": (
                 lambda: armillary.StepEvaluator(evaluate, make_trainer(), ROWS)
             ),
-            r"`train_dataset` is \(\), which holds no data set": (
+            r"`train_dataset` is \(\), which holds no dataset": (
                 lambda: armillary.StepTrainer(step, make_state(), ())
             ),
             r"`train_dataset` is None, so `train_step` has no batch": (

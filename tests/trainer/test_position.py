@@ -73,7 +73,7 @@ def test_a_run_that_is_stopped_continues_bit_for_bit(data, tmp_path, caplog):
     assert "position of the training data" not in caplog.text
 
 
-def test_a_checkpoint_without_a_position_is_restored_and_says_so(
+def test_a_checkpoint_without_a_position_is_restored_with_a_warning(
     tmp_path, monkeypatch, caplog
 ):
     with monkeypatch.context() as patch:

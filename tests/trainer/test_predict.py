@@ -28,7 +28,7 @@ def predict_fn(batch):
 
 
 def read(outputs, batch_size):
-    """Returns outputs joined, once the batches are known to be those of the data."""
+    """Returns outputs joined, after a check that they have the batches of the data."""
     outputs = list(outputs)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(outputs))
     sizes = [len(output["id"]) for output in outputs]

@@ -22,7 +22,7 @@ DATA = {"x": X, "y": X @ np.array([1.0, -2.0, 3.0], "float32")}
 
 
 class Counter(equinox.Module):
-    """A layer that counts its calls, and keeps a mean and a flag beside the count."""
+    """A layer that counts its calls, and keeps a mean and a flag next to the count."""
 
     index: equinox.nn.StateIndex
 

@@ -39,7 +39,7 @@ def strategy(request):
 
 
 def make_data(strategy, is_resident, num_examples=72, **arguments):
-    """Returns a shuffled data set whose epochs end inside batches and chunks."""
+    """Returns a shuffled dataset whose epochs end inside batches and chunks."""
     arguments = {"batch_size": 16, "shuffle_seed": 3, "repeat": True} | arguments
     source = from_arrays(make_digits(num_examples), **arguments)
     options = InputOptions(place_on_device=is_resident)

@@ -1,4 +1,4 @@
-"""Tests of `max_shapes`: batches of a few lengths, such as those of buckets."""
+"""Tests of `max_shapes`: batches of a few lengths, such as buckets."""
 
 import numpy as np
 import optax

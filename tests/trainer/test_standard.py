@@ -294,7 +294,7 @@ def test_a_dataset_of_another_strategy_is_an_error(other):
 # Which strategy is in effect
 
 
-def test_a_strategy_that_the_trainer_does_not_know_is_an_error():
+def test_a_strategy_unknown_to_the_trainer_is_an_error():
     strategy = make_strategy(2)
 
     class Forgetful(Base):
@@ -405,7 +405,7 @@ def test_a_method_that_a_step_calls_may_have_any_name():
             self.training_step(next(iterator))
 
         def on_save_end(self):
-            """Of no library."""
+            """A hook of no library."""
 
     Kind(make_batches(1)).train(1)
 

@@ -300,7 +300,7 @@ def test_an_error_of_a_step_speaks_of_the_step():
     assert "`step` uses the value of an array" in "".join(caught.value.__notes__)
 
 
-def test_several_data_sets_are_saved_with_the_trainer(tmp_path, caplog):
+def test_several_datasets_are_saved_with_the_trainer(tmp_path, caplog):
     def step(state, batches):
         return {"sum": state["sum"] + batches[0]["x"].sum() + batches[1]["x"].sum()}, {}
 

@@ -135,7 +135,7 @@ def test_convolutions_of_a_trainer_run_in_a_loop_without_any_setting(caplog):
     trainer = Trainer(armillary.StandardTrainerOptions())
     trainer.train(6)
     assert "one by one" not in caplog.text
-    (program,) = trainer._train_setup.loop._programs._programs.values()
+    (program,) = trainer._train_setup.loop._programs.current.values()
     assert program.is_nested
     assert isinstance(program._compiled, Lowered)
 

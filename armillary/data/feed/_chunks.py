@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from armillary._checks import list_lines
-from armillary.data._layout import Active
+from armillary.data._layout import Active, describe_active
 from armillary.data.feed._gather import empty_aligned
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
@@ -39,7 +39,7 @@ class Chunk:
     num_steps: int = 0
     capacity: int  # room for steps, equal for all chunks of one signature
     signature: Hashable  # equal for chunks that one program can run
-    num_active: tuple[Active, ...]  # the replicas that have data
+    active: tuple[Active, ...]  # the replicas that have data
     num_replicas: tuple[int, ...]  # the number of replicas that share a batch
     positions: list[tuple[Position, ...]] = field(default_factory=list)  # after steps
     ends: list[bool] = field(default_factory=list)  # whether a step ends its batch
@@ -53,7 +53,7 @@ class Chunk:
     def __str__(self) -> str:
         """Describes the chunk; the text is equal if processes may run it together."""
         shapes = "; ".join(describe_shapes(types) for types in self.types)
-        active = ", ".join(map(str, self.num_active))
+        active = ", ".join(map(describe_active, self.active))
         text = f"{self.num_steps} steps of {shapes}; replicas with data: {active}"
         marks = ", ".join(filter(None, self.marks))
         return f"{text}; checksum of the first examples: {marks}" if marks else text
@@ -112,8 +112,8 @@ class ChunkBuilder:
         for index, (gather, batches) in enumerate(zip(gathers, step, strict=True)):
             if len(set(signature[index])) > 1:
                 shown = list_lines(
-                    f"{describe_shapes(gather.types(batch))} on {batch.num_active} "
-                    "replicas"
+                    f"{describe_shapes(gather.types(batch))} on "
+                    f"{describe_active(batch.active)} replicas"
                     for batch in batches
                 )
                 raise BatchSizeError(
@@ -138,7 +138,7 @@ class ChunkBuilder:
             types=[gather.types(first) for gather, first in pairs],
             capacity=capacity,
             signature=signature,
-            num_active=tuple(first.num_active for first in firsts),
+            active=tuple(first.active for first in firsts),
             num_replicas=tuple(first.num_replicas for first in firsts),
             marks=tuple(first.mark for first in firsts),
         )
@@ -220,7 +220,7 @@ def check_pieces(step: Step) -> None:
         return
     is_several = len(ends) > len(step)
     if not any(ends) and not is_several:
-        return  # One batch of each data set, and all are cut.
+        return  # One batch of each dataset, and all are cut.
 
     are_whole = [all(batch.is_last for batch in batches) for batches in step]
     cut = are_whole.index(False)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE
 from armillary.data.feed._ahead import Peekable, read_ahead
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
@@ -41,11 +41,9 @@ class Feed(Generic[T]):
         self._name = name
         # Steps without data are the same in all processes.
         is_compared = name is not None and bool(readers)
-        self._peers = readers[0].data.layout.peers if is_compared else None
-        self._announcing = contextlib.nullcontext
-        if self._peers is not None:
-            self._announcing = self._peers.announcing_errors
-        self._is_alike = False
+        self._peers = readers[0].data.layout.peers if is_compared else ALONE
+        # Whether the next chunks are known to be the same in all processes.
+        self._is_alike = self._peers.is_alone
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
@@ -54,8 +52,8 @@ class Feed(Generic[T]):
         self.offset = 0  # The number of steps of the current chunk that were used.
         self.is_started = False
         self.is_closed = False
-        # Data sets with unused batches, because another data set of the step had ended.
-        self.rests: set[int] = set()
+        # Datasets with unused batches, because another dataset of the step had ended.
+        self.with_leftovers: set[int] = set()
 
     def start(
         self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
@@ -86,7 +84,7 @@ class Feed(Generic[T]):
         """
         if self.is_closed:
             return [None] * len(self.readers)
-        with self._announcing(), self.reading():
+        with self._peers.announcing_errors(), self.reading():
             batches = [reader.peek() for reader in self.readers]
         self.note_ends()
         return batches
@@ -96,22 +94,23 @@ class Feed(Generic[T]):
         chunk = self.chunk
         if chunk is not None or self.is_closed:
             return chunk
-        with self._announcing():
+        with self._peers.announcing_errors():
             chunk = self._read()
-        if self._peers is not None and not self._is_alike:
-            self._check_alike(self._peers, chunk)
+        if not self._is_alike:
+            self._check_alike(chunk)
         return chunk
 
-    def _check_alike(self, peers: Peers, chunk: T | None) -> None:
+    def _check_alike(self, chunk: T | None) -> None:
         """Raises if the processes have different next chunks."""
-        texts = peers.boundary.take(self._say)
+        peers = self._peers
+        texts = peers.boundary.take(self._own_value)
         if not texts:
             texts = peers.gather(f"the data of {self._name}", self._describe(chunk))
         if len(set(texts)) > 1:
             shown = [f"process {i}: {text}" for i, text in enumerate(texts)]
             raise PeerError(
                 f"The processes have different data for `{self._name}`:\n"
-                f"{list_lines(shown)}\nA data set that is distributed over all "
+                f"{list_lines(shown)}\nA dataset that is distributed over all "
                 "processes must be the same in each process, in the same order. A "
                 "shuffle of `tf.data` needs a seed (`shuffle(1000, seed=0)`). If "
                 "each process reads data of its own, use a function with an "
@@ -135,7 +134,7 @@ class Feed(Generic[T]):
                 places.append(str(position.source))
         return "; ".join([str(chunk), *places])
 
-    def _say(self) -> str | None:
+    def _own_value(self) -> str | None:
         """Describes the next chunk for the other processes, if it has been read."""
         queue = self.queue
         if queue is None or queue.current is not None:
@@ -190,10 +189,10 @@ class Feed(Generic[T]):
             self.queue.close()
         self.queue = None
         self.offset = 0
-        if self._peers is not None:
+        if not self._peers.is_alone:
             # The answers that were exchanged describe the chunk we dropped, so discard
             # them.
-            self._peers.boundary.take(self._say)
+            self._peers.boundary.take(self._own_value)
 
         try:
             self._reopen(positions)
@@ -252,7 +251,7 @@ class Feed(Generic[T]):
         for index, reader in enumerate(self.readers):
             is_used = reader.used is reader.position
             if not is_used:
-                self.rests.add(index)
+                self.with_leftovers.add(index)
             if reader.has_ended and (with_rest or is_used):
                 reader.position = replace(reader.position, is_exhausted=True)
                 reader.used = reader.position

@@ -62,7 +62,7 @@ class Gather:
     def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
         """Places a host batch, or a chunk of them; the arguments are as in `place`."""
         layout = self.layout
-        has_all = layout.peers is not None and not layout.stacked
+        has_all = not (layout.peers.is_alone or layout.stacked)
         sent = self.on_host(batch, later=has_all)
         return layout.place(sent, leading_axes, num_replicas)
 
@@ -93,7 +93,7 @@ class Gather:
         """Returns the types of a piece in a step, or as it is sent (`as_sent`)."""
         layout = self.layout
         # A process holds the rows of its own replicas.
-        has_some = layout.peers is not None and layout.stacked
+        has_some = layout.stacked and not layout.peers.is_alone
 
         def whole_shape(leaf: Any) -> tuple[int, ...]:
             return (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape
@@ -191,7 +191,7 @@ class _Rows:
 def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
     def take(array: np.ndarray) -> np.ndarray:
         rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
-        # The numbers come from the data set itself. With `mode="raise"`, NumPy would
+        # The numbers come from the dataset itself. With `mode="raise"`, NumPy would
         # copy the rows once more.
         return np.take(array, numbers, axis=0, out=rows, mode="clip")
 

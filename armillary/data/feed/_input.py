@@ -65,7 +65,7 @@ class Input:
     @property
     def is_agreed(self) -> bool:
         """True if processes that read data of their own agree on each batch."""
-        return self.per_replica_batches and self.layout.peers is not None
+        return self.per_replica_batches and not self.layout.peers.is_alone
 
     @property
     def types(self) -> PyTree | None:

@@ -1,7 +1,7 @@
-"""Makes one sequence of steps from the data sets of several processes.
+"""Makes one sequence of steps from the datasets of several processes.
 
-All processes must run the same steps at the same time. If a function made one data set
-for each process, the data sets may differ in length. So the processes exchange the
+All processes must run the same steps at the same time. If a function made one dataset
+for each process, the datasets may differ in length. So the processes exchange the
 sizes of their next batches, and derive the same sequence::
 
                 process 0    process 1    steps
@@ -55,7 +55,7 @@ class _Turn(NamedTuple):
 
 
 class Lockstep:
-    """Makes one sequence of batches from the data sets of several processes."""
+    """Makes one sequence of batches from the datasets of several processes."""
 
     def __init__(
         self,
@@ -64,7 +64,6 @@ class Lockstep:
         in_pieces: bool,
         most_offers: int,
     ) -> None:
-        assert layout.peers is not None
         self._most_offers = most_offers
         self._pieces = pieces
         self._layout = layout
@@ -86,7 +85,7 @@ class Lockstep:
             raise BatchSizeError(
                 f"Process {without[0]} of {len(offers)} has no example at all, so it "
                 "cannot take part in a step. Give every process at least one batch, or "
-                "distribute one data set over all processes."
+                "distribute one dataset over all processes."
             )
 
         while turns := list(_find_turns(offers, self._in_pieces, self._most_offers)):
@@ -107,7 +106,7 @@ class Lockstep:
 
     def _ask(self) -> list[list[_Offer]]:
         """Returns the offers of all processes, exchanged before or now."""
-        answers = self._peers.boundary.take(self._say)
+        answers = self._peers.boundary.take(self._own_value)
         if answers is None:
             with self._peers.announcing_errors():
                 missing = self._most_offers - len(self._waiting)
@@ -117,7 +116,7 @@ class Lockstep:
             answers = [json.loads(text) for text in texts]
         return [[_Offer(*offer) for offer in offers] for offers in answers]
 
-    def _say(self) -> list[_Offer] | None:
+    def _own_value(self) -> list[_Offer] | None:
         """Returns the offers for the other processes, if all of them were read."""
         most = self._most_offers
         while len(self._waiting) < most and self._pieces.ahead is not None:
@@ -132,11 +131,10 @@ class Lockstep:
         leaves, treedef = jax.tree.flatten(piece.arrays)
         types = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
         digest = hashlib.sha256(f"{treedef} {types}".encode()).hexdigest()
-        assert isinstance(piece.num_active, int)
-        active = list(self._layout.local_replicas[: piece.num_active])
+        local = self._layout.local_replicas
         return _Offer(
             num_rows=leaves[0].shape[1],
-            active=active,
+            active=[local[replica] for replica in piece.active],
             is_last=piece.is_last,
             kind=digest[:16],
             shapes=describe_shapes(piece.arrays)[:500],
@@ -173,11 +171,10 @@ def _find_turns(
         processes = [index for index, head in heads.items() if head.num_rows == most]
         taken = [queues[index].popleft() for index in processes]
         active = [replica for offer in taken for replica in offer.active]
-        is_first = active == list(range(len(active)))
         yield _Turn(
             num_rows=most,
             processes=processes,
-            active=len(active) if is_first else tuple(active),
+            active=tuple(active),
             is_last=all(offer.is_last for offer in taken),
         )
 

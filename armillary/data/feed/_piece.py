@@ -19,7 +19,7 @@ class Piece:
     """The rows of this process for one step: a distributed batch, or a part of it."""
 
     arrays: PyTree
-    num_active: Active  # replicas that have data
+    active: Active  # replicas that have data
     num_replicas: int  # replicas that share it: all of them, or a divisor
     position: Position  # the position after it
     is_last: bool  # whether it is the last piece of its group
@@ -33,7 +33,7 @@ class Piece:
     @property
     def signature(self) -> Hashable:
         """A key that is equal for pieces that one program can take."""
-        return get_signature(self.arrays), self.num_active, self.num_replicas
+        return get_signature(self.arrays), self.active, self.num_replicas
 
 
 def count_rows(arrays: PyTree) -> int:
@@ -54,11 +54,11 @@ def add_mask(batch: PyTree, mask: object) -> PyTree:
             f"The batches are of type {type(batch).__name__}, but "
             '`InputOptions(remainder="pad")` adds a mask to each, as the entry '
             f"`{MASK}` of a dictionary or as the last item of a tuple. Return one of "
-            'these from the data set, or use `remainder="exact"` or `"drop"`.'
+            'these from the dataset, or use `remainder="exact"` or `"drop"`.'
         )
     if MASK in batch:
         raise ValueError(
             f"The batches have a leaf `{MASK}` already, which `InputOptions(remainder="
-            '"pad")` adds to each. Rename it in the data set.'
+            '"pad")` adds to each. Rename it in the dataset.'
         )
     return {**batch, MASK: mask}

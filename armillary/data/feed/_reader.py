@@ -1,4 +1,4 @@
-"""Reads one data set from a position, in step with other processes."""
+"""Reads one dataset from a position, in step with other processes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ class BatchReader:
         if data.is_agreed and is_exact and not in_pieces:
             raise ValueError(
                 '`remainder` is "exact", but each process reads its own data, so rows '
-                "would have to be sent between processes. Distribute one data set over "
+                "would have to be sent between processes. Distribute one dataset over "
                 "all processes (`strategy.distribute_dataset`), or use "
                 '`remainder="pad"`.'
             )

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary.data._layout import hosted_replicas
+from armillary.data._layout import first_replicas, hosted_replicas
 from armillary.data.feed._input import Input
 from armillary.data.feed._piece import Piece, add_mask, count_rows
 from armillary.data.feed._position import Position
@@ -47,12 +47,12 @@ class Splitter:
         self._num_all = layout.num_replicas
         self._num_replicas = layout.num_replicas
         self._local: range | None = None
-        if layout.peers is not None and layout.stacked:
+        if layout.stacked and not layout.peers.is_alone:
             if self._of_replicas:
                 self._num_replicas = len(layout.local_replicas)
             else:
                 self._local = layout.local_replicas
-        # The examples of an indexed data set were compared when it was distributed.
+        # The examples of an indexed dataset were compared when it was distributed.
         self._is_marked = self._local is not None and not data.is_indexed
         self._num_shares = self._num_replicas if layout.stacked else 1
         self._group_size = self._num_shares if self._of_replicas else 1
@@ -68,6 +68,7 @@ class Splitter:
             pieces = self._split_group(group, after.full_size or 0)
             mark = _mark(group) if self._is_marked else ""
             for index, (arrays, num_active) in enumerate(pieces, start=1):
+                active = first_replicas(num_active)
                 is_last = index == len(pieces)
                 count = count_rows(arrays) if self._stacked else self._num_replicas
                 if self._local is not None:
@@ -75,7 +76,7 @@ class Splitter:
                     arrays = _take_rows(arrays, own.start, own.stop)
                 # A program that stops within a group runs the whole group again.
                 position = after if is_last else before
-                yield Piece(arrays, num_active, count, position, is_last, mark)
+                yield Piece(arrays, active, count, position, is_last, mark)
             before = after
 
     def distributed_types(self, spec: PyTree, full_size: int) -> PyTree:

@@ -41,7 +41,7 @@ def read_batches(
                 f"`state` does not fit the source ({source.name}).\n"
                 f"  in the state:    {position.source!r:.300}\n"
                 f"  the source says: {type(error).__name__}: {error}\n"
-                "Build the data set in the same way as when the state was saved, or "
+                "Build the dataset in the same way as when the state was saved, or "
                 "leave the dataset out of the checkpoint."
             ) from error
     has_positions = source.is_repositionable

@@ -44,7 +44,7 @@ class IndexedDataset(abc.ABC):
     ) -> None:
         if not num_examples:
             raise ValueError(
-                f"`{argument}` has 0 examples, but a data set needs at least one. Pass "
+                f"`{argument}` has 0 examples, but a dataset needs at least one. Pass "
                 "at least one example."
             )
         self.num_examples = num_examples
@@ -65,7 +65,7 @@ class IndexedDataset(abc.ABC):
         self.drop_remainder = drop_remainder
         self.full_size = self.batch_size
         self.num_batches: int | None = None
-        """Batches in one pass; None if the data set never ends."""
+        """Batches in one pass; None if the dataset never ends."""
         if not repeat:
             self.full_size = min(self.batch_size, num_examples)
             num_full, num_left = divmod(num_examples, self.batch_size)
@@ -221,22 +221,22 @@ def from_arrays(
     repeat: bool = False,
     drop_remainder: bool = False,
 ) -> "ArrayDataset":
-    """Returns a data set of the rows of `arrays`, in batches.
+    """Returns a dataset of the rows of `arrays`, in batches.
 
     Args:
         arrays: Pytree of NumPy or JAX arrays whose first axis counts examples. They are
-            not copied: do not write to them while the data set is in use.
+            not copied: do not write to them while the dataset is in use.
         batch_size: Examples in one batch of all replicas together. If a function with
-            an `InputContext` returns the data set, it is the examples of one replica.
+            an `InputContext` returns the dataset, it is the examples of one replica.
         shuffle_seed: Seed of the order. Every epoch has its own order, which depends
             only on the seed and the epoch. None keeps the order of the arrays.
-        repeat: Whether the data set never ends. Batches then run across the ends of
+        repeat: Whether the dataset never ends. Batches then run across the ends of
             epochs, so all batches are full, and each epoch uses every example once.
         drop_remainder: Whether to leave out the last batch of an epoch if it is not
             full.
 
     Returns:
-        A data set. Each pass over it is the next epoch. Positions count examples, so a
+        A dataset. Each pass over it is the next epoch. Positions count examples, so a
         position can be restored with a different batch size.
 
     Raises:

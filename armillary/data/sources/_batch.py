@@ -29,7 +29,7 @@ def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]
         raise TypeError(
             f"{get_name()} is {batch!r}, which holds no array, but it must be a pytree "
             "of arrays. Return a dictionary or a tuple of NumPy arrays. A step that "
-            "makes its own data needs no data set (`train_dataset=None`)."
+            "makes its own data needs no dataset (`train_dataset=None`)."
         )
     return treedef.unflatten(np.asarray(leaf) for leaf in leaves), num_rows
 
@@ -65,14 +65,14 @@ def _find_problem(batch: Batch, name: str) -> Exception:
         return TypeError(
             f"{name} has leaves that are not arrays of numbers, but every leaf must be "
             f"an array with the examples on its first axis:\n{_list(wrong)}\n"
-            "Convert them in the data set, as in `np.asarray(values)` (a masked array "
+            "Convert them in the dataset, as in `np.asarray(values)` (a masked array "
             "by `values.filled(0)`), or leave them out."
         )
     flat = [path for path, leaf in named if not np.ndim(leaf)]
     if flat:
         return BatchSizeError(
             f"{name} has leaves without a batch axis, but the first axis of all must "
-            f"count the examples:\n{_list(flat)}\nBatch the data set, or repeat the "
+            f"count the examples:\n{_list(flat)}\nBatch the dataset, or repeat the "
             "value for every example, as in `np.full(batch_size, value)`."
         )
 

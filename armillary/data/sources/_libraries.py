@@ -1,4 +1,4 @@
-"""Turns data sets of all kinds into a `Source`; only this file looks at their types.
+"""Turns datasets of all kinds into a `Source`; only this file looks at their types.
 
 It imports none of the libraries. If an object is of one of their classes, the program
 has already imported the library.
@@ -61,12 +61,12 @@ def as_source(source: Any) -> Source:
             return make(source, kind)
     if _is_nest_of_arrays(source):
         raise TypeError(
-            f"The data set is a {type(source).__name__} of arrays, but it must give "
+            f"The dataset is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
         )
     if hasattr(source, "open_reader"):
         raise TypeError(
-            "The data set is already a distributed dataset. Pass the data set that it "
+            "The dataset is already a distributed dataset. Pass the dataset that it "
             "was made from, or use it directly."
         )
     if isinstance(source, Iterator):
@@ -84,8 +84,8 @@ def as_source(source: Any) -> Source:
     if isinstance(source, Callable):
         return IterableSource(lambda epoch: iter(source()), "generator function")
     raise TypeError(
-        f"The data set is {source!r:.80} of type {type(source).__name__}, but it must "
-        "give batches. Pass the result of `armillary.data.from_arrays`, a data set or "
+        f"The dataset is {source!r:.80} of type {type(source).__name__}, but it must "
+        "give batches. Pass the result of `armillary.data.from_arrays`, a dataset or "
         "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
         "or a generator function."
     )
@@ -121,7 +121,7 @@ def _from_grain(dataset: Any, kind: str) -> IterableSource:
 
 
 def _ends_in_batches(dataset: Any) -> bool:
-    """Returns whether batching is the last operation in a Grain data set."""
+    """Returns whether batching is the last operation in a Grain dataset."""
     node = dataset
     while "Prefetch" in type(node).__name__ and node.parents:
         node = node.parents[0]
@@ -190,7 +190,7 @@ def _from_torch(loader: Any, kind: str) -> IterableSource:
     return IterableSource(
         make,
         f"torch {type(loader).__name__}",
-        # A `collate_fn` of the user may reuse a buffer, and so may a data set of
+        # A `collate_fn` of the user may reuse a buffer, and so may a dataset of
         # batches.
         copies=loader.collate_fn is not sys.modules["torch"].utils.data.default_collate,
         is_repositionable=has_position,
@@ -228,7 +228,7 @@ def _as_arrays_of_torch(batch: Any) -> Batch:
 
 def _refuse_examples(dataset: Any, kind: str) -> IterableSource:
     raise TypeError(
-        f"The data set is a `datasets.{kind}`, but it must give batches. Use "
+        f"The dataset is a `datasets.{kind}`, but it must give batches. Use "
         "`armillary.data.from_huggingface(dataset, batch_size=...)` with one split."
     )
 
@@ -277,22 +277,22 @@ def from_huggingface(
     repeat: bool = False,
     drop_remainder: bool = False,
 ) -> "HuggingFaceDataset":
-    """Returns a data set of the examples of a `datasets.Dataset`, in batches.
+    """Returns a dataset of the examples of a `datasets.Dataset`, in batches.
 
     A batch is a dictionary of NumPy arrays, one for each column. Numbers have the
     dtypes of `dataset.with_format("numpy")`. A transform (`with_transform`) is kept.
 
     Args:
-        dataset: The data set. Its columns, or the results of its transform, must hold
+        dataset: The dataset. Its columns, or the results of its transform, must hold
             numbers, and lists in a column must have one length. To leave out other
             columns, use `dataset.select_columns([...])`.
         batch_size: As in `from_arrays`, like all arguments below.
         shuffle_seed: Seed of the order.
-        repeat: Whether the data set never ends.
+        repeat: Whether the dataset never ends.
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Returns:
-        A data set with the order, the passes and the positions of `from_arrays`.
+        A dataset with the order, the passes and the positions of `from_arrays`.
 
     Raises:
         TypeError: If `dataset` is not a `datasets.Dataset`, or a column does not hold

@@ -192,7 +192,7 @@ def from_iterator(iterator: Any) -> IterableSource:
         nonlocal has_begun
         if has_begun and not can_go_back:
             raise DatasetStateError(
-                f"The data set is an iterator of type {type(iterator).__name__}, which "
+                f"The dataset is an iterator of type {type(iterator).__name__}, which "
                 "gives its batches only once, but the program needs a second pass. "
                 "Pass the function that makes it (`make_batches`, not "
                 "`make_batches()`)."

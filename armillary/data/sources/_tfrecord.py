@@ -43,12 +43,12 @@ def from_tfrecords(
     repeat: bool = False,
     drop_remainder: bool = False,
 ) -> "TFRecordDataset":
-    """Returns a data set of the records of TFRecord files, in batches.
+    """Returns a dataset of the records of TFRecord files, in batches.
 
     The files are one sequence of records, in the order of the paths, and are shuffled
     together. Each file is scanned once to find its records. Later, records are read by
     their place, and their checksums are compared. A batch is a dictionary of NumPy
-    arrays. `docs/tfrecord.md` has an example.
+    arrays. `docs/data/tfrecord.md` has an example.
 
     Args:
         paths: One file or several, not compressed. A pattern such as
@@ -59,11 +59,11 @@ def from_tfrecords(
             skipped.
         batch_size: As in `from_arrays`, like all arguments below.
         shuffle_seed: Seed of the order.
-        repeat: Whether the data set never ends.
+        repeat: Whether the dataset never ends.
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Returns:
-        A data set with the order, the passes and the positions of `from_arrays`.
+        A dataset with the order, the passes and the positions of `from_arrays`.
 
     Raises:
         FileNotFoundError: If there is no such file.

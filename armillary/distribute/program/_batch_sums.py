@@ -20,16 +20,12 @@ from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
 from armillary.distribute.replica._example_axes import axes_of_result
 from armillary.distribute.replica._marks import METRIC
+from armillary.distribute.replica._operations import ADDITIONS, COPIES
 
 # Operations with one result for each operand, which is still a sum if the operand is.
-_COPIES_OF_EACH = ("psum", "psum_invariant", "optimization_barrier")
+_KEEPING_EACH = ("psum", "psum_invariant", "optimization_barrier")
 # Operations whose result is still the sum.
-_COPIES = (
-    *("convert_element_type", "copy", "neg", "reshape", "squeeze", "broadcast_in_dim"),
-    *("transpose", "slice", "select_n", "reduce_sum", "stop_gradient", "pvary"),
-    "sharding_constraint",
-)
-_ADDITIONS = ("add", "add_any", "sub")
+_KEEPING = (*COPIES, "neg", "slice", "select_n", "reduce_sum")
 # Parts of the names of metrics that divide a sum.
 _DENOMINATORS = (
     *("denom", "weight", "normal", "count", "num", "total", "size"),
@@ -152,7 +148,7 @@ class _Search(Dataflow[_Facts]):
         if name == "name":
             self._note_metric(equation.params["name"], operands[0])
             return operands
-        if name in _COPIES_OF_EACH:
+        if name in _KEEPING_EACH:
             return operands
         if any(programs_in(equation)):
             return None
@@ -183,8 +179,8 @@ class _Search(Dataflow[_Facts]):
         """Returns the facts of an operation on sums, if its result is still a sum."""
         name = equation.primitive.name
         is_multiple = name == "mul" and any(map(read_number, equation.invars))
-        is_added = name in _ADDITIONS and all(operands)
-        is_sum = name in _COPIES or is_multiple or is_added
+        is_added = name in ADDITIONS and all(operands)
+        is_sum = name in _KEEPING or is_multiple or is_added
         return self.join(operands) if is_sum else self.nothing
 
     def _mix_rows(self, equation: Any, operands: list[_Facts], made: Any) -> _Facts:

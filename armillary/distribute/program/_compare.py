@@ -6,7 +6,6 @@ error, or the processes wait forever.
 
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from armillary.distribute._global_arrays import (
     is_key,
 )
 from armillary.errors import PeerError
-from armillary.state._captured import find_constants
+from armillary.state._captured import find_constants, print_program
 from armillary.state._holders import captured
 
 _OPTIONS = ("batch_size", "repeat", "drop_remainder")
@@ -40,8 +39,8 @@ _TOPICS = {
         "Compute them from the same values in all processes. For a different value on "
         "each replica, use the results of `strategy.run` for batches.",
     ),
-    "a data set for all": (
-        "A data set that is distributed over all processes is not the same in each",
+    "a dataset for all": (
+        "A dataset that is distributed over all processes is not the same in each",
         "Give all processes the same data, `batch_size` and `shuffle_seed`. If each "
         "process reads data of its own, use a function with an `input_context` "
         "(`make_distributed_dataset`).",
@@ -62,10 +61,10 @@ def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
-    """Raises if a data set that all processes share differs between them."""
+    """Raises if a dataset that all processes share differs between them."""
     options = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     order = {name: str(value) for name, value in dataset.order_of_examples.items()}
-    check_same(peers, "a data set for all", options | order)
+    check_same(peers, "a dataset for all", options | order)
 
 
 def _find_differing(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, str]:
@@ -113,8 +112,7 @@ def check_same_program(
     arguments: Mapping[str, Any] | None = None,
 ) -> None:
     """Raises if programs, constants or arguments of `fn` differ between processes."""
-    # Addresses of Python objects always differ.
-    lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
+    lines = print_program(program).splitlines()
     names = {id(value): f"`{key}`" for key, value in captured(fn)}
     values: dict[str, str] = {}
     for number, constant in enumerate(find_constants(program)):

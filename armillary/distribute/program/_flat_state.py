@@ -106,9 +106,9 @@ class FlatState:
         self.arrays: list[Any] = [None] * len(state.paths)
 
         # Some strategies keep arrays elsewhere between programs, such as on the host.
-        home = strategy.home
-        self._shardings = list(strategy.state_shardings(state))
-        self._homes = [home or sharding for sharding in self._shardings]
+        placement = strategy.placement
+        self._shardings = list(placement.state_shardings(state))
+        self._homes = [placement.home or each for each in self._shardings]
         self._moves = self._homes != self._shardings
 
         self._use = _Use((), self.types)

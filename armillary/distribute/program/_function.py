@@ -15,13 +15,19 @@ from armillary._jaxpr import read_settings
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._function_program import FunctionProgram, UserFunction
+from armillary.distribute.program._function_program import (
+    FunctionProgram,
+    UserFunction,
+    check_same_function,
+    trace_function,
+)
 from armillary.distribute.program._keys import (
     argument_key,
     code_of,
     identity_of,
     objects_of,
 )
+from armillary.distribute.program._programs import Programs
 from armillary.distribute.program._step_warnings import MetricWarnings
 from armillary.distribute.replica._context import (
     get_strategy,
@@ -136,7 +142,9 @@ class CompiledFunction:
         self._function = UserFunction(fn, body or fn, compiler_options)
         self._strategy = strategy
         self._check = check
-        self._programs: dict[Any, FunctionProgram] = {}
+        # One keeper for each kind of arguments, because some arguments are objects with
+        # state.
+        self._programs: dict[Any, Programs[FunctionProgram]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if lifted_state() is not None or is_in_run():
@@ -152,33 +160,58 @@ class CompiledFunction:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         argument_keys = tuple(map(argument_key, leaves))
         key = (strategy, treedef, argument_keys, read_settings())
-        program = self._programs.get(key)
-        if program is None or not program.is_current():
+        programs = self._programs.get(key)
+        if programs is None:
+            programs = Programs(strategy)
+
+        if programs.find_current() is None:
             roots = [(fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
             state = State(roots, functions=(fn,))
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and body is fn:
                 # A transformation of NNX has already lifted the arguments' variables.
                 return body(*args, **kwargs)
-            if program is None or not program.rebind(state):
-                last = program
-                program = self._make_program(strategy, state, leaves, treedef)
-                if last is not None:
-                    program.reuse(last)
-                warn_if_compiled_often(fn, self._function.name)
-        _keep(self._programs, key, program)
-        return program((args, kwargs), leaves)
+            _adopt(programs, state)
 
-    def _make_program(
-        self, strategy: Strategy, state: State, leaves: list[Any], treedef: Any
+        if None not in programs.current:
+            old = programs.doubted.pop(None, None)
+            programs.current[None] = self._make(programs, old, leaves, treedef)
+        _keep(self._programs, key, programs)
+        return programs.current[None]((args, kwargs), leaves)
+
+    def _make(
+        self,
+        programs: Programs[FunctionProgram],
+        old: FunctionProgram | None,
+        leaves: list[Any],
+        treedef: Any,
     ) -> FunctionProgram:
-        program = FunctionProgram(self._function, strategy, state, leaves, treedef)
-        name = self._function.name
-        warnings = MetricWarnings(name, strategy.num_replicas_in_sync)
-        warnings.look(state, program.step)
+        """Returns a program for arguments; the old program if it is still correct."""
+        function = self._function
+        with programs.tracing() as flat:
+            step = trace_function(function, flat, leaves, treedef)
+        warn_if_compiled_often(function.fn, function.name)
+
+        strategy = flat.strategy
+        if strategy.peers is not None:
+            arguments = treedef.unflatten(leaves)
+            check_same_function(strategy.peers, function, step, arguments)
+        if old is not None and old.step.is_same(step):
+            return old
+
+        warnings = MetricWarnings(function.name, strategy.num_replicas_in_sync)
+        warnings.look(flat.state, step)
         if self._check is not None:
-            self._check(state, program.step.changed)
-        return program
+            self._check(flat.state, step.changed)
+        return FunctionProgram(function, step, flat, leaves)
+
+
+def _adopt(programs: Programs[FunctionProgram], state: State) -> None:
+    """Continues with a newly found state."""
+    returns_objects = any(each.returns_objects for each in programs.current.values())
+    programs.adopt(state)
+    if returns_objects:
+        programs.doubt("it returns objects of its state, which are new objects now")
 
 
 def warn_if_compiled_often(fn: Callable[..., Any], name: str) -> None:

@@ -1,4 +1,4 @@
-"""The compiled program of a function, and the calls of it."""
+"""The program of a function for one kind of arguments, and its calls."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from armillary.distribute._global_arrays import is_array
+from armillary.cluster._peers import Peers
+from armillary.distribute._global_arrays import is_array_or_number
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
@@ -23,7 +24,6 @@ from armillary.distribute.replica._values import (
     other_count,
 )
 from armillary.errors import CapturedStateError
-from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -50,14 +50,13 @@ class UserFunction(NamedTuple):
 
 
 class FunctionProgram:
-    """A program of a function for one kind of arguments, and the state it works on.
+    """A program of a function for one kind of arguments.
 
     Args:
         function: The function.
-        strategy: The strategy of its state.
-        state: The state that it reaches.
-        leaves: The leaves of the arguments.
-        treedef: The structure of the arguments, a pair of `args` and `kwargs`.
+        step: The function as a traced step.
+        flat: The state that it works on.
+        leaves: The leaves of the arguments that it was traced with.
 
     Attributes:
         step: The function as a traced step.
@@ -66,51 +65,16 @@ class FunctionProgram:
     def __init__(
         self,
         function: UserFunction,
-        strategy: Strategy,
-        state: State,
+        step: TracedStep,
+        flat: FlatState,
         leaves: list[Any],
-        treedef: Any,
     ) -> None:
-        _check_arguments(function.name, leaves)
         self._function = function
-        self._strategy = strategy
-        self._flat = FlatState(state, strategy)
-        self.step = self._trace(leaves, treedef)
-
-        state.watch()
-        if not state.is_current():
-            # The function sets a plain value to the same value in every call.
-            self._flat.rebind(state.search_again())
-        if strategy.peers is not None:
-            check_same_program(
-                strategy.peers,
-                function.name,
-                self.step.program,
-                function.fn,
-                _arguments_for_all(treedef.unflatten(leaves)),
-            )
+        self._flat = flat
+        self.step = step
+        # Kept alive, because programs are found by the identities of these values.
+        self._static = _without_arrays(leaves)
         self._compiled = self._compile()
-
-    def _trace(self, leaves: list[Any], treedef: Any) -> TracedStep:
-        """Traces the function, with its arrays as arguments and all else constant."""
-        static = [None if is_array(leaf) else leaf for leaf in leaves]
-        positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-        def call_body(*arrays: Any) -> PyTree:
-            values = list(static)
-            for position, value in zip(positions, arrays, strict=True):
-                values[position] = value
-            args, kwargs = treedef.unflatten(values)
-            return self._function.body(*args, **kwargs)
-
-        return trace_step(
-            call_body,
-            self._flat,
-            tuple(leaves[i] for i in positions),
-            user_fn=self._function.fn,
-            owner="the function",
-            is_live=True,
-        )
 
     def _compile(self) -> Any:
         """Returns a function of `FlatState.take` and of arrays, which runs the step."""
@@ -135,43 +99,66 @@ class FunctionProgram:
             out_shardings=(flat.shardings(step.changed), None, None),
         )
 
-    def is_current(self) -> bool:
-        """Returns whether the program still fits the objects that it was made for."""
-        return self._flat.state.is_current() and self._flat.fits()
-
-    def rebind(self, state: State) -> bool:
-        """Switches to a newly found state, and returns whether the program fits it."""
-        flat = self._flat
-        if flat.signature != state.signature() or state.changes_since(flat.state):
-            return False
-        if any(map(flat.state.holds, self.step.static_results)):
-            return False  # The new objects must be returned, and not the old objects.
-        flat.rebind(state)
-        return True
-
-    def reuse(self, last: "FunctionProgram") -> None:
-        """Reuses the compiled program of `last`, if it is the same program."""
-        is_same = self._flat.signature == last._flat.signature
-        if is_same and self.step.is_same(last.step):
-            self._compiled = last._compiled
+    @property
+    def returns_objects(self) -> bool:
+        """Whether the results hold objects of the state, and not only arrays."""
+        return any(map(self._flat.state.holds, self.step.static_results))
 
     def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:
         flat = self._flat
         check_no_trace(self._function.fn, flat.state)
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        arrays = [leaf for leaf in leaves if is_array_or_number(leaf)]
         with flat.lent(self.step.changed) as (donated, others):
             try:
                 values, results, token = self._compiled(donated, others, arrays)
             except ValueError:
                 # Only after an error, because a look at the device of each argument
                 # would take longer than a call.
-                moved = _bring(arguments, self._strategy)
+                moved = _bring(arguments, flat.strategy)
                 if moved is None:
                     raise
                 values, results, token = self._compiled(donated, others, moved)
             flat.give(values, token)
             flat.write_back()
         return self.step.results(results)
+
+
+def trace_function(
+    function: UserFunction, flat: FlatState, leaves: list[Any], treedef: Any
+) -> TracedStep:
+    """Traces a function, with its arrays as arguments and all else constant."""
+    _check_arguments(function.name, leaves)
+    static = _without_arrays(leaves)
+    positions = [i for i, leaf in enumerate(leaves) if is_array_or_number(leaf)]
+
+    def call_body(*arrays: Any) -> PyTree:
+        values = list(static)
+        for position, value in zip(positions, arrays, strict=True):
+            values[position] = value
+        args, kwargs = treedef.unflatten(values)
+        return function.body(*args, **kwargs)
+
+    return trace_step(
+        call_body,
+        flat,
+        tuple(leaves[i] for i in positions),
+        user_fn=function.fn,
+        owner="the function",
+        is_live=True,
+    )
+
+
+def check_same_function(
+    peers: Peers, function: UserFunction, step: TracedStep, arguments: PyTree
+) -> None:
+    """Raises if the program of a function differs between processes."""
+    shared = _arguments_for_all(arguments)
+    check_same_program(peers, function.name, step.program, function.fn, shared)
+
+
+def _without_arrays(leaves: list[Any]) -> list[Any]:
+    """Returns leaves with `None` in place of each array."""
+    return [None if is_array_or_number(leaf) else leaf for leaf in leaves]
 
 
 def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
@@ -196,7 +183,7 @@ def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
         return layout.place(array)
 
     leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
-    arrays = [array for array in map(move, leaves) if is_array(array)]
+    arrays = [array for array in map(move, leaves) if is_array_or_number(array)]
     return arrays if is_moved else None
 
 
@@ -218,7 +205,7 @@ def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
     flat = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_per_replica)
     for (first, *rest), leaf in flat:
         is_whole = getattr(leaf, "is_fully_addressable", True)
-        if is_array(leaf) and is_whole:
+        if is_array_or_number(leaf) and is_whole:
             argument = ("args", "kwargs")[first.idx]
             found[f"{argument}{jax.tree_util.keystr(tuple(rest))}"] = leaf
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from armillary.distribute._global_arrays import is_array
+from armillary.distribute._global_arrays import is_array_or_number
 from armillary.state._holders import is_claimed
 
 
@@ -25,7 +25,7 @@ def objects_of(leaves: list[Any]) -> list[Any]:
 
 def argument_key(leaf: Any) -> Any:
     """Returns a key that is equal for arguments with the same program."""
-    return jax.typeof(leaf) if is_array(leaf) else identity_of(leaf)
+    return jax.typeof(leaf) if is_array_or_number(leaf) else identity_of(leaf)
 
 
 def identity_of(value: Any) -> Any:

@@ -72,7 +72,7 @@ def add_notes(
         error: The error.
         step_name: The name of the step.
         owner: The owner of the step, such as "the trainer".
-        arguments: For each data set, the batches that the step was traced with.
+        arguments: For each dataset, the batches that the step was traced with.
     """
     if isinstance(error, ArmillaryError):
         return

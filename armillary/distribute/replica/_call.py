@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary.distribute._global_arrays import is_array
+from armillary.distribute._global_arrays import is_array_or_number
 from armillary.distribute.replica._context import Scope, is_in_inner_trace
 from armillary.distribute.replica._policy import Policy, enter
 from armillary.distribute.replica._replica import ReplicaContext
@@ -66,10 +66,12 @@ class Call:
         self.changed = [i for i, changed in enumerate(is_changed) if changed]
         old = [start[i] for i in self.changed]
         new = [after[i] for i in self.changed]
-        returned = [jnp.asarray(value) for value in self._values if is_array(value)]
+        returned = [
+            jnp.asarray(value) for value in self._values if is_array_or_number(value)
+        ]
         return old, new, returned
 
-    def split(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    def split_outputs(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
         """Divides the outputs of a traced `run` into its three results."""
         count = len(self.changed)
         return outputs[:count], outputs[count : 2 * count], outputs[2 * count :]
@@ -107,5 +109,5 @@ class Call:
         """Returns the result of the function, with `arrays` in place of its arrays."""
         rest = iter(arrays)
         return self._treedef.unflatten(
-            next(rest) if is_array(value) else value for value in self._values
+            next(rest) if is_array_or_number(value) else value for value in self._values
         )

@@ -15,16 +15,10 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from armillary._jaxpr import Dataflow, walk_equations
+from armillary._jaxpr import walk_equations
+from armillary.distribute.replica._dataflow import ReplicaDataflow
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._operations import (
-    DRAWS,
-    EXCHANGES,
-    REDUCTIONS,
-    SOURCES,
-    is_over_all,
-)
-from armillary.distribute.replica._sameness import reduced_by_ops
+from armillary.distribute.replica._operations import DRAWS
 
 
 class Origin(NamedTuple):
@@ -84,7 +78,7 @@ def find_shared_draws(
     return sorted(analysis.found)
 
 
-class _Draws(Dataflow[Origin]):
+class _Draws(ReplicaDataflow[Origin]):
     """Follows random numbers and examples through the program of one replica.
 
     Attributes:
@@ -94,8 +88,7 @@ class _Draws(Dataflow[Origin]):
     nothing = SHARED
 
     def __init__(self, axis_name: str) -> None:
-        super().__init__()
-        self._axis_name = axis_name
+        super().__init__(axis_name)
         self.found: set[SharedDraw] = set()
 
     def join(self, facts: Iterable[Origin]) -> Origin:
@@ -115,22 +108,22 @@ class _Draws(Dataflow[Origin]):
         del equation
         return Origin(is_own=decides.is_own)
 
-    def transfer(self, equation: Any, operands: list[Origin]) -> list[Origin] | None:
-        name = equation.primitive.name
-        num_results = len(equation.outvars)
-        if reduced_by_ops(equation) is not None:
-            # A call of a `CrossDeviceOps`, which reduces over all replicas. Its
-            # captured arrays come before the arrays to reduce.
-            return [self._reduce(equation, each) for each in operands[-num_results:]]
-        if name in DRAWS:
-            return [self._draw(equation, operands[0])] * num_results
-        if name in SOURCES:
-            return [Origin(is_own=True)] * num_results
-        if name.startswith(REDUCTIONS) and is_over_all(equation, self._axis_name):
-            return [self._reduce(equation, each) for each in operands]
-        if name.startswith((*REDUCTIONS, *EXCHANGES)):
-            return [Origin(is_own=True)] * num_results
-        return None
+    def follow_reduction(
+        self, equation: Any, operands: list[Origin], by_ops: str
+    ) -> list[Origin]:
+        del by_ops
+        return [self._reduce(equation, each) for each in operands]
+
+    def follow_exchange(self, equation: Any, operands: list[Origin]) -> list[Origin]:
+        del operands
+        return [Origin(is_own=True)] * len(equation.outvars)
+
+    def follow_source(self, equation: Any, operands: list[Origin]) -> Origin:
+        del equation, operands
+        return Origin(is_own=True)
+
+    def follow_draw(self, equation: Any, operands: list[Origin]) -> list[Origin]:
+        return [self._draw(equation, operands[0])] * len(equation.outvars)
 
     def _draw(self, equation: Any, key: Origin) -> Origin:
         """Returns the origin of random numbers that are drawn from a key."""

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from jax.dtypes import issubdtype, prng_key
 
 from armillary.distribute.replica._labels import Facts, Label, LabelKind, join_facts
-from armillary.distribute.replica._linearity import CURVED, PRODUCTS
+from armillary.distribute.replica._operations import (
+    ADDITIONS,
+    COPIES,
+    CURVED,
+    PRODUCTS,
+)
 
-ADDITIONS = ("add", "add_any", "sub")
-_COPIES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
-_PARTS = (*_COPIES, "slice", "dynamic_slice", "gather")
+_PARTS = (*COPIES, "slice", "dynamic_slice", "gather")
 
 _DIVISIONS = {
     LabelKind.DIVISOR: LabelKind.DIVIDED,
@@ -74,7 +77,7 @@ def goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) -
     """Returns whether a value that was made by an operation keeps a label."""
     kind = label.kind
     if kind in _DIVISIONS:
-        return name in _COPIES
+        return name in COPIES
     if kind is LabelKind.RAW_KEY:
         return name in _PARTS
     if kind is LabelKind.KEY:
@@ -90,7 +93,7 @@ def goes_through(label: Label, name: str, dtype: Any, reasons: frozenset[str]) -
 
 def keeps_scale(name: str) -> bool:
     """Returns whether an operation in a forward pass keeps the scale of a gradient."""
-    return name in (*_COPIES, "add", "add_any")
+    return name in (*COPIES, *ADDITIONS, "neg")
 
 
 def find_lost(

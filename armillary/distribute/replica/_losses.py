@@ -18,7 +18,6 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._gradient import num_parts
 from armillary.distribute.replica._marks import AVERAGE, DIVISOR, WEIGHT
 from armillary.distribute.replica._replica import ReplicaContext
-from armillary.distribute.replica._values import count_active
 from armillary.errors import BatchSizeError
 
 
@@ -111,7 +110,7 @@ def _check_share(size: int, num_losses: int, context: ReplicaContext) -> None:
     # A larger number is for a short last batch, or for several accumulated steps.
     if share is None or num_losses * num_parts() != share:
         return
-    num_replicas = count_active(context.active)
+    num_replicas = len(context.active)
     whole = share * num_replicas
     if size < whole:
         raise BatchSizeError(
@@ -141,7 +140,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     )
     # `num_active` would mark the context as asked, but this divisor says nothing about
     # the scale of any other loss.
-    num_active = count_active(context.active)
+    num_active = len(context.active)
     penalty = jnp.sum(_as_array("regularization_loss", regularization_loss))
     return _divide(penalty, num_active)
 

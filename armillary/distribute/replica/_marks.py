@@ -23,3 +23,11 @@ DENOMINATOR = "armillary denominator"
 
 METRIC = "armillary metric "
 """The beginning of a mark of a plain metric; the name of the metric follows."""
+
+MADE_BY_OPS = {
+    "armillary sum by cross-device operations": "sum",
+    "armillary mean by cross-device operations": "mean",
+    "armillary max by cross-device operations": "max",
+    "armillary min by cross-device operations": "min",
+}
+"""Marks of the results of a `CrossDeviceOps`, and the operation of each."""

@@ -209,7 +209,7 @@ def enter(policy: Policy, value: jax.Array, context: ReplicaContext) -> jax.Arra
     return value
 
 
-def leave(
+def leave_step(
     policy: Policy,
     entered: jax.Array,
     after: jax.Array,

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from armillary._jaxpr import Dataflow, is_made_by, programs_in, source_line
+from armillary._jaxpr import is_made_by, source_line
+from armillary.distribute.replica._dataflow import ReplicaDataflow
 from armillary.distribute.replica._label_rules import (
-    ADDITIONS,
     SCALES,
     divide,
     find_lost,
@@ -45,13 +45,11 @@ from armillary.distribute.replica._marks import (
     WEIGHT,
 )
 from armillary.distribute.replica._operations import (
+    ADDITIONS,
     DRAWS,
-    EXCHANGES,
     NUMBER,
-    REDUCTIONS,
     SOURCES,
     has_collective,
-    is_over_all,
 )
 from armillary.distribute.replica._proof_messages import (
     explain_difference,
@@ -62,8 +60,6 @@ from armillary.distribute.replica._proof_messages import (
     explain_summed_twice,
     explain_wait,
 )
-from armillary.distribute.replica._sameness import reduced_by_ops
-from armillary.distribute.replica._users import Users, is_of_mean
 from armillary.state._lift import State
 from armillary.state._tree import pure_path_of
 
@@ -78,7 +74,7 @@ _PRIVATE = "differentially_private_aggregate.<locals>.update_fn"
 _MARKED = {DIVISOR: LabelKind.DIVISOR, WEIGHT: LabelKind.WEIGHT}
 
 
-class Proof(Dataflow[Facts]):
+class Proof(ReplicaDataflow[Facts]):
     """The facts about the results of a replica's program.
 
     It raises an error if some replicas would wait forever in a reduction, or if the
@@ -107,15 +103,13 @@ class Proof(Dataflow[Facts]):
         counts: Sequence[int],
         axis_name: str,
     ) -> None:
-        super().__init__()
+        super().__init__(axis_name)
         self._program = program.jaxpr
         self._counts = counts
-        self._axis_name = axis_name
         # The last error at each operation, by its place: the analysis repeats a loop
         # until its facts are stable, and an error may go away.
         self._errors: dict[Any, Exception | None] = {}
         self._reduced_at: set[str] = set()
-        self._users = Users()
         self._numerator = EQUAL
         self.sums_gradients = False
 
@@ -169,36 +163,25 @@ class Proof(Dataflow[Facts]):
     def decide(self, equation: Any, decides: Facts) -> Facts:
         """Returns the facts of the results of a branch or loop that a value decides."""
         error = None
-        if decides.reasons and any(map(has_collective, programs_in(equation))):
+        if decides.reasons and has_collective(equation):
             operation = equation.primitive.name
             error = explain_wait(operation, self.line(equation), decides)
         self._errors[self._place(equation)] = error
         return Facts(decides.reasons)
 
     def transfer(self, equation: Any, operands: list[Facts]) -> list[Facts] | None:
-        name = equation.primitive.name
-        num_results = len(equation.outvars)
-        if name == "name":
-            return [self._follow_mark(equation, operands[0])]
-        by_ops = reduced_by_ops(equation)
-        if by_ops is not None:
-            # A call of a `CrossDeviceOps`, whose results `_sameness` proves to be
-            # equal. Its captured arrays come before the arrays to reduce.
-            return self._reduce(equation, operands[-num_results:], by_ops)
-        if self._begins_keras_mean(equation):
-            begun = self._labels(LabelKind.AVERAGED, equation)
-            results = self._follow(equation, operands)
-            return [Facts(reasons, labels | begun) for reasons, labels in results]
-        if name in SOURCES:
-            reasons = self.join(operands).reasons | SOURCES[name]
-            return [Facts(reasons)] * num_results
-        if name.startswith(REDUCTIONS) and is_over_all(equation, self._axis_name):
-            return self._reduce(equation, operands)
-        if name.startswith((*REDUCTIONS, *EXCHANGES)):
-            return [self._exchange(equation, operands)] * num_results
-        return None
+        results = super().transfer(equation, operands)
+        if results is not None or not self._begins_keras_mean(equation):
+            return results
+        begun = self._labels(LabelKind.AVERAGED, equation)
+        results = self._follow(equation, operands)
+        return [Facts(reasons, labels | begun) for reasons, labels in results]
 
-    def _follow_mark(self, equation: Any, operand: Facts) -> Facts:
+    def follow_source(self, equation: Any, operands: list[Facts]) -> Facts:
+        reasons = self.join(operands).reasons | SOURCES[equation.primitive.name]
+        return Facts(reasons)
+
+    def follow_mark(self, equation: Any, operand: Facts) -> Facts:
         """Returns the facts of a marked value, and looks at the numbers of metrics."""
         mark_name = equation.params["name"]
         self._look_at_metric(equation, operand)
@@ -239,21 +222,16 @@ class Proof(Dataflow[Facts]):
             return None
         return explain_half_reduced(self.line(equation), origin, self._counts[0])
 
-    def _exchange(self, equation: Any, operands: list[Facts]) -> Facts:
-        """Returns the facts of a value that other replicas sent, or some of them."""
+    def follow_exchange(self, equation: Any, operands: list[Facts]) -> list[Facts]:
         operand = self.join(operands)
         labels = frozenset(operand.only(*SCALES))
         if self.is_backward(equation) and not (operand.reasons or labels):
             labels = self._labels(LabelKind.OF_REDUCED, equation)
-        return Facts(operand.reasons | NUMBER, labels)
+        return [Facts(operand.reasons | NUMBER, labels)] * len(equation.outvars)
 
-    def _reduce(
-        self, equation: Any, operands: list[Facts], by_ops: str | None = None
+    def follow_reduction(
+        self, equation: Any, operands: list[Facts], by_ops: str
     ) -> list[Facts]:
-        """Returns the facts of the results of a reduction over all replicas.
-
-        `by_ops` is the name of the operation if a `CrossDeviceOps` reduces.
-        """
         if self.is_backward(equation):
             return [self._reduce_backward(equation, operand) for operand in operands]
         self._reduced_at.add(self.line(equation))
@@ -279,11 +257,11 @@ class Proof(Dataflow[Facts]):
         return Facts(labels=labels)
 
     def _look_at_sum(
-        self, equation: Any, operand: Facts, made: Any, by_ops: str | None
+        self, equation: Any, operand: Facts, made: Any, by_ops: str
     ) -> None:
         """Notes an error for a sum or a mean over replicas that is wrong."""
-        users = [] if by_ops else self._users.find(self.jaxpr, made)
-        is_mean = by_ops == "mean" or (bool(users) and all(map(is_of_mean, users)))
+        users = [] if by_ops else self.find_users(made)
+        is_mean = self.is_mean(made, by_ops)
         is_mean_by_hand = bool(users) and all(map(self._divides_by_count, users))
         if is_mean_by_hand and not is_mean:
             return

@@ -10,7 +10,7 @@ import numpy as np
 from jax.dtypes import float0
 
 from armillary._checks import check_callable
-from armillary.data._layout import Active
+from armillary.data._layout import Active, are_first
 from armillary.distribute.replica._arithmetic import (
     check_wire_dtype,
     narrow,
@@ -25,10 +25,9 @@ from armillary.distribute.replica._sameness import reduce_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
-    count_active,
+    concatenate,
     is_argument,
     is_per_replica,
-    join,
 )
 from armillary.errors import ReplicaContextError
 from armillary.state._adapters import is_tree_variable
@@ -48,8 +47,7 @@ class ReplicaContext:
         strategy: The strategy whose `run` made this replica.
         axis_name: The name of the axis of replicas in `jax.lax`; `None` if there is
             only one replica.
-        active: The replicas that hold data in this step: an integer `n` for the first
-            `n` replicas, or the numbers of the replicas.
+        active: The numbers of the replicas that hold data in this step.
         was_asked: Whether the step has used the number of replicas in any way.
         share_size: Examples of each replica's share of the batch; `None` if `run` got
             no batch, or arrays of different lengths.
@@ -84,7 +82,7 @@ class ReplicaContext:
     def num_active(self) -> int:
         """Replicas that hold data; fewer only at the end of a complete evaluation."""
         self.was_asked = True
-        return count_active(self.active)
+        return len(self.active)
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -125,7 +123,7 @@ class ReplicaContext:
         for i, old, whole, result in zip(places, given, wide, received, strict=True):
             result = result.astype(whole.dtype)
             if op is ReduceOp.MEAN:
-                result /= count_active(self.active)
+                result /= len(self.active)
             leaves[i] = narrow(op, result, old.dtype)
         return treedef.unflatten(leaves)
 
@@ -152,7 +150,7 @@ class ReplicaContext:
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value, replaced by a neutral value where a replica has no data."""
-        if count_active(self.active) == self._num_replicas:
+        if len(self.active) == self._num_replicas:
             return value
         return jnp.where(self.is_active(), value, neutral(op, value))
 
@@ -175,7 +173,7 @@ class ReplicaContext:
 
         def gather(leaf: Any) -> jax.Array:
             rows = jax.lax.all_gather(leaf, self.axis_name)
-            return join(PerReplica(rows, self.active), axis)
+            return concatenate(PerReplica(rows, self.active), axis)
 
         return jax.tree.map(gather, value)
 
@@ -272,11 +270,10 @@ class ReplicaContext:
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced if there are several."""
         replica = self.replica_id_in_sync_group
-        if isinstance(self.active, int):
-            return replica < self.active
+        if are_first(self.active):
+            return replica < len(self.active)
         return jnp.any(replica == np.array(self.active))
 
     def is_first(self) -> jax.Array:
         """Returns whether this is the first replica that holds data."""
-        first = 0 if isinstance(self.active, int) else self.active[0]
-        return self.replica_id_in_sync_group == first
+        return self.replica_id_in_sync_group == self.active[0]

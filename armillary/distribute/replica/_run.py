@@ -17,8 +17,8 @@ from armillary._jaxpr import (
     call_program,
     is_in_trace,
 )
-from armillary.data._layout import Active
-from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
+from armillary.data._layout import Active, describe_active, first_replicas
+from armillary.distribute._global_arrays import is_array_or_number, is_key, narrow_mesh
 from armillary.distribute.replica._call import Call
 from armillary.distribute.replica._labels import (
     BATCH,
@@ -30,7 +30,7 @@ from armillary.distribute.replica._labels import (
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
-    leave,
+    leave_step,
     policies_of,
 )
 from armillary.distribute.replica._proof import Proof
@@ -38,12 +38,11 @@ from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import (
     PerReplica,
     array_of,
-    count_active,
     is_argument,
     is_per_replica,
     other_count,
 )
-from armillary.distribute.replica._warnings import Input, warn_of_step
+from armillary.distribute.replica._warnings import ProgramInput, warn_of_step
 from armillary.errors import (
     BatchSizeError,
 )
@@ -121,7 +120,9 @@ class _MappedCall(Call):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_argument)
         self._leaves = leaves
         self._structure = structure
-        self._places = [i for i, x in enumerate(leaves) if is_array(array_of(x))]
+        self._places = [
+            i for i, x in enumerate(leaves) if is_array_or_number(array_of(x))
+        ]
 
         given = [leaves[i] for i in self._places]
         self.arrays = list(map(array_of, given))
@@ -158,14 +159,14 @@ class _MappedCall(Call):
         active = f"data on {self._context.active} of {self.num_replicas}"
         program = jax.make_jaxpr(run, axis_env=[(active, 1)])(slots, arrays)
         proof = self._prove(program)
-        _, is_same, self._is_equal = self.split(proof.is_equal)
-        _, _, self._is_part = self.split(proof.is_divided)
+        _, is_same, self._is_equal = self.split_outputs(proof.is_equal)
+        _, _, self._is_part = self.split_outputs(proof.is_divided)
 
         results = evaluate(program, [*slots, *arrays])
-        start, after, values = self.split(results)
+        start, after, values = self.split_outputs(results)
         policies = [self.policies[i] for i in self.changed]
         final = [
-            leave(*row, self._context)
+            leave_step(*row, self._context)
             for row in zip(policies, start, after, is_same, strict=True)
         ]
         own: list[Any] = []
@@ -187,7 +188,7 @@ class _MappedCall(Call):
         """
         facts = self._facts_of_slots()
         facts += [BATCH if is_split else EQUAL for is_split in self.is_split]
-        counts = (self.num_replicas, count_active(self._context.active))
+        counts = (self.num_replicas, len(self._context.active))
         proof = Proof(program, facts, counts, self._strategy.axis_name)
 
         num_all = self._strategy.num_replicas_in_sync
@@ -216,13 +217,13 @@ class _MappedCall(Call):
         )
         return proof
 
-    def _inputs(self) -> list[Input]:
+    def _inputs(self) -> list[ProgramInput]:
         """Returns for each input of the program whether it is a replica's own."""
         of_state = [
-            Input(is_meant=kind.aggregation is VariableAggregation.NONE)
+            ProgramInput(is_meant=kind.aggregation is VariableAggregation.NONE)
             for kind in self._state.kinds
         ]
-        of_arguments = [Input(is_split=is_split) for is_split in self.is_split]
+        of_arguments = [ProgramInput(is_split=is_split) for is_split in self.is_split]
         return [*of_state, *of_arguments]
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
@@ -285,12 +286,12 @@ def _find_active(
             raise other_count(batch, strategy)
     counts = {(batch.active_replicas, len(batch.array)) for batch in batches}
     if not counts:
-        return num_replicas, num_replicas
+        return first_replicas(num_replicas), num_replicas
     if len(counts) > 1:
-        shown = sorted((active for active, _ in counts), key=str)
+        shown = " and ".join(sorted(describe_active(active) for active, _ in counts))
         raise BatchSizeError(
             f"`args` of `strategy.run` hold data for {shown} replicas, but all batches "
-            "must have data on the same replicas. Give the data sets the same number "
+            "must have data on the same replicas. Give the datasets the same number "
             'of examples, or set `InputOptions(remainder="drop")` on each.'
         )
     return counts.pop()

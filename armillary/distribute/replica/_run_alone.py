@@ -40,13 +40,14 @@ def run_alone(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     state: State | None = None,
+    edit: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] | None = None,
 ) -> PyTree:
     """Calls `fn` on a single replica.
 
     In a trace with `state`, its program becomes one operation. Otherwise, it runs in
-    place.
+    place. `edit` may add to the program, whose inputs are the arrays of the state.
     """
-    context = ReplicaContext(strategy, None, active=1)
+    context = ReplicaContext(strategy, None, active=(0,))
     if state is None or not is_in_trace():
         return _run_in_place(context, fn, args, kwargs)
     call = Call(fn, state)
@@ -56,6 +57,8 @@ def run_alone(
         return call.run(context, slots, args, kwargs)
 
     program = jax.make_jaxpr(run, axis_env=[(axis, 1)])(call.before)
+    if edit is not None:
+        program = edit(program)
 
     def evaluate(*_: Any) -> list[Any]:
         return call_program(program, call.before, call.name)
@@ -66,7 +69,7 @@ def run_alone(
     else:
         # Without the axis, the program is cheaper, and any operation may be in it.
         outputs = evaluate()
-    _, after, values = call.split(outputs)
+    _, after, values = call.split_outputs(outputs)
     call.write(after)
     return call.returned(values)
 

@@ -11,6 +11,7 @@ groups of neighbors may come before a reduction across the groups, and this anal
 for that.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -20,33 +21,20 @@ from jax.core import Tracer
 from jax.dtypes import float0
 from jax.extend import core
 
-from armillary._jaxpr import Dataflow, mark, named_axes, programs_in, walk_equations
+from armillary._jaxpr import mark, named_axes
+from armillary.distribute.replica._dataflow import ReplicaDataflow
+from armillary.distribute.replica._marks import MADE_BY_OPS
+from armillary.distribute.replica._operations import (
+    REDUCTIONS,
+    SCATTERS,
+    has_collective,
+)
 from armillary.distribute.replica._values import ReduceOp
 from armillary.errors import ReplicaMismatchError
 
 Classes: TypeAlias = tuple[int, ...]
 
-MADE_BY_OPS = {
-    "armillary sum by cross-device operations": "sum",
-    "armillary mean by cross-device operations": "mean",
-    "armillary max by cross-device operations": "max",
-    "armillary min by cross-device operations": "min",
-}
-"""Marks of the results of a `CrossDeviceOps`, and the operation of each."""
-
 _NAMES = {kind: name for name, kind in MADE_BY_OPS.items()}
-
-# Collectives that give every replica of a group the same result.
-_REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
-# Collectives that give each replica of a group its own part of the same result.
-_SCATTERS = ("reduce_scatter", "all_to_all")
-_COLLECTIVES = (*_REDUCTIONS, *_SCATTERS, "ppermute", "ragged_all_to_all", "pbroadcast")
-# Operations whose results may differ between replicas for any operands.
-_SOURCES = frozenset(
-    {"pure_callback", "io_callback", "infeed", "rng_uniform", "ffi_call", "axis_index"}
-)
-# A cast between JAX's types of values, which changes no value.
-_CASTS = ("pvary", "pcast")
 
 
 def reduce_by(
@@ -104,17 +92,6 @@ def reduce_by(
     return reduce(values)
 
 
-def reduced_by_ops(equation: Any) -> str | None:
-    """Returns `"sum"`, `"mean"`, ... if an equation is a call of `reduce_by`."""
-    if equation.primitive.name != "custom_jvp_call":
-        return None
-    for program in programs_in(equation):
-        for inner in getattr(program, "jaxpr", program).eqns:
-            if inner.primitive.name == "name":
-                return MADE_BY_OPS.get(inner.params["name"])
-    return None
-
-
 def _check_results(ops: Any, values: list[Any], found: Any) -> None:
     """Raises unless the results have the shapes and dtypes of the values."""
     leaves = jax.tree.leaves(found)
@@ -157,7 +134,7 @@ def _check_same(
         )
 
 
-class Sameness(Dataflow[Classes]):
+class Sameness(ReplicaDataflow[Classes]):
     """Follows which replicas hold the same value.
 
     Attributes:
@@ -166,11 +143,10 @@ class Sameness(Dataflow[Classes]):
     """
 
     def __init__(self, axis_name: str, num_replicas: int) -> None:
-        self._axis_name = axis_name
         self.different = tuple(range(num_replicas))
         self.nothing = (0,) * num_replicas
         self.waits: list[str] = []
-        super().__init__()
+        super().__init__(axis_name)
 
     def find(
         self, program: core.ClosedJaxpr, inputs: Sequence[Classes]
@@ -193,65 +169,68 @@ class Sameness(Dataflow[Classes]):
         return _number(zip(*several, strict=True))
 
     def decide(self, equation: Any, decides: Classes) -> Classes:
-        if decides != self.nothing and any(map(_reduces, programs_in(equation))):
+        if decides != self.nothing and has_collective(equation):
             self.waits.append(self.line(equation))
         return decides
 
-    def transfer(self, equation: Any, operands: list[Classes]) -> list[Classes] | None:
-        name = equation.primitive.name
-        if name in _CASTS:
-            return operands
-        if name in _SOURCES:
-            return [self.different] * len(equation.outvars)
-        if self._axis_name not in named_axes(equation):
-            return None
-        make = self._rule(equation)
+    def follow_reduction(
+        self, equation: Any, operands: list[Classes], by_ops: str
+    ) -> list[Classes]:
+        del operands, by_ops
+        return [self.nothing] * len(equation.outvars)
+
+    def follow_source(self, equation: Any, operands: list[Classes]) -> Classes:
+        del equation, operands
+        return self.different
+
+    def follow_exchange(self, equation: Any, operands: list[Classes]) -> list[Classes]:
+        if self.axis_name not in named_axes(equation):
+            return [self.join(operands)] * len(equation.outvars)
+        follow = self._rule(equation)
         if len(operands) == len(equation.outvars):
-            return list(map(make, operands))
-        return [make(self.join(operands))] * len(equation.outvars)
+            return list(map(follow, operands))
+        return [follow(self.join(operands))] * len(equation.outvars)
 
     def _rule(self, equation: Any) -> Callable[[Classes], Classes]:
         """Returns a function from the fact of an operand to the fact of the result."""
         name = equation.primitive.name
         if name == "ppermute":
-            senders = {to: sender for sender, to in equation.params["perm"]}
+            return functools.partial(self._permute, equation.params["perm"])
+        if name.startswith((*REDUCTIONS, *SCATTERS)):
+            # Without groups, this is a scatter over all replicas.
+            groups = equation.params.get("axis_index_groups") or [self.different]
+            gets_part = name.startswith(SCATTERS)
+            return functools.partial(self._reduce_groups, groups, gets_part)
+        return lambda classes: self.different
 
-            def permute(classes: Classes) -> Classes:
-                received: list[int | None] = []
-                for replica in self.different:
-                    sender = senders.get(replica)
-                    # A replica that receives nothing gets zeros.
-                    received.append(None if sender is None else classes[sender])
-                return _number(received)
+    def _permute(
+        self, permutation: Iterable[tuple[int, int]], classes: Classes
+    ) -> Classes:
+        senders = {to: sender for sender, to in permutation}
+        received: list[int | None] = []
+        for replica in self.different:
+            sender = senders.get(replica)
+            # A replica that receives nothing gets zeros.
+            received.append(None if sender is None else classes[sender])
+        return _number(received)
 
-            return permute
-        if not name.startswith((*_REDUCTIONS, *_SCATTERS)):
-            return lambda classes: self.different
+    def _reduce_groups(
+        self, groups: Sequence[Sequence[int]], gets_part: bool, classes: Classes
+    ) -> Classes:
+        """Returns the fact of a reduction in groups, or of a part of its result.
 
-        groups = equation.params.get("axis_index_groups") or [self.different]
-        gets_part = name.startswith(_SCATTERS)
-
-        def reduce(classes: Classes) -> Classes:
-            # Replicas with equal operands in the same order have equal results. With a
-            # scatter, they must also be at the same position in their groups.
-            results: dict[int, Hashable] = {}
-            for group in groups:
-                operands = tuple(classes[member] for member in group)
-                for position, replica in enumerate(group):
-                    results[replica] = (operands, position) if gets_part else operands
-            return _number(results[replica] for replica in self.different)
-
-        return reduce
+        Replicas with equal operands in the same order have equal results. With a
+        scatter, they must also be at the same position in their groups.
+        """
+        results: dict[int, Hashable] = {}
+        for group in groups:
+            operands = tuple(classes[member] for member in group)
+            for position, replica in enumerate(group):
+                results[replica] = (operands, position) if gets_part else operands
+        return _number(results[replica] for replica in self.different)
 
 
 def _number(values: Iterable[Hashable]) -> Classes:
     """Returns the number of the first replica with an equal value, for each replica."""
     first: dict[Hashable, int] = {}
     return tuple(first.setdefault(value, i) for i, value in enumerate(values))
-
-
-def _reduces(program: Any) -> bool:
-    return any(
-        equation.primitive.name.startswith(_COLLECTIVES)
-        for equation in walk_equations(program)
-    )

@@ -12,23 +12,21 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import read_real
-from armillary.distribute.replica._linearity import NONLINEAR, PRODUCTS
+from armillary.distribute.replica._operations import (
+    COPIES,
+    CUMULATIVE,
+    NONLINEAR,
+    PRODUCTS,
+)
 
-SUMS = ("reduce_sum", "dot_general", "conv_general_dilated")
-EXTREMES = ("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
 # Operations that hand on a number that something is multiplied by.
 _SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
 # Operations between the reciprocal of a sum and the weights that it gives. The root of
 # a variance is not among them: statistics may normalize examples.
 _RECIPROCALS = ("div", "integer_pow", "max", "min", "clamp")
 # Operations that leave differences from a mean what they are.
-_KEEPING = (
-    *("copy", "copy_p", "convert_element_type", "real", "reshape", "squeeze"),
-    *("broadcast_in_dim", "transpose", "reduce_sum"),
-)
+_KEEPING = (*COPIES, "real", "neg", "reduce_sum")
 _SQUARES = ("square", "integer_pow", "abs")
-# Operations whose results depend on the order of the numbers along an axis.
-_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 # The divisor of a value that was scaled by a number which is not known.
 ANY = 0
 
@@ -42,8 +40,8 @@ class Reach(enum.IntEnum):
     UNKNOWN = 3
 
 
-class Way(enum.Enum):
-    """A way in which a number depends on the share."""
+class CauseKind(enum.Enum):
+    """The way in which a number depends on the share."""
 
     NONLINEAR = "nonlinear"
     QUOTIENT = "quotient"
@@ -58,13 +56,20 @@ class Way(enum.Enum):
 
 
 # These stay with a value for each example; the others go when it is normalized.
-LASTING = (Way.PAIRS, Way.ORDER, Way.LOOP, Way.WEIGHTS, Way.GRADIENT, Way.LOSS)
+LASTING = (
+    CauseKind.PAIRS,
+    CauseKind.ORDER,
+    CauseKind.LOOP,
+    CauseKind.WEIGHTS,
+    CauseKind.GRADIENT,
+    CauseKind.LOSS,
+)
 
 
 class Cause(NamedTuple):
     """An operation that makes a number depend on the share, and its line."""
 
-    way: Way
+    kind: CauseKind
     operation: str
     line: str
 
@@ -99,7 +104,7 @@ UNKNOWN = Share(Reach.UNKNOWN)
 COMBINED = Share(divisors=frozenset({ANY}))
 
 
-def combine(operand: Share) -> Share:
+def as_combined(operand: Share) -> Share:
     """Returns the facts about the sum or mean of a value over replicas.
 
     The mean of gradients gets a warning of its own.
@@ -230,7 +235,7 @@ def depends_on_order(equation: Any, operands: list[Share]) -> bool:
 def _find_ordered_axis(equation: Any, num_axes: int) -> int | None:
     """Returns the axis along which an operation orders or accumulates values."""
     name = equation.primitive.name
-    if name in _CUMULATIVE:
+    if name in CUMULATIVE:
         return equation.params["axis"]
     if name == "top_k":
         return equation.params.get("axis", num_axes - 1)
@@ -256,7 +261,7 @@ def as_stack(facts: Share, num_axes: int) -> Share:
 def leave_loop(facts: Share, line: str) -> Share:
     """Returns the facts about a result of a loop over examples."""
     causes = {
-        each._replace(line=line) if each.way is Way.LOOP else each
+        each._replace(line=line) if each.kind is CauseKind.LOOP else each
         for each in facts.causes
     }
     return facts._replace(causes=frozenset(causes), is_carried=False)
@@ -267,7 +272,7 @@ def first_of(causes: Iterable[Cause]) -> Cause:
 
     A number is clipped by a quotient, so the operation before it says more.
     """
-    ways = [*LASTING, *(way for way in Way if way not in LASTING)]
-    ways.remove(Way.QUOTIENT)
-    ways.append(Way.QUOTIENT)
-    return min(causes, key=lambda each: (ways.index(each.way), each[1:]))
+    kinds = [*LASTING, *(kind for kind in CauseKind if kind not in LASTING)]
+    kinds.remove(CauseKind.QUOTIENT)
+    kinds.append(CauseKind.QUOTIENT)
+    return min(causes, key=lambda each: (kinds.index(each.kind), each[1:]))

@@ -1,17 +1,17 @@
 """The texts of the warnings about numbers that depend on a replica's share."""
 
-from armillary.distribute.replica._share_facts import Cause, Way
+from armillary.distribute.replica._share_facts import Cause, CauseKind
 from armillary.distribute.replica._shares import (
-    Finding,
     MeanOfSums,
     MetricOfShare,
     ReductionOfShare,
+    ShareFinding,
     SumOfEqual,
     SumOfMeans,
 )
 
 
-def explain(found: Finding, num_replicas: int) -> str:
+def explain(found: ShareFinding, num_replicas: int) -> str:
     """Returns the warning about a finding: the fact, its line and the line to write."""
     if isinstance(found, MeanOfSums):
         return _explain_sums(found, num_replicas)
@@ -51,32 +51,32 @@ def _explain_means(found: SumOfMeans, num_replicas: int) -> str:
 
 
 _MEANINGS = {
-    Way.NONLINEAR: "`{operation}` of a number that is reduced over the examples of one "
-    "replica",
-    Way.QUOTIENT: "a quotient of two sums over the examples of one replica",
-    Way.EXTREME: "`{operation}` over the examples of one replica",
-    Way.VARIANCE: "the spread of numbers around their mean over the examples of one "
-    "replica",
-    Way.PAIRS: "a comparison of examples with other examples of the same replica",
-    Way.ORDER: "`{operation}` along the examples of one replica",
-    Way.WEIGHTS: "weights of examples that a sum over the examples of one replica has "
-    "normalized",
-    Way.GRADIENT: "a gradient of one replica's examples that is used before its "
+    CauseKind.NONLINEAR: "`{operation}` of a number that is reduced over the "
+    "examples of one replica",
+    CauseKind.QUOTIENT: "a quotient of two sums over the examples of one replica",
+    CauseKind.EXTREME: "`{operation}` over the examples of one replica",
+    CauseKind.VARIANCE: "the spread of numbers around their mean over the examples "
+    "of one replica",
+    CauseKind.PAIRS: "a comparison of examples with other examples of the same replica",
+    CauseKind.ORDER: "`{operation}` along the examples of one replica",
+    CauseKind.WEIGHTS: "weights of examples that a sum over the examples of one "
+    "replica has normalized",
+    CauseKind.GRADIENT: "a gradient of one replica's examples that is used before its "
     "reduction",
-    Way.LOOP: "a loop that carries a value from one example to the next",
-    Way.LOSS: "the gradient of a loss that is a quotient, or another nonlinear "
+    CauseKind.LOOP: "a loop that carries a value from one example to the next",
+    CauseKind.LOSS: "the gradient of a loss that is a quotient, or another nonlinear "
     "function, of sums over the examples of one replica",
 }
 
 
 def _explain_cause(cause: Cause) -> str:
-    meaning = _MEANINGS[cause.way].format(operation=cause.operation)
+    meaning = _MEANINGS[cause.kind].format(operation=cause.operation)
     return f"{meaning} (at {cause.line})"
 
 
 _NOT_TIME = (
     "The first axis of a batch must be the examples. If it is time, transpose the "
-    "batch in the data set (`np.swapaxes(batch, 0, 1)`), and back in the step."
+    "batch in the dataset (`np.swapaxes(batch, 0, 1)`), and back in the step."
 )
 _WEIGHTED = (
     "For a weighted mean, write `armillary.weighted_mean(values, weights)`. Otherwise, "
@@ -98,13 +98,13 @@ _GRADIENT = (
     '(`armillary.all_reduce("mean", gradient)`), before anything uses it.'
 )
 _FIXES = {
-    Way.VARIANCE: _VARIANCE,
-    Way.PAIRS: _GATHERED,
-    Way.ORDER: _GATHERED,
-    Way.LOOP: _NOT_TIME,
-    Way.WEIGHTS: _WEIGHTED,
-    Way.GRADIENT: _GRADIENT,
-    Way.LOSS: _WEIGHTED,
+    CauseKind.VARIANCE: _VARIANCE,
+    CauseKind.PAIRS: _GATHERED,
+    CauseKind.ORDER: _GATHERED,
+    CauseKind.LOOP: _NOT_TIME,
+    CauseKind.WEIGHTS: _WEIGHTED,
+    CauseKind.GRADIENT: _GRADIENT,
+    CauseKind.LOSS: _WEIGHTED,
 }
 
 
@@ -115,16 +115,16 @@ def _extreme(cause: Cause) -> str:
 def _explain_reduction(found: ReductionOfShare, num_replicas: int) -> str:
     fixes = {
         **_FIXES,
-        Way.NONLINEAR: "Reduce first, and apply the operation to the result, as where "
-        "gradients are clipped after `armillary.all_reduce`.",
-        Way.QUOTIENT: "Reduce both sums before you divide.",
-        Way.EXTREME: f"Reduce it by `armillary.all_reduce({_extreme(found.cause)}, "
-        "value)`.",
+        CauseKind.NONLINEAR: "Reduce first, and apply the operation to the result, "
+        "as where gradients are clipped after `armillary.all_reduce`.",
+        CauseKind.QUOTIENT: "Reduce both sums before you divide.",
+        CauseKind.EXTREME: "Reduce it by "
+        f"`armillary.all_reduce({_extreme(found.cause)}, value)`.",
     }
     return (
         f"The reduction over {num_replicas} replicas at {found.line} is of a value "
         f"that depends on how replicas share a batch: {_explain_cause(found.cause)}. "
-        f"So the result is not the one of a single device. {fixes[found.cause.way]}"
+        f"So the result is not the one of a single device. {fixes[found.cause.kind]}"
     )
 
 
@@ -133,18 +133,20 @@ def _explain_metric(found: MetricOfShare, num_replicas: int) -> str:
     key = found.name.strip("`").rpartition("/")[2] if is_plain else "metric"
     fixes = {
         **_FIXES,
-        Way.NONLINEAR: "Return the number before this operation, and apply the "
+        CauseKind.NONLINEAR: "Return the number before this operation, and apply the "
         "operation in `loop_end`, or reduce the number first: "
         '`armillary.all_reduce("mean", value)`.',
-        Way.QUOTIENT: f'Return `"{key}": armillary.metrics.Ratio(sum, denominator)`, '
-        "which divides the sums of all replicas.",
-        Way.EXTREME: f'Reduce it over replicas: `"{key}": '
+        CauseKind.QUOTIENT: "Return "
+        f'`"{key}": armillary.metrics.Ratio(sum, denominator)`, which divides '
+        "the sums of all replicas.",
+        CauseKind.EXTREME: f'Reduce it over replicas: `"{key}": '
         f"armillary.all_reduce({_extreme(found.cause)}, value)`.",
-        Way.WEIGHTS: f'Return `"{key}": armillary.metrics.Ratio(sum, denominator)`, '
-        "which divides the sums of all replicas.",
+        CauseKind.WEIGHTS: "Return "
+        f'`"{key}": armillary.metrics.Ratio(sum, denominator)`, which divides '
+        "the sums of all replicas.",
     }
     return (
         f"The metric {found.name} depends on how {num_replicas} replicas share a "
         f"batch: it is made by {_explain_cause(found.cause)}. The mean over replicas "
-        f"is not the number of a single device. {fixes[found.cause.way]}"
+        f"is not the number of a single device. {fixes[found.cause.kind]}"
     )

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from armillary._jax_compat import read_real
-from armillary._jaxpr import Dataflow, programs_in, walk_equations
+from armillary._jaxpr import IDENTITIES, Dataflow, programs_in, walk_equations
 
-_COPIES = ("convert_element_type", "copy", "copy_p", "optimization_barrier")
+_COPIES = (*IDENTITIES, "convert_element_type")
 _SUMS = ("add", "add_any")
 
 

@@ -31,34 +31,29 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import count_scan_operands, read_real
-from armillary._jaxpr import Dataflow
+from armillary.distribute.replica._dataflow import ReplicaDataflow
 from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._linearity import LINEAR, PRODUCTS
 from armillary.distribute.replica._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
 from armillary.distribute.replica._operations import (
-    DRAWS,
-    EXCHANGES,
-    REDUCTIONS,
-    SOURCES,
-    is_over_all,
+    EXTREMES,
+    LINEAR,
+    PRODUCTS,
+    SUMS,
 )
-from armillary.distribute.replica._sameness import reduced_by_ops
 from armillary.distribute.replica._share_facts import (
     ANY,
     COMBINED,
     EQUAL,
-    EXTREMES,
     LASTING,
-    SUMS,
     UNKNOWN,
     Cause,
+    CauseKind,
     Reach,
     Share,
-    Way,
+    as_combined,
     as_stack,
     as_total,
     bends,
-    combine,
     depends_on_order,
     divides_by_own,
     divisors_in,
@@ -70,7 +65,6 @@ from armillary.distribute.replica._share_facts import (
     uses_gradient,
     weighs_examples,
 )
-from armillary.distribute.replica._users import Users, is_of_mean
 
 
 class MetricOfShare(NamedTuple):
@@ -106,12 +100,12 @@ class SumOfMeans(NamedTuple):
     line: str
 
 
-Finding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
+ShareFinding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
 
 
 def find_shares(
     program: core.ClosedJaxpr, is_split: Sequence[bool], axis_name: str
-) -> list[Finding]:
+) -> list[ShareFinding]:
     """Returns the numbers that depend on how replicas share the examples.
 
     Args:
@@ -135,14 +129,12 @@ def find_shares(
     return search.findings()
 
 
-class _Search(Dataflow[Share]):
+class _Search(ReplicaDataflow[Share]):
     nothing = EQUAL
 
     def __init__(self, axis_name: str, sizes: set[int]) -> None:
-        super().__init__()
-        self._axis_name = axis_name
+        super().__init__(axis_name)
         self._sizes = sizes
-        self._users = Users()
         self._metrics: dict[str, set[Cause]] = {}
         self._reductions: dict[str, set[Cause]] = {}
         self._means_of_sums: dict[str, int] = {}
@@ -150,8 +142,8 @@ class _Search(Dataflow[Share]):
         self._sums_of_means: set[str] = set()
         self._numerator = EQUAL
 
-    def findings(self) -> list[Finding]:
-        found: list[Finding] = []
+    def findings(self) -> list[ShareFinding]:
+        found: list[ShareFinding] = []
         for name, causes in self._metrics.items():
             found.append(MetricOfShare(name, first_of(causes)))
         for line, causes in self._reductions.items():
@@ -183,35 +175,39 @@ class _Search(Dataflow[Share]):
 
     def transfer(self, equation: Any, operands: list[Share]) -> list[Share] | None:
         name = equation.primitive.name
-        num_results = len(equation.outvars)
-        if name == "name":
-            self._look_at_mark(equation, operands[0])
-            return operands
         if name == "scan":
             return self._follow_examples(equation, operands)
-        if (by_ops := reduced_by_ops(equation)) is not None:
-            # Arrays that a `CrossDeviceOps` has captured come before those to reduce.
-            given = operands[-num_results:]
-            for operand in given:
-                self._look_at_reduction(equation, operand, by_ops, None)
-            return [combine(operand) for operand in given]
-        if name in SOURCES or name.startswith(EXCHANGES):
-            return [UNKNOWN] * num_results
-        if name.startswith(REDUCTIONS):
-            if not is_over_all(equation, self._axis_name):
-                return [UNKNOWN] * num_results
-            if not name.startswith("psum"):
-                return [COMBINED] * num_results
-            pairs = list(zip(operands, equation.outvars, strict=True))
-            for operand, made in pairs:
-                self._look_at_reduction(equation, operand, "", made)
-            return [combine(operand) for operand, _ in pairs]
-        if name in DRAWS and any(each.reach for each in operands):
-            return [UNKNOWN] * num_results
         if name.startswith("scatter"):
             # Its program combines single numbers.
-            return [self.mix(equation, operands)] * num_results
-        return None
+            return [self.mix(equation, operands)] * len(equation.outvars)
+        return super().transfer(equation, operands)
+
+    def follow_reduction(
+        self, equation: Any, operands: list[Share], by_ops: str
+    ) -> list[Share]:
+        is_by_psum = equation.primitive.name.startswith("psum")
+        if not by_ops and not is_by_psum:
+            return [COMBINED] * len(equation.outvars)
+        for operand, made in zip(operands, equation.outvars, strict=True):
+            self._look_at_reduction(equation, operand, by_ops, made)
+        return list(map(as_combined, operands))
+
+    def follow_exchange(self, equation: Any, operands: list[Share]) -> list[Share]:
+        del operands
+        return [UNKNOWN] * len(equation.outvars)
+
+    def follow_source(self, equation: Any, operands: list[Share]) -> Share:
+        del equation, operands
+        return UNKNOWN
+
+    def follow_draw(self, equation: Any, operands: list[Share]) -> list[Share] | None:
+        if not any(each.reach for each in operands):
+            return None
+        return [UNKNOWN] * len(equation.outvars)
+
+    def follow_mark(self, equation: Any, operand: Share) -> Share:
+        self._look_at_mark(equation, operand)
+        return operand
 
     def _look_at_mark(self, equation: Any, metric: Share) -> None:
         """Notes a metric that the step returns, or a part of one."""
@@ -253,7 +249,7 @@ class _Search(Dataflow[Share]):
             equation: The reduction.
             operand: The facts about the reduced value.
             by_ops: The kind of a reduction by a `CrossDeviceOps`; empty for others.
-            made: The result of a reduction by JAX.
+            made: The result.
         """
         if by_ops not in ("", "sum", "mean") or self.is_backward(equation):
             return
@@ -262,13 +258,12 @@ class _Search(Dataflow[Share]):
         causes = {
             each
             for each in operand.causes
-            if operand.is_gradient or each.way in LASTING
+            if operand.is_gradient or each.kind in LASTING
         }
         if causes:
             self._reductions.setdefault(line, set()).update(causes)
             return
-        users = [] if by_ops else self._users.find(self.jaxpr, made)
-        is_mean = by_ops == "mean" or (bool(users) and all(map(is_of_mean, users)))
+        is_mean = self.is_mean(made, by_ops)
         if is_mean and operand.is_gradient and self._is_sum(operand):
             self._means_of_sums[line] = max(operand.sizes)
 
@@ -343,17 +338,17 @@ class _Search(Dataflow[Share]):
         if divides_by_own(equation, operands):
             both = both._replace(divisors=both.divisors | {ANY})
         if both.is_carried and bends(equation, operands):
-            both = self._with_cause(both, Way.LOOP, equation)
+            both = self._with_cause(both, CauseKind.LOOP, equation)
         if both.reach is Reach.REDUCED:
             return self._mix_reduced(equation, operands, both)
         # Statistics of a share may normalize examples, also after a dropout, which is
         # not followed.
-        kept = {each for each in both.causes if each.way in LASTING}
+        kept = {each for each in both.causes if each.kind in LASTING}
         if not any(each.reach is Reach.EXAMPLES for each in operands):
             unknown = (each for each in operands if each.reach is Reach.UNKNOWN)
             kept |= self.join(unknown).causes
         if keeps_differences(equation):
-            kept |= {each for each in both.causes if each.way is Way.VARIANCE}
+            kept |= {each for each in both.causes if each.kind is CauseKind.VARIANCE}
         both = both._replace(causes=frozenset(kept), combined=frozenset())
         if both.reach is Reach.EXAMPLES:
             if not self.is_backward(equation):
@@ -366,13 +361,13 @@ class _Search(Dataflow[Share]):
     ) -> Share:
         """Adds the cause that lies in how examples meet statistics of their share."""
         if weighs_examples(equation, operands):
-            return self._with_cause(both, Way.WEIGHTS, equation)
+            return self._with_cause(both, CauseKind.WEIGHTS, equation)
         if uses_gradient(operands):
-            return self._with_cause(both, Way.GRADIENT, equation)
+            return self._with_cause(both, CauseKind.GRADIENT, equation)
         if depends_on_order(equation, operands):
-            return self._with_cause(both, Way.ORDER, equation)
+            return self._with_cause(both, CauseKind.ORDER, equation)
         if is_difference(equation, operands):
-            return self._with_cause(both, Way.VARIANCE, equation)
+            return self._with_cause(both, CauseKind.VARIANCE, equation)
         return both
 
     def _mix_reduced(self, equation: Any, operands: list[Share], both: Share) -> Share:
@@ -382,7 +377,7 @@ class _Search(Dataflow[Share]):
             return both._replace(causes=frozenset())
         is_backward = self.is_backward(equation)
         if is_backward and is_of_statistics(equation, operands):
-            return self._with_cause(both, Way.LOSS, equation)
+            return self._with_cause(both, CauseKind.LOSS, equation)
         if is_backward and made.shape:
             # The derivative of a product with statistics, as of batch normalization.
             gradients = [each for each in operands if each.is_gradient]
@@ -390,14 +385,14 @@ class _Search(Dataflow[Share]):
                 return both._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
         if is_backward and not made.shape:
-            of_loss = {each._replace(way=Way.LOSS) for each in both.causes}
+            of_loss = {each._replace(kind=CauseKind.LOSS) for each in both.causes}
             both = both._replace(causes=frozenset(of_loss))
             if bends(equation, operands):
-                return self._with_cause(both, Way.LOSS, equation)
+                return self._with_cause(both, CauseKind.LOSS, equation)
         if bends(equation, operands):
             is_quotient = name == "div" and bool(operands[0].reach)
-            way = Way.QUOTIENT if is_quotient else Way.NONLINEAR
-            return self._with_cause(both, way, equation)
+            kind = CauseKind.QUOTIENT if is_quotient else CauseKind.NONLINEAR
+            return self._with_cause(both, kind, equation)
         is_choice = name == "select_n" and not operands[0].reach
         is_linear = name in (*LINEAR, *PRODUCTS, "div", "integer_pow")
         is_kept = is_choice or is_linear
@@ -421,7 +416,7 @@ class _Search(Dataflow[Share]):
             result = both._replace(axes=axes)
             is_of_pairs = any(a - b and b - a for a in moved for b in moved if a and b)
             if is_of_pairs:
-                result = self._with_cause(result, Way.PAIRS, equation)
+                result = self._with_cause(result, CauseKind.PAIRS, equation)
             return result
         if not sizes:
             # A loop has taken the examples apart, so this is one of them.
@@ -437,9 +432,9 @@ class _Search(Dataflow[Share]):
         if name in SUMS:
             return reduced
         if name in EXTREMES:
-            return self._with_cause(reduced, Way.EXTREME, equation)
+            return self._with_cause(reduced, CauseKind.EXTREME, equation)
         return reduced._replace(reach=Reach.UNKNOWN)
 
-    def _with_cause(self, facts: Share, way: Way, equation: Any) -> Share:
-        cause = Cause(way, equation.primitive.name, self.line(equation))
+    def _with_cause(self, facts: Share, kind: CauseKind, equation: Any) -> Share:
+        cause = Cause(kind, equation.primitive.name, self.line(equation))
         return facts._replace(causes=facts.causes | {cause})

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from armillary.data._layout import Active
+from armillary.data._layout import Active, are_first
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.state._holders import is_claimed
 
@@ -67,8 +67,7 @@ class PerReplica:
         num_active: The number of replicas that hold a value. It is less than the number
             of replicas only for the last batch of a complete evaluation. Then the other
             rows of `stacked` mean nothing.
-        active_replicas: The replicas that hold a value: an integer `n` for the first
-            `n` replicas, or their numbers.
+        active_replicas: The numbers of the replicas that hold a value.
         shared_by: The number of replicas that share one value; `None` if each replica
             has its own value.
         own: This replica's value, within `ReplicaContext.merge_call`; otherwise `None`.
@@ -79,13 +78,13 @@ class PerReplica:
     def __init__(
         self,
         array: Any,
-        num_active: Active,
+        active_replicas: Active,
         shared_by: int | None = None,
         is_part: bool = False,
     ) -> None:
         self.array = array
-        self.num_active = count_active(num_active)
-        self.active_replicas = num_active
+        self.num_active = len(active_replicas)
+        self.active_replicas = active_replicas
         self.shared_by = shared_by
         self.is_part = is_part
         self.own: Any = None
@@ -107,9 +106,9 @@ class PerReplica:
         """The rows of `stacked` that mean something."""
         stacked = self.stacked
         held = self.active_replicas
-        if self.num_active == stacked.shape[0]:
+        if len(held) == stacked.shape[0]:
             return stacked
-        return stacked[:held] if isinstance(held, int) else stacked[np.array(held)]
+        return stacked[: len(held)] if are_first(held) else stacked[np.array(held)]
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -122,8 +121,7 @@ class PerReplica:
             return self._parts()
 
     def _parts(self) -> dict[int, jax.Array]:
-        active = self.active_replicas
-        held = range(active) if isinstance(active, int) else active
+        held = self.active_replicas
         if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
@@ -225,10 +223,6 @@ def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
     return copies
 
 
-def count_active(active: Active) -> int:
-    return active if isinstance(active, int) else len(active)
-
-
 def array_of(leaf: Any) -> Any:
     """Returns the array in a `PerReplica`; anything else as it is."""
     return leaf.array if is_per_replica(leaf) else leaf
@@ -242,7 +236,7 @@ def check_axis(axis: Any) -> None:
         )
 
 
-def join(value: PerReplica, axis: int) -> jax.Array:
+def concatenate(value: PerReplica, axis: int) -> jax.Array:
     """Returns the values of all replicas, concatenated along an axis."""
     rows = value.active
     shape = rows.shape[1:]

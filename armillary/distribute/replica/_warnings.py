@@ -24,16 +24,15 @@ from armillary.distribute.replica._idle_replicas import (
 )
 from armillary.distribute.replica._share_messages import explain
 from armillary.distribute.replica._share_sizes import ShareCounter, find_counters
-from armillary.distribute.replica._shares import Finding as ShareFinding
+from armillary.distribute.replica._shares import ShareFinding as ShareFinding
 from armillary.distribute.replica._shares import find_shares
-from armillary.distribute.replica._values import count_active
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
     from armillary.distribute.replica._replica import ReplicaContext
 
 
-class Input(NamedTuple):
+class ProgramInput(NamedTuple):
     """An input of the program of one replica.
 
     Attributes:
@@ -50,7 +49,7 @@ Finding = SharedDraw | IdleReplicas | ShareCounter | ShareFinding
 
 def warn_of_step(
     program: core.ClosedJaxpr,
-    inputs: Sequence[Input],
+    inputs: Sequence[ProgramInput],
     strategy: "Strategy",
     context: "ReplicaContext",
     place_of: Callable[[int], str],
@@ -80,7 +79,7 @@ def warn_of_step(
 
 def _explain_draws(
     program: core.ClosedJaxpr,
-    inputs: Sequence[Input],
+    inputs: Sequence[ProgramInput],
     axis_name: str,
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:
@@ -109,7 +108,7 @@ def _explain_idle(
     context: "ReplicaContext",
 ) -> Iterator[tuple[Finding, str]]:
     """Yields reductions of JAX that count replicas without examples."""
-    num_active = count_active(context.active)
+    num_active = len(context.active)
     if num_active == num_replicas:
         return
     for found in find_idle_replicas(program, axis_name):
@@ -124,7 +123,7 @@ def _explain_idle(
 
 def _explain_counters(
     program: core.ClosedJaxpr,
-    inputs: Sequence[Input],
+    inputs: Sequence[ProgramInput],
     place_of: Callable[[int], str],
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:
@@ -142,7 +141,7 @@ def _explain_counters(
 
 def _explain_shares(
     program: core.ClosedJaxpr,
-    inputs: Sequence[Input],
+    inputs: Sequence[ProgramInput],
     axis_name: str,
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:

@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from armillary.data._layout import Active, Peers, hosted_replicas
+from armillary.cluster._peers import ALONE, Peers
+from armillary.data._layout import Active, hosted_replicas
 from armillary.distribute._global_arrays import (
     as_global,
     everywhere,
     narrow_mesh,
     place_parts,
-    split,
+    place_rows,
 )
 from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
@@ -72,8 +73,8 @@ class _OneReplica:
     local_replicas = range(1)
     stacked = False
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        del num_active
+    def wrap(self, arrays: PyTree, active: Active) -> PyTree:
+        del active
         return arrays
 
 
@@ -84,7 +85,7 @@ class SingleLayout(_OneReplica):
     sharding: Sharding | None
 
     num_shares = 1
-    peers = None
+    peers = ALONE
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         return _describe(types, lambda s: (*leading, *s), lambda _: self.sharding)
@@ -114,7 +115,7 @@ class SingleLayout(_OneReplica):
 @dataclass(frozen=True)
 class _OnMesh:
     mesh: Any
-    peers: Peers | None = None
+    peers: Peers = ALONE
 
     @property
     def devices(self) -> Collection[Any]:
@@ -122,7 +123,7 @@ class _OnMesh:
 
     def replicate(self, arrays: PyTree) -> PyTree:
         sharding = everywhere(self.mesh)
-        if self.peers is None:
+        if self.peers.is_alone:
             return jax.device_put(arrays, sharding)
         return jax.tree.map(lambda leaf: as_global(leaf, sharding), arrays)
 
@@ -135,7 +136,7 @@ class ReplicaLayout(_OnMesh):
 
     @property
     def local_replicas(self) -> range:
-        if self.peers is None:
+        if self.peers.is_alone:
             return range(self.num_replicas)
         owners = [device.process_index for device in self.mesh.devices.flat]
         start = owners.index(self.peers.index)
@@ -161,11 +162,11 @@ class ReplicaLayout(_OnMesh):
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
         sharding = self._sharding(leading_axes, num_replicas)
-        if self.peers is None:
+        if self.peers.is_alone:
             return jax.device_put(arrays, sharding)
         count = num_replicas or self.num_replicas
         rows = hosted_replicas(self.local_replicas, self.num_replicas, count)
-        return split(arrays, sharding, leading_axes, rows, count)
+        return place_rows(arrays, sharding, leading_axes, rows, count)
 
     def _sharding(self, leading_axes: int, num_replicas: int | None) -> NamedSharding:
         spec = PartitionSpec(*[None] * leading_axes, self.axis_name)
@@ -175,8 +176,8 @@ class ReplicaLayout(_OnMesh):
         mesh = narrow_mesh(self.mesh, len(rows))
         return _take_locally(mesh, PartitionSpec(self.axis_name), arrays, rows)
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        return jax.tree.map(lambda leaf: PerReplica(leaf, num_active), arrays)
+    def wrap(self, arrays: PyTree, active: Active) -> PyTree:
+        return jax.tree.map(lambda leaf: PerReplica(leaf, active), arrays)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class MeshLayout(_OneReplica, _OnMesh):
         return _describe(
             types,
             lambda s: (*leading, s[0] * self.num_shares, *s[1:]),
-            lambda shape: self.split(shape, len(leading)),
+            lambda shape: self.sharding_of(shape, len(leading)),
         )
 
     def place(
@@ -202,13 +203,13 @@ class MeshLayout(_OneReplica, _OnMesh):
         del num_replicas
 
         def shard(leaf: Any) -> NamedSharding:
-            return self.split(np.shape(leaf), leading_axes)
+            return self.sharding_of(np.shape(leaf), leading_axes)
 
-        if self.peers is not None:
+        if not self.peers.is_alone:
             return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 
-    def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
+    def sharding_of(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
         """Returns the sharding of an array with its examples along `axis`, if any."""
         if axis is None or axis >= len(shape):
             return everywhere(self.mesh)
@@ -256,7 +257,7 @@ def _take_locally(
 
 
 def _take(arrays: PyTree, rows: Any) -> PyTree:
-    # Row numbers come from the data set itself, so they need no check on the device.
+    # Row numbers come from the dataset itself, so they need no check on the device.
     return jax.tree.map(
         lambda array: array.at[rows].get(mode="promise_in_bounds"), arrays
     )

@@ -16,14 +16,14 @@ from armillary.cluster._communication import (
     CommunicationOptions,
 )
 from armillary.cluster._join import join_cluster
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import (
     ClusterResolver,
     check_is_no_server,
 )
 from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
 from armillary.data.sources._arrays import IndexedDataset
-from armillary.distribute._global_arrays import as_local, is_array, is_divided
+from armillary.distribute._global_arrays import as_local, is_array_or_number, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
@@ -41,7 +41,7 @@ class JoinedStrategy(Strategy):
     """A strategy that joins the processes of its job, if there are several."""
 
     _cluster_resolver: ClusterResolver
-    _peers: Peers | None = None
+    _peers: Peers = ALONE
 
     def _join(
         self,
@@ -59,32 +59,32 @@ class JoinedStrategy(Strategy):
         check_is_no_server(self._cluster_resolver)
         self._peers = join_cluster(self._cluster_resolver, communication_options)
         plan = self._cluster_resolver.process_plan()
-        is_found_alone = self._peers is None and plan.num_processes is None
+        is_found_alone = self._peers.is_alone and plan.num_processes is None
         if is_found_alone and isinstance(self._cluster_resolver, ScheduledResolver):
             self._cluster_resolver.hold_alone()
 
-        self._trains = self._peers is not None or plan.is_training
+        self._trains = not self._peers.is_alone or plan.is_training
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         return self._cluster_resolver
 
     def _check_dataset(self, dataset: Any) -> None:
-        if self.peers is not None and isinstance(dataset, IndexedDataset):
-            check_same_data(self.peers, dataset)
+        if isinstance(dataset, IndexedDataset) and not self._peers.is_alone:
+            check_same_data(self._peers, dataset)
 
     def _collect(self, value: PyTree) -> PyTree:
-        if self.peers is not None and not is_in_trace():
+        if not self._peers.is_alone and not is_in_trace():
             flat = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
             arrays = [(f"value{jax.tree_util.keystr(k)}", array_of(x)) for k, x in flat]
             shared = {
                 name: array
                 for name, array in arrays
-                if is_array(array) or isinstance(array, numbers.Number)
+                if is_array_or_number(array) or isinstance(array, numbers.Number)
                 if not is_divided(array)
             }
             if shared:
-                check_same(self.peers, "the values for `reduce` or `gather`", shared)
+                check_same(self._peers, "the values for `reduce` or `gather`", shared)
 
         def collect(leaf: Any) -> Any:
             array = array_of(leaf)
@@ -156,14 +156,14 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
     ) -> None:
         check_axis_name(axis_name)
         self._join(cluster_resolver, communication_options)
-        devices = order_devices(self._find_devices(self._peers is not None))
+        devices = order_devices(self._find_devices(not self._peers.is_alone))
         super().__init__(devices, cross_device_ops, axis_name=axis_name)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         return jax.devices() if is_joined else jax.local_devices()
 
     def __repr__(self) -> str:
-        count = 1 if self.peers is None else self.peers.count
+        count = self._peers.count
         return self._show(f", {count} process{'' if count == 1 else 'es'}")
 
 

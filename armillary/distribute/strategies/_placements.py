@@ -73,7 +73,7 @@ class ReplicaPlacement(MeshPlacement):
     """One replica on each device, which holds a copy of the state."""
 
     @classmethod
-    def on(cls, mesh: Mesh, peers: Peers | None) -> Self:
+    def on(cls, mesh: Mesh, peers: Peers) -> Self:
         """Returns the placement on a mesh of the devices of some processes."""
         return cls(ReplicaLayout(mesh, peers), mesh)
 
@@ -108,7 +108,7 @@ class ShardedPlacement(MeshPlacement):
 
     @property
     def split(self) -> Split:
-        return self.layout.split
+        return self.layout.sharding_of
 
     def specs(self, state: State) -> list[PartitionSpec]:
         """Returns the division of each array of a state."""

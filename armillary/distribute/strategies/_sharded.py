@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -25,10 +26,11 @@ from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_nam
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._run_alone import run_alone
+from armillary.distribute.strategies._collection import collect_at_use
 from armillary.distribute.strategies._layouts import MeshLayout, as_devices
 from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
 from armillary.distribute.strategies._placements import ShardedPlacement
-from armillary.distribute.strategies._rules import Rules, axes_of
+from armillary.distribute.strategies._rules import Rules
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
@@ -100,7 +102,7 @@ class ShardedStrategy(JoinedStrategy):
         given = _check_shape(mesh_shape)
         self._join(cluster_resolver, communication_options)
         peers = self._peers
-        if peers is not None and devices is None:
+        if not peers.is_alone and devices is None:
             devices = order_devices(jax.devices())
         found = np.asarray(as_devices("devices", devices))
         sizes = given or (1, len(found), 1)
@@ -133,51 +135,45 @@ class ShardedStrategy(JoinedStrategy):
         specs = self._placement.specs(state)
         held = state.read()
         of_optimizer = state.of_optimizer
-        # Without these constraints, XLA's partitioner might divide the results of a
-        # parameter like the parameter itself, instead of by examples.
-        collected = [
-            leaf if is_not else self._divided(leaf, _without_batch_axes(spec))
-            for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True)
-        ]
-        state.write(collected)
+        parameters: list[PartitionSpec | None] = []
+        for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True):
+            is_parameter = not is_not and _may_be_constrained(leaf)
+            parameters.append(spec if is_parameter else None)
+
+        def collect(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+            return collect_at_use(program, parameters, self.placement.mesh, BATCH_AXES)
+
         with partitioned(self._placement.split):
-            result = run_alone(self, fn, args, kwargs, state)
+            result = run_alone(self, fn, args, kwargs, state, edit=collect)
         for slot, start, _ in state.ranges:
             # A different structure is reported when the whole step has ended.
             with contextlib.suppress(StateStructureError):
                 new = slot.read()
                 for i, leaf in enumerate(new, start=start):
-                    is_old = leaf is collected[i]
-                    new[i - start] = (
-                        held[i] if is_old else self._divided(leaf, specs[i])
-                    )
+                    is_old = leaf is held[i]
+                    if not is_old and _may_be_constrained(leaf):
+                        new[i - start] = self._divided(leaf, specs[i])
                 slot.write(new)
         return result
 
     def _divided(self, leaf: Any, spec: PartitionSpec) -> Any:
-        array = as_array(leaf)
-        if array.ndim == 0 or is_key(array):
-            return leaf
         sharding = NamedSharding(self.placement.mesh, spec)
-        return jax.lax.with_sharding_constraint(array, sharding)
+        return jax.lax.with_sharding_constraint(as_array(leaf), sharding)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.placement.mesh.shape.items())
-        where = "" if self.peers is None else f", {self.peers.count} processes"
+        where = "" if self._peers.is_alone else f", {self._peers.count} processes"
         return f"ShardedStrategy({sizes}, {self.platform}, 1 replica{where})"
 
 
-def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
-    kept = [
-        tuple(axis for axis in axes_of(entry) if axis not in BATCH_AXES)
-        for entry in spec
-    ]
-    return PartitionSpec(*[axes or None for axes in kept])
+def _may_be_constrained(leaf: Any) -> bool:
+    array = as_array(leaf)
+    return array.ndim > 0 and not is_key(array)
 
 
-def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers | None) -> None:
+def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers) -> None:
     """Raises if devices do not fill a mesh, or leave out a process."""
-    count = 1 if peers is None else peers.count
+    count = peers.count
     if math.prod(sizes) != len(devices):
         shown = dict(zip(AXES, sizes, strict=True))
         where = "" if count == 1 else f" in {count} processes"
@@ -186,7 +182,7 @@ def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers | None) -> N
             f"{len(devices)}{where}. Choose sizes whose product is {len(devices)}."
         )
     idle = set(range(count)).difference(each.process_index for each in devices)
-    if peers is not None and idle:
+    if idle and not peers.is_alone:
         raise ValueError(
             f"`devices` has no device of process {min(idle)} of {count}, but all "
             "processes run each step. Leave `devices` out, or take devices of each "

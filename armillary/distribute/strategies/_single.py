@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from armillary._checks import check_instance
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
@@ -90,7 +90,7 @@ class OneDeviceStrategy(SingleStrategy):
     """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
 
     Variables and arrays that are made in its `scope` are on that device from the
-    beginning. So are the batches of its data sets.
+    beginning. So are the batches of its datasets.
 
     Args:
         device: A `jax.Device`, or a name such as `"cpu:0"` or `"gpu:1"`.
@@ -112,7 +112,7 @@ class OneDeviceStrategy(SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(ReplicaContext(_default, None, active=1))
+set_default(ReplicaContext(_default, None, active=(0,)))
 
 
 class MirroredStrategy(Strategy):
@@ -139,7 +139,7 @@ class MirroredStrategy(Strategy):
     """
 
     # The processes that a subclass has joined.
-    _peers: Peers | None = None
+    _peers: Peers = ALONE
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ def make_distributed_dataset(
     input_options: InputOptions | None = None,
     **kwargs: Any,
 ) -> DistributedDataset:
-    """Distributes a data set, or a function's data set, over a strategy's replicas.
+    """Distributes a dataset, or a function's dataset, over a strategy's replicas.
 
     It replaces `orbit.utils.make_distributed_dataset`, and has three forms::
 
@@ -247,7 +247,7 @@ def make_distributed_dataset(
     Args:
         strategy: The strategy, or `None` for the one in effect (`get_strategy()`).
         dataset_or_fn: Anything `armillary.data.as_source` takes, batched with the
-            global batch size; or a function that returns such a data set.
+            global batch size; or a function that returns such a dataset.
         *args: Positional arguments for the function.
         input_options: How to treat remainders, and how far to read ahead.
         **kwargs: Keyword arguments for the function.
@@ -270,7 +270,7 @@ def make_distributed_dataset(
             raise TypeError(
                 f"`make_distributed_dataset` got {', '.join(given)} for a function, "
                 f"but `dataset_or_fn` is a {type(dataset_or_fn).__name__}. Pass a "
-                "function that makes the data set, or leave the arguments out."
+                "function that makes the dataset, or leave the arguments out."
             )
         return strategy.distribute_dataset(dataset_or_fn, input_options)
     if "input_context" in inspect.signature(dataset_or_fn).parameters:

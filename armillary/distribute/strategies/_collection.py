@@ -1,0 +1,330 @@
+"""Collects a divided parameter at the operation that uses it, and not before the step.
+
+Without constraints, XLA's partitioner might divide the results of an operation like its
+parameter, instead of by examples. So a parameter must be collected from its devices. If
+this happened before the step, every device would hold the whole model. Therefore this
+pass adds the constraints to the traced program, as late as possible: after a cast to
+`bfloat16`, and inside the body of a loop over layers. So a device holds one layer at a
+time, and a rematerialized layer is collected again in the backward pass.
+
+A constraint is the identity, so the pass changes no number. Operations between
+parameters, such as the update of an optimizer, stay divided. An operation that the pass
+does not know gets the whole parameter.
+
+A parameter that every iteration of a loop uses, such as a weight of a recurrent cell,
+is collected once before the loop. The exception is the library's own loop over parts of
+a batch, whose body is a whole model.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from armillary._jax_compat import count_scan_operands
+from armillary._jaxpr import find_forwarded, is_called_by_library
+from armillary.distribute.strategies._division import Division, Fact, follow
+from armillary.distribute.strategies._rules import AnyMesh, axes_of
+
+# Sums along a divided axis are added up between devices, and a `shard_map` of the user
+# says itself how it divides its inputs.
+_TAKES_DIVIDED = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"}
+    | {"argmax", "argmin", "shard_map", "sharding_constraint"}
+)
+
+
+def collect_at_use(
+    program: core.ClosedJaxpr,
+    specs: Sequence[PartitionSpec | None],
+    mesh: AnyMesh,
+    batch_axes: Sequence[str],
+) -> core.ClosedJaxpr:
+    """Returns a program whose parameters stay divided until an operation uses them.
+
+    Args:
+        program: The program of a step.
+        specs: The division of each input that is a parameter; `None` for other inputs.
+        mesh: The devices.
+        batch_axes: The axes of the mesh that batches are divided over. A collected
+            parameter stays divided over the other axes.
+    """
+    facts: list[Fact] = []
+    for variable, spec in zip(program.jaxpr.invars, specs, strict=True):
+        if spec is None:
+            facts.append(None)
+            continue
+        missing = variable.aval.ndim - len(spec)
+        facts.append(Division((*spec, *[None] * missing)))
+    edited = _Editor(mesh, frozenset(batch_axes)).edit(program.jaxpr, facts)
+    return core.ClosedJaxpr(edited.jaxpr, program.consts)
+
+
+def without_axes(spec: Sequence[Any], axes: frozenset[str]) -> PartitionSpec:
+    """Returns a division without some axes of the mesh."""
+    kept: list[Any] = []
+    for entry in spec:
+        names = tuple(name for name in axes_of(entry) if name not in axes)
+        kept.append(names or None)
+    return PartitionSpec(*kept)
+
+
+class _Edited(NamedTuple):
+    """A program with constraints.
+
+    Attributes:
+        jaxpr: The program.
+        results: The facts about its results.
+        early: The constants of the innermost loop that an operation in it uses.
+    """
+
+    jaxpr: Any
+    results: list[Fact]
+    early: frozenset[int]
+
+
+class _Call(NamedTuple):
+    """An equation with programs, edited.
+
+    Attributes:
+        equation: The equation.
+        inputs: The facts that its programs make use of. An operand whose fact is not
+            among them must be collected before.
+        results: The facts about its results.
+        early: As in `_Edited`.
+        forwarded: For each result, the number of the operand that it is, if any. For
+            example, a loop over layers returns their parameters.
+    """
+
+    equation: Any
+    inputs: list[Fact]
+    results: list[Fact]
+    early: frozenset[int] = frozenset()
+    forwarded: Sequence[int | None] = ()
+
+
+class _Editor:
+    """Adds the constraints to a program and to the programs nested in it."""
+
+    def __init__(self, mesh: AnyMesh, batch_axes: frozenset[str]) -> None:
+        self._mesh = mesh
+        self._batch_axes = batch_axes
+        # The programs are kept alive, so that Python does not reuse their identities.
+        self._edited: dict[Any, tuple[Any, _Edited]] = {}
+
+    def edit(self, jaxpr: Any, inputs: Sequence[Fact]) -> _Edited:
+        """Edits a program, given the facts about its inputs."""
+        key = id(jaxpr), tuple(inputs)
+        if key not in self._edited:
+            self._edited[key] = jaxpr, self._edit(jaxpr, inputs)
+        _, edited = self._edited[key]
+        return edited
+
+    def _edit(self, jaxpr: Any, inputs: Sequence[Fact]) -> _Edited:
+        if not any(inputs):
+            return _Edited(jaxpr, [None] * len(jaxpr.outvars), frozenset())
+        known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+        # Variables that are a parameter, and the parameter.
+        same: dict[Any, Any] = {}
+        equations: list[Any] = []
+        early: set[int] = set()
+
+        def resolve(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else same.get(atom, atom)
+
+        def read(atom: Any) -> Fact:
+            return None if isinstance(atom, core.Literal) else known.get(atom)
+
+        for equation in jaxpr.eqns:
+            operands = list(map(resolve, equation.invars))
+            facts = list(map(read, operands))
+            if not any(facts):
+                equations.append(equation)
+                continue
+            call = self._edit_equation(equation, facts)
+            known.update(zip(equation.outvars, call.results, strict=True))
+            for result, number in zip(equation.outvars, call.forwarded, strict=False):
+                if number is not None and facts[number] is not None:
+                    same[result] = operands[number]
+
+            for number, (fact, used) in enumerate(zip(facts, call.inputs, strict=True)):
+                if fact is not None and used is None:
+                    early |= fact.constants
+                    constraint = self._collect(operands[number], fact, equation)
+                    equations.append(constraint)
+                    (operands[number],) = constraint.outvars
+            early |= call.early
+            equations.append(call.equation.replace(invars=operands))
+
+        outputs = list(map(resolve, jaxpr.outvars))
+        edited = jaxpr.replace(eqns=equations, outvars=outputs)
+        return _Edited(edited, list(map(read, outputs)), frozenset(early))
+
+    def _edit_equation(self, equation: Any, facts: list[Fact]) -> _Call:
+        nothing: list[Fact] = [None] * len(equation.outvars)
+        name = equation.primitive.name
+        calls: dict[str, Callable[[Any, list[Fact]], _Call]] = {
+            "jit": self._edit_call,
+            "closed_call": self._edit_call,
+            "checkpoint": self._edit_call,
+            "remat2": self._edit_call,
+            "cond": self._edit_branches,
+            "while": self._edit_while,
+            "scan": self._edit_scan,
+        }
+        if name in calls:
+            call = calls[name](equation, facts)
+            return call._replace(forwarded=find_forwarded(equation))
+        if name in _TAKES_DIVIDED:
+            return _Call(equation, facts, nothing)
+        results = follow(equation, facts)
+        if results is None:
+            return _Call(equation, [None] * len(facts), nothing)
+        return _Call(equation, facts, results)
+
+    def _collect(self, variable: Any, division: Division, user: Any) -> Any:
+        """Returns the equation that collects a value for its user."""
+        spec = without_axes(division.entries, self._batch_axes)
+        sharding = NamedSharding(self._mesh, spec)
+
+        def constrain(array: Any) -> Any:
+            return jax.lax.with_sharding_constraint(array, sharding)
+
+        (equation,) = jax.make_jaxpr(constrain)(variable.aval).eqns
+        return equation.replace(
+            invars=[variable],
+            outvars=[copy.copy(variable)],
+            source_info=user.source_info,
+        )
+
+    def _edit_program(self, program: Any, inputs: Sequence[Fact]) -> _Edited:
+        """Edits a program with or without constants of its own."""
+        if not isinstance(program, core.ClosedJaxpr):
+            return self.edit(program, inputs)
+        edited = self.edit(program.jaxpr, inputs)
+        closed = core.ClosedJaxpr(edited.jaxpr, program.consts)
+        return edited._replace(jaxpr=closed)
+
+    def _edit_call(self, equation: Any, facts: list[Fact]) -> _Call:
+        name = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
+        edited = self._edit_program(equation.params[name], facts)
+        params = {**equation.params, name: edited.jaxpr}
+        called = equation.replace(params=params)
+        return _Call(called, facts, edited.results, edited.early)
+
+    def _edit_branches(self, equation: Any, facts: list[Fact]) -> _Call:
+        _, *inputs = facts
+        branches = [
+            self._edit_program(branch, inputs) for branch in equation.params["branches"]
+        ]
+        programs = tuple(branch.jaxpr for branch in branches)
+        params = {**equation.params, "branches": programs}
+        return _Call(
+            equation.replace(params=params),
+            [None, *inputs],
+            _agreed([branch.results for branch in branches]),
+            frozenset().union(*(branch.early for branch in branches)),
+        )
+
+    def _edit_while(self, equation: Any, facts: list[Fact]) -> _Call:
+        params = equation.params
+        num_tested = params["cond_nconsts"]
+        num_constants = params["body_nconsts"]
+
+        def edit(inputs: list[Fact]) -> _Edited:
+            return self._edit_program(params["body_jaxpr"], inputs)
+
+        body, inputs = _settle(
+            edit,
+            facts[num_tested:],
+            num_constants,
+            len(equation.outvars),
+            is_own=is_called_by_library(equation),
+        )
+        edited = equation.replace(params={**params, "body_jaxpr": body.jaxpr})
+        # The test of a loop rarely uses parameters, so it gets its constants whole.
+        tested: list[Fact] = [None] * num_tested
+        return _Call(edited, [*tested, *inputs], inputs[num_constants:])
+
+    def _edit_scan(self, equation: Any, facts: list[Fact]) -> _Call:
+        num_constants, num_carry = count_scan_operands(equation)
+        num_whole = num_constants + num_carry
+        rows: list[Fact] = []
+        for stack in facts[num_whole:]:
+            # The loop takes rows of a stack, so devices cannot share its first axis.
+            is_kept = stack is not None and stack.entries[0] is None
+            rows.append(Division(stack.entries[1:]) if stack and is_kept else None)
+
+        def edit(inputs: list[Fact]) -> _Edited:
+            return self._edit_program(equation.params["jaxpr"], [*inputs, *rows])
+
+        body, inputs = _settle(
+            edit,
+            facts[:num_whole],
+            num_constants,
+            num_carry,
+            is_own=is_called_by_library(equation),
+        )
+        stacks: list[Fact] = []
+        for row in body.results[num_carry:]:
+            stacks.append(None if row is None else Division((None, *row.entries)))
+        used = [
+            None if row is None else stack
+            for row, stack in zip(rows, facts[num_whole:], strict=True)
+        ]
+        edited = equation.replace(params={**equation.params, "jaxpr": body.jaxpr})
+        return _Call(edited, [*inputs, *used], [*inputs[num_constants:], *stacks])
+
+
+def _settle(
+    edit: Callable[[list[Fact]], _Edited],
+    facts: Sequence[Fact],
+    num_constants: int,
+    num_carry: int,
+    *,
+    is_own: bool,
+) -> tuple[_Edited, list[Fact]]:
+    """Edits the body of a loop; returns it, and the facts that hold in all iterations.
+
+    Args:
+        edit: Edits the body, given the facts about its constants and its carry.
+        facts: The facts about them before the loop.
+        num_constants: The number of constants.
+        num_carry: The number of values that an iteration passes to the next one.
+        is_own: Whether the library made the loop.
+    """
+    kept = list(facts)
+    while True:
+        constants = [
+            None if fact is None else Division(fact.entries, _own_number(i, is_own))
+            for i, fact in enumerate(kept[:num_constants])
+        ]
+        carry = [
+            None if fact is None else Division(fact.entries)
+            for fact in kept[num_constants:]
+        ]
+        body = edit([*constants, *carry])
+        following = _agreed([carry, body.results[:num_carry]])
+        if not body.early and following == carry:
+            return body, kept
+        for number in body.early:
+            kept[number] = None
+        for number, fact in enumerate(following, start=num_constants):
+            if fact is None:
+                kept[number] = None
+
+
+def _own_number(number: int, is_own: bool) -> frozenset[int]:
+    return frozenset() if is_own else frozenset({number})
+
+
+def _agreed(found: Sequence[Sequence[Fact]]) -> list[Fact]:
+    """Returns the facts that are the same in all of several lists."""
+    agreed: list[Fact] = []
+    for facts in zip(*found, strict=True):
+        is_same = all(fact == facts[0] for fact in facts)
+        agreed.append(facts[0] if is_same else None)
+    return agreed
