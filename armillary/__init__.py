@@ -29,6 +29,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from armillary._foreign_names import refuse_name as _refuse_name
+from armillary.state._adapters import register as _register
 
 if TYPE_CHECKING:
     from armillary import (
@@ -156,6 +157,11 @@ __all__ = [
     "xla",
 ]
 
+
+# The libraries whose variables a step may use. An object of two libraries, such as a
+# Keras variable that is an NNX variable, counts as the first one.
+_register("flax", "armillary.state._nnx")
+_register("keras", "armillary.keras._variables")
 
 # The packages that hold the other names of `__all__`, from the bottom up.
 _HOMES = [

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from typing import Any
 
 KERAS_ON_JAX = (
@@ -44,6 +45,12 @@ def import_keras() -> Any:
         f"By default, Keras uses TensorFlow, but Armillary needs JAX. {KERAS_ON_JAX}"
     )
     return import_optional("keras", title, "keras", otherwise)
+
+
+def loaded_keras() -> Any:
+    """Returns the package `keras` if the program has imported it, or `None`."""
+    module = sys.modules.get("keras")
+    return module if hasattr(module, "Variable") else None
 
 
 def import_ray() -> Any:

@@ -40,7 +40,7 @@ from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
 from armillary.data.sources._source import MAY_BE_MISSING
 from armillary.errors import CheckpointError
-from armillary.state import _keras
+from armillary.state._adapters import node_adapter
 from armillary.state._holders import is_frozen
 from armillary.state._lift import find_slots
 from armillary.state._slots import Role, Slot, Trait, has_trait
@@ -422,8 +422,9 @@ class Checkpoint(OfOneProcess):
         walk = Walk([(value, name) for name, value in self.objects.items()])
         paths: list[str] = []
         for node in walk.nodes.values():
-            is_of_keras = _keras.is_compiled_metrics(node.value)
-            if is_of_keras or has_trait(node.value, Trait.ONE_LOOP):
+            adapter = node_adapter(type(node.value))
+            may_be_missing = adapter is not None and adapter.may_be_missing(node.value)
+            if may_be_missing or has_trait(node.value, Trait.ONE_LOOP):
                 paths.append(node.path)
         return paths
 

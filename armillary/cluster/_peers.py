@@ -36,7 +36,7 @@ class Peers:
     # Only the main thread may use it: rounds must have the same order everywhere.
 
     is_alone = False
-    """Whether there is only this process, so that nothing has to be agreed on."""
+    """True if there is only this process, so that nothing has to be agreed on."""
 
     def __init__(
         self, index: int, count: int, timeout_seconds: float, lifeline: Lifeline

@@ -51,7 +51,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
 )
 from armillary.errors import DoubleReductionError, ReplicaContextError
-from armillary.state._keras import follow_keras
+from armillary.state._adapters import follow_strategies
 from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
@@ -229,7 +229,7 @@ class Strategy(OfOneProcess):
             ReplicaContextError: If called inside `run`, or inside another strategy's
                 scope.
         """
-        follow_keras()
+        follow_strategies()
         instead = "enter the scope around `run`"
         require_cross_replica_context("strategy.scope", instead, self)
         return Scope(self, device=self.default_device)
@@ -436,7 +436,7 @@ class Strategy(OfOneProcess):
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
-        follow_keras()  # `fit` may read it.
+        follow_strategies()  # `fit` may read it.
         self._check_dataset(dataset)
         return DistributedDataset(dataset, self.layout, options=options)
 

@@ -28,6 +28,7 @@ from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.metrics._sums import Mean, Pending
 from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.state._slots import Trait, with_trait
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._prediction import predict as predict_batches
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -193,6 +194,7 @@ def _features_of(batch: Any) -> Any:
     return batch[0] if type(batch) in (tuple, list) else batch
 
 
+@with_trait(Trait.HOLDS_STATE)
 class EstimatorTrainer(StandardTrainer):
     """Trains the modules of a model function; reports the mean loss of each loop."""
 
@@ -264,6 +266,7 @@ def _read_loss(output: Output) -> Output:
     return {**output, "loss": output["loss"].read()}
 
 
+@with_trait(Trait.HOLDS_STATE)
 class EstimatorEvaluator(StandardEvaluator):
     """Evaluates a model function; the loss is the mean over batches."""
 

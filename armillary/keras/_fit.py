@@ -40,8 +40,8 @@ from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.errors import PeerError
 from armillary.keras._adapters import STEPS, adapt_datasets, copy_generated
 from armillary.keras._generators import copy_batches
+from armillary.keras._variables import check_backend, is_unset, set_value, value_of
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.state import _keras
 from armillary.state._lift import State
 from armillary.xla._compile import partition
 
@@ -117,7 +117,7 @@ def _around_compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
 
 def _remember(model: Any) -> Any:
     if has_strategy():
-        _keras.check_backend()
+        check_backend()
         _strategies[model] = get_strategy()
     return model
 
@@ -301,7 +301,7 @@ def _check_same(peers: Peers, model: Any, name: str) -> None:
     """Raises if processes would train different models, or in different orders."""
     own = hashlib.blake2b(repr(np.random.get_state()).encode())
     for variable in model.variables:
-        whole = np.asarray(as_whole(_keras.value_of(variable)))
+        whole = np.asarray(as_whole(value_of(variable)))
         own.update(whole.tobytes())
     digests = peers.gather(f"model.{name}", own.hexdigest())
     if len(set(digests)) > 1:
@@ -335,11 +335,11 @@ def _place(model: Any) -> None:
         variables += optimizer.variables
     variables += model.metrics_variables
     for variable in variables:
-        if _keras.is_unset(variable):
+        if is_unset(variable):
             continue
-        value = _keras.value_of(variable)
+        value = value_of(variable)
         home = homes.get(id(value), sharding)
-        _keras.set_value(variable, _copy_to(value, home))
+        set_value(variable, _copy_to(value, home))
 
 
 def _mesh_of(strategy: "Strategy") -> Mesh:

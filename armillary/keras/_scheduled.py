@@ -20,11 +20,12 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute.replica._context import get_strategy, without_strategy
 from armillary.keras._trainer import as_keras_tensors
+from armillary.keras._variables import set_value
 from armillary.parameter_server._closures import RemoteValue
 from armillary.parameter_server._coordinator import ClusterCoordinator
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._tasks import PerWorkerIterator
-from armillary.state import _keras
+from armillary.state._slots import Trait, with_trait
 
 # Batches that may wait for each worker. A worker must not run out of batches, but they
 # need memory.
@@ -35,6 +36,7 @@ _STEPS_BETWEEN_WAITS = 32
 Values = tuple[list[Any], ...]
 
 
+@with_trait(Trait.HOLDS_STATE)
 class ModelStep:
     """One training step of a Keras model, as a worker runs it."""
 
@@ -153,7 +155,7 @@ class ScheduledSteps:
         """Writes the values back to the variables; Keras takes them during an epoch."""
         for variables, values in zip(self._step.variables(), state, strict=True):
             for variable, value in zip(variables, values, strict=True):
-                _keras.set_value(variable, value)
+                set_value(variable, value)
 
 
 def make_worker_data(

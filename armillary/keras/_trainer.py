@@ -21,7 +21,8 @@ from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._context import get_strategy, require_replica_context
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._reductions import all_reduce
-from armillary.state._keras import check_backend, set_value, value_of
+from armillary.keras._variables import check_backend, set_value, value_of
+from armillary.state._slots import Trait, with_trait
 from armillary.trainer._hook_code import without_python
 from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -155,6 +156,7 @@ def _averaged_weights(model: Any) -> Iterator[None]:
             set_value(variable, weight)
 
 
+@with_trait(Trait.HOLDS_STATE)
 class KerasEvaluator(StandardEvaluator):
     """Evaluates a compiled Keras model, as `model.evaluate` does, for a `Controller`.
 
@@ -199,6 +201,7 @@ class KerasEvaluator(StandardEvaluator):
         return dict(self.model.get_metrics_result())
 
 
+@with_trait(Trait.HOLDS_STATE)
 class KerasTrainer(StandardTrainer):
     """Trains a compiled Keras model, as `model.fit` does, for a `Controller`.
 

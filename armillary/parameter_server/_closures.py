@@ -23,6 +23,7 @@ from armillary.distribute.program._keys import objects_of
 from armillary.errors import ClosureCancelledError
 from armillary.parameter_server._keras import (
     as_transformation,
+    is_built_optimizer,
     make_blank,
     make_optimizer,
     reduce_keras,
@@ -32,7 +33,7 @@ from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import type_of
 from armillary.parameter_server._tasks import Dynamic, PlacedTask
 from armillary.parameter_server._worker import ShippedTask
-from armillary.state import _keras
+from armillary.state._adapters import is_leaf_variable
 from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
@@ -216,7 +217,7 @@ def ship(
             reduced = reduce_keras(obj)
             if reduced is NotImplemented:
                 return super().reducer_override(obj)
-            if isinstance(obj, _keras.keras_module().Optimizer) and obj.built:
+            if is_built_optimizer(obj):
                 index = number(obj, as_transformation)
                 return make_optimizer, (type(obj), index), *reduced[2:]
             return reduced
@@ -240,7 +241,7 @@ def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
-            if _keras.is_variable(obj):
+            if is_leaf_variable(obj):
                 held = {**vars(obj), "_value": None}
                 return make_blank, (type(obj),), held
             reduced = reduce_keras(obj)

@@ -9,8 +9,9 @@ from typing import Any
 
 import optax
 
+from armillary._optional import loaded_keras
 from armillary.parameter_server._optimizers import make_stand_in
-from armillary.state import _keras
+from armillary.state._adapters import is_variable
 
 # Compiled functions, and the state of `fit` between steps. Workers make their own.
 _LOCAL = frozenset(
@@ -23,7 +24,7 @@ _LOCAL = frozenset(
 
 def reduce_keras(obj: Any) -> Any:
     """Returns the reduced form of a Keras object, or `NotImplemented` for others."""
-    if _keras.keras_module() is None:
+    if loaded_keras() is None:
         return NotImplemented
     from keras.src.saving.keras_saveable import KerasSaveable
     from keras.src.utils import backend_utils, tracking
@@ -39,6 +40,12 @@ def reduce_keras(obj: Any) -> Any:
         items = dict(obj) if isinstance(obj, dict) else list(obj)
         return make_blank, (type(obj),), (vars(obj), items), None, None, _refill
     return NotImplemented
+
+
+def is_built_optimizer(obj: Any) -> bool:
+    """Returns whether an object is a Keras optimizer that has its variables."""
+    keras = loaded_keras()
+    return keras is not None and isinstance(obj, keras.Optimizer) and obj.built
 
 
 def make_blank(kind: type) -> Any:
@@ -108,9 +115,9 @@ def _check_optimizer(optimizer: Any) -> None:
     """Raises if an optimizer of Keras cannot run on parameter servers."""
     name = type(optimizer).__name__
     rate = vars(optimizer).get("_learning_rate")
-    keras: Any = _keras.keras_module()
+    keras: Any = loaded_keras()
     schedule = keras.optimizers.schedules.LearningRateSchedule
-    is_sent = _keras.is_variable(rate) or isinstance(rate, schedule)
+    is_sent = is_variable(rate) or isinstance(rate, schedule)
     if hasattr(optimizer, "inner_optimizer"):
         problem = (
             f"The optimizer is a `{name}`, which looks at all gradients before any "

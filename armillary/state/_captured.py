@@ -9,7 +9,7 @@ import gc
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,18 +17,12 @@ from jax.extend import core
 
 from armillary._checks import counted, list_lines
 from armillary._jaxpr import walk_equations, walk_programs
-from armillary.errors import CapturedStateError, StateStructureError
-from armillary.state import _keras, _nnx
+from armillary.errors import CapturedStateError
+from armillary.state._adapters import adapter_of, value_of, variable_adapter
 from armillary.state._holders import entries_of, is_function
 from armillary.state._lift import State
 from armillary.state._slots import is_equal
 from armillary.state._walk import slots_of
-
-if TYPE_CHECKING:
-    import keras
-    from flax import nnx
-
-Variable: TypeAlias = "nnx.Variable | keras.Variable"
 
 
 class Fingerprint:
@@ -130,9 +124,9 @@ def check_captured(
     lifted = {slot.key for slot in state.slots}
     named = _variables_by_name(fn)
     kept = {id(leaf) for leaf in state.read()}
-    captured: list[Variable] = []
+    captured: list[Any] = []
     for variable in _find_variables():
-        value = id(_value_of(variable))
+        value = id(value_of(variable))
         if id(variable) in lifted or value not in constants:
             continue
         # Two variables may hold the same array, and the step may read the lifted one.
@@ -142,15 +136,12 @@ def check_captured(
         raise _error(captured, named, fn, owner, "reads")
 
 
-def _find_variables() -> Iterator[Variable]:
+def _find_variables() -> Iterator[Any]:
     """Yields all variables that are alive in this process."""
     # `type`, not `isinstance`: proxies among live objects may run code on access.
     living = gc.get_objects()
-    kinds = {
-        kind
-        for kind in set(map(type, living))
-        if _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
-    }
+    found = set(map(type, living))
+    kinds = {kind for kind in found if variable_adapter(kind) is not None}
     for value in living:
         if type(value) in kinds:
             yield value
@@ -166,25 +157,19 @@ def write_error(
     return _error(unlifted, named, fn, owner, "writes") if unlifted else None
 
 
-def keras_write_error(
-    fn: Callable[..., Any], owner: str, variable: "keras.Variable"
-) -> Exception:
-    """Returns the error for a step that writes to a Keras variable out of its reach."""
-    if not _keras.is_unset(variable):
-        return _error([variable], _variables_by_name(fn), fn, owner, "writes")
-    return StateStructureError(
-        f"`{getattr(fn, '__name__', 'the step')}` makes the Keras variable "
-        f"`{variable.path}`, but a compiled program carries only variables that exist "
-        "before it is traced. Build models and optimizers first: call the model with "
-        "one batch (`model(batch)`), and then "
-        "`optimizer.build(model.trainable_variables)`."
-    )
+def guarded_write_error(fn: Callable[..., Any], owner: str, variable: Any) -> Exception:
+    """Returns the error for a step that writes to a variable out of its reach."""
+    step = getattr(fn, "__name__", "the step")
+    creation = adapter_of(variable).explain_creation(variable, step)
+    if creation is not None:
+        return creation
+    return _error([variable], _variables_by_name(fn), fn, owner, "writes")
 
 
-def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]]:
+def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Any]]:
     """Returns the variables that a function reaches, with their paths, by `id`."""
     functions = [fn, *methods_of(fn)]
-    named: dict[int, tuple[str, Variable]] = {}
+    named: dict[int, tuple[str, Any]] = {}
     for slot in slots_of([(each, "") for each in functions]):
         if slot.variable is not None:
             named[id(slot.variable)] = (slot.path, slot.variable)
@@ -198,14 +183,9 @@ def methods_of(fn: Callable[..., Any]) -> list[types.FunctionType]:
     return [value for value in held if isinstance(value, types.FunctionType)]
 
 
-def _value_of(variable: Any) -> Any:
-    is_keras = _keras.is_variable(variable)
-    return _keras.value_of(variable) if is_keras else variable._raw_value
-
-
 def _error(
-    variables: Sequence[Variable],
-    named: dict[int, tuple[str, Variable]],
+    variables: Sequence[Any],
+    named: dict[int, tuple[str, Any]],
     fn: Callable[..., Any],
     owner: str,
     verb: str,
@@ -213,8 +193,8 @@ def _error(
     lines: list[str] = []
     roots: list[str] = []
     for variable in variables:
-        library = "keras" if _keras.is_variable(variable) else "nnx"
-        shape = tuple(getattr(_value_of(variable), "shape", ()))
+        library = adapter_of(variable).name
+        shape = tuple(getattr(value_of(variable), "shape", ()))
         path = "a variable without a name"
         if id(variable) in named:
             path, _ = named[id(variable)]

@@ -21,20 +21,19 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary._owners import Owner, owner_of_class, owner_of_function
-from armillary.state import _keras, _nnx
-from armillary.state._slots import ABSENT, PLAIN, join, join_keys
+from armillary.state._adapters import is_object_type, node_adapter, variable_adapter
+from armillary.state._slots import (
+    ABSENT,
+    PLAIN,
+    Trait,
+    has_own_trait,
+    join,
+    join_keys,
+)
 
-# Classes of libraries that hold a user's objects. They are listed by name, so that
-# this module imports none of them.
+# Classes of Python that hold a user's objects. A class of this library has the trait
+# `HOLDS_STATE`.
 _TRANSPARENT = {
-    "armillary.keras._scheduled.ModelStep",
-    "armillary.keras._trainer.KerasEvaluator",
-    "armillary.keras._trainer.KerasTrainer",
-    "armillary.estimator._runners.EstimatorEvaluator",
-    "armillary.estimator._runners.EstimatorTrainer",
-    "armillary.trainer._returned_metrics.ReturnedMetrics",
-    "armillary.trainer._step_trainer.StepEvaluator",
-    "armillary.trainer._step_trainer.StepTrainer",
     "argparse.Namespace",
     "collections.ChainMap",
     "collections.UserDict",
@@ -54,14 +53,14 @@ FUNCTION_TYPES = (
 _INNER = ("function", "wrapped")
 
 
-_Contents: TypeAlias = tuple[list[Any], list[Any]]
+Contents: TypeAlias = tuple[list[Any], list[Any]]
 """The names of places, and the values there."""
 
 
 class Way(NamedTuple):
     """One way in which objects hold others; without `put`, arrays are constants."""
 
-    look: Callable[[Any], _Contents]
+    look: Callable[[Any], Contents]
     get: Callable[[Any, Any], Any] = operator.getitem
     put: Callable[[Any, Any, Any], None] | None = None
     join: Callable[[str, Any], str] = join
@@ -93,7 +92,7 @@ def join_captured(path: str, name: str) -> str:
     return f"{path}/{name}" if path and name else path or name
 
 
-def _look_at_items(source: dict[Any, Any]) -> _Contents:
+def look_at_items(source: dict[Any, Any]) -> Contents:
     while True:
         names = list(source)
         values = list(source.values())
@@ -101,12 +100,12 @@ def _look_at_items(source: dict[Any, Any]) -> _Contents:
             return names, values
 
 
-def _look_at_sequence(source: Any) -> _Contents:
+def _look_at_sequence(source: Any) -> Contents:
     values = list(source)
     return list(getattr(source, "_fields", range(len(values)))), values
 
 
-def _look_at_children(source: Any) -> _Contents:
+def _look_at_children(source: Any) -> Contents:
     entries, _ = jax.tree_util.tree_flatten_with_path(
         source, is_leaf=lambda part: part is not source
     )
@@ -115,13 +114,7 @@ def _look_at_children(source: Any) -> _Contents:
     return names, values
 
 
-def _look_at_keras(source: dict[str, Any]) -> _Contents:
-    names = _keras.visible_names(source)
-    values = [source[name] for name in names]
-    return names, values
-
-
-def _look_at_members(source: Any) -> _Contents:
+def _look_at_members(source: Any) -> Contents:
     names: list[Any] = []
     values: list[Any] = []
     for name in _slot_names(type(source)):
@@ -132,12 +125,8 @@ def _look_at_members(source: Any) -> _Contents:
     return names, values
 
 
-def _look_at_keras_variable(source: Any) -> _Contents:
-    return _look_at_items(_keras.variable_attributes(source))
-
-
-def _look_at_captured(source: Any) -> _Contents:
-    return _look_at_items(entries_of(source))
+def _look_at_captured(source: Any) -> Contents:
+    return look_at_items(entries_of(source))
 
 
 def _get_member(source: Any, name: str) -> Any:
@@ -147,18 +136,12 @@ def _get_member(source: Any, name: str) -> Any:
         return ABSENT
 
 
-def _join_keras(path: str, name: Any) -> str:
-    return join(path, _keras.public_name(name))
-
-
-ITEMS = Way(_look_at_items, put=operator.setitem)
-ATTRIBUTES = Way(_look_at_items, put=operator.setitem)
-METADATA = Way(_look_at_items)
+ITEMS = Way(look_at_items, put=operator.setitem)
+ATTRIBUTES = Way(look_at_items, put=operator.setitem)
+METADATA = Way(look_at_items)
 SEQUENCE = Way(_look_at_sequence, put=operator.setitem)
 _TUPLE = Way(_look_at_sequence)
 _CHILDREN = Way(_look_at_children)
-_KERAS_ATTRIBUTES = Way(_look_at_keras, put=operator.setitem, join=_join_keras)
-_KERAS_VARIABLE = Way(_look_at_keras_variable)
 _MEMBERS = Way(_look_at_members, _get_member, object.__setattr__)
 _CAPTURED = Way(_look_at_captured, join=join_captured)
 _CONTAINERS: tuple[tuple[Any, Way], ...] = (
@@ -172,6 +155,8 @@ _CONTAINERS: tuple[tuple[Any, Way], ...] = (
 def is_opaque(kind: type) -> bool:
     """Returns whether instances of `kind` cannot hold a user's state."""
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if has_own_trait(kind, Trait.HOLDS_STATE):
+        return False
     if name in _TRANSPARENT or name.startswith(("flax.", "equinox.")):
         return name in _CONSTANT
     return owner_of_class(kind) is Owner.LIBRARY
@@ -191,24 +176,24 @@ def parts_of(value: Any) -> list[Part]:
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if _is_leaf(kind):
         return lambda _: []
-    if _nnx.is_variable_type(kind):
-        return lambda value: [part_of(_nnx.metadata(value), METADATA)]
-    if _keras.is_variable_type(kind):
-        return lambda value: [part_of(value, _KERAS_VARIABLE)]
+    adapter = variable_adapter(kind)
+    if adapter is not None:
+        return adapter.parts_of_variable
     if issubclass(kind, FUNCTION_TYPES):
         return lambda value: [part_of(value, _CAPTURED)] if is_function(value) else []
     ways = [way for kinds, way in _CONTAINERS if issubclass(kind, kinds)]
-    is_node = _nnx.is_node_type(kind)
-    is_keras = _keras.is_node_type(kind)
+    adapter = node_adapter(kind)
     # The metrics of this library are objects of NNX like any other.
-    if is_opaque(kind) and not (is_node or is_keras):
+    if is_opaque(kind) and adapter is None:
         return lambda value: [part_of(value, way) for way in ways]
-    attributes = _KERAS_ATTRIBUTES if is_keras else ATTRIBUTES
+    attributes = ATTRIBUTES if adapter is None else adapter.attributes
+    # The attributes of such a node are its children.
+    is_tree_node = adapter is not None and adapter.are_pytrees
 
     def parts_of_object(value: Any) -> list[Part]:
         parts = [part_of(value, way) for way in ways]
         held = attributes_of(value)
-        if not (parts or is_node or jax.tree_util.all_leaves([value])):
+        if not (parts or is_tree_node or jax.tree_util.all_leaves([value])):
             children = part_of(value, _CHILDREN)
             # Before the attributes, because paths have these names. If the children
             # are the attributes, they are not listed twice.
@@ -286,8 +271,7 @@ def is_claimed(value: Any) -> bool:
         return False
     if issubclass(kind, FUNCTION_TYPES):
         return is_function(value)
-    is_of_nnx = _nnx.is_variable_type(kind) or _nnx.is_node_type(kind)
-    if is_of_nnx or _keras.is_variable_type(kind) or _keras.is_node_type(kind):
+    if is_object_type(kind):
         return True
     if issubclass(kind, Iterator):
         return True  # It cannot be looked into, and JAX warns if told to flatten it.

@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
-from armillary.state import _nnx
+from armillary.state._adapters import adapter_of, is_tree_node
 from armillary.state._holders import ATTRIBUTES
 from armillary.state._slots import ABSENT, LeafKind, Slot, describe
 from armillary.state._walk import (
@@ -55,7 +55,7 @@ class State:
         slots = sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         self.slots: tuple[Slot, ...] = tuple(slots)
         objects = [node.value for node in self._walk.nodes.values()]
-        self._nodes = [value for value in objects if _nnx.is_node(value)]
+        self._nodes = [value for value in objects if is_tree_node(value)]
 
         # The path and the slot of each array, and the range of each slot's arrays.
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
@@ -178,7 +178,7 @@ class State:
         try:
             for slot, start, stop in self.ranges:
                 undo.append(slot.swap(leaves[start:stop]))
-            undo.extend(_nnx.swap_node(node) for node in self._nodes)
+            undo.extend(map(_move_node, self._nodes))
             yield
         finally:
             for restore in reversed(undo):
@@ -202,14 +202,13 @@ class State:
     @contextlib.contextmanager
     def moved(self) -> Iterator[Callable[[], None]]:
         """Gives a function that moves the variables of this trace into another one."""
-        slots = [slot for slot in self.slots if isinstance(slot, _nnx.NnxSlot)]
-        variables = [slot.variable for slot in slots if _nnx.is_here(slot.variable)]
-        nodes = [node for node in self._nodes if _nnx.is_here(node)]
+        slots = [slot for slot in self.slots if slot.is_here()]
+        nodes = [node for node in self._nodes if adapter_of(node).is_here(node)]
         undo: list[Callable[[], None]] = []
 
         def move() -> None:
-            undo.extend(map(_nnx.move_variable, variables))
-            undo.extend(map(_nnx.swap_node, nodes))
+            undo.extend(slot.move() for slot in slots)
+            undo.extend(map(_move_node, nodes))
 
         try:
             yield move
@@ -228,11 +227,11 @@ class State:
     def move_new(self, other: "State") -> None:
         """Moves variables that `other` lacks into the current trace for good."""
         for slot in self.slots:
-            if isinstance(slot, _nnx.NnxSlot) and not other.holds(slot.variable):
-                _nnx.move_variable(slot.variable)
+            if not other.holds(slot.variable):
+                slot.move()
         for node in self._nodes:
             if not other.holds(node):
-                _nnx.swap_node(node)
+                _move_node(node)
 
     def collect(
         self, before: Sequence[Any], step_name: str, new_places: Sequence[str] = ()
@@ -309,6 +308,10 @@ class State:
                     "attribute or a variable"
                 )
         return lines
+
+
+def _move_node(node: Any) -> Callable[[], None]:
+    return adapter_of(node).move(node)
 
 
 def _find_assigned(before: Walk, after: Walk) -> set[Any]:

@@ -1,4 +1,4 @@
-"""Slots in Flax NNX variables: the only file that touches private attributes of Flax.
+"""The adapter of Flax NNX: the only file that touches private attributes of Flax.
 
 NNX refuses to mutate an object outside of the trace in which it was made. So lifting
 moves variables and nodes into the trace of the step, and back. NNX takes longer to
@@ -12,10 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from armillary.state._slots import LeafKind, Role, Slot
+import jax
+
+from armillary.state._adapters import Adapter, NodePart
+from armillary.state._holders import ATTRIBUTES, METADATA, Part, part_of
+from armillary.state._slots import Hook, LeafKind, Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
+
+_READ = "on_get_value"
+_WRITE = "on_set_value"
 
 
 class NnxSlot(Slot):
@@ -39,13 +46,13 @@ class NnxSlot(Slot):
         return isinstance(self.variable, nnx.Param)
 
     def is_of_optimizer(self) -> list[bool]:
-        if self.is_leaf or is_of_optimizer(self.variable):
-            return [is_of_optimizer(self.variable)] * len(self.paths)
+        if self.is_leaf or _is_of_optimizer(self.variable):
+            return [_is_of_optimizer(self.variable)] * len(self.paths)
         # A variable may hold the whole state of a transformation of Optax.
         return super().is_of_optimizer()
 
     def swap(self, leaves: Sequence[Any]) -> Callable[[], None]:
-        move_back = move_variable(self.variable)
+        move_back = self.move()
         put_back = super().swap(leaves)
 
         def restore() -> None:
@@ -54,38 +61,166 @@ class NnxSlot(Slot):
 
         return restore
 
+    def is_here(self) -> bool:
+        return self.variable._trace_state.is_valid()
 
-def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:
-    """Returns the raw values of many variables, in one pass."""
-    return list(map(_get_raw, variables))
+    def move(self) -> Callable[[], None]:
+        variable = self.variable
+        trace_state = variable._trace_state
+        object.__setattr__(variable, "_trace_state", _make_trace_state())
+        return lambda: object.__setattr__(variable, "_trace_state", trace_state)
+
+    def hook(self, on_read: Hook, on_write: Hook) -> Callable[[], None]:
+        # NNX copies the hooks with the variable, so they also see reads and writes
+        # inside its transformations.
+        variable = self.variable
+        before = {name: variable.get_metadata(name, None) for name in (_READ, _WRITE)}
+        for name, hook in ((_READ, on_read), (_WRITE, on_write)):
+            variable.set_metadata(name, _chain((*_as_tuple(before[name]), hook)))
+
+        def restore() -> None:
+            for name, hooks in before.items():
+                if hooks is None:
+                    variable.del_metadata(name)
+                else:
+                    variable.set_metadata(name, hooks)
+
+        return restore
 
 
-def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> None:
-    """Puts raw values into many variables, in one pass."""
-    if variables:
+def _chain(hooks: tuple[Callable[[Any, Any], Any], ...]) -> Callable[[Any, Any], Any]:
+    """Joins several hooks into one, because older releases of Flax take only one."""
+
+    def call(variable: Any, value: Any) -> Any:
+        for hook in hooks:
+            value = hook(variable, value)
+        return value
+
+    return call
+
+
+def _as_tuple(hooks: Any) -> tuple[Any, ...]:
+    if hooks is None:
+        return ()
+    return hooks if isinstance(hooks, tuple) else (hooks,)
+
+
+class NnxAdapter(Adapter):
+    name = "nnx"
+    title = "Flax NNX"
+    are_pytrees = True
+    records_names = True
+    attributes = ATTRIBUTES
+
+    def is_variable_type(self, kind: type) -> bool:
+        return issubclass(kind, _loaded("Variable"))
+
+    def is_node_type(self, kind: type) -> bool:
+        return issubclass(kind, _loaded("Pytree"))
+
+    def make_slot(self, variable: "nnx.Variable", path: str) -> NnxSlot:
+        return NnxSlot(variable, path)
+
+    def parts_of_variable(self, variable: "nnx.Variable") -> list[Part]:
+        return [part_of(variable._var_metadata, METADATA)]
+
+    def read(self, variables: "Sequence[nnx.Variable]") -> list[Any]:
+        return list(map(_get_raw, variables))
+
+    def write(self, variables: "Sequence[nnx.Variable]", values: Iterable[Any]) -> None:
+        if variables:
+            from flax import nnx
+
+            set_raw = vars(nnx.Variable)["_raw_value"].__set__
+            deque(map(set_raw, variables, values), maxlen=0)
+
+    def get(self, variable: "nnx.Variable") -> Any:
+        return variable.get_value()
+
+    def kind_of(self, variable: "nnx.Variable", held_by: Any) -> LeafKind:
+        role = _role_of(type(variable))
+        if role is Role.METRIC and _is_welford_state(held_by):
+            role = Role.PLAIN
+        return LeafKind(role, variable.get_metadata().get("aggregation"))
+
+    def is_of_optimizer(self, variable: "nnx.Variable") -> bool:
+        return _is_of_optimizer(variable)
+
+    def counts_updates(self, variable: "nnx.Variable") -> bool:
         from flax import nnx
 
-        set_raw = vars(nnx.Variable)["_raw_value"].__set__
-        deque(map(set_raw, variables, values), maxlen=0)
+        return isinstance(variable, nnx.OptState)
+
+    def is_internal(self, name: Any) -> bool:
+        return isinstance(name, str) and name.startswith("_pytree__")
+
+    def roles_below(self, node: "nnx.Pytree", parts: Sequence[Part]) -> dict[int, Role]:
+        if merges_by_sum(node):
+            return {}
+        return {id(value): Role.PLAIN for part in parts for value in part.values}
+
+    def move(self, node: "nnx.Pytree") -> Callable[[], None]:
+        state = node._pytree__state
+        old = state._trace_state
+        state._trace_state = _make_trace_state()
+
+        def restore() -> None:
+            state._trace_state = old
+            # `nnx.grad` gives its nodes new state objects, made in a trace that has
+            # ended.
+            object.__setattr__(node, "_pytree__state", state)
+
+        return restore
+
+    def is_here(self, node: "nnx.Pytree") -> bool:
+        return node._pytree__state._trace_state.is_valid()
+
+    def assign(self, node: "nnx.Pytree", other: "nnx.Pytree") -> None:
+        from flax import nnx
+
+        nnx.update(node, nnx.state(other))
+
+    def find_parameters(self, node: "nnx.Pytree") -> tuple[list[Any], Any]:
+        from flax import nnx
+
+        state = nnx.state(node, nnx.Param)
+        return jax.tree.flatten(
+            state, is_leaf=lambda part: isinstance(part, nnx.Variable)
+        )
+
+    def plays(self, kind: type, part: NodePart) -> bool:
+        from flax import nnx
+
+        bases = {
+            NodePart.LAYER: nnx.Module,
+            NodePart.METRIC: nnx.Metric,
+            NodePart.OPTIMIZER: nnx.Optimizer,
+        }
+        return issubclass(kind, bases[part])
+
+    def draw_counts(self, node: Any) -> "list[nnx.Variable]":
+        from flax import nnx
+
+        if not isinstance(node, nnx.Dropout) or not node.rngs:
+            return []
+        return [node.rngs.count]
+
+    def summarize(
+        self, slots: Sequence[Slot], nodes: Iterable[Any]
+    ) -> dict[Any, tuple[str, bool]]:
+        del nodes
+        return {
+            slot.key: (type(slot.variable).__name__, slot.is_parameter())
+            for slot in slots
+        }
 
 
-def is_variable(value: Any) -> bool:
-    # Not `isinstance`, which would run code of Flax for every value in a walk.
-    return is_variable_type(type(value))
+ADAPTER = NnxAdapter()
 
 
-def is_node(value: Any) -> bool:
-    return is_node_type(type(value))
-
-
-@functools.lru_cache(maxsize=4096)
-def is_variable_type(kind: type) -> bool:
-    return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
-
-
-@functools.lru_cache(maxsize=4096)
-def is_node_type(kind: type) -> bool:
-    return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
+def _loaded(name: str) -> Any:
+    """Returns a class of NNX, or no class if NNX is not loaded."""
+    return getattr(sys.modules.get("flax.nnx"), name, ())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,7 +236,7 @@ def _role_of(kind: type) -> Role:
     return next(found, Role.PLAIN)
 
 
-def is_of_optimizer(variable: "nnx.Variable") -> bool:
+def _is_of_optimizer(variable: "nnx.Variable") -> bool:
     """Returns whether a variable holds a part of the state of Optax."""
     from flax import nnx
 
@@ -109,15 +244,7 @@ def is_of_optimizer(variable: "nnx.Variable") -> bool:
     return isinstance(variable, nnx.OptArray | nnx.OptVariable)
 
 
-def kind_of(variable: "nnx.Variable", held_by: Any = None) -> LeafKind:
-    """Returns the kind of a variable's value; `held_by` is its parent in a pytree."""
-    role = _role_of(type(variable))
-    if role is Role.METRIC and _is_welford(held_by):
-        role = Role.PLAIN
-    return LeafKind(role, variable.get_metadata().get("aggregation"))
-
-
-def _is_welford(state: Any) -> bool:
+def _is_welford_state(state: Any) -> bool:
     """Returns whether a `State` comes from `nnx.split` of a Welford metric."""
     from flax import nnx
 
@@ -131,49 +258,6 @@ def merges_by_sum(value: Any) -> bool:
 
     # Welford's algorithm has a running mean, which does not add up.
     return not isinstance(value, nnx.metrics.Welford)
-
-
-def is_internal(name: Any) -> bool:
-    """Returns whether an entry of a node's `__dict__` is Flax's own."""
-    return isinstance(name, str) and name.startswith("_pytree__")
-
-
-def metadata(variable: "nnx.Variable") -> dict[str, Any]:
-    return variable._var_metadata
-
-
-def assign(module: "nnx.Pytree", other: "nnx.Pytree") -> None:
-    """Puts the values of one module into another with the same structure."""
-    from flax import nnx
-
-    nnx.update(module, nnx.state(other))
-
-
-def is_here(part: Any) -> bool:
-    """Returns whether a variable or a node may be changed in the current trace."""
-    holder = part if is_variable(part) else part._pytree__state
-    return holder._trace_state.is_valid()
-
-
-def move_variable(variable: "nnx.Variable") -> Callable[[], None]:
-    """Moves a variable into the current trace; returns a function that undoes it."""
-    trace_state = variable._trace_state
-    object.__setattr__(variable, "_trace_state", _make_trace_state())
-    return lambda: object.__setattr__(variable, "_trace_state", trace_state)
-
-
-def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
-    """Moves a graph node into the current trace; returns a function that undoes it."""
-    state = node._pytree__state
-    old = state._trace_state
-    state._trace_state = _make_trace_state()
-
-    def restore() -> None:
-        state._trace_state = old
-        # `nnx.grad` gives its nodes new state objects, made in a trace that has ended.
-        object.__setattr__(node, "_pytree__state", state)
-
-    return restore
 
 
 def _make_trace_state() -> Any:

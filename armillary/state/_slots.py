@@ -12,7 +12,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -152,12 +152,18 @@ class Trait(enum.Enum):
     ONE_LOOP = "armillary_one_loop"
     """Every loop resets the state, so that no checkpoint needs it."""
 
+    HOLDS_STATE = "armillary_holds_state"
+    """A class of this library, but not its subclasses, holds a user's objects."""
+
     IN_PARTS = "armillary_in_parts"
     """Elements carry into each other. A change is the difference of the elements."""
 
     MARKS_NOT_FINITE = "armillary_marks_not_finite"
     """The values are integers for floats. The last ones note values not finite."""
 
+
+Hook: TypeAlias = Callable[[Any, Any], Any]
+"""A function of a variable and its value, which returns the value to use instead."""
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -172,6 +178,11 @@ def with_trait(trait: Trait) -> Callable[[_Kind], _Kind]:
     return give
 
 
+def has_own_trait(kind: type, trait: Trait) -> bool:
+    """Returns whether a class itself was given a trait, and not one of its bases."""
+    return trait.value in vars(kind)
+
+
 def has_trait(value: Any, trait: Trait) -> bool:
     return getattr(type(value), trait.value, False)
 
@@ -184,7 +195,7 @@ class Slot:
     to carry. `paths` has a path for each of these arrays.
     """
 
-    variable: Any = None  # of NNX or Keras, whose value this is
+    variable: Any = None  # of a library, whose value this is
     holder: int | None = None  # the `id` of the object that has the place
     role: Role = Role.PLAIN
 
@@ -313,6 +324,23 @@ class Slot:
         old = self.get()
         self.write(leaves)
         return lambda: self.put(old)
+
+    def is_here(self) -> bool:
+        """Returns whether the place belongs to the current trace, as in NNX."""
+        return False
+
+    def move(self) -> Callable[[], None]:
+        """Moves the place into the current trace; returns a function that undoes it."""
+        return lambda: None
+
+    def hook(self, on_read: Hook, on_write: Hook) -> Callable[[], None]:
+        """Calls hooks at each read and write; returns a function that removes them.
+
+        Only a library whose variables have hooks does this. A variable of another
+        library is read and written as before.
+        """
+        del on_read, on_write
+        return lambda: None
 
     def kinds(self) -> list[LeafKind]:
         """Returns the kind of each array, in the order of `paths`."""

@@ -2,14 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from armillary.state import _keras, _nnx
-
-if TYPE_CHECKING:
-    pass
+from armillary.state._adapters import variable_adapter
 
 
 class StepCounter:
@@ -32,10 +29,9 @@ class StepCounter:
 
 def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
     """Returns a reader of the global step that a user gave as the argument `name`."""
-    if _keras.is_variable(global_step):
-        return StepCounter(functools.partial(_keras.value_of, global_step))
-    if _nnx.is_variable(global_step):
-        return StepCounter(global_step.get_value)
+    adapter = variable_adapter(type(global_step))
+    if adapter is not None:
+        return StepCounter(functools.partial(adapter.get, global_step))
     if callable(global_step):
         return StepCounter(global_step)
     raise TypeError(

@@ -15,8 +15,8 @@ from jax import numpy as jnp
 
 from armillary._format import as_text, format_bytes, make_table
 from armillary._traceback import hides_frames
-from armillary.state import _keras, _nnx
-from armillary.state._slots import Role, join_keys
+from armillary.state._adapters import Adapter, adapter_of
+from armillary.state._slots import Slot, join_keys
 from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
@@ -169,20 +169,17 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
             yield from rows
             return
 
-    weights = _find_weights_of_layers(walk)
+    kinds = _find_kinds(walk)
     for slot in slots:
         columns = zip(slot.paths, slot.read(), slot.is_of_optimizer(), strict=True)
         for path, array, is_of_optimizer in columns:
-            if isinstance(slot, _nnx.NnxSlot):
-                kind = type(slot.variable)
-                yield _row(path, array, kind.__name__, slot.is_parameter())
-            elif slot.variable is None:
+            if slot.variable is None:
                 # A scalar in an attribute is a loss, a rate or a count.
                 is_parameter = _is_number(array) and array.shape != ()
                 is_parameter &= not (has_variables or is_of_optimizer)
                 yield _row(path, array, "array", is_parameter)
-            elif slot.key in weights:
-                yield _row(path, array, "weight", slot.role is Role.PLAIN)
+            elif slot.key in kinds:
+                yield _row(path, array, *kinds[slot.key])
 
 
 def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:
@@ -195,17 +192,17 @@ def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:
             yield _row(join_keys("", keys), leaf, "array", _is_number(leaf))
 
 
-def _find_weights_of_layers(walk: Walk) -> set[int]:
-    """Returns the `id`s of the weights of all Keras layers.
-
-    The optimizer, metrics and seeds of a compiled Keras model are not among them.
-    """
-    layer_type = getattr(_keras.keras_module(), "Layer", ())
-    weights: set[int] = set()
-    for node in walk.nodes.values():
-        if isinstance(node.value, layer_type):
-            weights.update(map(id, node.value.weights))
-    return weights
+def _find_kinds(walk: Walk) -> dict[Any, tuple[str, bool]]:
+    """Returns the kinds of variables, and whether they are parameters, by slot key."""
+    slots: dict[Adapter, list[Slot]] = collections.defaultdict(list)
+    for slot in walk.slots.values():
+        if slot.variable is not None:
+            slots[adapter_of(slot.variable)].append(slot)
+    nodes = [node.value for node in walk.nodes.values()]
+    kinds: dict[Any, tuple[str, bool]] = {}
+    for adapter, own in slots.items():
+        kinds.update(adapter.summarize(own, nodes))
+    return kinds
 
 
 def _row(path: str, array: Any, kind: str, is_parameter: bool) -> ArrayRow:

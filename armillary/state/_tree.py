@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from armillary.state import _equinox, _nnx
+from armillary.state import _equinox
+from armillary.state._adapters import adapter_of, is_tree_variable
 from armillary.state._holders import is_claimed
 from armillary.state._slots import (
     LeafKind,
@@ -75,7 +76,7 @@ def leaves_of(
         yield Leaf(keys, tree, above)
         return
     # A variable has one value, and its key is left out of paths.
-    depth = 1 if _nnx.is_variable(tree) else 0
+    depth = 1 if is_tree_variable(tree) else 0
     for own, child in children:
         inner = (*keys, *own[depth:])
         yield from leaves_of(child, is_leaf, keys=inner, above=(*above, tree))
@@ -83,7 +84,7 @@ def leaves_of(
 
 def is_object(value: Any) -> bool:
     """Returns whether a pure step treats a value as one leaf, such as a module."""
-    return not _nnx.is_variable(value) and is_claimed(value)
+    return not is_tree_variable(value) and is_claimed(value)
 
 
 class TreeSlot(Slot):
@@ -120,7 +121,7 @@ class PureSlot(TreeSlot):
 
     def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
         value = self.get()
-        has_variables = any(map(_nnx.is_variable, _shallow_leaves(value)))
+        has_variables = any(map(is_tree_variable, _shallow_leaves(value)))
         if not has_variables:
             return super()._name_leaves(entries)
         return [leaf.path(self.path) for leaf in leaves_of(value, is_object)]
@@ -136,9 +137,12 @@ class PureSlot(TreeSlot):
 
 
 def _is_of_optimizer(leaf: Leaf) -> bool:
-    variables = filter(_nnx.is_variable, leaf.above)
-    is_of_nnx = any(map(_nnx.is_of_optimizer, variables))
-    return is_of_nnx or any(map(is_optax_state, leaf.above))
+    for node in leaf.above:
+        if is_optax_state(node):
+            return True
+        if is_tree_variable(node) and adapter_of(node).is_of_optimizer(node):
+            return True
+    return False
 
 
 def _shallow_leaves(tree: Any) -> list[Any]:
@@ -168,8 +172,8 @@ def kind_of(leaf: Leaf) -> LeafKind:
     """Returns the kind of an array in a pytree, from the libraries of its nodes."""
     parent = None
     for node in leaf.above:
-        if _nnx.is_variable(node):
-            return _nnx.kind_of(node, held_by=parent)
+        if is_tree_variable(node):
+            return adapter_of(node).kind_of(node, held_by=parent)
         parent = node
     if any(map(is_optax_state, leaf.above)):
         return LeafKind(Role.PLAIN)

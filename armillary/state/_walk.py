@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from armillary.errors import StateStructureError
-from armillary.state import _keras, _nnx
+from armillary.state._adapters import node_adapter, variable_adapter
 from armillary.state._code import Code
 from armillary.state._holders import (
     ATTRIBUTES,
@@ -171,30 +171,29 @@ class Walk:
                 f"`{path}` holds a `jax.Ref`, which neither strategies nor checkpoints "
                 "carry. Use an `nnx.Variable`, or an array that the step assigns."
             )
-        if _nnx.is_variable(value) and id(value) not in self.slots:
-            self._add(_nnx.NnxSlot(value, path), None)
-        elif _keras.is_variable(value) and id(value) not in self.slots:
-            if not _keras.is_unset(value):
-                self._add(_keras.KerasSlot(value, path), None)
-        elif not is_claimed(value):
-            return self._add_place(task)
+        adapter = variable_adapter(type(value))
+        if adapter is None:
+            return not is_claimed(value) and self._add_place(task)
+        if id(value) not in self.slots:
+            slot = adapter.make_slot(value, path)
+            if slot is not None:
+                self._add(slot, None)
         return False
 
     def _push(self, value: Any, path: str, parts: list[Part]) -> None:
         """Adds a task for each value that a holder holds."""
-        is_node = _nnx.is_node(value)
-        if is_node and not _nnx.merges_by_sum(value):
-            for part in parts:
-                self._roles.update(dict.fromkeys(map(id, part.values), Role.PLAIN))
-        averages = map(id, _keras.batch_statistics(value))
-        self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
+        adapter = node_adapter(type(value))
+        if adapter is not None:
+            self._roles.update(adapter.roles_below(value, parts))
 
         # The tasks are a stack, so the first value comes last.
         for part in reversed(parts):
             if self._passes_over(part.values):
                 continue
             for name, held in reversed(part.pairs):
-                if type(held) in PLAIN or (is_node and _nnx.is_internal(name)):
+                if type(held) in PLAIN:
+                    continue
+                if adapter is not None and adapter.is_internal(name):
                     continue
                 place = part.way.join(path, name)
                 above = (id(value), name)
@@ -462,8 +461,8 @@ class Watch:
             self._views.append(part.source)
             self._held += part.values
             return
-        # An object of NNX has a record of its names among the values.
-        if not _nnx.is_node(node.value):
+        adapter = node_adapter(type(node.value))
+        if adapter is None or not adapter.records_names:
             self._views.append(part.source)
             self._held += part.names
         self._views.append(part.source.values())
@@ -535,11 +534,13 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
     facts: Facts = {(path, None): walk.fact(value) for value, path in walk.roots}
     for holder in walk.reached_from(names):
         node = walk.nodes[holder]
+        adapter = node_adapter(type(node.value))
         for part in node.parts:
             for name, value in part.pairs:
+                is_internal = adapter is not None and adapter.is_internal(name)
                 is_unread = holder == root and name not in (names or ())
                 is_constant = (holder, name) in walk.globals
-                if is_unread or is_constant or _nnx.is_internal(name):
+                if is_unread or is_constant or is_internal:
                     continue
 
                 place = part.way.join(node.path, name)

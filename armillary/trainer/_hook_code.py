@@ -6,7 +6,6 @@ them. Then it can be a part of the device program.
 
 import ast
 import inspect
-import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from armillary._logging import logger
+from armillary.state._adapters import NodePart, is_tree_variable, plays
 
 BEGIN = "train_loop_begin"
 END = "train_loop_end"
@@ -119,7 +119,7 @@ class _Reader:
                 is_known = name in ("compute", "reset") and not arguments
                 return is_known and _is_metric(self._find(holder))
             case ast.Subscript(value=holder, slice=ast.Constant(value=index)):
-                return index is ... and _is_nnx(self._find(holder), "Variable")
+                return index is ... and is_tree_variable(self._find(holder))
             case ast.Attribute():
                 return isinstance(self._find(node), _PLAIN)
             case ast.Name(id=name):  # a global may change
@@ -175,17 +175,12 @@ class _Reader:
         return getattr(holder, "__dict__", {}).get(node.attr, _UNKNOWN)
 
 
-def _is_nnx(value: Any, kind: str) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, getattr(nnx, kind))
-
-
 def _is_metric(value: Any) -> bool:
     """Returns whether a value is a metric of this library, or a plain one of Flax."""
     if getattr(type(value), _MARK, False):
         return True
     is_of_flax = type(value).__module__.startswith("flax.")
-    if not (is_of_flax and _is_nnx(value, "Metric")):
+    if not (is_of_flax and plays(value, NodePart.METRIC)):
         return False
-    parts = [part for part in vars(value).values() if _is_nnx(part, "Metric")]
+    parts = [part for part in vars(value).values() if plays(part, NodePart.METRIC)]
     return all(map(_is_metric, parts))

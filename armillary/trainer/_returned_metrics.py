@@ -107,6 +107,7 @@ class Seen:
 
 @without_python
 @with_trait(Trait.ONE_LOOP)
+@with_trait(Trait.HOLDS_STATE)
 class ReturnedMetrics:
     """The totals of all metrics, whose names are known when the step is traced."""
 

@@ -1,6 +1,5 @@
 """Checks a traced step: does it train, or only evaluate, the model that it reaches?"""
 
-import sys
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -10,6 +9,12 @@ from armillary._foreign_names import NAMES
 from armillary._logging import logger
 from armillary._owners import Owner, owner_of_class
 from armillary.errors import StateStructureError
+from armillary.state._adapters import (
+    NodePart,
+    counts_updates,
+    node_adapter,
+    plays,
+)
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
 
@@ -46,22 +51,21 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
 
 def _find_dropout_counts(state: State) -> set[int]:
     """Returns the `id`s of the variables that count the draws of dropout layers."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return set()
-    dropouts = [node for node in state._nodes if isinstance(node, nnx.Dropout)]
-    return {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
+    counts: set[int] = set()
+    for node in state.nodes:
+        adapter = node_adapter(type(node.value))
+        if adapter is not None:
+            counts.update(map(id, adapter.draw_counts(node.value)))
+    return counts
 
 
 def warn_of_rates(state: State) -> None:
     """Warns if a learning rate was assigned to an optimizer of Flax."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
     for node in state.nodes:
-        kind = type(node.value)
+        if not plays(node.value, NodePart.OPTIMIZER):
+            continue
         # A class that the user wrote may use such an attribute itself.
-        if not issubclass(kind, nnx.Optimizer) or owner_of_class(kind) is Owner.USER:
+        if owner_of_class(type(node.value)) is Owner.USER:
             continue
         for name in sorted(_RATES & vars(node.value).keys()):
             logger.warning(
@@ -75,14 +79,11 @@ def warn_of_rates(state: State) -> None:
 
 def check_training(name: str, state: State, changed: Sequence[int]) -> None:
     """Warns if a step advances an optimizer, but changes no parameter."""
-    nnx = sys.modules.get("flax.nnx")
     leaves = [as_array(leaf) for leaf in state.read()]
     flags = state.of_optimizer
 
     def is_of_optimizer(index: int) -> bool:
-        variable = getattr(state.owners[index], "variable", None)
-        counts_steps = nnx is not None and isinstance(variable, nnx.OptState)
-        return counts_steps or flags[index]
+        return flags[index] or counts_updates(state.owners[index].variable)
 
     def is_float(index: int) -> bool:
         return jnp.issubdtype(leaves[index].dtype, jnp.inexact)

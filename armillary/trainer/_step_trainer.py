@@ -24,7 +24,7 @@ from armillary.distribute.replica._pure_state import (
     take_back,
 )
 from armillary.parameter_server._strategy import ParameterServerStrategy
-from armillary.state._slots import LeafKind, describe
+from armillary.state._slots import LeafKind, Trait, describe, with_trait
 from armillary.state._tree import Leaf, PureStateOwner
 from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import map_output
@@ -44,6 +44,7 @@ from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Batch, Output, PyTree
 
 
+@with_trait(Trait.HOLDS_STATE)
 class StepTrainer(StandardTrainer, PureStateOwner):
     """Trains with a pure step: `step(state, batch) -> (state, metrics)`.
 
@@ -246,6 +247,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         started.change(lambda _: own)
 
 
+@with_trait(Trait.HOLDS_STATE)
 class StepEvaluator(StandardEvaluator):
     """Evaluates a trainer's state with a pure step: `step(state, batch) -> metrics`.
 

@@ -75,7 +75,7 @@ def test_a_single_process_sets_the_flags_before_its_devices_start(monkeypatch):
     monkeypatch.setattr(name, lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "")
     options = CommunicationOptions(timeout_seconds=7)
-    assert _join.join_cluster(SimpleClusterResolver({}), options) is None
+    assert _join.join_cluster(SimpleClusterResolver({}), options).is_alone
     assert os.environ["XLA_FLAGS"].split() == ["--xla_cpu_collective_timeout_seconds=7"]
 
 

@@ -16,6 +16,8 @@ import armillary
 from tests.conftest import REPOSITORY
 from tests.patience import patience
 from tests.ports import (
+    byol,
+    clip,
     dcgan,
     dqn,
     imagenet,
@@ -31,11 +33,14 @@ from tests.ports import (
     score_diffusion,
     vae,
     vision_transformer,
+    vq_vae,
 )
 from tests.ports.port import Port, Result
 from tests.problems import assert_identical, read_state
 
 PORTS = {
+    "byol": byol.PORT,
+    "clip": clip.PORT,
     "dcgan": dcgan.PORT,
     "dqn": dqn.PORT,
     "imagenet": imagenet.PORT,
@@ -52,6 +57,7 @@ PORTS = {
     "score_diffusion": score_diffusion.PORT,
     "vae": vae.PORT,
     "vision_transformer": vision_transformer.PORT,
+    "vq_vae": vq_vae.PORT,
 }
 # Its first setup stays in the short tier.
 QUICK = ("imagenet",)

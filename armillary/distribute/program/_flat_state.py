@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -20,12 +20,28 @@ from armillary.distribute._global_arrays import as_global, is_key
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same
 from armillary.errors import StateStructureError
-from armillary.state import _nnx
+from armillary.state._adapters import Adapter, adapter_of
 from armillary.state._lift import State, as_array, strong
 from armillary.state._slots import Slot, is_same_raw
 
 _Picker: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 _Parts: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
+
+_Place: TypeAlias = tuple[Slot, int, int]
+"""A slot, and the range of its arrays in the state."""
+
+
+class _Written(NamedTuple):
+    """The variables of one library that a program changes.
+
+    `numbers` and `indices` have the number of each variable's place, and the index of
+    its array.
+    """
+
+    adapter: Adapter
+    variables: list[Any]
+    numbers: list[int]
+    indices: list[int]
 
 
 class _Use:
@@ -113,11 +129,23 @@ class FlatState:
 
     def _bind(self, state: State) -> None:
         self.state = state
-        # NNX variables of one array come first, because they are read in one pass.
-        self._places = sorted(state.ranges, key=lambda place: not _is_leaf(place[0]))
-        self._leaves = [i for slot, i, _ in self._places if _is_leaf(slot)]
-        leaf_places = self._places[: len(self._leaves)]
-        self._variables = [slot.variable for slot, _, _ in leaf_places]
+        # Variables of one array come first, because one pass reads all of a library.
+        by_library: dict[Adapter, list[_Place]] = {}
+        others: list[_Place] = []
+        for place in state.ranges:
+            slot, _, _ = place
+            is_variable = slot.is_leaf and slot.variable is not None
+            if is_variable:
+                by_library.setdefault(adapter_of(slot.variable), []).append(place)
+            else:
+                others.append(place)
+        leaf_places = [place for places in by_library.values() for place in places]
+        self._places = [*leaf_places, *others]
+        self._leaves = [start for _, start, _ in leaf_places]
+        self._variables = [
+            (adapter, [slot.variable for slot, _, _ in places])
+            for adapter, places in by_library.items()
+        ]
         self._has_looked = False
         self._find_written()
 
@@ -127,9 +155,15 @@ class FlatState:
         The user may assign to all other places while the program runs.
         """
         new = self._use.new
-        written = [n for n, i in enumerate(self._leaves) if i in new]
-        self._written = [(n, self._leaves[n]) for n in written]
-        self._written_variables = [self._variables[n] for n in written]
+        self._written: list[_Written] = []
+        first = 0
+        for adapter, variables in self._variables:
+            last = first + len(variables)
+            numbers = [n for n in range(first, last) if self._leaves[n] in new]
+            written = [variables[n - first] for n in numbers]
+            indices = [self._leaves[n] for n in numbers]
+            self._written.append(_Written(adapter, written, numbers, indices))
+            first = last
 
         # A program may write only some arrays of a place.
         self._containers: list[tuple[int, list[int]]] = []
@@ -241,10 +275,11 @@ class FlatState:
         if not self._is_ahead:
             return
         held = list(self._held)
-        for number, i in self._written:
-            held[number] = self.arrays[i]
-        values = [held[number] for number, _ in self._written]
-        _nnx.write_raw(self._written_variables, values)
+        for adapter, variables, numbers, indices in self._written:
+            values = [self.arrays[i] for i in indices]
+            for number, value in zip(numbers, values, strict=True):
+                held[number] = value
+            adapter.write(variables, values)
         for number, offsets in self._containers:
             slot, start, _ = self._places[number]
             leaves = {offset: self.arrays[start + offset] for offset in offsets}
@@ -264,9 +299,11 @@ class FlatState:
 
     def _read(self) -> list[Any]:
         """Returns the values in all places, in their order."""
-        others = self._places[len(self._variables) :]
-        values = [slot.raw() for slot, _, _ in others]
-        return [*_nnx.read_raw(self._variables), *values]
+        values: list[Any] = []
+        for adapter, variables in self._variables:
+            values += adapter.read(variables)
+        values += [slot.raw() for slot, _, _ in self._places[len(self._leaves) :]]
+        return values
 
     def _look(self) -> None:
         """Finds the places whose values have changed since the last call."""
@@ -337,10 +374,6 @@ class FlatState:
         for i in moved:
             arrays[i] = arrays[i].copy()
         return moved
-
-
-def _is_leaf(slot: Slot) -> bool:
-    return slot.is_leaf and _nnx.is_variable(slot.variable)
 
 
 def _put(

@@ -1,7 +1,6 @@
 """Notes on errors in a user's step, which JAX and Flax cannot give."""
 
 import dis
-import sys
 import types
 
 import jax
@@ -10,6 +9,7 @@ from armillary._owners import Owner, owner_of_file
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import ArmillaryError
+from armillary.state._adapters import NodePart, plays
 from armillary.state._slots import describe, is_array
 from armillary.typing import PyTree
 
@@ -171,14 +171,11 @@ def _last_name(entry: types.TracebackType) -> str | None:
 
 
 def _describe_layer(error: Exception) -> str | None:
-    """Names the layer of Flax that an error came from, by its plain attributes."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return None
+    """Names the layer that an error came from, by its plain attributes."""
     for entry in _entries_of(error):
         names = entry.tb_frame.f_locals
         layer = names.get("self")
-        if not isinstance(layer, nnx.Module):
+        if not plays(layer, NodePart.LAYER):
             continue
         sizes: list[str] = []
         for name, value in vars(layer).items():

@@ -31,14 +31,14 @@ from armillary.errors import (
     ReplicaContextError,
     StateStructureError,
 )
+from armillary.state._adapters import guarded_writes
 from armillary.state._captured import (
     Fingerprint,
     check_captured,
-    keras_write_error,
+    guarded_write_error,
     methods_of,
     write_error,
 )
-from armillary.state._keras import guarded_writes
 from armillary.state._lift import State, take_tracers
 from armillary.state._walk import Walk
 from armillary.typing import PyTree
@@ -180,7 +180,7 @@ class _Tracing(NamedTuple):
             return [after[i] for i in changed], arrays
 
         keys = {slot.key for slot in state.slots}
-        explain_write = functools.partial(keras_write_error, self.user_fn, self.owner)
+        explain_write = functools.partial(guarded_write_error, self.user_fn, self.owner)
         with (
             explained(self.user_fn, state, self.owner, self.arguments),
             guarded_writes(keys, explain_write),

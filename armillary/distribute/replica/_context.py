@@ -16,7 +16,7 @@ import jax
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.errors import ReplicaContextError
-from armillary.state._keras import follow_keras
+from armillary.state._adapters import follow_strategies
 from armillary.state._lift import State
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def set_strategy(strategy: "Strategy | None") -> None:
     if strategy is not None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
         check_methods("strategy", strategy, ["scope", "run"], fix)
-    follow_keras()
+    follow_strategies()
     if _ambient.frames:
         raise ReplicaContextError(
             "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "

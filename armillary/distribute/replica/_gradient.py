@@ -17,10 +17,8 @@ from armillary._traceback import hides_frames
 from armillary.distribute.replica._context import lifted_state, require_replica_context
 from armillary.distribute.replica._marks import AVERAGE, DIVISOR
 from armillary.errors import BatchSizeError, CapturedStateError
-from armillary.state._keras import is_variable as is_keras_variable
+from armillary.state._adapters import is_variable, node_adapter
 from armillary.state._lift import State, strong
-from armillary.state._nnx import is_node
-from armillary.state._nnx import is_variable as is_nnx_variable
 from armillary.typing import PyTree
 
 
@@ -209,15 +207,14 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
 
 def _variables_of(variables: Any) -> tuple[list[Any], Any]:
     """Returns variables as a list, and the structure of a module's parameters."""
-    if is_node(variables):
-        from flax import nnx
-
-        state = nnx.state(variables, nnx.Param)
-        return jax.tree.flatten(state, is_leaf=is_nnx_variable)
+    adapter = node_adapter(type(variables))
+    parameters = None if adapter is None else adapter.find_parameters(variables)
+    if parameters is not None:
+        return parameters
     # A value that is not iterable is reported below, as something in a list.
     wanted = list(variables) if np.iterable(variables) else [variables]
     for variable in wanted:
-        if not (is_keras_variable(variable) or is_nnx_variable(variable)):
+        if not is_variable(variable):
             raise TypeError(
                 f"`variables` holds {variable!r:.60} of type "
                 f"{type(variable).__name__}, but it must be a list of variables of "

@@ -18,7 +18,12 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary.distribute.replica._kinds import KINDS
 from armillary.distribute.replica._policy import VariableAggregation
-from armillary.state import _keras
+from armillary.state._adapters import (
+    adapter_of,
+    is_leaf_variable,
+    loaded_adapters,
+    value_of,
+)
 from armillary.state._slots import LeafKind, is_array
 from armillary.state._tree import PURE_STATE, Leaf, is_object, kind_of, leaves_of
 from armillary.state._walk import Walk
@@ -43,11 +48,12 @@ class _Rule(NamedTuple):
         return not is_flag or self.aggregation not in adds_up
 
 
-class _KerasLeaf(NamedTuple):
-    """A leaf that holds a variable of Keras: its kind, and its name in Keras."""
+class _VariableLeaf(NamedTuple):
+    """A leaf that holds a variable: its kind, and its name in its library."""
 
     kind: LeafKind
     name: str
+    library: str
 
 
 class StateKinds:
@@ -66,7 +72,7 @@ class StateKinds:
 
     def __init__(self, kinds: Any, state: Any, step: Any) -> None:
         leaves = [leaf for leaf in leaves_of(state, is_object) if _has_value(leaf)]
-        self._of_keras = _find_keras_leaves(leaves, step)
+        self._variables = _find_variables(leaves, step)
         self._rules: list[_Rule] = []
         for key, kind in _check_mapping(kinds).items():
             self._rules.append(_make_rule(key, kind))
@@ -75,7 +81,7 @@ class StateKinds:
 
     def find(self, leaf: Leaf) -> LeafKind:
         """Returns the kind of a leaf; the first rule that finds it counts."""
-        known = self._of_keras.get(leaf.path(PURE_STATE))
+        known = self._variables.get(leaf.path(PURE_STATE))
         kind = kind_of(leaf) if known is None else known.kind
         rule = next((rule for rule in self._rules if rule.finds(leaf)), None)
         if rule is None or not rule.fits(leaf):
@@ -83,10 +89,12 @@ class StateKinds:
         return kind._replace(aggregation=rule.aggregation)
 
     def place_of(self, leaf: Leaf) -> str:
-        """Returns the name of a leaf in messages, with its name in Keras."""
-        known = self._of_keras.get(leaf.path(PURE_STATE))
+        """Returns the name of a leaf in messages, with its name in its library."""
+        known = self._variables.get(leaf.path(PURE_STATE))
         place = leaf.place(PURE_STATE)
-        return place if known is None else f"{place} ({known.name!r} of Keras)"
+        if known is None:
+            return place
+        return f"{place} ({known.name!r} of {known.library})"
 
 
 def _check_mapping(kinds: Any) -> Mapping[Any, Any]:
@@ -189,26 +197,32 @@ def _has_value(leaf: Leaf) -> bool:
     """Returns whether a leaf is or becomes an array, so that it can have a kind."""
     value = leaf.value
     is_number = isinstance(value, np.ndarray | np.generic) or type(value) is int
-    return is_number or is_array(value) or _keras.is_variable(value)
+    return is_number or is_array(value) or is_leaf_variable(value)
 
 
 def _value_of(leaf: Leaf) -> Any:
-    if _keras.is_variable(leaf.value):
-        return _keras.value_of(leaf.value)
+    if is_leaf_variable(leaf.value):
+        return value_of(leaf.value)
     return leaf.value if hasattr(leaf.value, "dtype") else jnp.asarray(leaf.value)
 
 
-def _find_keras_leaves(leaves: Iterable[Leaf], step: Any) -> dict[str, _KerasLeaf]:
-    """Returns the leaves that are variables of Keras, or values of such variables."""
-    if _keras.keras_module() is None:
+def _find_variables(leaves: Iterable[Leaf], step: Any) -> dict[str, _VariableLeaf]:
+    """Returns the leaves that are variables, or values of variables of the step.
+
+    Variables that are nodes of pytrees have leaves of their own below them.
+    """
+    if all(adapter.are_pytrees for adapter in loaded_adapters()):
         return {}
     # By identity, because `stateless_call` takes lists of arrays without names.
-    known: dict[int, _KerasLeaf] = {}
+    known: dict[int, _VariableLeaf] = {}
     for slot in Walk([(step, "")]).slots.values():
-        if _keras.is_variable(slot.variable):
-            entry = _KerasLeaf(LeafKind(slot.role), slot.variable.path)
-            known[id(slot.variable)] = entry
-            known[id(_keras.value_of(slot.variable))] = entry
+        variable = slot.variable
+        if is_leaf_variable(variable):
+            adapter = adapter_of(variable)
+            name = adapter.name_of(variable)
+            entry = _VariableLeaf(LeafKind(slot.role), name, adapter.title)
+            known[id(variable)] = entry
+            known[id(adapter.value_of(variable))] = entry
     found = {}
     for leaf in leaves:
         if id(leaf.value) in known:

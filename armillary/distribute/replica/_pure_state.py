@@ -14,7 +14,14 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary.distribute.replica._context import get_replica_context
 from armillary.errors import StateStructureError
-from armillary.state import _equinox, _keras, _nnx
+from armillary.state import _equinox
+from armillary.state._adapters import (
+    adapter_of,
+    is_leaf_variable,
+    is_tree_node,
+    is_tree_variable,
+    value_of,
+)
 from armillary.state._slots import became, describe, is_array, is_equal
 from armillary.state._tree import (
     PURE_STATE,
@@ -34,7 +41,7 @@ def has_data(state: PyTree) -> bool:
 
 def _is_data(leaf: Leaf) -> bool:
     value = leaf.value
-    if is_array(value) or _keras.is_variable(value):
+    if is_array(value) or is_leaf_variable(value):
         return True
     # As in `jax.jit`, an integer is an array. A flag or a rate of Equinox is not.
     if isinstance(value, np.ndarray | np.generic) or type(value) is int:
@@ -64,8 +71,8 @@ def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
     """
     places: dict[Any, str] = {}
     for leaf in leaves:
-        depths = [i for i, node in enumerate(leaf.above) if _nnx.is_node(node)]
-        if not depths or not _nnx.is_variable(leaf.above[-1]):
+        depths = [i for i, node in enumerate(leaf.above) if is_tree_node(node)]
+        if not depths or not is_tree_variable(leaf.above[-1]):
             continue
         # The state may have the same module twice, such as for an average.
         module = leaf.keys[: depths[0]]
@@ -84,8 +91,8 @@ def _own(leaf: Leaf) -> Any:
     value = leaf.value
     if not _is_data(leaf):
         return value
-    if _keras.is_variable(value):
-        value = _keras.value_of(value)
+    if is_leaf_variable(value):
+        value = value_of(value)
     try:
         return jnp.array(value)
     except (OverflowError, TypeError) as error:
@@ -134,9 +141,9 @@ def _take_object(old: Any, new: Any) -> Any:
 
     A compiled program may refer to the module.
     """
-    if old is new or not _nnx.is_node(old):
+    if old is new or not is_tree_node(old):
         return new
-    _nnx.assign(old, new)
+    adapter_of(old).assign(old, new)
     return old
 
 

@@ -15,8 +15,8 @@ from armillary.distribute.replica._context import (
 )
 from armillary.distribute.replica._gradient import split_aux
 from armillary.distribute.replica._values import ReduceOp
+from armillary.state._adapters import is_tree_node
 from armillary.state._lift import State
-from armillary.state._nnx import is_node
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -162,14 +162,14 @@ def over_replicas(
 @contextmanager
 def _sharing(tree: Any, axis_name: str) -> Iterator[Any]:
     """Gives a pytree whose derivatives are summed over all replicas."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
-    state = State([(leaf, "") for leaf in leaves if is_node(leaf)])
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_tree_node)
+    state = State([(leaf, "") for leaf in leaves if is_tree_node(leaf)])
     before = state.read()
     shared = [_share(leaf, axis_name) for leaf in before]
     state.write(shared)
     try:
         yield treedef.unflatten(
-            leaf if is_node(leaf) else _share(leaf, axis_name) for leaf in leaves
+            leaf if is_tree_node(leaf) else _share(leaf, axis_name) for leaf in leaves
         )
     finally:
         # Arrays that the loss function has written stay, such as batch statistics.

@@ -30,8 +30,8 @@ from armillary.distribute.replica._values import (
     is_per_replica,
 )
 from armillary.errors import ReplicaContextError
+from armillary.state._adapters import is_tree_variable
 from armillary.state._holders import is_claimed
-from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -240,7 +240,8 @@ class ReplicaContext:
         def is_object(part: Any) -> bool:
             # Objects are not copied, because writes to a copy would be lost. Variables
             # that are not lifted are values, such as gradients in an `nnx.State`.
-            return is_claimed(part) and (id(part) in lifted or not is_variable(part))
+            is_value = is_tree_variable(part) and id(part) not in lifted
+            return is_claimed(part) and not is_value
 
         def share(leaf: Any) -> Any:
             if not isinstance(leaf, jax.Array):

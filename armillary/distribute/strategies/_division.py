@@ -8,7 +8,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from armillary.distribute.replica._operations import CURVED, LINEAR, SCALING
+from armillary.distribute.replica._operations import (
+    CUMULATIVE,
+    CURVED,
+    EXTREMES,
+    LINEAR,
+    MOVES,
+    SCALING,
+    SUMS,
+)
 
 
 class Division(NamedTuple):
@@ -30,10 +38,8 @@ Fact: TypeAlias = Division | None
 _Rule: TypeAlias = Callable[[Any, Division], tuple[Any, ...] | None]
 
 _CHANGE_SHAPE = frozenset(
-    {"reshape", "squeeze", "broadcast_in_dim", "transpose", "slice", "concatenate"}
-    | {"pad", "split", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
-    | {"rev", "cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp"}
-    | {"sharding_constraint", "optimization_barrier"}
+    {*MOVES, *SUMS, *EXTREMES, *CUMULATIVE, "rev", "slice", "concatenate", "pad"}
+    | {"split", "sharding_constraint", "optimization_barrier"}
 )
 _ELEMENTWISE = (LINEAR | SCALING | CURVED) - _CHANGE_SHAPE | frozenset(
     {"mul", "div", "select_n", "name", "is_finite", "not", "and", "or", "xor"}
