@@ -123,7 +123,9 @@ def test_shuffled_arrays_name_the_row():
 
 
 class Processes:
-    """Says that there are several, for a layout that asks nothing else of them."""
+    """Several processes, for a layout that asks nothing else of them."""
+
+    is_alone = False
 
 
 def test_rows_that_a_process_takes_for_its_own_devices_are_looked_at_too():
