@@ -21,7 +21,7 @@ from armillary._optional import KERAS_ON_JAX, loaded_keras
 from armillary.errors import StateStructureError
 from armillary.state._adapters import Adapter
 from armillary.state._holders import Contents, Part, Way, look_at_items, part_of
-from armillary.state._slots import Role, Slot, join
+from armillary.state._slots import AxisNames, Role, Slot, join
 
 if TYPE_CHECKING:
     import keras
@@ -67,6 +67,13 @@ class KerasSlot(Slot):
 
     def is_parameter(self) -> bool:
         return self.variable.trainable
+
+    def axis_names(self) -> list[AxisNames | None]:
+        layout = getattr(self.variable, "_layout", None)
+        names = getattr(layout, "axes", None)
+        spec = getattr(layout, "spec", names)
+        found = AxisNames(tuple(spec)) if spec else None
+        return [found] * len(self.paths)
 
 
 def check_backend() -> None:

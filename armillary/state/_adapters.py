@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from armillary.state._holders import Part, Way
-    from armillary.state._slots import LeafKind, Role, Slot
+    from armillary.state._slots import AxisNames, LeafKind, Role, Slot
 
 # The module of the adapter, by the name of the library. If an object belongs to two
 # libraries, the first one counts.
@@ -94,6 +94,11 @@ class Adapter:
     def kind_of(self, variable: Any, held_by: Any) -> "LeafKind":
         """Returns the kind of a variable that is a node of a pytree."""
         raise NotImplementedError
+
+    def axis_names(self, variable: Any) -> "AxisNames | None":
+        """Returns the annotation of a variable that is a node of a pytree."""
+        del variable
+        return None
 
     def is_of_optimizer(self, variable: Any) -> bool:
         """Returns whether a variable holds a part of an optimizer's state."""

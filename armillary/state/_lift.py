@@ -20,7 +20,7 @@ from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state._adapters import adapter_of, is_tree_node
 from armillary.state._holders import ATTRIBUTES
-from armillary.state._slots import ABSENT, LeafKind, Slot, describe
+from armillary.state._slots import ABSENT, AxisNames, LeafKind, Slot, describe
 from armillary.state._walk import (
     CodeWatch,
     Node,
@@ -76,6 +76,11 @@ class State:
         for slot in self.slots:
             flags += slot.is_of_optimizer()
         return flags
+
+    @property
+    def axis_names(self) -> list[AxisNames | None]:
+        """The annotation of each array for its sharding, in the order of `paths`."""
+        return [names for slot in self.slots for names in slot.axis_names()]
 
     def place_of(self, index: int) -> str:
         """Returns the name of an array in messages."""

@@ -9,14 +9,14 @@ import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from armillary.state._adapters import Adapter, NodePart
 from armillary.state._holders import ATTRIBUTES, METADATA, Part, part_of
-from armillary.state._slots import Hook, LeafKind, Role, Slot
+from armillary.state._slots import AxisNames, Hook, LeafKind, Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -44,6 +44,10 @@ class NnxSlot(Slot):
         from flax import nnx
 
         return isinstance(self.variable, nnx.Param)
+
+    def axis_names(self) -> list[AxisNames | None]:
+        found = axis_names_of(self.annotations) if self.is_leaf else None
+        return [found] * len(self.paths)
 
     def is_of_optimizer(self) -> list[bool]:
         if self.is_leaf or _is_of_optimizer(self.variable):
@@ -86,6 +90,16 @@ class NnxSlot(Slot):
                     variable.set_metadata(name, hooks)
 
         return restore
+
+
+def axis_names_of(metadata: Mapping[str, Any]) -> AxisNames | None:
+    """Returns the annotation of a variable for its sharding, if it has one."""
+    # The first name is of Flax 0.12, and the others are of earlier releases.
+    for name in ("out_sharding", "sharding_names", "sharding"):
+        names = metadata.get(name)
+        if names:
+            return AxisNames(tuple(names), tuple(metadata.get("sharding_rules") or ()))
+    return None
 
 
 def _chain(hooks: tuple[Callable[[Any, Any], Any], ...]) -> Callable[[Any, Any], Any]:
@@ -136,6 +150,9 @@ class NnxAdapter(Adapter):
 
     def get(self, variable: "nnx.Variable") -> Any:
         return variable.get_value()
+
+    def axis_names(self, variable: "nnx.Variable") -> AxisNames | None:
+        return axis_names_of(variable.get_metadata())
 
     def kind_of(self, variable: "nnx.Variable", held_by: Any) -> LeafKind:
         role = _role_of(type(variable))

@@ -146,6 +146,18 @@ class LeafKind(NamedTuple):
     aggregation: Any = None
 
 
+class AxisNames(NamedTuple):
+    """The names that a model gives the axes of an array, to divide it over devices.
+
+    Attributes:
+        names: A name, several names or `None` for each axis.
+        rules: Pairs of a name and an axis of the mesh that come with the array.
+    """
+
+    names: tuple[Any, ...]
+    rules: tuple[tuple[str, Any], ...] = ()
+
+
 class Trait(enum.Enum):
     """A property of a class whose state the library made."""
 
@@ -346,6 +358,10 @@ class Slot:
         """Returns the kind of each array, in the order of `paths`."""
         kind = LeafKind(self.role, self.annotations.get("aggregation"))
         return [kind] * len(self.paths)
+
+    def axis_names(self) -> list[AxisNames | None]:
+        """Returns the annotation of each array for its sharding, if it has one."""
+        return [None] * len(self.paths)
 
     def places(self) -> list[str]:
         """Returns the arrays' names in messages, in the order of `paths`."""

@@ -18,6 +18,7 @@ from armillary.state import _equinox
 from armillary.state._adapters import adapter_of, is_tree_variable
 from armillary.state._holders import is_claimed
 from armillary.state._slots import (
+    AxisNames,
     LeafKind,
     Role,
     Slot,
@@ -96,6 +97,29 @@ class TreeSlot(Slot):
             return super().kinds()
         leaves = leaves_of(self.get(), self._is_claimed)
         return [kind_of(leaf) for leaf in leaves if self._is_state(leaf.value)]
+
+    def axis_names(self) -> list[AxisNames | None]:
+        if self.is_leaf:
+            return super().axis_names()
+        leaves = leaves_of(self.get(), self._is_claimed)
+        return [_axis_names_of(leaf) for leaf in leaves if self._is_state(leaf.value)]
+
+
+def _axis_names_of(leaf: Leaf) -> AxisNames | None:
+    """Returns the annotation of a leaf by the node that holds it, if it has one."""
+    node = leaf.above[-1]
+    if is_tree_variable(node):
+        return adapter_of(node).axis_names(node)
+    if _is_box(node):
+        rules = getattr(node, "rules", None)
+        return AxisNames(tuple(node.names), tuple(rules or ()))
+    return None
+
+
+def _is_box(node: Any) -> bool:
+    """Returns whether a node is a `Partitioned` of Linen."""
+    meta = sys.modules.get("flax.core.meta")
+    return meta is not None and isinstance(node, meta.Partitioned)
 
 
 class PureSlot(TreeSlot):

@@ -242,6 +242,11 @@ class FlatState:
         arrays = dict(zip(order, [*donated, *others], strict=True))
         return [arrays[i] for i in range(len(order))]
 
+    @property
+    def all_shardings(self) -> Sequence[Any]:
+        """The sharding of each array in programs; `None` for any device."""
+        return self._shardings
+
     def shardings(self, indices: Sequence[int]) -> list[Any]:
         """Returns the shardings of arrays in programs; `None` for any device."""
         return [self._shardings[i] for i in indices]

@@ -161,7 +161,10 @@ class _Tracing(NamedTuple):
 
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
             nonlocal changed, changes, tree, static
-            with state.swapped(slots), lifted(state, self.flat.strategy):
+            with (
+                state.swapped(slots),
+                lifted(state, self.flat.strategy, self.flat.all_shardings),
+            ):
                 result = self.fn(*arguments)
                 is_leaf = state.holds if self.is_live else None
                 values, tree = jax.tree.flatten(result, is_leaf=is_leaf)

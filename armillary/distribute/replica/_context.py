@@ -7,7 +7,7 @@ of the default strategy, so a library function may always ask for its context.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +37,7 @@ class _Step(NamedTuple):
     state: State
     trace_state: Any
     strategy: "Strategy"
+    shardings: Sequence[Any] | None
 
 
 class _Ambient(threading.local):
@@ -183,9 +184,17 @@ def without_strategy() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
-    """Marks `state`, of a step under `strategy`, as the state that `run` lifts."""
-    _ambient.steps.append(_Step(state, get_trace_state(), strategy))
+def lifted(
+    state: State, strategy: "Strategy", shardings: Sequence[Any] | None = None
+) -> Iterator[None]:
+    """Marks a state as the state that `run` lifts.
+
+    Args:
+        state: The state.
+        strategy: The strategy of the step.
+        shardings: The shardings of its arrays in programs.
+    """
+    _ambient.steps.append(_Step(state, get_trace_state(), strategy, shardings))
     try:
         yield
     finally:
@@ -195,6 +204,11 @@ def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
 def lifted_state() -> State | None:
     """Returns the state of the step that is running, if one is."""
     return _ambient.steps[-1].state if _ambient.steps else None
+
+
+def lifted_shardings() -> Sequence[Any] | None:
+    """Returns the shardings of the state of the step that is running."""
+    return _ambient.steps[-1].shardings if _ambient.steps else None
 
 
 def is_in_default_step() -> bool:

@@ -1,4 +1,11 @@
-"""Rules for the sharding of each array of a state.
+"""The rule for the place of each array of a state on a mesh.
+
+In this order, the division of a parameter comes from
+
+1. the array, if it is divided over the same devices already,
+2. the annotation of the model, such as the metadata of a variable of Flax,
+3. the first of the user's rules that is found in its path,
+4. the automatic rule.
 
 Scalars, random keys and metrics are whole on every device. An array of an optimizer is
 split like a parameter of the same shape: the parameter whose path has the most names in
@@ -6,28 +13,50 @@ common at its end. For example, `optimizer/opt_state/0/mu/first/kernel` is split
 `model/first/kernel`.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from armillary._checks import check_instance, list_lines
 from armillary.distribute._global_arrays import is_key
 from armillary.state._lift import State, as_array
-from armillary.state._slots import LeafKind, Role, describe
+from armillary.state._slots import AxisNames, LeafKind, Role, describe
 
 AnyMesh = Mesh | AbstractMesh
 SMALL = 1024
 """Arrays of fewer values are not split, because collecting them costs too much."""
 
+_WHOLE = "scalars, random keys and metrics are whole"
+_NO_LEADER = "automatic: no parameter has this shape"
+
+
+class Decision(NamedTuple):
+    """The division of an array, and what has decided it, in words."""
+
+    spec: PartitionSpec
+    reason: str
+
 
 class Rules:
-    """Chooses a `PartitionSpec` for each array of a state."""
+    """Chooses a `PartitionSpec` for each array of a state.
 
-    def __init__(self, mesh: Mesh, rules: Mapping[str, PartitionSpec] | None) -> None:
+    Args:
+        mesh: The devices.
+        rules: A `PartitionSpec` for each regular expression.
+        logical_rules: The axis of the mesh for each name that a model gives an axis.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: Mapping[str, PartitionSpec] | None,
+        logical_rules: Mapping[str, Any] | None = None,
+    ) -> None:
         fix = 'Write `rules={"kernel": PartitionSpec("fsdp", "tensor")}`.'
         check_instance("rules", rules, Mapping | None, fix)
         for path, spec in (rules or {}).items():
@@ -37,11 +66,16 @@ class Rules:
         self._rules = {re.compile(path): spec for path, spec in (rules or {}).items()}
         # The rules that have not matched an array of any program yet.
         self._unused = set(self._rules)
+        self._logical_rules = dict(_check_logical_rules(mesh, logical_rules))
 
     def specs(self, state: State, mesh: AnyMesh) -> list[PartitionSpec]:
         """Returns the spec of each array of a state, in the order of its paths."""
+        return [decision.spec for decision in self.decide(state, mesh)]
+
+    def decide(self, state: State, mesh: AnyMesh) -> list[Decision]:
+        """Returns the division of each array of a state, with the reason."""
         leaves = [as_array(leaf) for leaf in state.read()]
-        specs = [PartitionSpec()] * len(leaves)
+        decisions = [Decision(PartitionSpec(), _WHOLE)] * len(leaves)
         parameters: list[int] = []
         followers: list[int] = []
         pairs = zip(leaves, state.kinds, state.of_optimizer, strict=True)
@@ -50,18 +84,51 @@ class Rules:
                 found = followers if is_of_optimizer else parameters
                 found.append(index)
 
+        annotations = state.axis_names
         for index in parameters:
-            specs[index] = self._match(state.paths[index], leaves[index], mesh)
+            path = state.paths[index]
+            decisions[index] = self._choose(
+                path, leaves[index], annotations[index], mesh
+            )
         if any(state.kinds[index].role is Role.PLAIN for index in parameters):
             self._check_used([state.paths[index] for index in parameters])
 
+        leaders = _Leaders(state.paths, leaves, parameters)
         for index in followers:
-            leader = _find_leader(state.paths, leaves, index, parameters)
+            leader = leaders.find(state.paths[index], leaves[index])
             if leader is None:
-                specs[index] = _automatic(mesh, leaves[index].shape)
+                spec = _automatic(mesh, leaves[index].shape)
+                decisions[index] = Decision(spec, _NO_LEADER)
             else:
-                specs[index] = specs[leader]
-        return specs
+                reason = f"like {state.paths[leader]}"
+                decisions[index] = Decision(decisions[leader].spec, reason)
+        return decisions
+
+    def _choose(
+        self, path: str, leaf: Any, annotation: AxisNames | None, mesh: AnyMesh
+    ) -> Decision:
+        # A rule counts as used for an array that it names but does not decide, too.
+        matching = [pattern for pattern in self._rules if pattern.search(path)]
+        self._unused.difference_update(matching)
+        own = _own_spec(leaf, mesh)
+        if own is not None:
+            return Decision(own, "its own sharding")
+        if annotation is not None:
+            spec = self._follow(path, leaf, annotation, mesh)
+            return Decision(spec, f"annotation {annotation.names}")
+        if not matching:
+            return Decision(_automatic(mesh, leaf.shape), "automatic")
+
+        pattern = matching[0]
+        spec = self._rules[pattern]
+        if not _fits(spec, leaf, mesh):
+            raise ValueError(
+                f"`rules` has {pattern.pattern!r}: {spec}, which does not fit {path}, "
+                f"{describe(leaf)}: devices cannot share an axis of it equally. Add an "
+                "earlier rule for this array. `PartitionSpec()` leaves it whole on "
+                "every device."
+            )
+        return Decision(spec, f"rule {pattern.pattern!r}")
 
     def _check_used(self, paths: list[str]) -> None:
         """Raises if a rule has matched no parameter of any program."""
@@ -75,22 +142,73 @@ class Rules:
             "rule, and the state of an optimizer follows the parameters."
         )
 
-    def _match(self, path: str, leaf: Any, mesh: AnyMesh) -> PartitionSpec:
-        found = [pattern for pattern in self._rules if pattern.search(path)]
-        self._unused.difference_update(found)
-        if not found:
-            return _automatic(mesh, leaf.shape)
-        spec = self._rules[found[0]]
-        sizes = [math.prod(mesh.shape[x] for x in axes_of(entry)) for entry in spec]
-        pairs = zip(leaf.shape, sizes, strict=False)
-        if len(sizes) > leaf.ndim or any(size % count for size, count in pairs):
+    def _follow(
+        self, path: str, leaf: Any, annotation: AxisNames, mesh: AnyMesh
+    ) -> PartitionSpec:
+        """Returns the division that a model's annotation asks for."""
+        entries: list[Any] = []
+        taken: set[str] = set()
+        for names in annotation.names:
+            axes: list[str] = []
+            for name in axes_of(names):
+                found = self._axes_for(path, name, annotation, mesh)
+                # As in Flax, an axis of the mesh divides only one axis of an array.
+                axes += [axis for axis in found if axis not in taken]
+                taken.update(found)
+            entries.append(tuple(axes) or None)
+        spec = PartitionSpec(*entries)
+        if _fits(spec, leaf, mesh):
+            return spec
+
+        sizes = ", ".join(f"{name!r} has {size}" for name, size in mesh.shape.items())
+        raise ValueError(
+            f"{path}, {describe(leaf)}, is annotated with {annotation.names}, so its "
+            f"division is {spec}, but devices cannot share an axis of it equally: in "
+            f"the mesh, {sizes}. Change the mesh or the annotation, or leave a name "
+            'whole: `logical_rules={"name": None}`.'
+        )
+
+    def _axes_for(
+        self, path: str, name: str, annotation: AxisNames, mesh: AnyMesh
+    ) -> tuple[str, ...]:
+        """Returns the axes of the mesh for one name of an annotation."""
+        for own, axes in annotation.rules:
+            if own == name:
+                return axes_of(axes)
+        if name in self._logical_rules:
+            return axes_of(self._logical_rules[name])
+        if name in mesh.axis_names:
+            return (name,)
+        raise ValueError(
+            f"{path} is annotated with {annotation.names}, but {name!r} is not an axis "
+            f"of the mesh, which has {list(mesh.axis_names)}. Write "
+            f'`logical_rules={{"{name}": "{mesh.axis_names[-1]}"}}` to choose an axis, '
+            f'or `{{"{name}": None}}` to leave it whole.'
+        )
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of the mesh that one entry of a `PartitionSpec` names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def _check_logical_rules(
+    mesh: Mesh, rules: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    fix = 'Write `logical_rules={"embed": "fsdp", "heads": None}`.'
+    check_instance("logical_rules", rules, Mapping | None, fix)
+    for name, axes in (rules or {}).items():
+        check_instance("logical_rules", name, str, fix)
+        unknown = [axis for axis in axes_of(axes) if axis not in mesh.axis_names]
+        if unknown:
             raise ValueError(
-                f"`rules` has {found[0].pattern!r}: {spec}, which does not fit {path}, "
-                f"{describe(leaf)}: devices cannot share an axis of it equally. Add an "
-                "earlier rule for this array. `PartitionSpec()` leaves it whole on "
-                "every device."
+                f'`logical_rules["{name}"]` is {axes!r}, but {unknown[0]!r} is not an '
+                f"axis of the mesh. Use {list(mesh.axis_names)}, several of them in a "
+                "tuple, or `None` to leave the axis whole."
             )
-        return spec
+    return rules or {}
 
 
 def _may_be_split(leaf: Any, kind: LeafKind) -> bool:
@@ -99,23 +217,63 @@ def _may_be_split(leaf: Any, kind: LeafKind) -> bool:
     return is_array and kind.role is not Role.METRIC
 
 
-def _find_leader(
-    paths: Sequence[str], leaves: Sequence[Any], index: int, parameters: Sequence[int]
-) -> int | None:
-    """Returns the parameter that an array of an optimizer is split like, if any.
+def _own_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
+    """Returns the division of an array that is divided over the same mesh already.
+
+    An array that is whole on every device may be so by chance, so it does not count.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return None
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or leaf.is_fully_replicated:
+        return None
+    return sharding.spec if _is_same_mesh(sharding.mesh, mesh) else None
+
+
+def _is_same_mesh(a: AnyMesh, b: AnyMesh) -> bool:
+    """Returns whether two meshes have the same axes and devices; their types differ."""
+    if not (isinstance(a, Mesh) and isinstance(b, Mesh)):
+        return False
+    has_same_shape = a.shape == b.shape
+    return has_same_shape and list(a.devices.flat) == list(b.devices.flat)
+
+
+def _fits(spec: PartitionSpec, leaf: Any, mesh: AnyMesh) -> bool:
+    """Returns whether devices can share each axis of an array equally."""
+    sizes = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
+    pairs = zip(leaf.shape, sizes, strict=False)
+    return len(sizes) <= leaf.ndim and not any(size % count for size, count in pairs)
+
+
+class _Leaders:
+    """Finds the parameter that an array of an optimizer is split like.
 
     It has the same shape, and shares the most names at the end of its path.
     """
-    leader = None
-    most = 0
-    for parameter in parameters:
-        if leaves[parameter].shape != leaves[index].shape:
-            continue
-        num_shared = _num_shared(paths[index], paths[parameter])
-        if num_shared > most:
-            leader = parameter
-            most = num_shared
-    return leader
+
+    def __init__(
+        self, paths: Sequence[str], leaves: Sequence[Any], parameters: Sequence[int]
+    ) -> None:
+        # The first parameter of each shape for each end of its path.
+        self._by_end: dict[tuple[Any, str], int] = {}
+        for index in parameters:
+            shape = leaves[index].shape
+            for end in _ends_of(paths[index]):
+                self._by_end.setdefault((shape, end), index)
+
+    def find(self, path: str, leaf: Any) -> int | None:
+        """Returns the index of the parameter, or `None` if there is none."""
+        for end in _ends_of(path):
+            leader = self._by_end.get((leaf.shape, end))
+            if leader is not None:
+                return leader
+        return None
+
+
+def _ends_of(path: str) -> list[str]:
+    """Returns the ends of a path, such as `a/b/c`, `b/c` and `c`, the longest first."""
+    names = path.split("/")
+    return ["/".join(names[start:]) for start in range(len(names))]
 
 
 def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> PartitionSpec:
@@ -126,14 +284,3 @@ def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> PartitionSpec:
         return PartitionSpec()
     longest = max(fitting, key=lambda axis: shape[axis])
     return PartitionSpec(*[None] * longest, "fsdp")
-
-
-def axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the axes of the mesh that one entry of a `PartitionSpec` names."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _num_shared(path: str, other: str) -> int:
-    """Returns the number of equal names at the end of two paths."""
-    pairs = zip(reversed(path.split("/")), reversed(other.split("/")), strict=False)
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

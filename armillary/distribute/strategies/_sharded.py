@@ -23,6 +23,7 @@ from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
+from armillary.distribute.replica._context import lifted_shardings, lifted_state
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.distribute.replica._run_alone import run_alone
@@ -66,10 +67,12 @@ class ShardedStrategy(JoinedStrategy):
             axis that is left out has size 1. By default, all devices are along `fsdp`.
         rules: A dictionary from regular expressions to a `PartitionSpec`. An expression
             is searched for in the paths of parameters (such as `model/first/kernel`),
-            and the first expression that is found counts. Without a rule, an array of
-            at least 1024 values is split over `fsdp`, along the longest axis that the
-            devices divide. All other arrays are whole on every device. The state of an
-            optimizer is split like the parameters.
+            and the first expression that is found counts. It counts for parameters that
+            are not divided over these devices already, and that the model does not
+            annotate. Without a rule, an array of at least 1024 values is split over
+            `fsdp`, along the longest axis that the devices divide. All other arrays are
+            whole on every device. The state of an optimizer is split like the
+            parameters.
         devices: The devices, or their names, with the devices of `tensor` next to each
             other. By default all devices, one process after the other.
         cluster_resolver: Describes this process and the other processes. By default,
@@ -78,6 +81,11 @@ class ShardedStrategy(JoinedStrategy):
             time that processes wait for each other.
         axis_name: As for `MirroredStrategy`. The axis has length 1 here, because there
             is one replica. `data`, `fsdp` and `tensor` are axes of the mesh.
+        logical_rules: A dictionary from the names in a model's annotations, such as
+            `"embed"`, to an axis of the mesh, several axes, or `None` to leave an axis
+            of the array whole. The name of an axis of the mesh needs no rule.
+            Annotations are the sharding metadata of variables of Flax NNX, the boxes of
+            Linen, and the layouts of Keras.
 
     Raises:
         ClusterError: If this process must join others, but a device was used before,
@@ -97,6 +105,7 @@ class ShardedStrategy(JoinedStrategy):
         communication_options: CommunicationOptions | None = None,
         *,
         axis_name: str = DEFAULT_AXIS_NAME,
+        logical_rules: Mapping[str, Any] | None = None,
     ) -> None:
         check_axis_name(axis_name, AXES)
         given = _check_shape(mesh_shape)
@@ -112,7 +121,7 @@ class ShardedStrategy(JoinedStrategy):
         placement = ShardedPlacement(
             MeshLayout(mesh, peers, BATCH_AXES),
             mesh,
-            rules=Rules(mesh, rules),
+            rules=Rules(mesh, rules, logical_rules),
             sizes=given,
         )
         super().__init__(placement, axis_name)
@@ -132,7 +141,7 @@ class ShardedStrategy(JoinedStrategy):
         if state is None:
             return self._functions.get(fn, self)(*args, **kwargs)
         check_annotations(state)
-        specs = self._placement.specs(state)
+        specs = self._specs_of(state)
         held = state.read()
         of_optimizer = state.of_optimizer
         parameters: list[PartitionSpec | None] = []
@@ -155,6 +164,14 @@ class ShardedStrategy(JoinedStrategy):
                         new[i - start] = self._divided(leaf, specs[i])
                 slot.write(new)
         return result
+
+    def _specs_of(self, state: State) -> list[PartitionSpec]:
+        """Returns the division of each array of the state of a step."""
+        shardings = lifted_shardings()
+        if shardings is None or state is not lifted_state():
+            return self._placement.specs(state)
+        # Inside the step, the arrays are tracers, which do not show where they lie.
+        return [sharding.spec for sharding in shardings]
 
     def _divided(self, leaf: Any, spec: PartitionSpec) -> Any:
         sharding = NamedSharding(self.placement.mesh, spec)
