@@ -579,6 +579,18 @@ def test_a_counter_of_one_share_is_found(kind, caplog):
     assert 'armillary.all_reduce("sum", size)' in message
 
 
+def test_the_place_in_a_ring_is_a_counter(caplog):
+    def step(state, batch):
+        after = (state["seen"] + batch["x"].shape[0]) % 64
+        return {"w": state["w"] * 1, "seen": after}, {}
+
+    state, _ = train(step, 4, {"w": jnp.ones(3), "seen": 0})
+
+    assert state["seen"] == 12
+    [message] = caplog.messages
+    assert "grows by 4" in message
+
+
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_the_line_of_the_message_counts_all_examples(num_devices, caplog):
     step = counting_step(lambda batch: armillary.all_reduce("sum", len(batch["x"])))
