@@ -6,13 +6,22 @@ from armillary.distribute.replica._shares import (
     MeanOfSums,
     MetricOfShare,
     ReductionOfShare,
+    StateOfSum,
     SumOfEqual,
     SumOfMeans,
 )
 
 
-def explain(found: Finding, num_replicas: int) -> str:
-    """Returns the warning about a finding: the fact, its line and the line to write."""
+def explain(found: Finding, num_replicas: int, place: str = "") -> str:
+    """Returns the warning about a finding: the fact, its line and the line to write.
+
+    Args:
+        found: The finding.
+        num_replicas: The number of replicas.
+        place: The name of the value, if the finding is about the state.
+    """
+    if isinstance(found, StateOfSum):
+        return _explain_state(found, num_replicas, place)
     if isinstance(found, MeanOfSums):
         return _explain_sums(found, num_replicas)
     if isinstance(found, SumOfEqual):
@@ -22,6 +31,25 @@ def explain(found: Finding, num_replicas: int) -> str:
     if isinstance(found, ReductionOfShare):
         return _explain_reduction(found, num_replicas)
     return _explain_metric(found, num_replicas)
+
+
+def _explain_state(found: StateOfSum, num_replicas: int, place: str) -> str:
+    wrong = (
+        f"is of a sum over the {found.num_examples} examples of one replica, so it is "
+        f"{num_replicas} times smaller than on one device."
+    )
+    if found.line:
+        return (
+            f"`{place}` keeps the mean over replicas at {found.line}, which {wrong} "
+            'Take `armillary.all_reduce("sum", value)`, or divide the sum by the '
+            "number of examples."
+        )
+    return (
+        f"The mean of `{place}` over replicas, which is taken when the step ends, "
+        f"{wrong} Reduce the sum in the step "
+        '(`armillary.all_reduce("sum", value)`), or divide it by the number of '
+        "examples."
+    )
 
 
 def _explain_sums(found: MeanOfSums, num_replicas: int) -> str:
