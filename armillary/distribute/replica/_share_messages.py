@@ -1,5 +1,7 @@
 """The texts of the warnings about numbers that depend on a replica's share."""
 
+from armillary.distribute.replica._positions import ChosenRows, MixedRows
+from armillary.distribute.replica._positions import Finding as PositionFinding
 from armillary.distribute.replica._share_facts import Cause, Way
 from armillary.distribute.replica._shares import (
     Finding,
@@ -31,6 +33,31 @@ def explain(found: Finding, num_replicas: int, place: str = "") -> str:
     if isinstance(found, ReductionOfShare):
         return _explain_reduction(found, num_replicas)
     return _explain_metric(found, num_replicas)
+
+
+def explain_position(found: PositionFinding, num_replicas: int) -> str:
+    """Returns the warning about rows of a replica that stand for rows of the batch."""
+    if isinstance(found, MixedRows):
+        return (
+            f"Rows at {found.line} are told apart by their place, but they were "
+            "concatenated before they were gathered. So the rows of each of "
+            f"{num_replicas} replicas follow each other, and not all rows of one part. "
+            "Gather each part, and concatenate the results."
+        )
+    if isinstance(found, ChosenRows):
+        return (
+            f"Numbers of the batch choose rows of the batch at {found.line}. They "
+            f"count the rows of the whole batch, but each of {num_replicas} replicas "
+            "has only its own rows, and JAX replaces numbers that are too large. Put "
+            "the chosen rows into the batch, or gather all rows first "
+            "(`armillary.get_replica_context().all_gather(rows, axis=0)`)."
+        )
+    return (
+        f"Rows of this replica are paired with gathered rows at {found.line} by "
+        f"numbers that are equal on all {num_replicas} replicas, so only the first "
+        "replica gets its own rows. Add the number of its first row: `numbers + "
+        "armillary.get_replica_context().replica_id_in_sync_group * num_rows`."
+    )
 
 
 def _explain_state(found: StateOfSum, num_replicas: int, place: str) -> str:

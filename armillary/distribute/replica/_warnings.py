@@ -22,7 +22,9 @@ from armillary.distribute.replica._idle_replicas import (
     IdleReplicas,
     find_idle_replicas,
 )
-from armillary.distribute.replica._share_messages import explain
+from armillary.distribute.replica._positions import Finding as PositionFinding
+from armillary.distribute.replica._positions import find_positions
+from armillary.distribute.replica._share_messages import explain, explain_position
 from armillary.distribute.replica._share_sizes import ShareCounter, find_counters
 from armillary.distribute.replica._shares import Finding as ShareFinding
 from armillary.distribute.replica._shares import StateOfSum, find_shares
@@ -45,7 +47,7 @@ class Input(NamedTuple):
     is_meant: bool = False
 
 
-Finding = SharedDraw | IdleReplicas | ShareCounter | ShareFinding
+Finding = SharedDraw | IdleReplicas | ShareCounter | PositionFinding | ShareFinding
 
 
 def warn_of_step(
@@ -74,6 +76,7 @@ def warn_of_step(
         *_explain_draws(program, inputs, strategy.axis_name, num_replicas),
         *_explain_idle(program, strategy.axis_name, num_replicas, context),
         *_explain_counters(program, inputs, place_of, num_replicas),
+        *_explain_positions(program, inputs, strategy.axis_name, num_replicas),
         *_explain_shares(
             program, inputs, strategy.axis_name, num_replicas, place_of, kept
         ),
@@ -143,6 +146,18 @@ def _explain_counters(
             f"1 of {num_replicas} examples. To count the examples of all replicas, add "
             '`armillary.all_reduce("sum", size)` in place of `size`.',
         )
+
+
+def _explain_positions(
+    program: core.ClosedJaxpr,
+    inputs: Sequence[Input],
+    axis_name: str,
+    num_replicas: int,
+) -> Iterator[tuple[Finding, str]]:
+    """Yields rows of one replica that stand for rows of the whole batch."""
+    is_split = [each.is_split for each in inputs]
+    for found in find_positions(program, is_split, axis_name):
+        yield found, explain_position(found, num_replicas)
 
 
 def _explain_shares(
