@@ -279,9 +279,8 @@ class _Search(Dataflow[Place]):
 
 
 def _varies(value: np.ndarray, axis: int) -> bool:
-    """Returns whether a whole number changes along an axis."""
-    is_number = value.dtype.kind in "bui" and value.shape[axis] > 1
-    return is_number and bool((value != value.take([0], axis)).any())
+    """Returns whether the numbers of an array change along an axis."""
+    return value.shape[axis] > 1 and bool((value != value.take([0], axis)).any())
 
 
 def _join_views(equation: Any, operands: list[Place]) -> frozenset[int]:
