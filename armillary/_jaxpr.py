@@ -191,6 +191,11 @@ class Dataflow(Generic[Fact]):
         """Returns the fact about a value that may come from several places."""
         raise NotImplementedError
 
+    def fact_of(self, constant: Any) -> Fact:
+        """Returns the fact about an array that the program holds."""
+        del constant
+        return self.nothing
+
     def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
         """Returns the facts of an equation's results; `None` for the default rules."""
         del equation, operands
@@ -226,6 +231,8 @@ class Dataflow(Generic[Fact]):
         outer = self.jaxpr
         self.jaxpr = jaxpr
         known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
+        constants = map(self.fact_of, getattr(program, "consts", ()))
+        known.update(zip(jaxpr.constvars, constants, strict=False))
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Fact:

@@ -44,7 +44,8 @@ def test_mirrored_slots_that_differ_are_all_named(strategy, batch):
         "  root/average/total (plain, mirrored), written at test_replicas.py "
         "(step_fn)\n"
         "They were computed from one replica's share of the batch. Reduce first "
-        '(`armillary.all_reduce("mean", value)`), or make the variable with '
+        '(`armillary.all_reduce("mean", value)`, or "sum" for sums and counts of '
+        "examples), or make the variable with "
         "`aggregation=armillary.distribute.VariableAggregation.MEAN`, `SUM` or "
         "`ONLY_FIRST_REPLICA`. If its rows belong to single examples, as in a queue "
         "or a carried hidden state, a reduction would mix them: collect the rows of "

@@ -197,6 +197,32 @@ def adapted_loss(w, batch):
     return mean_loss(adapted, second)
 
 
+def follow(w, value):
+    return 0.9 * w + 0.1 * value
+
+
+def state_step(make):
+    """Returns a step whose state follows a number of each batch."""
+
+    def step(w, batch):
+        return follow(w, make(batch)), {}
+
+    return step
+
+
+def exchanged_loss(w, batch):
+    """Compares own examples with those of each replica, one replica after another."""
+    context = armillary.get_replica_context()
+    num_replicas = context.num_replicas_in_sync
+    pairs = [(i, (i + 1) % num_replicas) for i in range(num_replicas)]
+    own = others = batch["x"] * w[None]
+    total = jnp.exp(own @ others.T * w[0]).sum(axis=1)
+    for _ in range(num_replicas - 1):
+        others = jax.lax.ppermute(others, "replica", pairs)
+        total += jnp.exp(own @ others.T * w[0]).sum(axis=1)
+    return jnp.log(total).mean()
+
+
 def hardest_loss(w, batch):
     return jax.lax.top_k(losses_of(w, batch), 2)[0].mean()
 
@@ -375,6 +401,14 @@ WRONG = {
         metric_step(lambda *_: Sum(3)),
         ("counts 4 times",),
     ),
+    "a mean of sums in the state": (
+        state_step(lambda batch: armillary.all_reduce("mean", batch["x"].sum(axis=0))),
+        ("`state` keeps", "4 times smaller", 'armillary.all_reduce("sum", value)'),
+    ),
+    "a mean of sums in the state, by JAX": (
+        state_step(lambda batch: jax.lax.pmean(batch["x"].sum(axis=0), "replica")),
+        ("`state` keeps", "4 times smaller"),
+    ),
     "clipped before the reduction": (gradient_step(clipped), ("clipped after",)),
     "an optimizer before the reduction": (
         gradient_step(scaled_by_adam),
@@ -485,6 +519,19 @@ RIGHT = {
             + (jax.grad(lambda x: jnp.tanh(x @ w).sum())(batch["x"]) ** 2).mean()
         )
     ),
+    "a sum of sums in the state": state_step(
+        lambda batch: armillary.all_reduce("sum", batch["x"].sum(axis=0))
+    ),
+    "a mean of means in the state": state_step(
+        lambda batch: armillary.all_reduce("mean", batch["x"].mean(axis=0))
+    ),
+    "a quotient of means in the state": state_step(
+        lambda batch: (
+            armillary.all_reduce("mean", batch["x"].sum(axis=0))
+            / armillary.all_reduce("mean", batch["mask"].sum())
+        )
+    ),
+    "examples of other replicas": loss_step(exchanged_loss),
     "parts of a batch": gradient_step(accumulated),
     "one by one": gradient_step(added_one_by_one),
     "of each example": gradient_step(of_each_example),
@@ -566,6 +613,31 @@ def test_batch_normalization_is_accepted(options, caplog):
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_a_sum_that_the_end_of_the_step_averages_is_found(reduce, caplog):
+    def step(state, batch):
+        return {
+            "total": follow(state["total"], getattr(batch["x"], reduce)(axis=0))
+        }, {}
+
+    trainer = armillary.StepTrainer(
+        step,
+        {"total": np.ones(3, np.float32)},
+        armillary.data.from_arrays(DATA, batch_size=16),
+        strategy=armillary.MirroredStrategy(jax.devices()[:4]),
+        kinds={"total": "mean"},
+    )
+    trainer.train(1)
+
+    if reduce == "mean":
+        assert caplog.messages == []
+        return
+    [message] = caplog.messages
+    assert "The mean of `state['total']` over replicas" in message
+    assert "sum over the 4 examples" in message
+    assert "4 times smaller" in message
+
+
 def counting_step(size_of):
     def step(state, batch):
         seen = state["seen"] + size_of(batch)
@@ -593,6 +665,18 @@ def test_a_counter_of_one_share_is_found(kind, caplog):
     assert f"grows by {size}" in message
     assert "1 of 4 examples" in message
     assert 'armillary.all_reduce("sum", size)' in message
+
+
+def test_the_place_in_a_ring_is_a_counter(caplog):
+    def step(state, batch):
+        after = (state["seen"] + batch["x"].shape[0]) % 64
+        return {"w": state["w"] * 1, "seen": after}, {}
+
+    state, _ = train(step, 4, {"w": jnp.ones(3), "seen": 0})
+
+    assert state["seen"] == 12
+    [message] = caplog.messages
+    assert "grows by 4" in message
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])

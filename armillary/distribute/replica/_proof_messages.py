@@ -52,6 +52,10 @@ _WRONG = {
 }
 _SAME_KEY = "`nnx.Variable(key, aggregation=VariableAggregation.NONE)`"
 
+_REDUCE = (
+    'Reduce first (`armillary.all_reduce("mean", value)`, or "sum" for sums and counts '
+    "of examples)"
+)
 _GATHER = (
     "If its rows belong to single examples, as in a queue or a carried hidden state, "
     "a reduction would mix them: collect the rows of all replicas instead "
@@ -152,15 +156,13 @@ def _way_out(facts: Facts, pure_paths: Sequence[str]) -> str:
     where = facts.find(LabelKind.GRADIENT)
     if where is None and pure_paths:
         return (
-            '. Reduce first (`armillary.all_reduce("mean", value)`), or let replicas '
-            "differ during a step: "
+            f". {_REDUCE}, or let replicas differ during a step: "
             f'`StepTrainer(..., {as_kinds(pure_paths, "mean")})`, or "sum" or '
             f'"only_first_replica". {_GATHER}'
         )
     if where is None:
         return (
-            '. Reduce first (`armillary.all_reduce("mean", value)`), or make the '
-            "variable with `aggregation="
+            f". {_REDUCE}, or make the variable with `aggregation="
             "armillary.distribute.VariableAggregation.MEAN`, `SUM` or "
             f"`ONLY_FIRST_REPLICA`. {_GATHER}"
         )

@@ -203,10 +203,14 @@ class _MappedCall(Call):
             )
 
         mirrored: dict[int, int] = {}
+        kept: dict[int, tuple[int, bool]] = {}
         # The new values come after the values before the call.
         for result, index in enumerate(self.changed, start=len(self.changed)):
-            if self.policies[index] is Policy.MIRRORED:
+            policy = self.policies[index]
+            if policy is Policy.MIRRORED:
                 mirrored[result] = index
+            if policy in (Policy.MIRRORED, Policy.MEAN):
+                kept[result] = index, policy is Policy.MEAN
         proof.require_equal(mirrored, self._state)
         warn_of_step(
             program,
@@ -214,6 +218,7 @@ class _MappedCall(Call):
             self._strategy,
             self._context,
             self._state.place_of,
+            kept,
         )
         return proof
 

@@ -15,9 +15,11 @@ from armillary._jax_compat import read_real
 from armillary.distribute.replica._operations import (
     COPIES,
     CUMULATIVE,
+    LINEAR,
     NONLINEAR,
     PRODUCTS,
 )
+from armillary.distribute.replica._users import is_of_mean
 
 # Operations that hand on a number that something is multiplied by.
 _SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")
@@ -74,6 +76,22 @@ class Cause(NamedTuple):
     line: str
 
 
+class Total(NamedTuple):
+    """A sum over the examples of one replica that replicas have reduced by a mean.
+
+    Attributes:
+        line: The line of the reduction.
+        sizes: The numbers of examples that were summed.
+        divisors: The numbers that it was divided by.
+        is_mean: Whether the sum over replicas was divided by their number yet.
+    """
+
+    line: str
+    sizes: frozenset[int]
+    divisors: frozenset[int]
+    is_mean: bool
+
+
 class Share(NamedTuple):
     """The known facts about a value.
 
@@ -86,6 +104,7 @@ class Share(NamedTuple):
         is_gradient: Whether it was made in a backward pass.
         is_carried: Whether a loop over examples hands it from one to the next.
         combined: The causes of values that a reduction over replicas has combined.
+        totals: The sums in a value that is equal on all replicas.
     """
 
     reach: Reach = Reach.EQUAL
@@ -96,6 +115,7 @@ class Share(NamedTuple):
     is_gradient: bool = False
     is_carried: bool = False
     combined: frozenset[Cause] = frozenset()
+    totals: frozenset[Total] = frozenset()
 
 
 EQUAL = Share()
@@ -111,6 +131,25 @@ def as_combined(operand: Share) -> Share:
     """
     causes = frozenset() if operand.is_gradient else operand.causes
     return COMBINED._replace(combined=operand.combined | causes)
+
+
+def keep_totals(equation: Any, operands: list[Share]) -> frozenset[Total]:
+    """Returns the totals that stay in the result, scaled by known numbers at most.
+
+    The quotient of two totals, such as the mean of a cluster, has the right scale.
+    """
+    name = equation.primitive.name
+    found = frozenset().union(*(each.totals for each in operands))
+    if not found or name in LINEAR or name == "select_n":
+        return found
+    if name == "div" and is_of_mean(equation):
+        return frozenset(each._replace(is_mean=True) for each in found)
+    divisors = divisors_in(equation)
+    numbers = [each for each in map(read_real, equation.invars) if each is not None]
+    is_scaled = name == "mul" or (name == "div" and bool(operands[0].totals))
+    if not is_scaled or not numbers:
+        return frozenset()
+    return frozenset(each._replace(divisors=each.divisors | divisors) for each in found)
 
 
 def bends(equation: Any, operands: list[Share]) -> bool:

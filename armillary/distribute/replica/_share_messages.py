@@ -1,18 +1,32 @@
 """The texts of the warnings about numbers that depend on a replica's share."""
 
+from armillary.distribute.replica._positions import (
+    ChosenRows,
+    MixedRows,
+    PositionFinding,
+)
 from armillary.distribute.replica._share_facts import Cause, CauseKind
 from armillary.distribute.replica._shares import (
     MeanOfSums,
     MetricOfShare,
     ReductionOfShare,
     ShareFinding,
+    StateOfSum,
     SumOfEqual,
     SumOfMeans,
 )
 
 
-def explain(found: ShareFinding, num_replicas: int) -> str:
-    """Returns the warning about a finding: the fact, its line and the line to write."""
+def explain(found: ShareFinding, num_replicas: int, place: str = "") -> str:
+    """Returns the warning about a finding: the fact, its line and the line to write.
+
+    Args:
+        found: The finding.
+        num_replicas: The number of replicas.
+        place: The name of the value, if the finding is about the state.
+    """
+    if isinstance(found, StateOfSum):
+        return _explain_state(found, num_replicas, place)
     if isinstance(found, MeanOfSums):
         return _explain_sums(found, num_replicas)
     if isinstance(found, SumOfEqual):
@@ -22,6 +36,50 @@ def explain(found: ShareFinding, num_replicas: int) -> str:
     if isinstance(found, ReductionOfShare):
         return _explain_reduction(found, num_replicas)
     return _explain_metric(found, num_replicas)
+
+
+def explain_position(found: PositionFinding, num_replicas: int) -> str:
+    """Returns the warning about rows of a replica that stand for rows of the batch."""
+    if isinstance(found, MixedRows):
+        return (
+            f"Rows at {found.line} are told apart by their place, but they were "
+            "concatenated before they were gathered. So the rows of each of "
+            f"{num_replicas} replicas follow each other, and not all rows of one part. "
+            "Gather each part, and concatenate the results."
+        )
+    if isinstance(found, ChosenRows):
+        return (
+            f"Numbers of the batch choose rows of the batch at {found.line}. They "
+            f"count the rows of the whole batch, but each of {num_replicas} replicas "
+            "has only its own rows, and JAX replaces numbers that are too large. Put "
+            "the chosen rows into the batch, or gather all rows first "
+            "(`armillary.get_replica_context().all_gather(rows, axis=0)`)."
+        )
+    return (
+        f"Rows of this replica are paired with gathered rows at {found.line} by "
+        f"numbers that are equal on all {num_replicas} replicas, so only the first "
+        "replica gets its own rows. Add the number of its first row: `numbers + "
+        "armillary.get_replica_context().replica_id_in_sync_group * num_rows`."
+    )
+
+
+def _explain_state(found: StateOfSum, num_replicas: int, place: str) -> str:
+    wrong = (
+        f"is of a sum over the {found.num_examples} examples of one replica, so it is "
+        f"{num_replicas} times smaller than on one device."
+    )
+    if found.line:
+        return (
+            f"`{place}` keeps the mean over replicas at {found.line}, which {wrong} "
+            'Take `armillary.all_reduce("sum", value)`, or divide the sum by the '
+            "number of examples."
+        )
+    return (
+        f"The mean of `{place}` over replicas, which is taken when the step ends, "
+        f"{wrong} Reduce the sum in the step "
+        '(`armillary.all_reduce("sum", value)`), or divide it by the number of '
+        "examples."
+    )
 
 
 def _explain_sums(found: MeanOfSums, num_replicas: int) -> str:

@@ -17,6 +17,8 @@ from armillary._jaxpr import IDENTITIES, Dataflow, programs_in, walk_equations
 
 _COPIES = (*IDENTITIES, "convert_element_type")
 _SUMS = ("add", "add_any")
+# The place in a ring: `(place + size) % num_rows`, or a choice with `jnp.where`.
+_OF_RINGS = ("rem", "select_n")
 
 
 class ShareCounter(NamedTuple):
@@ -64,7 +66,7 @@ def find_counters(
 
 
 class _Counters(Dataflow[frozenset[ShareCounter]]):
-    """Follows the numbers of the state through copies and one sum with a constant."""
+    """Follows the numbers of the state through one sum with a constant."""
 
     nothing = frozenset()
 
@@ -77,6 +79,10 @@ class _Counters(Dataflow[frozenset[ShareCounter]]):
         name = equation.primitive.name
         if any(programs_in(equation)) or name in _COPIES:
             return None
+        if name in _OF_RINGS:
+            # Before the sum, a choice gives each replica its part of a total.
+            values = operands[1:] if name == "select_n" else operands[:1]
+            return [frozenset(each for each in self.join(values) if each.size)]
         size = _grows_by(equation)
         if size is None:
             return [self.nothing] * len(equation.outvars)

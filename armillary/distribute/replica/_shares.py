@@ -24,7 +24,7 @@ Only causes that are certain are found, so a step that is right gets no warning.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from armillary.distribute.replica._operations import (
     EXTREMES,
     LINEAR,
     PRODUCTS,
+    REDUCTIONS,
     SUMS,
 )
 from armillary.distribute.replica._share_facts import (
@@ -50,6 +51,7 @@ from armillary.distribute.replica._share_facts import (
     CauseKind,
     Reach,
     Share,
+    Total,
     as_combined,
     as_stack,
     as_total,
@@ -60,6 +62,7 @@ from armillary.distribute.replica._share_facts import (
     first_of,
     is_difference,
     is_of_statistics,
+    keep_totals,
     keeps_differences,
     leave_loop,
     uses_gradient,
@@ -100,11 +103,30 @@ class SumOfMeans(NamedTuple):
     line: str
 
 
-ShareFinding = MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
+class StateOfSum(NamedTuple):
+    """A value of the state that holds a mean over replicas of a sum over examples.
+
+    Attributes:
+        result: The number of the value among the results of the step.
+        line: The line of the mean; empty if the end of the step takes it.
+        num_examples: The number of examples of one replica.
+    """
+
+    result: int
+    line: str
+    num_examples: int
+
+
+ShareFinding = (
+    StateOfSum | MetricOfShare | ReductionOfShare | MeanOfSums | SumOfEqual | SumOfMeans
+)
 
 
 def find_shares(
-    program: core.ClosedJaxpr, is_split: Sequence[bool], axis_name: str
+    program: core.ClosedJaxpr,
+    is_split: Sequence[bool],
+    axis_name: str,
+    kept: Mapping[int, bool],
 ) -> list[ShareFinding]:
     """Returns the numbers that depend on how replicas share the examples.
 
@@ -112,6 +134,8 @@ def find_shares(
         program: The program of one replica.
         is_split: For each input, whether it is a part of a batch, examples first.
         axis_name: The axis of replicas.
+        kept: For each result that is a new value of the state, by its number, whether
+            the end of the step takes the mean over replicas.
     """
     inputs: list[Share] = []
     sizes: set[int] = set()
@@ -125,8 +149,13 @@ def find_shares(
         else:
             inputs.append(EQUAL if shape else COMBINED)
     search = _Search(axis_name, sizes)
-    search.run(program, inputs)
-    return search.findings()
+    results = search.run(program, inputs)
+    in_state = [
+        search.find_sum(result, results[result], is_averaged)
+        for result, is_averaged in kept.items()
+    ]
+    # The first value shows the line to change.
+    return [*search.findings(), *list(filter(None, in_state))[:1]]
 
 
 class _Search(ReplicaDataflow[Share]):
@@ -141,18 +170,44 @@ class _Search(ReplicaDataflow[Share]):
         self._equal_sums: set[str] = set()
         self._sums_of_means: set[str] = set()
         self._numerator = EQUAL
+        # Whether replicas send examples to each other, to compare them part by part.
+        self._exchanges = False
+
+    def find_sum(
+        self, result: int, value: Share, is_averaged: bool
+    ) -> StateOfSum | None:
+        """Returns the finding if a value of the state is smaller than on one device."""
+        if is_averaged and not value.is_gradient and self._is_sum(value):
+            return StateOfSum(result, "", max(value.sizes))
+        for total in sorted(value.totals, key=lambda each: each.line):
+            summed = Share(Reach.REDUCED, divisors=total.divisors, sizes=total.sizes)
+            if total.is_mean and self._is_sum(summed):
+                return StateOfSum(result, total.line, max(total.sizes))
+        return None
 
     def findings(self) -> list[ShareFinding]:
         found: list[ShareFinding] = []
         for name, causes in self._metrics.items():
-            found.append(MetricOfShare(name, first_of(causes)))
+            if certain := self._certain(causes):
+                found.append(MetricOfShare(name, first_of(certain)))
         for line, causes in self._reductions.items():
-            found.append(ReductionOfShare(line, first_of(causes)))
+            if certain := self._certain(causes):
+                found.append(ReductionOfShare(line, first_of(certain)))
         for line, num_examples in self._means_of_sums.items():
             found.append(MeanOfSums(line, num_examples))
         found += map(SumOfEqual, sorted(self._equal_sums))
         found += map(SumOfMeans, sorted(self._sums_of_means))
         return found
+
+    def _certain(self, causes: set[Cause]) -> set[Cause]:
+        """Returns the causes that no exchange between replicas can make up for.
+
+        A step that sends examples around compares the examples of a replica with each
+        other, and then with those of the next replica.
+        """
+        if not self._exchanges:
+            return causes
+        return {each for each in causes if each.kind is not CauseKind.PAIRS}
 
     def join(self, facts: Iterable[Share]) -> Share:
         several = set(facts)
@@ -167,6 +222,7 @@ class _Search(ReplicaDataflow[Share]):
             is_gradient=any(each.is_gradient for each in several),
             is_carried=any(each.is_carried for each in several),
             combined=frozenset().union(*(each.combined for each in several)),
+            totals=frozenset().union(*(each.totals for each in several)),
         )
 
     def decide(self, equation: Any, decides: Share) -> Share:
@@ -190,10 +246,16 @@ class _Search(ReplicaDataflow[Share]):
             return [COMBINED] * len(equation.outvars)
         for operand, made in zip(operands, equation.outvars, strict=True):
             self._look_at_reduction(equation, operand, by_ops, made)
-        return list(map(as_combined, operands))
+        return [
+            self._combine(equation, operand, is_mean=by_ops == "mean")
+            for operand in operands
+        ]
 
     def follow_exchange(self, equation: Any, operands: list[Share]) -> list[Share]:
-        del operands
+        is_of_groups = equation.primitive.name.startswith(REDUCTIONS)
+        if not is_of_groups and not self.is_backward(equation):
+            has_examples = any(each.reach is Reach.EXAMPLES for each in operands)
+            self._exchanges = self._exchanges or has_examples
         return [UNKNOWN] * len(equation.outvars)
 
     def follow_source(self, equation: Any, operands: list[Share]) -> Share:
@@ -267,6 +329,15 @@ class _Search(ReplicaDataflow[Share]):
         if is_mean and operand.is_gradient and self._is_sum(operand):
             self._means_of_sums[line] = max(operand.sizes)
 
+    def _combine(self, equation: Any, operand: Share, *, is_mean: bool) -> Share:
+        """Returns the facts about the sum or the mean of a value over replicas."""
+        result = as_combined(operand)
+        if operand.is_gradient or not self._is_sum(operand):
+            return result
+        line = self.line(equation)
+        total = Total(line, operand.sizes, operand.divisors, is_mean)
+        return result._replace(totals=frozenset({total}))
+
     def _is_mean(self, metric: Share) -> bool:
         """Returns whether a number was summed over a share, and divided by its size."""
         is_scaled = any(
@@ -327,7 +398,8 @@ class _Search(ReplicaDataflow[Share]):
         both = self.join(operands)
         divisors = both.divisors | divisors_in(equation)
         is_gradient = both.is_gradient or self.is_backward(equation)
-        both = both._replace(divisors=divisors, is_gradient=is_gradient)
+        totals = keep_totals(equation, operands)
+        both = both._replace(divisors=divisors, is_gradient=is_gradient, totals=totals)
 
         if not equation.outvars:  # as of a print
             return both
@@ -335,6 +407,7 @@ class _Search(ReplicaDataflow[Share]):
             # A sum of ones may be a number of examples.
             is_sum = name in SUMS and not equation.outvars[0].aval.shape
             return both._replace(divisors=divisors | {ANY}) if is_sum else both
+        both = both._replace(totals=frozenset())
         if divides_by_own(equation, operands):
             both = both._replace(divisors=both.divisors | {ANY})
         if both.is_carried and bends(equation, operands):
@@ -385,7 +458,10 @@ class _Search(ReplicaDataflow[Share]):
                 return both._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
         if is_backward and not made.shape:
-            of_loss = {each._replace(kind=CauseKind.LOSS) for each in both.causes}
+            of_loss = {
+                each if each.kind in LASTING else each._replace(kind=CauseKind.LOSS)
+                for each in both.causes
+            }
             both = both._replace(causes=frozenset(of_loss))
             if bends(equation, operands):
                 return self._with_cause(both, CauseKind.LOSS, equation)

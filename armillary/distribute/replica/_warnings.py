@@ -4,7 +4,7 @@ The analyses find certain causes in the program of one replica. Each finding get
 warning, with the line of the step and the line to write.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax.extend import core
@@ -22,10 +22,14 @@ from armillary.distribute.replica._idle_replicas import (
     IdleReplicas,
     find_idle_replicas,
 )
-from armillary.distribute.replica._share_messages import explain
+from armillary.distribute.replica._positions import PositionFinding, find_positions
+from armillary.distribute.replica._share_messages import explain, explain_position
 from armillary.distribute.replica._share_sizes import ShareCounter, find_counters
-from armillary.distribute.replica._shares import ShareFinding as ShareFinding
-from armillary.distribute.replica._shares import find_shares
+from armillary.distribute.replica._shares import (
+    ShareFinding,
+    StateOfSum,
+    find_shares,
+)
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
@@ -44,7 +48,7 @@ class ProgramInput(NamedTuple):
     is_meant: bool = False
 
 
-Finding = SharedDraw | IdleReplicas | ShareCounter | ShareFinding
+Finding = SharedDraw | IdleReplicas | ShareCounter | PositionFinding | ShareFinding
 
 
 def warn_of_step(
@@ -53,6 +57,7 @@ def warn_of_step(
     strategy: "Strategy",
     context: "ReplicaContext",
     place_of: Callable[[int], str],
+    kept: Mapping[int, tuple[int, bool]],
 ) -> None:
     """Warns of the findings in a step, once each for a strategy.
 
@@ -62,6 +67,8 @@ def warn_of_step(
         strategy: The strategy, which knows the findings it has warned of.
         context: The replica, which knows how many replicas hold examples.
         place_of: Returns the name of an input that is a part of the state.
+        kept: For the results that are new values of the state, by their number, the
+            number of the old value, and whether the end of the step takes the mean.
     """
     num_replicas = context.num_replicas_in_sync
     if num_replicas == 1:
@@ -70,7 +77,10 @@ def warn_of_step(
         *_explain_draws(program, inputs, strategy.axis_name, num_replicas),
         *_explain_idle(program, strategy.axis_name, num_replicas, context),
         *_explain_counters(program, inputs, place_of, num_replicas),
-        *_explain_shares(program, inputs, strategy.axis_name, num_replicas),
+        *_explain_positions(program, inputs, strategy.axis_name, num_replicas),
+        *_explain_shares(
+            program, inputs, strategy.axis_name, num_replicas, place_of, kept
+        ),
     ):
         if finding not in strategy.warned:
             strategy.warned.add(finding)
@@ -139,13 +149,30 @@ def _explain_counters(
         )
 
 
-def _explain_shares(
+def _explain_positions(
     program: core.ClosedJaxpr,
     inputs: Sequence[ProgramInput],
     axis_name: str,
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:
+    """Yields rows of one replica that stand for rows of the whole batch."""
+    is_split = [each.is_split for each in inputs]
+    for found in find_positions(program, is_split, axis_name):
+        yield found, explain_position(found, num_replicas)
+
+
+def _explain_shares(
+    program: core.ClosedJaxpr,
+    inputs: Sequence[ProgramInput],
+    axis_name: str,
+    num_replicas: int,
+    place_of: Callable[[int], str],
+    kept: Mapping[int, tuple[int, bool]],
+) -> Iterator[tuple[Finding, str]]:
     """Yields numbers that depend on how replicas share the examples."""
     is_split = [each.is_split for each in inputs]
-    for found in find_shares(program, is_split, axis_name):
-        yield found, explain(found, num_replicas)
+    is_averaged = {result: of_step for result, (_, of_step) in kept.items()}
+    for found in find_shares(program, is_split, axis_name, is_averaged):
+        is_in_state = isinstance(found, StateOfSum)
+        place = place_of(kept[found.result][0]) if is_in_state else ""
+        yield found, explain(found, num_replicas, place)

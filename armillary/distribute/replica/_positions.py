@@ -1,0 +1,407 @@
+"""Finds numbers of rows that count one replica's examples, but mean the whole batch.
+
+A constant such as `jnp.arange(num_rows)` numbers the examples of a replica, from 0 on
+every replica. These are also the numbers of the rows of the batch on one device, but
+not on several: the first example of the second replica is not row 0 of the batch. So
+three things train on wrong pairs of examples, without an error in JAX::
+
+    a table has examples of this replica along one axis, and gathered examples along
+    another, and a constant chooses an entry for each row, such as the labels of a
+    contrastive loss, `jnp.eye` or `jnp.diag`
+
+    views of the examples are concatenated and then gathered, so the gathered rows are
+    sorted by replicas and not by views, and a slice or a constant tells views apart
+
+    numbers in the batch choose rows of the batch, of which a replica has only its own
+
+The axes of each value show this, as in `_draws`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from armillary._jaxpr import walk_equations
+from armillary.distribute.replica._dataflow import ReplicaDataflow
+from armillary.distribute.replica._example_axes import axes_of_result
+
+_CUTS = ("slice", "split")
+# Operations between a number of the batch and its use as an index. JAX adds the size of
+# an axis to a negative index.
+_OF_INDICES = (
+    *("convert_element_type", "copy", "copy_p", "reshape", "squeeze", "slice"),
+    *("broadcast_in_dim", "transpose", "add", "sub", "max", "min", "clamp", "rem"),
+    *("select_n", "lt", "ge", "and", "or"),
+)
+
+
+class Place(NamedTuple):
+    """The known facts about the rows of a value.
+
+    Axes are counted from the last axis, -1. So they stay the same if a loop takes a
+    value apart along its first axis.
+
+    Attributes:
+        own: The axes along which the examples of this replica lie, in their order.
+        joined: The axes along which views of these examples were concatenated.
+        gathered: The axes along which the examples of all replicas lie.
+        mixed: The gathered axes that were joined before.
+        picked: The axes along which a slice of the gathered examples lies.
+        numbers: The axes along which a constant has different values.
+        is_constant: Whether the value depends on no input.
+        is_index: Whether the value is a whole number of the batch.
+        is_row: Whether the value is the number of a gathered row.
+    """
+
+    own: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
+    gathered: frozenset[int] = frozenset()
+    mixed: frozenset[int] = frozenset()
+    picked: frozenset[int] = frozenset()
+    numbers: frozenset[int] = frozenset()
+    is_constant: bool = False
+    is_index: bool = False
+    is_row: bool = False
+
+
+_AXES = ("own", "joined", "gathered", "mixed", "picked", "numbers")
+_INPUT = Place()
+_CONSTANT = Place(is_constant=True)
+
+
+class OwnNumbers(NamedTuple):
+    """A line at which numbers of own rows choose among gathered rows."""
+
+    line: str
+
+
+class MixedRows(NamedTuple):
+    """A line at which rows are told apart whose views were joined and then gathered."""
+
+    line: str
+
+
+class ChosenRows(NamedTuple):
+    """A line at which numbers of the batch choose among the rows of a share."""
+
+    line: str
+
+
+PositionFinding = OwnNumbers | MixedRows | ChosenRows
+
+
+def find_positions(
+    program: core.ClosedJaxpr, is_split: Sequence[bool], axis_name: str
+) -> list[PositionFinding]:
+    """Returns the lines at which rows of a share stand for rows of the whole batch.
+
+    Args:
+        program: The program of one replica.
+        is_split: For each input, whether it is a part of a batch, examples first.
+        axis_name: The axis of replicas.
+    """
+    # Most steps neither gather examples nor choose rows.
+    names = {each.primitive.name for each in walk_equations(program)}
+    if not any(name.startswith(("all_gather", "gather")) for name in names):
+        return []
+    inputs = [
+        _place_of_share(variable.aval) if is_own else _INPUT
+        for variable, is_own in zip(program.jaxpr.invars, is_split, strict=True)
+    ]
+    search = _Search(axis_name)
+    search.run(program, inputs)
+    return sorted(search.found, key=lambda each: (type(each).__name__, each.line))
+
+
+def _place_of_share(value: Any) -> Place:
+    if not value.shape or value.shape[0] < 2:
+        return _INPUT
+    is_whole = jnp.issubdtype(value.dtype, jnp.integer)
+    return Place(own=frozenset({-len(value.shape)}), is_index=is_whole)
+
+
+class _Search(ReplicaDataflow[Place]):
+    """Follows rows through the program of one replica.
+
+    Attributes:
+        found: The lines to warn of.
+    """
+
+    nothing = _CONSTANT
+
+    def __init__(self, axis_name: str) -> None:
+        super().__init__(axis_name)
+        self._num_replicas = 1
+        # For the indices of several axes, the facts about the index of each axis.
+        self._columns: dict[Any, list[Place]] = {}
+        self.found: set[PositionFinding] = set()
+
+    def fact_of(self, constant: Any) -> Place:
+        if not isinstance(constant, np.ndarray):
+            return _INPUT
+        num_axes = constant.ndim
+        numbers = {
+            axis - num_axes for axis in range(num_axes) if _varies(constant, axis)
+        }
+        return _CONSTANT._replace(numbers=frozenset(numbers))
+
+    def join(self, facts: Iterable[Place]) -> Place:
+        several = set(facts)
+        if len(several) < 2:
+            return several.pop() if several else _CONSTANT
+        axes = {
+            name: frozenset().union(*(getattr(each, name) for each in several))
+            for name in _AXES
+        }
+        return Place(
+            **axes,
+            is_constant=all(each.is_constant for each in several),
+            is_index=all(each.is_index or each.is_constant for each in several),
+            is_row=any(each.is_row for each in several),
+        )
+
+    def decide(self, equation: Any, decides: Place) -> Place:
+        del equation
+        return _CONSTANT if decides.is_constant else _INPUT
+
+    def transfer(self, equation: Any, operands: list[Place]) -> list[Place] | None:
+        if equation.primitive.name.startswith("scatter"):
+            # Its program combines single numbers.
+            return [self.mix(equation, operands)] * len(equation.outvars)
+        return super().transfer(equation, operands)
+
+    def follow_reduction(
+        self, equation: Any, operands: list[Place], by_ops: str
+    ) -> list[Place]:
+        is_gather = equation.primitive.name.startswith("all_gather")
+        if by_ops or not is_gather:
+            return [_INPUT] * len(equation.outvars)
+        self._num_replicas = equation.params["axis_size"]
+        pairs = zip(equation.invars, operands, strict=True)
+        return [_gather(equation, each.aval.ndim, facts) for each, facts in pairs]
+
+    def follow_exchange(self, equation: Any, operands: list[Place]) -> list[Place]:
+        del operands
+        return [_INPUT] * len(equation.outvars)
+
+    def follow_source(self, equation: Any, operands: list[Place]) -> Place:
+        del equation, operands
+        return _INPUT
+
+    def follow_draw(self, equation: Any, operands: list[Place]) -> list[Place]:
+        del operands
+        return [_INPUT] * len(equation.outvars)
+
+    def mix(self, equation: Any, operands: list[Place]) -> Place:
+        name = equation.primitive.name
+        if name == "iota":
+            return _number_rows(equation)
+        both = self.join(operands)
+        if not equation.outvars:  # as of a print
+            return both
+        moved = [_move(equation, i, facts) for i, facts in enumerate(operands)]
+        if not self.is_backward(equation):
+            self._look_at(equation, operands, moved)
+
+        result = self.join(moved)
+        if name == "concatenate":
+            self._columns[equation.outvars[0]] = operands
+            result = result._replace(
+                joined=result.joined | _join_views(equation, operands)
+            )
+        # A pair is noted where it is made, and not again where it is used.
+        result = result._replace(picked=result.picked - result.own)
+        is_of_indices = name in _OF_INDICES
+        return result._replace(
+            numbers=result.numbers if both.is_constant else frozenset(),
+            is_constant=both.is_constant,
+            is_index=both.is_index and not both.is_constant and is_of_indices,
+            is_row=(both.is_row and is_of_indices) or _finds_row(equation, operands),
+        )
+
+    def _look_at(
+        self, equation: Any, operands: list[Place], moved: list[Place]
+    ) -> None:
+        """Notes an operation that takes rows of a share for rows of the batch.
+
+        Args:
+            equation: The operation.
+            operands: The facts about its operands.
+            moved: The same facts along the axes of the result.
+        """
+        name = equation.primitive.name
+        line = self.line(equation)
+        if name in _CUTS and self._cuts_mixed(equation, operands[0]):
+            self.found.add(MixedRows(line))
+        if name == "gather" and _chooses_rows(equation, operands):
+            self.found.add(ChosenRows(line))
+        if name.startswith(("gather", "scatter")):
+            self._look_at_indices(equation, operands, line)
+        elif any(_pairs_by_number(a, b) for a in moved for b in moved if a is not b):
+            self.found.add(OwnNumbers(line))
+
+    def _cuts_mixed(self, equation: Any, rows: Place) -> bool:
+        """Returns whether rows of several replicas are cut off, as if for one view."""
+        before = equation.invars[0].aval.shape
+        after = equation.outvars[0].aval.shape
+        for axis in rows.mixed:
+            # Parts of the size of a share put the rows of the replicas in order.
+            share_size = before[axis] // self._num_replicas
+            if share_size < after[axis] < before[axis]:
+                return True
+        return False
+
+    def _look_at_indices(self, equation: Any, operands: list[Place], line: str) -> None:
+        """Notes constant indices that choose a gathered row for each other row."""
+        table = operands[0]
+        num_axes = equation.invars[0].aval.ndim
+        columns = self._columns_of(equation, operands[1])
+        for axis, column in columns.items():
+            if axis - num_axes not in table.gathered or not column.is_constant:
+                continue
+            for place, rows in _rows_of_indices(equation, columns):
+                if place == axis or not rows & column.numbers:
+                    continue
+                if place - num_axes in table.own:
+                    self.found.add(OwnNumbers(line))
+                elif table.mixed and place not in columns:
+                    self.found.add(MixedRows(line))
+
+    def _columns_of(self, equation: Any, indices: Place) -> dict[int, Place]:
+        """Returns the facts about the indices along each axis of a table, if known."""
+        numbers = equation.params["dimension_numbers"]
+        is_gather = equation.primitive.name == "gather"
+        name = "start_index_map" if is_gather else "scatter_dims_to_operand_dims"
+        axes = getattr(numbers, name)
+        columns = [indices]
+        if len(axes) > 1:
+            columns = self._columns.get(equation.invars[1], [])
+        return dict(zip(axes, columns, strict=False))
+
+
+def _varies(value: np.ndarray, axis: int) -> bool:
+    """Returns whether the numbers of an array change along an axis."""
+    return value.shape[axis] > 1 and bool((value != value.take([0], axis)).any())
+
+
+def _join_views(equation: Any, operands: list[Place]) -> frozenset[int]:
+    """Returns the axis along which several views of the examples were concatenated."""
+    axis = equation.params["dimension"] - equation.invars[0].aval.ndim
+    num_views = sum(axis in each.own for each in operands)
+    return frozenset({axis} if num_views > 1 else ())
+
+
+def _gather(equation: Any, num_axes: int, facts: Place) -> Place:
+    """Returns the facts about a value whose examples all replicas have gathered."""
+    params = equation.params
+    along = params["all_gather_dimension"]
+    gathered: set[int] = set()
+    mixed: set[int] = set()
+    for axis in facts.own | facts.joined:
+        place = axis + num_axes
+        num_result = num_axes
+        if not params["tiled"]:
+            # The replicas are a new axis.
+            place += place >= along
+            num_result += 1
+        elif place != along:
+            continue
+        gathered.add(place - num_result)
+        if axis in facts.joined:
+            mixed.add(place - num_result)
+    return Place(gathered=frozenset(gathered), mixed=frozenset(mixed))
+
+
+def _number_rows(equation: Any) -> Place:
+    shape = equation.outvars[0].aval.shape
+    axis = equation.params["dimension"]
+    if shape[axis] == 1:
+        return _CONSTANT
+    return _CONSTANT._replace(numbers=frozenset({axis - len(shape)}))
+
+
+def _move(equation: Any, index: int, facts: Place) -> Place:
+    """Returns the facts about an operand along the axes of the result."""
+    # A token has no shape.
+    if not any(getattr(facts, each) for each in _AXES):
+        return facts
+    name = equation.primitive.name
+    shape = equation.invars[index].aval.shape
+    result = equation.outvars[0].aval.shape
+
+    def move(axes: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yields the new axes, and how much longer they are."""
+        for axis in axes:
+            if axis + len(shape) < 0:
+                continue
+            found = [axis] if name == "split" else axes_of_result(equation, index, axis)
+            for each in found:
+                yield each, result[each] - shape[axis]
+
+    def keep(axes: Iterable[int]) -> frozenset[int]:
+        return frozenset(axis for axis, gained in move(axes) if gained == 0)
+
+    def keep_all(axes: Iterable[int]) -> frozenset[int]:
+        return frozenset(axis for axis, gained in move(axes) if gained >= 0)
+
+    picked = keep(facts.picked)
+    if name in _CUTS:
+        picked |= {axis for axis, gained in move(facts.gathered) if gained < 0}
+    return facts._replace(
+        own=keep(facts.own),
+        joined=keep(facts.joined),
+        gathered=keep_all(facts.gathered),
+        mixed=keep_all(facts.mixed),
+        picked=picked,
+        numbers=frozenset(axis for axis, _ in move(facts.numbers)),
+    )
+
+
+def _chooses_rows(equation: Any, operands: list[Place]) -> bool:
+    """Returns whether numbers of the batch choose among the rows of this replica."""
+    rows, indices = operands
+    axes = equation.params["dimension_numbers"].start_index_map
+    if len(axes) != 1 or not indices.is_index:
+        return False
+    return axes[0] - equation.invars[0].aval.ndim in rows.own
+
+
+def _finds_row(equation: Any, operands: list[Place]) -> bool:
+    """Returns whether an operation finds the number of a gathered row."""
+    if equation.primitive.name not in ("argmax", "argmin"):
+        return False
+    num_axes = equation.invars[0].aval.ndim
+    return any(
+        axis - num_axes in operands[0].gathered for axis in equation.params["axes"]
+    )
+
+
+def _pairs_by_number(rows: Place, other: Place) -> bool:
+    """Returns whether an operation pairs own rows with gathered rows by their number.
+
+    Args:
+        rows: The facts about one operand, along the axes of the result.
+        other: The facts about the other operand.
+    """
+    if rows.own & other.picked:
+        return True
+    has_gathered = rows.is_row or bool(rows.gathered)
+    return has_gathered and other.is_constant and bool(rows.own & other.numbers)
+
+
+def _rows_of_indices(
+    equation: Any, columns: dict[int, Place]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yields the axes of a table with a row for each index, and the index's axis."""
+    numbers = equation.params["dimension_numbers"]
+    is_gather = equation.primitive.name == "gather"
+    name = "start_indices" if is_gather else "scatter_indices"
+    num_axes = equation.invars[1].aval.ndim
+    paired = getattr(numbers, f"{name}_batching_dims")
+    for axis, row_axis in zip(numbers.operand_batching_dims, paired, strict=True):
+        yield axis, frozenset({row_axis - num_axes})
+    for axis, column in columns.items():
+        yield axis, column.numbers if column.is_constant else frozenset()
