@@ -243,8 +243,12 @@ class Layer(nnx.Module):
 
 class Layers(nnx.Module):
     def __init__(self, size, count):
-        keys = nnx.Rngs(0).split(count)
-        self.layers = nnx.vmap(lambda rngs: Layer(size, rngs))(keys)
+        @nnx.split_rngs(splits=count)
+        @nnx.vmap
+        def make(rngs):
+            return Layer(size, rngs)
+
+        self.layers = make(nnx.Rngs(0))
 
     def __call__(self, x):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
