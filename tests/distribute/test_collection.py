@@ -229,6 +229,19 @@ def test_a_loop_that_returns_its_layers_holds_no_copy_of_them():
     assert edited.jaxpr.invars[0] in double.invars
 
 
+def test_a_constraint_of_the_user_in_a_compiled_function_stays():
+    own = jax.sharding.NamedSharding(make_mesh(), P(None, "data"))
+
+    @jax.jit
+    def divide(weight):
+        return jax.lax.with_sharding_constraint(weight, own)
+
+    edited = edit(lambda weight, x: x @ divide(weight), [P("fsdp")], WEIGHT, X)
+    product = edited.jaxpr.eqns[-1]
+    (call,) = [each for each in edited.jaxpr.eqns if each.primitive.name == "jit"]
+    assert call.outvars[0] in product.invars
+
+
 # Whole trainings
 
 

@@ -146,8 +146,11 @@ class _Editor:
                 continue
             call = self._edit_equation(equation, facts)
             known.update(zip(equation.outvars, call.results, strict=True))
-            for result, number in zip(equation.outvars, call.forwarded, strict=False):
-                if number is not None and facts[number] is not None:
+            # A program may constrain a parameter itself. Then its result has no fact,
+            # and must stay.
+            pairs = zip(equation.outvars, call.forwarded, strict=False)
+            for result, number in pairs:
+                if number is not None and known[result] is not None:
                     same[result] = operands[number]
 
             for number, (fact, used) in enumerate(zip(facts, call.inputs, strict=True)):
