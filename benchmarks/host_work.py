@@ -156,7 +156,8 @@ def _time_handling(
     loop = contestant.trainer._train_setup.loop
     assert loop is not None
     programs = loop._programs
-    flat, program = programs.find_state(), next(iter(programs.current.values()))
+    flat = programs.find_state()
+    program = next(iter(programs.current.values()))
     arrays = flat.arrays
     # A program gives new arrays each time.
     outputs = itertools.cycle(
