@@ -74,7 +74,7 @@ def slice_loss(w, batch):
 
 
 def masked_loss(w, batch):
-    """Leaves each example itself out, among those of all replicas."""
+    """Compares each example with all other examples of all replicas."""
     x, _ = vectors_of(w, batch)
     table = x @ gather(x).T
     rows = jnp.arange(len(x))

@@ -211,7 +211,7 @@ def state_step(make):
 
 
 def exchanged_loss(w, batch):
-    """Compares own examples with those of each replica, one replica after another."""
+    """Compares own examples with the examples of one replica after another."""
     context = armillary.get_replica_context()
     num_replicas = context.num_replicas_in_sync
     pairs = [(i, (i + 1) % num_replicas) for i in range(num_replicas)]

@@ -203,7 +203,7 @@ class _Search(ReplicaDataflow[Share]):
         """Returns the causes that no exchange between replicas can make up for.
 
         A step that sends examples around compares the examples of a replica with each
-        other, and then with those of the next replica.
+        other, and then with examples of the next replica.
         """
         if not self._exchanges:
             return causes
