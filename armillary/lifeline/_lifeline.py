@@ -48,6 +48,8 @@ _FAILURE_SECONDS = 5.0
 """The time in which the others may notice a failure by themselves."""
 _LATE_SECONDS = 10.0
 """A beat that comes later than this means that the process was stopped."""
+_CHIEF_SECONDS = 3.0
+"""The time that the others leave to process 0, which decides for all of them."""
 _PAUSE_SECONDS = 0.01
 _MOST_CHARACTERS = 10_000  # Of an error.
 _CHIEF = 0
@@ -336,8 +338,7 @@ class Lifeline:
         if own.limit_seconds is None:
             return False
         silent_seconds = now - self._sightings[_CHIEF].time
-        # Three beats more leave the decision to process 0, if it can still decide.
-        return silent_seconds >= own.limit_seconds + 3 * _BEAT_SECONDS
+        return silent_seconds >= own.limit_seconds + _CHIEF_SECONDS
 
     def _skip(self, seconds: float) -> None:
         """Leaves out a time in which this process was suspended.

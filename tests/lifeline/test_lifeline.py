@@ -69,6 +69,7 @@ def close(lifeline: Lifeline) -> None:
 @pytest.fixture
 def start(monkeypatch) -> Iterator[Callable[[int], Job]]:
     monkeypatch.setattr(module, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_CHIEF_SECONDS", 0.3)
     monkeypatch.setattr(_tree, "_GREETING_SECONDS", 0.5)
     monkeypatch.setattr(module, "end_process", lambda reason: None)
     monkeypatch.setattr(module.atexit, "register", lambda function: function)
@@ -231,6 +232,8 @@ def test_processes_below_a_stopped_process_are_not_called_stopped(start, monkeyp
     silent_seconds = patience(1.0)
     limit = patience(6.0)
     monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", silent_seconds)
+    # Process 4 hears of no other process, and would decide without knowing of them.
+    monkeypatch.setattr(module, "_CHIEF_SECONDS", patience(60.0))
     # Process 3 says nothing of itself and of process 4, whose connection it is.
     monkeypatch.setattr(job.lifelines[3], "_beat", lambda now: None)
     with contextlib.ExitStack() as stack:
