@@ -114,7 +114,7 @@ def _find_record(run: RecordedRun) -> dict[str, Any]:
     fields = {key: value for key, value in run.record.items() if key not in _ELSEWHERE}
     for name, number in run.per_device.items():
         unit = next(unit for end, unit in _ENDS.items() if name.endswith(end))
-        fields[f"{name}, each device"] = format_scaled(number, unit)
+        fields[f"{name}, each device"] = format_scaled(float(number), unit)
     return fields
 
 
