@@ -161,8 +161,10 @@ def test_names_that_the_changelog_calls_gone_are_gone():
 
 
 def test_the_changelog_has_the_version_of_the_package_first():
+    next_version = re.search(r"^## \[Unreleased\], to be (.+)$", TEXT, re.M)
     versions = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", TEXT, re.M)
-    assert versions[0] == armillary.__version__ == PROJECT["version"]
+    expected = f"{next_version[1]}.dev0" if next_version else versions[0]
+    assert expected == armillary.__version__ == PROJECT["version"]
     assert versions == sorted(versions, key=lambda each: each.split("."), reverse=True)
 
 
