@@ -93,22 +93,44 @@ NO_PACKAGES = "ERROR: No matching distribution found for jax==0.8.2"
 def test_ci_leaves_out_only_packages_that_cannot_be_installed(
     target, status, output, is_good, tmp_path
 ):
-    make = tmp_path / "make"
-    make.write_text(
-        f'#!/bin/sh\n[ "$1" != {target} ] || {{ echo "{output}"; exit {status}; }}\n'
-    )
-    make.chmod(0o755)
-    ended = subprocess.run(
-        [str(REPOSITORY / ".ci" / "run")],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-    )
+    ended = run_ci(tmp_path, target, status, output)
     assert (ended.returncode == 0) == is_good, ended.stdout + ended.stderr
     assert output in ended.stdout
     is_left_out = f"Left out: make {target} " in ended.stdout
     assert is_left_out == (is_good and status != 0)
+    if is_good:
+        assert ended.stdout.endswith(f"Left out: {target if status else 'nothing'}.\n")
+
+
+@pytest.mark.parametrize(("status", "output"), [(2, NO_PACKAGES), (124, "Installing")])
+def test_ci_leaves_nothing_out_if_it_has_to_be_complete(status, output, tmp_path):
+    ended = run_ci(tmp_path, "oldest", status, output, ARMILLARY_CI_COMPLETE="1")
+    assert ended.returncode != 0
+    assert "make oldest failed, and with ARMILLARY_CI_COMPLETE=1" in ended.stdout
+    assert "All passed" not in ended.stdout
+    complete = run_ci(tmp_path, "none", 0, "", ARMILLARY_CI_COMPLETE="1")
+    assert complete.returncode == 0, complete.stdout + complete.stderr
+
+
+def run_ci(folder, target, status, output, **variables):
+    """Runs `.ci/run` with a `make` that fails for one target."""
+    make = folder / "make"
+    make.write_text(
+        f'#!/bin/sh\n[ "$1" != {target} ] || {{ echo "{output}"; exit {status}; }}\n'
+    )
+    make.chmod(0o755)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ARMILLARY_CI_")
+    }
+    return subprocess.run(
+        [str(REPOSITORY / ".ci" / "run")],
+        env={**inherited, "PATH": f"{folder}:{os.environ['PATH']}", **variables},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
 
 
 def test_each_job_has_a_limit_and_few_rights():
