@@ -71,7 +71,7 @@ def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
 
 def count_flops(program: Any) -> dict[str, float]:
     """Returns operations of one step on one replica, by the dtype of the operands."""
-    # A loop of unknown length counts once. Of several branches the largest counts.
+    # A loop of unknown length counts once. The largest of several branches counts.
     total: defaultdict[str, float] = defaultdict(float)
     for equation in getattr(program, "jaxpr", program).eqns:
         parts = [count_flops(inner) for inner in _programs_in(equation)]

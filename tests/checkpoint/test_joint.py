@@ -121,7 +121,7 @@ def test_a_checkpoint_that_one_process_finds_damaged_is_damaged_for_all(
         assert said is None
         return
     assert f"`{name}`" in said
-    # What all find is told once, unless it says where each has looked.
+    # Damage that all find is reported once, unless the text names the process.
     for index in range(3) if len(blind) < 3 else ():
         assert (f"in process {index} of 3, " in said) == (index in blind)
 

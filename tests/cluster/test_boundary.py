@@ -175,7 +175,7 @@ def test_a_loop_costs_one_exchange(
         return closing
 
     train(8, make, tmp_path, has_own_data)
-    # What the first loop does is compared once: data, program and state.
+    # The data, program and state of the first loop are compared once.
     start = topics.index("state") + 1
     assert "the data of train_step" in topics[:start]
     assert topics[start:] == [PREEMPTED if is_preemptible else STOP] * 8

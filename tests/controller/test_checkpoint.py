@@ -102,7 +102,7 @@ def test_missing_parts_of_a_trainer_in_a_checkpoint_are_warned_of_once(
     tmp_path, caplog
 ):
     trainer = Descent({"w": jnp.ones(3)})
-    trainer.mean = nnx.metrics.Average("x")  # Begins anew in each loop.
+    trainer.mean = nnx.metrics.Average("x")  # Begins again in each loop.
     for objects in ({"step": trainer.step}, {"trainer": trainer}):
         manager = CheckpointManager(
             Checkpoint(**objects), tmp_path / str(len(caplog.text))
@@ -367,7 +367,7 @@ def test_save_checkpoint_always_writes(tmp_path):
     run.total.set_value(jnp.int32(0))
     assert controller.restore_checkpoint() is not None
     assert run.total.get_value() == 7
-    # Training goes on from one that is given.
+    # Training continues from a checkpoint that is given.
     controller.train(6)
     path = tmp_path / "checkpoint_4"
     assert controller.restore_checkpoint(path) == str(path)

@@ -93,7 +93,7 @@ def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch, 
 def test_the_end_of_an_earlier_training_does_not_count_while_another_begins(
     monkeypatch, quick
 ):
-    # The end of the earlier training, then none, then that of the one that goes on.
+    # The end of the earlier training, then none, then the end of the continued one.
     ends = ["old", "old", "old", None, None, "new"]
     checkpoints = ["1"]
 

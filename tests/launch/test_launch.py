@@ -226,7 +226,7 @@ def test_a_signal_ends_all_workers_and_those_that_can_save(
 ):
     is_stopped = "SIGSTOP" in script
     is_killed = script == STUBBORN or is_stopped
-    # Who can save has the time for it, on a busy machine too.
+    # A process that can save has the time for it, also on a busy machine.
     grace_seconds = 1 if is_killed else 300
     ready = f'mark(f"ready_{{index}}")\n{script}\n' if is_stopped else script + READY
     options = f"--workers 2 --max-restarts 3 --grace-seconds {grace_seconds}"

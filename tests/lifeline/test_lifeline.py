@@ -139,7 +139,7 @@ def test_watching_continues_after_an_error_of_its_own(start, monkeypatch, capfd)
     failures = Counter()
 
     def fail(*arguments):
-        # Not that of the process that runs the tests.
+        # Not the lifeline of the process that runs the tests.
         thread = threading.current_thread()
         if is_broken and thread in own:
             failures[thread] += 1
@@ -430,7 +430,7 @@ FORKS = """
 
 @pytest.mark.slow
 def test_forks_of_children_and_after_the_end_log_nothing():
-    # What fails right after a fork is only shown.
+    # An error right after a fork is only shown, so the output has it.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKS)],
         capture_output=True,

@@ -210,7 +210,7 @@ def check_exports(first: Any, second: Any) -> None:
     """Checks that one process writes exports, and that all restore a part."""
     assert first.pop("written")[:4] == ["export-2", "export-4", "export-6", "other-0"]
     assert second.pop("written") == []
-    # What one process cannot write, the others hear of at their next exchange.
+    # If one process cannot write, the others get the error at their next exchange.
     assert first.pop("error").startswith(("NotADirectoryError", "FileExistsError"))
     assert second.pop("error").startswith("PeerError")
     assert first == second

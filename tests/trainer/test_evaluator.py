@@ -242,7 +242,7 @@ def test_an_iterator_that_was_used_up_is_an_error_each_time():
             evaluator.evaluate(-1)
 
 
-# What a step may write
+# Values that a step may write
 
 
 class Model(StandardEvaluator):

@@ -66,7 +66,7 @@ def test_the_loop_begin_may_make_the_state():
     assert float(trainer.total) == 2 * (2 + 3)
 
 
-# What a step may take
+# Values that a step may take
 
 
 @pytest.mark.parametrize("kind", [dict, tuple, list])

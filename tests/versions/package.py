@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# What a build leaves out without a word, if a rule of git or of hatch says so.
+# Files that a rule of git or hatch could leave out of a build without an error.
 NEEDED = {
     "armillary/py.typed",
     "armillary/report/page.js",
