@@ -217,8 +217,8 @@ def test_a_state_that_a_trainer_holds_is_named_if_it_is_not_saved(
         steps_per_loop=1,
         checkpoint_manager=manager,
     )
-    said = "Name it there: `Checkpoint(..., sampler=trainer.sampler)`."
-    assert caplog.text.count(said) == (not is_named)
+    message = "Name it there: `Checkpoint(..., sampler=trainer.sampler)`."
+    assert caplog.text.count(message) == (not is_named)
     assert caplog.text.count("leaves out") == (not is_named)
 
 
@@ -321,12 +321,12 @@ def test_two_processes_do_not_train_in_one_directory(tmp_path, caplog, host):
     with subprocess.Popen(command, **pipes) as holder:
         assert holder.stdout.readline() == b"ready\n"
         controller = make_controller(Run(), tmp_path)
-        said = f"Process {holder.pid} "
+        message = f"Process {holder.pid} "
         if host == "elsewhere":  # The lock of a machine that was lost may stay.
             controller.train(2)
-            assert f"{said}on elsewhere trains" in caplog.text
+            assert f"{message}on elsewhere trains" in caplog.text
         else:
-            with pytest.raises(CheckpointError, match=f"{said}on this"):
+            with pytest.raises(CheckpointError, match=f"{message}on this"):
                 controller.train(2)
     controller.train(4)
     assert (tmp_path / ".lock").read_text() == f"{os.getpid()} on {platform.node()}"

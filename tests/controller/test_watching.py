@@ -149,14 +149,14 @@ def test_the_chief_says_it_when_the_interpreter_ends(tmp_path, monkeypatch):
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], check=True, timeout=patience(120)
     )
-    said = read_end(str(tmp_path))
-    assert json.loads(said)["step"] == 7
+    record = read_end(str(tmp_path))
+    assert json.loads(record)["step"] == 7
     monkeypatch.setattr(_process, "_current", Process(1, 2))
     with training_in(str(tmp_path)):
         pass
     end_training(str(tmp_path), 5)
     announce_ends()
-    assert read_end(str(tmp_path)) == said
+    assert read_end(str(tmp_path)) == record
 
 
 def test_each_end_of_a_training_is_another_one(tmp_path):

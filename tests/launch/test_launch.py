@@ -506,14 +506,14 @@ def make_job(arguments, num_workers=2, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("missing", "num_workers", "said"),
+    ("missing", "num_workers", "message"),
     [
         ("worker 1", 2, "cannot start a process: no more processes."),
         ("evaluator", 1, "cannot start a process: no more processes."),
     ],
 )
 def test_a_process_that_cannot_start_is_a_failure(
-    monkeypatch, capfd, missing, num_workers, said
+    monkeypatch, capfd, missing, num_workers, message
 ):
     started = {}
 
@@ -533,7 +533,7 @@ def test_a_process_that_cannot_start_is_a_failure(
     assert started["worker 0"].ended.result().returncode == code
     captured = capfd.readouterr()
     assert captured.out == ("" if is_worker else "[worker 0] trained\n")
-    assert said in captured.err
+    assert message in captured.err
 
 
 @slow_after_first("stop", [None, signal.SIGTERM])

@@ -115,9 +115,9 @@ def check_use(wheel: Path, folder: Path) -> None:
     environment.run(f"pip install -q '{wheel}' scikit-learn && pip check")
     version = wheel.name.split("-")[1]
     for command in ("armillary --version", "python -m armillary --version"):
-        said = environment.run(command).strip()
-        if said != f"armillary {version}":
-            sys.exit(f"{command} prints {said!r}, and the wheel is {version}.")
+        answer = environment.run(command).strip()
+        if answer != f"armillary {version}":
+            sys.exit(f"{command} prints {answer!r}, and the wheel is {version}.")
     printed = environment.run("armillary new my_project")
     # Its own tests take longer, and tests/project runs them.
     lines = re.findall(r"^  (.+)$", printed, re.MULTILINE)
