@@ -124,7 +124,7 @@ PAGES = {
     "several optimizers": "docs/recipes/optimizers.md",
     "sharding over several processes": "docs/devices/sharding_rules.md",
     "sharding rules": "docs/devices/sharding_rules.md",
-    "silent data corruption": "docs/train/non_finite.md",
+    "silent data corruption": "docs/train/silent_data_corruption.md",
     "slurm": "docs/machines/schedulers.md",
     "spot": "docs/long_runs/preemption.md",
     "start-up time": "docs/long_runs/startup.md",
