@@ -504,10 +504,7 @@ SPEC = PartitionSpec
 @mistakes(
     {
         ValueError: {
-            "`mesh_shape` has an axis 'model', but axes are 'data'": (
-                lambda: ShardedStrategy({"model": 8})
-            ),
-            r'`mesh_shape\["fsdp"\]` is 0, but it must be a positive integer': (
+            r'`mesh\["fsdp"\]` is 0, but it must be a positive integer': (
                 lambda: ShardedStrategy({"fsdp": 0})
             ),
             "for 4 devices, but there are 8. Choose sizes whose product is 8": (

@@ -61,6 +61,7 @@ REFUSING = {
     "armillary.estimator.train_and_evaluate",
     "armillary.plan.plan",
     "armillary.testing.assert_collectives",
+    "armillary.testing.assert_shardings",
     "armillary.testing.assert_strategies_agree",
     "armillary.testing.find_collectives",
     "armillary.xla.use_compilation_cache",
