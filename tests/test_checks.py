@@ -86,7 +86,7 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
             kind(**{name: True})
         assert str(caught.value).startswith(f"`{name}` is True, but `")
         assert str(caught.value).endswith(f"` has no such argument. {answer}")
-        # What an answer names exists, and what it answers does not.
+        # The argument that an answer names exists. The refused one does not.
         parameters = inspect.signature(kind).parameters
         assert name not in parameters
         if "called" in answer:

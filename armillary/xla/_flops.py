@@ -17,7 +17,7 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 def count_flops(program: Any, *, counts_recomputed: bool = True) -> dict[str, float]:
     """Returns operations of one step on one replica, by the dtype of the operands."""
-    # A loop of unknown length counts once. Of several branches the largest counts.
+    # A loop of unknown length counts once. The largest of several branches counts.
     total: defaultdict[str, float] = defaultdict(float)
     for equation in getattr(program, "jaxpr", program).eqns:
         inner = list(find_programs(equation))

@@ -3,7 +3,7 @@
 # FLOP/s of one device for dense products of bfloat16. NVIDIA's data sheets of A100,
 # H100, H200 and B200 state them; figures "with sparsity" are halved here. Google's
 # pages "System architecture" of Cloud TPU state them for a chip, which is one device.
-# The names are those of `jax.Device.device_kind`.
+# The names are values of `jax.Device.device_kind`.
 _PEAKS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,

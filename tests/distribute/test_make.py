@@ -83,7 +83,7 @@ FRAMEWORKS = [make_nnx, make_linen, make_equinox, make_keras]
 
 @pytest.mark.parametrize("strategy", MAKERS)
 @pytest.mark.parametrize("make", FRAMEWORKS)
-def test_arrays_are_those_of_the_constructor(make, strategy):
+def test_arrays_equal_the_arrays_of_the_constructor(make, strategy):
     expected = arrays_of(make())
 
     found = arrays_of(MAKERS[strategy]().make(make))

@@ -352,7 +352,7 @@ def test_convolutions_of_a_plan_are_divided_as_those_that_run():
 
     with described(Images(), 16, "cpu") as loop:
         text = export.deserialize(bytearray(export_loop(loop, "cpu"))).mlir_module()
-    # Of each convolution both operands and the result; one sums over examples.
+    # Each convolution has two operands and a result. One sums over examples.
     lines = text.splitlines()
     (at,) = [i for i, line in enumerate(lines) if "stablehlo.convolution" in line]
     around = lines[at - 2 : at + 2]

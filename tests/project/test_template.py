@@ -170,7 +170,7 @@ def test_the_template_is_part_of_the_package():
     folder = REPOSITORY / "armillary" / "project" / "template"
     paths = [str(path) for path in folder.rglob("*") if path.is_file()]
     assert len(paths) == 16
-    # What git ignores, the build of the package leaves out.
+    # The build of the package leaves out files that git ignores.
     ignored = subprocess.run(
         ["git", "check-ignore", "--no-index", *paths],
         cwd=REPOSITORY,

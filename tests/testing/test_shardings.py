@@ -61,7 +61,7 @@ def test_the_table_of_a_trainer_has_the_place_of_each_array():
         assert part in text
 
 
-def test_the_places_are_those_of_the_arrays_after_a_step():
+def test_the_places_are_places_of_the_arrays_after_a_step():
     strategy = armillary.ShardedStrategy({"fsdp": 4, "tensor": 2})
     trainer = Trainer(strategy)
     places = places_of(armillary.summarize(trainer))
