@@ -13,6 +13,7 @@ from flax import nnx
 
 import armillary
 from armillary.lifeline import _ending
+from tests.patience import patience
 
 VICTIM = 1
 # On a busy machine, six seconds may not be enough for the lifeline to notice a death.
@@ -45,7 +46,7 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
             if scenario == "sleep" and is_victim and number == 40:
                 time.sleep(3600)  # the reader sleeps
             if scenario == "slow" and is_victim:
-                time.sleep(0.02)
+                time.sleep(patience(0.02))
             if scenario == "raise" and is_victim and number == 37:  # Inside a chunk.
                 raise OSError("the disk is on fire")
             yield np.full((2,), number, np.float32)
