@@ -14,6 +14,7 @@ from jax.extend import core
 
 from armillary._checks import list_lines
 from armillary._jaxpr import call_program
+from armillary.distribute._new_arrays import note_new
 from armillary.errors import StateStructureError
 from armillary.state._adapters import leaves_placing
 from armillary.state._lift import State, strong
@@ -68,7 +69,10 @@ def _build(
     strategy.dispatch.finish(arrays)
 
     home = strategy.home
-    return arrays if home is None else jax.device_put(arrays, home)
+    if home is not None:
+        arrays = jax.device_put(arrays, home)
+    note_new(arrays)
+    return arrays
 
 
 def _check_places(state: State, fn: Callable[..., Any]) -> None:

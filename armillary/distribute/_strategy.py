@@ -261,7 +261,8 @@ class Strategy(OfOneProcess):
             model, optimizer = strategy.make(make_model)
 
         Arrays that `fn` only reads, such as weights from a file, are copied to every
-        device. All processes of the strategy must call it.
+        device. The first step reuses the memory of the result, so copy an array before
+        you keep it (`array.copy()`). All processes of the strategy must call it.
 
         Args:
             fn: Returns an object with variables, a pytree of arrays, or a nest of both.

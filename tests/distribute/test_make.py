@@ -137,6 +137,22 @@ def test_a_made_model_trains_as_one_that_was_made_elsewhere():
     np.testing.assert_allclose(losses, train(make_nnx(), alone), rtol=1e-5)
 
 
+def test_the_first_step_takes_the_memory_of_a_made_array():
+    strategy = MAKERS["sharded"]()
+    made = strategy.make(lambda: nnx.Param(jnp.ones((64, 64))))
+    own = nnx.Param(jnp.ones((64, 64)))
+    first, kept = made[...], own[...]
+
+    def step_fn():
+        made[...] *= 2.0
+        own[...] *= 2.0
+
+    strategy.run(step_fn)
+    assert first.is_deleted()
+    np.testing.assert_array_equal(kept, np.ones((64, 64)))
+    np.testing.assert_array_equal(made[...], own[...])
+
+
 def test_annotations_and_rules_decide_as_in_a_step():
     def make():
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", None))

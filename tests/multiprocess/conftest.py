@@ -103,7 +103,13 @@ def run_job(
         job.wait(DEADLINE)
     finally:
         job.end()
-    paths = [folder / f"result_{index}.json" for index in range(processes)]
+    return read_outcome(job)
+
+
+def read_outcome(job: Job) -> Outcome:
+    """Returns the end of a job whose processes have ended."""
+    processes = len(job.processes)
+    paths = [job.folder / f"result_{index}.json" for index in range(processes)]
     return Outcome(
         [process.returncode for process in job.processes],
         [json.loads(p.read_text()) if p.exists() else None for p in paths],

@@ -1,7 +1,8 @@
 """Holds a state as one flat list of arrays, on the devices that a strategy uses.
 
-A program may donate only arrays that come from our own programs. All other arrays are
-copied first, so no array that a user holds is deleted. Scalars are never donated.
+A program may donate only arrays that come from our own programs, or that
+`strategy.make` has made. All other arrays are copied first, so no array that a user has
+made is deleted. Scalars are never donated.
 
 This code runs for every array at every loop. In the usual case, no slot was touched.
 Arrays are compared by identity to detect this case, in passes that Python makes in C.
@@ -17,6 +18,7 @@ import jax
 
 from armillary.distribute._dispatch import uninterrupted
 from armillary.distribute._global_arrays import as_global, is_key
+from armillary.distribute._new_arrays import is_new
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same
 from armillary.errors import StateStructureError
@@ -340,7 +342,7 @@ class FlatState:
         donated = set(self._use.donated) if stale else set()
         values = [strong(value) for value in stale.values()]
         homes = [self._homes[i] for i in stale]
-        copies = [i in donated for i in stale]
+        copies = [i in donated and not is_new(value) for i, value in stale.items()]
         placed = _put(values, homes, copies)
         moved: set[int] = set()
         for (i, value), array in zip(stale.items(), placed, strict=True):

@@ -119,8 +119,26 @@ class Rules:
         matching = [pattern for pattern in self._rules if pattern.search(path)]
         self._unused.difference_update(matching)
         own = _own_spec(leaf, mesh)
-        if own is not None:
+        if own is None:
+            return self._choose_new(path, leaf, annotation, matching, mesh)
+        try:
+            new = self._choose_new(path, leaf, annotation, matching, mesh)
+        except ValueError:
+            # For an array that is divided already, it does not matter.
             return Decision(own, "its own sharding")
+        # Such as an array that `strategy.make` has divided.
+        is_same = _without_ending(own) == _without_ending(new.spec)
+        return Decision(own, new.reason if is_same else "its own sharding")
+
+    def _choose_new(
+        self,
+        path: str,
+        leaf: Any,
+        annotation: AxisNames | None,
+        matching: Sequence[re.Pattern[str]],
+        mesh: AnyMesh,
+    ) -> Decision:
+        """Returns the division of an array that is not divided yet."""
         if annotation is not None:
             spec = self._follow(path, leaf, annotation, mesh)
             return Decision(spec, f"annotation {annotation.names}")
@@ -235,6 +253,14 @@ def _own_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
     if not isinstance(sharding, NamedSharding) or leaf.is_fully_replicated:
         return None
     return sharding.spec if _is_same_mesh(sharding.mesh, mesh) else None
+
+
+def _without_ending(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Returns the axes of a spec without empty entries at its end."""
+    entries = [axes_of(entry) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
 
 
 def _is_same_mesh(a: AnyMesh, b: AnyMesh) -> bool:
