@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from armillary._jaxpr import programs_in
+from armillary._jax_compat import get_mapped_axes
+from armillary._jaxpr import is_called_by_library, programs_in
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
@@ -59,6 +60,11 @@ def count_runs(equation: Any) -> int:
     if equation.primitive.name == "pallas_call":
         grid = equation.params["grid_mapping"].grid
         return math.prod(size for size in grid if isinstance(size, int))
+    # In a `shard_map` of the user, each device runs the program with its part. The one
+    # of a strategy runs the step of each replica.
+    if equation.primitive.name == "shard_map" and not is_called_by_library(equation):
+        sizes = equation.params["mesh"].shape
+        return math.prod(sizes[axis] for axis in get_mapped_axes(equation))
     return 1
 
 

@@ -262,7 +262,25 @@ def divided():
     def total(rows):
         return jax.lax.psum(jnp.sum(rows, axis=0), "batch")
 
-    return jax.shard_map(total, mesh=mesh, in_specs=spec("batch"), out_specs=spec())
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=spec("batch"), out_specs=spec())
+
+    def call(rows):
+        # In the step, the mesh of the strategy is set.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return mapped(rows)
+
+    call.mapped = mapped
+    return call
+
+
+def test_another_mesh_in_a_step_has_a_note(divided):
+    strategy = armillary.ShardedStrategy({"data": 4}, devices=jax.devices()[:4])
+    (batch,) = strategy.distribute_dataset([ROWS])
+    with pytest.raises(ValueError, match="should match the mesh") as caught:
+        strategy.run(divided.mapped, (batch,))
+    notes = "\n".join(caught.value.__notes__)
+    assert "`armillary.ShardedStrategy(mesh)`" in notes
+    assert "use_abstract_mesh(mesh.abstract_mesh)" in notes
 
 
 def test_a_mesh_of_the_step_may_have_an_axis_of_the_same_name(divided):

@@ -309,9 +309,9 @@ def test_only_the_axes_of_dcn_cross_between_groups(num_slices, sizes, dcn):
 
 def test_groups_that_do_not_exist_are_an_error():
     sizes = {"data": 4, "fsdp": 2}
-    with pytest.raises(ValueError, match=r"`dcn` is .*2 groups.*there are 4 processes"):
+    with pytest.raises(ValueError, match=r"`dcn` is .*2 groups.*of 4 processes"):
         _arrange(make_devices(1), sizes, {"data": 2})
-    with pytest.raises(ValueError, match=r"`dcn` .*2 groups.*there are 1 processes"):
+    with pytest.raises(ValueError, match=r"`dcn` .*2 groups.*of 1 process\."):
         ShardedStrategy(sizes, dcn={"data": 2})
 
 

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import armillary
+from armillary.errors import ReplicaContextError
+from armillary.xla._flops import count_flops
 from tests.meta.test_docs import REPOSITORY, find_blocks
 from tests.tiers import slow_after_first
 
@@ -215,3 +217,51 @@ def test_a_pipeline_computes_as_its_layers_in_order(count, microbatches, one):
     x = draw(64, 6)
     strategy = make_strategy("stage", count)
     assert_equal(strategy, one, recipe["pipeline"], apply_in_order, layers, x)
+
+
+def test_calls_that_combine_replicas_are_refused_in_a_part_of_one():
+    strategy = armillary.ShardedStrategy({"data": 8})
+    calls = {
+        "all_reduce": lambda x: armillary.all_reduce("mean", x),
+        "all_gather": lambda x: armillary.get_replica_context().all_gather(x, axis=0),
+        "compute_average_loss": armillary.compute_average_loss,
+    }
+    rows = np.ones((8, 2), np.float32)
+    for name, call in calls.items():
+
+        def step_fn(batch, call=call):
+            spec = jax.sharding.PartitionSpec("data")
+            whole = jax.sharding.PartitionSpec()
+            return jax.shard_map(call, in_specs=spec, out_specs=whole, check_vma=False)(
+                batch
+            )
+
+        with pytest.raises(ReplicaContextError, match=rf"`.*{name}`.*pmean.*\"data\""):
+            strategy.run(step_fn, args=(rows,))
+
+
+def test_an_axis_of_the_mesh_outside_of_shard_map_is_explained():
+    strategy = armillary.ShardedStrategy({"context": 8})
+    with pytest.raises(NameError) as caught:
+        strategy.run(lambda: jax.lax.psum(jnp.ones(2), "context"))
+    (note,) = caught.value.__notes__
+    assert "'context' is an axis of the mesh" in note
+    assert "`jax.shard_map(" in note
+
+
+def test_the_work_of_all_devices_is_counted():
+    strategy = armillary.ShardedStrategy({"data": 8})
+
+    def multiply(rows, weights):
+        return rows @ weights
+
+    def step_fn(rows, weights):
+        spec = jax.sharding.PartitionSpec("data")
+        whole = jax.sharding.PartitionSpec()
+        divided = jax.shard_map(multiply, in_specs=(spec, whole), out_specs=spec)
+        return divided(rows, weights)
+
+    shapes = jnp.ones((16, 4)), jnp.ones((4, 3))
+    with strategy.scope():
+        program = jax.make_jaxpr(step_fn)(*shapes)
+    assert count_flops(program) == {"float32": 2 * 16 * 4 * 3}

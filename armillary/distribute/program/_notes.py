@@ -43,6 +43,13 @@ _MISTAKES = {
     "scalar-output functions. Output was (": "To return other values next to the loss, "
     "write `nnx.value_and_grad(loss_fn, has_aux=True)`: the function returns "
     "`loss, others`.",
+    "should match the mesh passed to shard_map": "In a step, the mesh of the strategy "
+    "is set. Make the strategy over your mesh, `armillary.ShardedStrategy(mesh)`, or "
+    "write `with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):` around the call.",
+    "context mesh cannot be empty": "This strategy has no mesh with axes of yours. Use "
+    'a strategy that has them, such as `armillary.ShardedStrategy({"context": 8})`. A '
+    "step that also runs elsewhere can look at "
+    "`jax.sharding.get_abstract_mesh().axis_names`.",
     "different trace level": "Flax transforms the arguments of a function, but not the "
     "variables that it captures. Pass the model, as in "
     "`nnx.jit(fn)(self.model, batch)`.",

@@ -56,6 +56,13 @@ def explain_unbound_axis(error: Exception, strategy: "Strategy") -> str | None:
             "`strategy.run`, under every strategy. Put the code into a function, and "
             "call it with `strategy.run(replica_fn, args=(batch,))`."
         )
+    mesh = strategy.mesh
+    if mesh is not None and name in mesh.axis_names:
+        return (
+            f"{name!r} is an axis of the mesh of {strategy!r}. Its devices run one "
+            "program, which XLA divides, so a collective along it belongs into "
+            "`jax.shard_map(fn, in_specs=..., out_specs=...)`."
+        )
     kind = type(strategy).__name__
     if kind == "DefaultStrategy":
         kind = "MirroredStrategy"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.errors import ReplicaContextError
@@ -228,7 +230,28 @@ def require_replica_context(function: str, instead: str) -> "ReplicaContext":
             "context: move the call into the function given to `strategy.run`, or "
             f"{instead}."
         )
+    refuse_part_of_replica(function, context.strategy)
     return context
+
+
+def refuse_part_of_replica(function: str, strategy: "Strategy") -> None:
+    """Raises if a call is in a `shard_map` of the user, over the mesh of one replica.
+
+    There, each device has a part of the only replica, and there is nothing to combine
+    over replicas, although the user may expect it.
+    """
+    placement = strategy.placement
+    if placement.mesh is None or placement.replica_mesh is not None:
+        return
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = [axis for axis in placement.mesh.axis_names if axis in manual]
+    if axes:
+        raise ReplicaContextError(
+            f"`{function}` was called inside `jax.shard_map` over {axes}, where each "
+            "device has a part of the only replica, so it would combine nothing. Call "
+            "it outside of `shard_map`, or combine the parts: `jax.lax.pmean(value, "
+            f'"{axes[0]}")` or `jax.lax.psum(value, "{axes[0]}")`.'
+        )
 
 
 def require_cross_replica_context(

@@ -20,7 +20,11 @@ from armillary.distribute.replica._arithmetic import (
     to_wire,
     widen,
 )
-from armillary.distribute.replica._context import Scope, lifted_state
+from armillary.distribute.replica._context import (
+    Scope,
+    lifted_state,
+    refuse_part_of_replica,
+)
 from armillary.distribute.replica._sameness import reduce_by
 from armillary.distribute.replica._values import (
     PerReplica,
@@ -109,6 +113,7 @@ class ReplicaContext:
                 "Call it in the function given to `run`, or use `strategy.reduce(op, "
                 "value)` outside."
             )
+        refuse_part_of_replica("all_reduce", self.strategy)
         if self.axis_name is None or self._num_replicas == 1:
             return jax.tree.map(functools.partial(reduce_alone, op), value)
         self._check_is_not_hidden("all_reduce", self.axis_name)
@@ -167,6 +172,7 @@ class ReplicaContext:
         Raises:
             ValueError: If a value has no such axis.
         """
+        refuse_part_of_replica("all_gather", self.strategy)
         if self.axis_name is None:
             return value
         self._check_is_not_hidden("all_gather", self.axis_name)

@@ -170,11 +170,13 @@ def _arrange(
     processes = {device.process_index for device in devices}
     groups = slices if has_slices else processes
     noun = "slices" if has_slices else "processes"
+    if len(groups) == 1:
+        noun = "slice" if has_slices else "process"
     if len(groups) != math.prod(across):
         raise ValueError(
             f"`dcn` is {dict(dcn)}, for {math.prod(across)} groups of devices with "
-            f"slow links between them, but there are {len(groups)} {noun}. Choose "
-            f"sizes whose product is {len(groups)}, or leave `dcn` out."
+            f"slow links between them, but the devices are of {len(groups)} {noun}. "
+            f"Choose sizes whose product is {len(groups)}, or leave `dcn` out."
         )
     pairs = zip(sizes.values(), across, strict=True)
     inside = [size // count for size, count in pairs]

@@ -148,9 +148,12 @@ class Rules:
         pattern = matching[0]
         spec = self._rules[pattern]
         if not _fits(spec, leaf, mesh):
+            why = "devices cannot share an axis of it equally"
+            if len(spec) > leaf.ndim:
+                why = f"it has {leaf.ndim} axes, and the rule has {len(spec)}"
             raise ValueError(
                 f"`rules` has {pattern.pattern!r}: {spec}, which does not fit {path}, "
-                f"{describe(leaf)}: devices cannot share an axis of it equally. Add an "
+                f"{describe(leaf)}: {why}. Add an "
                 "earlier rule for this array. `PartitionSpec()` leaves it whole on "
                 "every device."
             )
