@@ -157,7 +157,10 @@ class Checkpoint(OfOneProcess):
             skip: Parts inside `only` that are not restored.
             may_differ: Parts that may not fit. If such a part differs, is missing on
                 either side, or is a data position that is refused, the whole part keeps
-                the values of the program.
+                the values of the program. If a part is inside another one, its
+                differences count only for the inner part. A data position with the path
+                of a trainer counts only for itself:
+                `may_differ=["trainer", "trainer/state/extra"]`.
 
         Returns:
             A report of the restored parts, and of the parts that were not restored. It
