@@ -165,7 +165,7 @@ test-other: .venv/made
 	  $(MAKE) .venv-other/dev-installed && $(OTHER)/python $(SHORT_TESTS); \
 	else echo "$(NO_OTHER)"; fi
 
-# Those that are installed.
+# The sets that are installed.
 SETS = $$(for folder in .venv-oldest .venv .venv-other; do \
   if [ -e $$folder/demo-installed ]; then echo $$folder/bin/python; fi; done)
 FEW_STEPS := --steps 60 --steps-per-loop 20
@@ -250,7 +250,7 @@ busy: .venv/dev-installed
 soak: .venv/dev-installed
 	$(BIN)/python -m tests.recovery.soak --faults $(KILLS) --seed $(SEED)
 
-# What a maintainer would upload. The wheel is built from the sdist, and both are checked.
+# The packages that a maintainer uploads. The wheel is built from the sdist, and both are checked.
 .venv/release-installed: .venv/made constraints.txt
 	@echo "Installing what builds packages ..."
 	@$(PIP) install -c constraints.txt --group release

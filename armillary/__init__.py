@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     )
     from armillary.typing import Action, Output
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 __all__ = [
     "AbstractEvaluator",

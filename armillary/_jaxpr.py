@@ -5,6 +5,7 @@ of an operation (`transfer`), and the facts where several ways meet (`join`). `D
 carries facts through calls, branches, loops and references.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -171,6 +172,29 @@ def take_inputs(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJa
     return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
 
 
+_FORWARD = "forward"
+_BACKWARD = "backward"
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_direction(stack: str) -> str | None:
+    """Returns the pass that a name stack of JAX is in; `None` if it does not say so.
+
+    An example is `transpose(jvp(checkpoint))/rematted_computation/vmap(block)`:
+    `jax.checkpoint` computes a forward pass again within a backward pass.
+    """
+    direction: str | None = None
+    depth = 0
+    for part in stack.split("/"):
+        is_outside = depth == 0
+        depth += part.count("(") - part.count(")")
+        if "transpose(" in part:
+            direction = _BACKWARD
+        elif is_outside and "rematted_computation" in part:
+            direction = _FORWARD
+    return direction
+
+
 class Dataflow(Generic[Fact]):
     """Follows facts about values through a program and all nested programs.
 
@@ -281,12 +305,9 @@ class Dataflow(Generic[Fact]):
     def is_backward(self, equation: Any) -> bool:
         """Returns whether an equation is in a backward pass, by JAX's name stack."""
         for each in (equation, *reversed(self.within)):
-            stack = str(each.source_info.name_stack)
-            # `jax.checkpoint` computes a forward pass again within a backward pass.
-            if "rematted_computation" in stack.rpartition(")")[2]:
-                return False
-            if "transpose(" in stack:
-                return True
+            direction = _find_direction(str(each.source_info.name_stack))
+            if direction is not None:
+                return direction == _BACKWARD
         return False
 
     def _enter(self, equation: Any, program: Any, inputs: Sequence[Fact]) -> list[Fact]:

@@ -26,7 +26,7 @@ _IN_SITE = re.compile(r"(.*?[/\\](?:site|dist)-packages)[/\\]([^/\\]+)")
 _MAKERS = ("abc", "types")
 # Programs that are typed or piped into Python have no file.
 _TYPED = ("<stdin>", "<console>", "<ipython-input-", "<python-input-")
-_HEAP_TYPE = 1 << 9  # Of `type.__flags__`: set for every class that Python code makes.
+_HEAP_TYPE = 1 << 9  # in `type.__flags__`: set for every class that Python code makes.
 
 
 def is_own_file(file: str) -> bool:

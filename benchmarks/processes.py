@@ -162,7 +162,7 @@ class WorkerProcess:
         self._process.wait()
         # With the last writer gone, the thread comes to the end of its file.
         self._reader.join()
-        with contextlib.suppress(OSError):  # What was never sent.
+        with contextlib.suppress(OSError):  # A request was not sent.
             self._requests.close()
         self._errors.close()
 

@@ -95,7 +95,7 @@ def plan_once(task: str, size: str, dtype: str, topology: str) -> dict[str, Any]
     start = time.perf_counter()
     found = make_plan(abstract=True)
     traced_seconds = time.perf_counter() - start
-    # Of this process, before another one compiles.
+    # The peak of this process, before another one compiles.
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if not topology.isdecimal():
         found = make_plan(abstract=False)

@@ -70,9 +70,8 @@ def make_step(optimizer: optax.GradientTransformation):
     """Returns the step, which runs on every replica."""
 
     def step(state: dict, batch: dict) -> tuple[dict, dict]:
-        next_key, key = jax.random.split(
-            state["key"]
-        )  # a different one on each replica
+        # A different key on each replica.
+        next_key, key = jax.random.split(state["key"])
 
         def loss_fn(model: CNN):
             keys = jax.random.split(key, len(batch["label"]))

@@ -25,7 +25,7 @@ if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
-# What workers of Ray print, and old logs of a TPU compiler, would come at any moment.
+# Output of Ray's workers and old logs of a TPU compiler could appear at any moment.
 os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
 # Ray gives its workers a low priority. Next to a busy program, they would stand still.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -44,7 +44,8 @@ JAX_RELEASE = tuple(map(int, version("jax").split(".")[:3]))
 CAN_CACHE = JAX_RELEASE >= (0, 10, 2)
 if not CAN_CACHE:
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-# What a program computes does not depend on it, but for the last bits: `optimized`.
+# The results are the same except for the last bits. Tests that need these use the
+# fixture `optimized`.
 os.environ.setdefault(OPTIMIZE_LESS.upper(), "1")
 # Threads of OpenBLAS wait in loops for work: a tenth of the start of a process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -88,7 +88,7 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
             kind(**{name: True})
         assert str(caught.value).startswith(f"`{name}` is True, but `")
         assert f"` has no such argument. {answer}" in str(caught.value)
-        # What an answer names exists, and what it answers does not.
+        # The argument that an answer names exists. The refused one does not.
         parameters = inspect.signature(kind).parameters
         assert name not in parameters
         if "called" in answer:

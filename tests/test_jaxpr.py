@@ -1,4 +1,6 @@
-"""Tests of finding the results of a program that are its inputs."""
+"""Tests of finding results that are inputs, and the direction of operations."""
+
+import collections
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from armillary._jaxpr import find_unchanged
+from armillary._jaxpr import Dataflow, find_unchanged
 
 ROWS = jnp.ones((3, 2))
 FLAG = jnp.ones((), bool)
@@ -84,3 +86,35 @@ def test_results_that_are_inputs_are_found(fn, arguments, expected):
     program = jax.make_jaxpr(fn)(*map(jnp.asarray, arguments))
 
     assert find_unchanged(program, [0, 1]) == expected
+
+
+class Noted(Dataflow[int]):
+    """Notes the directions of each operation by its name."""
+
+    nothing = 0
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.defaultdict(list)
+
+    def join(self, facts):
+        return 0
+
+    def follow(self, equation, operands):
+        self.seen[equation.primitive.name].append(self.is_backward(equation))
+        return super().follow(equation, operands)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.vmap], ids=["plain", "vmap"])
+def test_the_forward_pass_that_checkpoint_repeats_is_not_backward(wrap):
+    @jax.checkpoint
+    def block(x):
+        return wrap(lambda y: jnp.sin(jnp.sin(y)))(x)
+
+    program = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(jnp.ones(3))
+    noted = Noted()
+    noted.run(program, [0])
+
+    # Two sines forward, and one that the backward pass computes again.
+    assert noted.seen["sin"] == [False] * 3
+    assert True in noted.seen["mul"]

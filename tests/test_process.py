@@ -25,9 +25,9 @@ def test_a_program_that_joins_nobody_is_the_chief():
 
 
 def test_only_warnings_come_from_all_processes(process):
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -38,7 +38,7 @@ def test_only_warnings_come_from_all_processes(process):
         logger.removeHandler(handler)
         logger.setLevel(level)
     warning = f"process {process.index} of 2: 100% of memory"
-    assert said == (["step 3", warning] if process.is_chief else [warning])
+    assert messages == (["step 3", warning] if process.is_chief else [warning])
 
 
 def test_only_the_chief_writes_files(process, tmp_path):

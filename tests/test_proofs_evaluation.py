@@ -93,7 +93,7 @@ def assert_exact(evaluation, arrays):
     num_examples=st.integers(1, 50),
     batch_size=st.integers(1, 16),
     num_replicas=st.integers(1, 4),
-    # One step in a chunk: then the number of programs is that of the shapes.
+    # With one step in a chunk, there are as many programs as shapes.
     options=st.sampled_from([{"steps_per_chunk": 1}, {"compile_loop": False}]),
 )
 def test_a_complete_evaluation_equals_numpy(

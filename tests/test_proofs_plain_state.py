@@ -139,7 +139,7 @@ def weigh(nest: Any) -> Any:
 
 
 class Weigher(armillary.StandardTrainer):
-    """Adds up what a nest weighs, and changes it in each step if it is told to."""
+    """Adds up the weights of a nest, and optionally changes it in each step."""
 
     def __init__(self, nest: Any, in_step: Any = None) -> None:
         super().__init__([np.zeros(1, np.float32)] * 12)

@@ -25,7 +25,7 @@ from armillary.lifeline._lifeline import Lifeline, waiting
 from armillary.lifeline._tree import Span
 
 _SLICE_SECONDS = 1.0
-_MOST_CHARACTERS = 1 << 22  # Of one value.
+_MOST_CHARACTERS = 1 << 22  # in one value
 _VERDICT_SECONDS = 1.0
 """The longest time until the end of a process is known."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from armillary._checks import (
     check_instance,
     check_methods,
+    check_not_negative,
     check_num_steps,
     check_one_of,
     check_path,
@@ -32,6 +33,8 @@ _METHODS = {
     "summary_manager": _SUMMARIES,
     "eval_summary_manager": _SUMMARIES,
 }
+# Smaller numbers are peaks in TFLOP/s or GFLOP/s.
+_LEAST_PEAK = 1e6
 _EVALUATOR = (
     "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`; several need "
     'names: `evaluator={"validation": a, "test": b}`.'
@@ -64,8 +67,22 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         fix = "Use `hang_timeout_seconds=600`, or `math.inf` to wait forever."
         check_seconds("hang_timeout_seconds", seconds, fix)
     check_one_of("progress", arguments["progress"], (True, False))
+    if arguments["tokens_per_example"] is not None:
+        check_positive_int("tokens_per_example", arguments["tokens_per_example"])
+    if arguments["peak_flops"] is not None:
+        _check_peak(arguments["peak_flops"])
     fix = "Use `vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
     check_instance("hyperparameters", arguments["hyperparameters"], Mapping | None, fix)
+
+
+def _check_peak(peak_flops: Any) -> None:
+    peak = check_not_negative("peak_flops", peak_flops)
+    if peak < _LEAST_PEAK:
+        raise ValueError(
+            f"`peak_flops` is {peak_flops!r}, but it must be the peak FLOP/s of one "
+            f"device, at least {_LEAST_PEAK:,.0f}. A peak of 989 TFLOP/s is "
+            "`peak_flops=989e12`."
+        )
 
 
 def _check_evaluator(evaluator: Any) -> None:

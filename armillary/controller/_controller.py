@@ -36,6 +36,7 @@ from armillary.controller._history import History, RunOutput
 from armillary.controller._loops import LoopRunner
 from armillary.controller._run import Run, finishing, is_reached
 from armillary.controller._saving import Saving, restore_if_good
+from armillary.controller._speeds import Speeds
 from armillary.controller._unsaved import warn_of_unsaved
 from armillary.controller._warnings import warn_of_bad_arrays, warn_of_evaluators
 from armillary.lifeline._lifeline import get_lifeline
@@ -105,6 +106,12 @@ class Controller(OfOneProcess):
             XLA's compiler may take any time.
         progress: Whether to keep one live line in a terminal. If stderr is not a
             terminal, phases that take longer than 30 seconds are logged instead.
+        tokens_per_example: Tokens of one example, such as the length of a sequence, for
+            tokens per second. With it or `peak_flops`, log lines of training have
+            tokens per second, TFLOP/s and MFU, as far as they are known.
+        peak_flops: Peak FLOP/s of one device, such as `989e12`, for MFU (model FLOPs
+            utilization). `None` uses the dense bfloat16 peak of a TPU or an NVIDIA GPU
+            that is known.
 
     Arguments are attributes, too, for reading only.
     """
@@ -136,6 +143,8 @@ class Controller(OfOneProcess):
         hyperparameters: Mapping[str, Any] | None = None,
         hang_timeout_seconds: float | None = None,
         progress: bool = True,
+        tokens_per_example: int | None = None,
+        peak_flops: float | None = None,
     ) -> None:
         check_arguments(locals())
         self.global_step = global_step
@@ -152,6 +161,8 @@ class Controller(OfOneProcess):
         self.log_interval = log_interval
         self.hang_timeout_seconds = hang_timeout_seconds
         self.progress = progress
+        self.tokens_per_example = tokens_per_example
+        self.peak_flops = peak_flops
         self.hyperparameters = dict(hyperparameters or {})
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
@@ -163,7 +174,8 @@ class Controller(OfOneProcess):
         self._run = run
         self._display = Display(run, progress)
         self._saving = Saving(run, checkpoint_manager)
-        self._loops = LoopRunner(run, self._saving, self._display)
+        speeds = Speeds(tokens_per_example, peak_flops)
+        self._loops = LoopRunner(run, self._saving, self._display, speeds)
         self._has_begun = False
 
         ensure_visible()

@@ -27,12 +27,14 @@ from armillary.controller._history import add_record
 from armillary.controller._outputs import fetch_output, format_output, log_line
 from armillary.controller._run import Run, call_actions, is_reached
 from armillary.controller._saving import Saving
+from armillary.controller._speeds import Speeds
 from armillary.controller._stragglers import Stragglers
 from armillary.errors import GlobalStepError
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._lifeline import waiting
 from armillary.trainer._contract import PendingLoops
 from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.trainer._work import Work
 
 # The time that the device takes for loops that are started together. It is short, so
 # that log lines and requests to stop are not late.
@@ -55,7 +57,9 @@ _LoopOutput: TypeAlias = tuple[int, int, dict[str, Any]]
 class LoopRunner:
     """Runs the training loops of a controller between two evaluations."""
 
-    def __init__(self, run: Run, saving: Saving, display: Display) -> None:
+    def __init__(
+        self, run: Run, saving: Saving, display: Display, speeds: Speeds
+    ) -> None:
         self._run = run
         self._saving = saving
         self._display = display
@@ -63,7 +67,8 @@ class LoopRunner:
         # The steps and seconds since the last log line, and the last loop.
         self._steps = 0
         self._seconds = 0.0
-        self._last: tuple[int, dict[str, Any]] | None = None
+        self._last: tuple[int, dict[str, Any], Work] | None = None
+        self._speeds = speeds
         # The steps and seconds of earlier lines.
         self._lines: deque[tuple[int, float]] = deque(maxlen=1000)
         self._is_warned = False
@@ -71,7 +76,7 @@ class LoopRunner:
 
         # Loops that were started, and outputs that are not yet reported.
         self._pending: deque[AwaitedLoops] = deque()
-        self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
+        self._outputs: deque[tuple[int, int, dict[str, Any], float, Work]] = deque()
         self._last_end = 0.0
         # Unknown at first, so a single loop is started.
         self._seconds_per_loop = float("inf")
@@ -196,6 +201,8 @@ class LoopRunner:
             ):
                 started = self._run.trainer.start(num_steps, num_loops)
                 self._saving.see_data()
+            if self._speeds.see(started.work, started.footprint):
+                logger.info("%s", self._speeds.describe_device())
             # The device waited for its program, so this time does not count.
             start += goodput.compile_seconds - compiled
             start = min(start, time.perf_counter())
@@ -232,9 +239,14 @@ class LoopRunner:
                     self._run.curves.flush()
 
     def _report_loop(
-        self, step: int, reached: int, output: dict[str, Any], speed: float
+        self,
+        step: int,
+        reached: int,
+        output: dict[str, Any],
+        speed: float,
+        work: Work,
     ) -> None:
-        """Reports one loop, which ran `speed` steps per second."""
+        """Reports one loop, which ran `speed` steps per second of this work."""
         run = self._run
         scalars = find_numbers(output)
         notify_launcher("trained")
@@ -242,15 +254,17 @@ class LoopRunner:
         add_record(run.history, reached, scalars)
         self._steps += reached - step
         self._seconds += (reached - step) / speed
-        self._last = reached, output
+        self._last = reached, output, work
         if _passes(run.log_interval, step, reached):
             self._log_last()
         self._warn_once(reached, scalars)
         if _passes(run.summary_interval, step, reached):
-            values = {**output, "steps_per_second": speed}
-            run.curves.write(
-                "train", reached, values, steps_per_second=speed, values=scalars
-            )
+            speeds = self._speeds.of(work, speed)
+            # An output may have a number of its own, such as `mfu`.
+            values = {**speeds, **output, "steps_per_second": speed}
+            fields = {"steps_per_second": speed, **speeds}
+            fields |= self._speeds.take_record()
+            run.curves.write("train", reached, values, **fields, values=scalars)
         if run.train_actions:
             with run.scope():
                 call_actions(run.train_actions, output)
@@ -259,7 +273,7 @@ class LoopRunner:
         """Logs the last loop, unless it was logged already."""
         if self._last is None:
             return
-        reached, output = self._last
+        reached, output, work = self._last
 
         lines = self._lines
         lines.append((self._steps, self._seconds))
@@ -272,8 +286,9 @@ class LoopRunner:
         self._last = None
         self._steps = 0
         self._seconds = 0.0
-        speed = f"steps/sec: {steps / seconds: 6.1f}"
-        log_line("train", reached, speed, f"output: {format_output(output)}")
+        speed = steps / seconds
+        parts = [f"steps/sec: {speed: 6.1f}", *self._speeds.describe(work, speed)]
+        log_line("train", reached, *parts, f"output: {format_output(output)}")
 
     def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
         bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
@@ -306,7 +321,7 @@ class LoopRunner:
             # A loop that did not advance has nothing to report: the data had ended
             # before.
             if after > step:
-                self._outputs.append((step, after, output, speed))
+                self._outputs.append((step, after, output, speed, loops.work))
         # ORDER: last, so that after Ctrl-C the loop is still reported.
         self._pending.popleft()
 
@@ -370,6 +385,11 @@ class AwaitedLoops:
     def is_counted_by_trainer(self) -> bool:
         """True if only the global step shows how many steps the trainer has run."""
         return self._started.num_steps is None and not self._data_ended
+
+    @property
+    def work(self) -> Work:
+        """The mean work of a step."""
+        return self._started.work
 
     @property
     def num_asked(self) -> int:

@@ -44,14 +44,6 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
     return Mesh(devices, (axis, copies), axis_types=(AxisType.Auto,) * 2)
 
 
-def find_replica_axis(mesh: Mesh | AbstractMesh | None) -> str | None:
-    """Returns the axis of replicas; `None` if a single replica has the whole mesh."""
-    # If XLA divides one replica over the mesh, the mesh has several axes.
-    if mesh is None or len(mesh.axis_names) != 1:
-        return None
-    return mesh.axis_names[0]
-
-
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
     """Returns a global array from a value that is equal on all processes.
 

@@ -6,14 +6,28 @@ plan for devices that are not present, a strategy gets another placement for a w
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from armillary.cluster._peers import Peers
 from armillary.data._layout import BatchLayout
 from armillary.state._lift import State
 from armillary.xla._lowerings import Split
+
+
+class Place(NamedTuple):
+    """The place of one array, and what has decided it.
+
+    Attributes:
+        spec: The axes of the mesh along each axis of the array.
+        num_parts: The number of different parts; 1 for an array that is not divided.
+        reason: The cause in words, such as `"annotation ('embed', 'mlp')"`.
+    """
+
+    spec: PartitionSpec
+    num_parts: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,14 @@ class Placement:
         return self.layout.num_replicas
 
     @property
+    def replica_mesh(self) -> Any:
+        """The mesh whose only axis is the axis of replicas; `None` without one.
+
+        If XLA divides one replica over the devices, the mesh has other axes.
+        """
+        return None
+
+    @property
     def peers(self) -> Peers:
         """The processes that share the devices."""
         return self.layout.peers
@@ -53,6 +75,10 @@ class Placement:
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
         """Returns the sharding of each array in programs; `None` for any device."""
         raise NotImplementedError
+
+    def decide(self, state: State) -> Sequence[Place]:
+        """Returns the place of each array, in the order of the paths of a state."""
+        return [Place(PartitionSpec(), 1, "a copy on each device")] * len(state.paths)
 
     def abstract(self, num_devices: int, platform: str) -> Self:
         """Returns the same placement on devices that are not present.

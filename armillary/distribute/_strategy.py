@@ -8,7 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from armillary.data._layout import (
     hosted_replicas,
 )
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
+from armillary.distribute._birth import make_in_place
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._placement import Placement
@@ -55,6 +56,8 @@ from armillary.state._adapters import follow_strategies
 from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
+
+T = TypeVar("T")
 
 OPTIONS_FIX = 'Use `armillary.data.InputOptions(remainder="exact")`.'
 _REDUCE = {
@@ -220,6 +223,12 @@ class Strategy(OfOneProcess):
         """
         return without_program_mesh()
 
+    def jax_settings(self) -> AbstractContextManager[Any]:
+        """Returns a context with the settings of JAX for the code in the scope."""
+        if self.default_device is None:
+            return contextlib.nullcontext()
+        return jax.default_device(self.default_device)
+
     def scope(self) -> AbstractContextManager["Strategy"]:
         """Returns a context manager that puts this strategy in effect.
 
@@ -235,7 +244,45 @@ class Strategy(OfOneProcess):
         follow_strategies()
         instead = "enter the scope around `run`"
         require_cross_replica_context("strategy.scope", instead, self)
-        return Scope(self, device=self.default_device)
+        return Scope(self, settings=self.jax_settings)
+
+    @hides_frames
+    def make(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Returns the result of `fn`, with each array made where it belongs.
+
+        The function is traced and then compiled for the shardings of its arrays, so no
+        device holds more than its part, also while the function runs. Random numbers
+        are the same as on one device::
+
+            def make_model():
+                model = Transformer(nnx.Rngs(0))
+                return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+            model, optimizer = strategy.make(make_model)
+
+        Arrays that `fn` only reads, such as weights from a file, are copied to every
+        device. All processes of the strategy must call it.
+
+        Args:
+            fn: Returns an object with variables, a pytree of arrays, or a nest of both.
+                As it is traced, it cannot read the values of the arrays that it makes.
+            args: Arguments of `fn`.
+            kwargs: Arguments of `fn`.
+
+        Returns:
+            The result of `fn`, as if `fn` had been called.
+
+        Raises:
+            ReplicaContextError: If called inside `run`, or in another strategy's scope.
+            StateStructureError: If `fn` puts an array into a tuple or a function of an
+                object, where nothing can replace it.
+            TypeError: If `fn` cannot be called.
+            ValueError: If an annotation or a rule does not fit an array or the devices.
+        """
+        check_callable("fn", fn)
+        instead = "call it before the step"
+        require_cross_replica_context("strategy.make", instead, self)
+        return make_in_place(self, fn, args, kwargs)
 
     @hides_frames
     def run(

@@ -51,7 +51,7 @@ _LATE_SECONDS = 10.0
 _CHIEF_SECONDS = 3.0
 """The time that the others leave to process 0, which decides for all of them."""
 _PAUSE_SECONDS = 0.01
-_MOST_CHARACTERS = 10_000  # Of an error.
+_MOST_CHARACTERS = 10_000  # in the text of an error
 _CHIEF = 0
 
 

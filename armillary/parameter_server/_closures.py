@@ -48,7 +48,7 @@ class RemoteValue:
     """
 
     def __init__(self) -> None:
-        self.future: Future[Any] = Future()  # Of Ray's reference to the result.
+        self.future: Future[Any] = Future()  # to Ray's reference
 
     def get(self) -> PyTree:
         """Waits for the function, and returns its result with JAX arrays.

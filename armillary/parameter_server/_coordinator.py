@@ -233,7 +233,7 @@ class ClusterCoordinator:
         if inner is not None:
             owner = getattr(fn, "__self__", None)
             fn = inner if owner is None else types.MethodType(inner, owner)
-        # What a function reads may depend on the shapes of its arguments.
+        # The values that a function reads may depend on the shapes of its arguments.
         kinds = tuple(map(_kind_of_argument, leaves))
         held = tuple((name, identity_of(value)) for name, value in captured(fn))
         key = code_of(fn), held, tree, kinds

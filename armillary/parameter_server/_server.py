@@ -23,7 +23,7 @@ class ArrayType(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    impl: str | None = None  # Of random keys, such as `"threefry2x32"`.
+    impl: str | None = None  # for random keys, such as `"threefry2x32"`.
 
     @property
     def num_bytes(self) -> int:

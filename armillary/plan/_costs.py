@@ -1,12 +1,10 @@
-"""The costs of a step: its arithmetic, and the collectives in its traced program."""
+"""The collectives in the traced program of a step."""
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from armillary._jaxpr import programs_in
+from armillary.xla._flops import count_runs, find_programs
 
 COLLECTIVE_KINDS = (
     "all-reduce",
@@ -17,7 +15,6 @@ COLLECTIVE_KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 _KIND_OF = {
     "psum": "all-reduce",
     "pmax": "all-reduce",
@@ -69,41 +66,6 @@ def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
     return max((each.round for each in collectives if each.kind == kind), default=0)
 
 
-def count_flops(program: Any) -> dict[str, float]:
-    """Returns operations of one step on one replica, by the dtype of the operands."""
-    # A loop of unknown length counts once. Of several branches the largest counts.
-    total: defaultdict[str, float] = defaultdict(float)
-    for equation in getattr(program, "jaxpr", program).eqns:
-        parts = [count_flops(inner) for inner in _programs_in(equation)]
-        if equation.primitive.name == "cond":
-            parts = [max(parts, key=lambda counts: sum(counts.values()))]
-        elif equation.primitive.name in _PRODUCTS:
-            parts = [{str(equation.invars[0].aval.dtype): _count_product(equation)}]
-        for part in parts:
-            for dtype, count in part.items():
-                total[dtype] += _count_runs(equation) * count
-    return dict(total)
-
-
-def _count_product(equation: Any) -> float:
-    """Returns the operations of a product or a convolution: two for each term."""
-    left, right = (variable.aval for variable in equation.invars[:2])
-    out = equation.outvars[0].aval
-    if equation.primitive.name == "conv_general_dilated":
-        numbers = equation.params["dimension_numbers"]
-        # Each value of the result sums over a kernel's window and its input channels.
-        window = [right.shape[axis] for axis in numbers.rhs_spec[1:]]
-        groups = equation.params["batch_group_count"]
-        dilation = math.prod(equation.params["lhs_dilation"])
-        return 2.0 * out.size * math.prod(window) / groups / dilation
-    numbers = equation.params.get("dimension_numbers")
-    if numbers is None:
-        numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    (axes_of_left, _), _ = numbers
-    contracted = [left.shape[axis] for axis in axes_of_left]
-    return 2.0 * out.size * math.prod(contracted)
-
-
 def find_traced(
     program: Any, num_devices: int, times: int = 1, is_conditional: bool = False
 ) -> Iterator[Collective]:
@@ -127,17 +89,7 @@ def find_traced(
                     is_conditional=is_conditional,
                     group_size=group_size,
                 )
-        runs = times * _count_runs(equation)
+        runs = times * count_runs(equation)
         is_branch = is_conditional or equation.primitive.name == "cond"
-        for inner in _programs_in(equation):
+        for inner in find_programs(equation):
             yield from find_traced(inner, num_devices, runs, is_branch)
-
-
-def _programs_in(equation: Any) -> list[Any]:
-    if equation.primitive.name == "custom_linear_solve":
-        return [equation.params["jaxprs"].solve]  # The others are for derivatives.
-    return list(programs_in(equation))
-
-
-def _count_runs(equation: Any) -> int:
-    return equation.params["length"] if equation.primitive.name == "scan" else 1

@@ -14,7 +14,6 @@ from armillary.plan._compiler import compile_loop, export_loop
 from armillary.plan._costs import (
     COLLECTIVE_KINDS,
     Collective,
-    count_flops,
     count_rounds,
     find_traced,
 )
@@ -22,6 +21,7 @@ from armillary.plan._targets import Target, Topology, parse_topology
 from armillary.plan._traffic import find_traffic
 from armillary.trainer._described import described
 from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.xla._flops import count_flops
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,7 @@ from armillary._format import add_json, format_time, make_table, print_json, pri
 from armillary._process import ExitCode
 from armillary.goodput._journal import Goodput, read_goodput
 from armillary.report._page import goodput_cells, make_page, show_number
-from armillary.report._run_files import SPEED, RecordedRun, read_runs
+from armillary.report._run_files import SPEEDS, RecordedRun, read_runs
 
 _LINE = 100  # Characters of a line.
 _FEWEST = 24  # Characters of the column with the last values, at least.
@@ -136,7 +136,7 @@ def _last_values(run: RecordedRun) -> list[str]:
     evaluations: list[str] = []
     training: list[str] = []
     for (source, metric), points in run.curves.items():
-        if metric == SPEED:
+        if metric in SPEEDS:
             continue
         _, last = points[-1]
         values = training if source == "train" else evaluations

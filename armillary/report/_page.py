@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from armillary._format import format_bytes, format_seconds, format_time
+from armillary._format import format_bytes, format_scaled, format_seconds, format_time
 from armillary._optional import import_optional
 from armillary.goodput._stopwatch import Category
-from armillary.report._run_files import SPEED, RecordedRun
+from armillary.report._run_files import SPEEDS, RecordedRun
 
+# The units of the facts about each device, by the ends of their names.
+_ENDS = {"_bytes": "B", "_second": "FLOP/s", "": "FLOP"}
 _FOLDER = Path(__file__).parent
 # Fields of the first record that are elsewhere on the page. The command line is never
 # on the page, because it may hold passwords.
@@ -109,7 +111,11 @@ def _per_run(runs: Sequence[RecordedRun], make: Callable[[RecordedRun], str]) ->
 
 def _find_record(run: RecordedRun) -> dict[str, Any]:
     """Returns the fields of the first record that have no other place on the page."""
-    return {key: value for key, value in run.record.items() if key not in _ELSEWHERE}
+    fields = {key: value for key, value in run.record.items() if key not in _ELSEWHERE}
+    for name, number in run.per_device.items():
+        unit = next(unit for end, unit in _ENDS.items() if name.endswith(end))
+        fields[f"{name}, each device"] = format_scaled(float(number), unit)
+    return fields
 
 
 def _find_configs(runs: Sequence[RecordedRun]) -> list[Mapping[str, Any]]:
@@ -135,9 +141,9 @@ def _draw_curves(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
             found_sources.add(source)
             found_metrics.add(metric)
     # In all charts, training comes first, and a source always has the same dash. The
-    # speed is the last chart.
+    # speeds are the last charts.
     sources = sorted(found_sources, key=lambda source: (source != "train", source))
-    metrics = sorted(found_metrics, key=lambda metric: (metric == SPEED, metric))
+    metrics = sorted(found_metrics, key=lambda metric: (metric in SPEEDS, metric))
     for metric in metrics:
         yield _draw_curve(runs, sources, metric, plotly)
 
@@ -269,7 +275,7 @@ def _overview(runs: Sequence[RecordedRun]) -> str:
     """Returns a row for each run: its progress, its time and its last values."""
     found: set[tuple[str, str]] = set()
     for run in runs:
-        found.update(key for key in run.curves if key[1] != SPEED)
+        found.update(key for key in run.curves if key[1] not in SPEEDS)
     keys = sorted(found)
     # Hyperparameters that are equal in all runs stand in a table of their own.
     configs = _find_configs(runs)

@@ -22,7 +22,14 @@ from armillary.goodput._journal import (
 from armillary.summary._metrics_file import FILE_NAME as METRICS_NAME
 from armillary.summary._metrics_file import read_metrics
 
-SPEED = "steps_per_second"
+SPEEDS = (
+    "steps_per_second",
+    "examples_per_second",
+    "tokens_per_second",
+    "tflops_per_second_per_device",
+    "mfu",
+)
+"""The fields of a record with the speed of training."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,12 @@ class RecordedRun:
         """The first record of the last attempt."""
         return self.starts[-1] if self.starts else {}
 
+    @property
+    def per_device(self) -> Mapping[str, Any]:
+        """The work and the memory of each device in the last attempt, if known."""
+        found = [each["per_device"] for each in self.records if "per_device" in each]
+        return found[-1] if found else {}
+
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
         """Steps and values, by source and name: `("train", "loss")`."""
@@ -81,9 +94,9 @@ class RecordedRun:
             source = record["record"]
             if record.get("name"):
                 source += f" {record['name']}"
-            values = dict(record.get("values") or {})
-            if SPEED in record:
-                values[SPEED] = record[SPEED]
+            values = {name: record[name] for name in SPEEDS if name in record}
+            # An output may have a number of its own, such as `mfu`.
+            values |= record.get("values") or {}
             for metric, value in values.items():
                 points = curves.setdefault((source, metric), [])
                 points.append((record["step"], float(value)))

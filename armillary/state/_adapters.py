@@ -189,6 +189,10 @@ class Adapter:
     def follow_strategies(self) -> None:
         """Makes the loops of the library run under the strategy in effect."""
 
+    def leaves_placing(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which new variables are not placed by annotations."""
+        return contextlib.nullcontext()
+
 
 def register(library: str, module: str) -> None:
     """Lists a library, and the module that holds its `ADAPTER`."""
@@ -307,3 +311,12 @@ def follow_strategies() -> None:
     """Makes the loops of all loaded libraries run under the strategy in effect."""
     for adapter in loaded_adapters():
         adapter.follow_strategies()
+
+
+@contextlib.contextmanager
+def leaves_placing() -> Iterator[None]:
+    """Calls `Adapter.leaves_placing` for every library that is loaded."""
+    with contextlib.ExitStack() as stack:
+        for adapter in loaded_adapters():
+            stack.enter_context(adapter.leaves_placing())
+        yield

@@ -5,6 +5,7 @@ moves variables and nodes into the trace of the step, and back. NNX takes longer
 import than all of Armillary, so this file imports it only for objects of NNX.
 """
 
+import contextlib
 import functools
 import operator
 import sys
@@ -125,6 +126,9 @@ class NnxAdapter(Adapter):
     are_pytrees = True
     records_names = True
     attributes = ATTRIBUTES
+
+    def leaves_placing(self) -> contextlib.AbstractContextManager[Any]:
+        return _loaded("use_eager_sharding")(False)
 
     def is_variable_type(self, kind: type) -> bool:
         return issubclass(kind, _loaded("Variable"))

@@ -6,16 +6,19 @@ Only shapes and dtypes are read. So the arrays may be abstract, and no device is
 import collections
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
+from armillary._checks import check_methods
 from armillary._format import as_text, format_bytes, make_table
 from armillary._traceback import hides_frames
 from armillary.state._adapters import Adapter, adapter_of
+from armillary.state._holders import attributes_of, held_by
+from armillary.state._lift import State
 from armillary.state._slots import Slot, join_keys
 from armillary.state._walk import Walk
 
@@ -38,6 +41,7 @@ class ArrayRow:
             in a pytree, each array of real or complex numbers.
         count: The number of elements.
         bytes: The size of one copy in memory.
+        place: The place of the array under a strategy, if the table is for one.
     """
 
     path: str
@@ -47,6 +51,23 @@ class ArrayRow:
     is_parameter: bool
     count: int
     bytes: int
+    place: "ArrayPlace | None" = None
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """The place of an array on the devices of a strategy.
+
+    Attributes:
+        spec: The axes of the mesh along each axis of the array, such as
+            `(None, "fsdp")`; empty for an array that is whole on each device.
+        bytes_on_device: The size of the part that a device holds.
+        decided_by: The cause, such as `"rule 'kernel'"` or `"automatic"`.
+    """
+
+    spec: tuple[Any, ...]
+    bytes_on_device: int
+    decided_by: str
 
 
 @dataclass(frozen=True)
@@ -99,6 +120,8 @@ class ModelSummary:
         others = [row for row in self.rows if not row.is_parameter]
         if others:
             sums.append(_sum("other state", others))
+        if any(row.place for row in self.rows):
+            return self._make_table_of_places(sums)
 
         rows = [
             (row.path, str(row.shape), row.dtype, row.kind, *_format_size(row))
@@ -107,6 +130,23 @@ class ModelSummary:
         totals = [(each.name, "", "", "", *_format_size(each)) for each in sums]
         head = ["array", "shape", "dtype", "kind", "count", "size"]
         return make_table(head, rows, totals, numbers=["count", "size"])
+
+    def _make_table_of_places(self, sums: "list[ModuleSize]") -> "Table":
+        rows: list[tuple[str, ...]] = []
+        on_device = 0
+        for row in self.rows:
+            place = row.place
+            assert place is not None
+            on_device += place.bytes_on_device
+            spec = ", ".join(map(_format_axes, place.spec))
+            size = format_bytes(place.bytes_on_device)
+            shape = f"{row.dtype} {row.shape}"
+            rows.append((row.path, shape, spec or "whole", size, place.decided_by))
+
+        totals = [(each.name, _format_size(each)[1], "", "", "") for each in sums]
+        totals.append(("on each device", "", "", format_bytes(on_device), ""))
+        head = ["array", "shape", "divided over", "on each device", "decided by"]
+        return make_table(head, rows, totals, numbers=["on each device"])
 
     def __str__(self) -> str:
         return as_text(self.__rich__(), width=88)
@@ -122,6 +162,13 @@ def _count_shared(paths: list[list[str]]) -> int:
     return count
 
 
+def _format_axes(entry: Any) -> str:
+    """Returns one entry of a `PartitionSpec` as text."""
+    if entry is None:
+        return "-"
+    return " x ".join(entry) if isinstance(entry, tuple) else entry
+
+
 def _format_size(of: ArrayRow | ModuleSize) -> tuple[str, str]:
     return f"{of.count:,}", format_bytes(of.bytes)
 
@@ -135,21 +182,34 @@ def _sum(name: str, rows: list[ArrayRow]) -> ModuleSize:
 
 
 @hides_frames
-def summarize(model: Any) -> ModelSummary:
+def summarize(model: Any, strategy: Any = None) -> ModelSummary:
     """Returns the arrays of a model, with their shapes, dtypes and sizes.
 
     For example, `print(armillary.summarize(model))` prints them as a table. No device
     is used. If a model is too large to make here, pass the abstract model that
     `nnx.eval_shape` returns.
 
+    With a strategy, or for a trainer that holds one, the table has all arrays of the
+    state, and instead of kinds and counts the place of each array: the axes of the mesh
+    that divide it, the size of its part on a device, and what has decided this.
+
     Args:
         model: An NNX or Keras module, an Equinox module or any other pytree of arrays
             or `jax.ShapeDtypeStruct`, or an object that holds such things.
+        strategy: A strategy, for the places of the arrays.
 
     Raises:
-        TypeError: If `model` has no array.
+        TypeError: If `model` has no array, or `strategy` is no strategy.
     """
-    rows = tuple(_find_rows(model))
+    placement = find_placement(model)
+    if strategy is not None:
+        fix = "Use a strategy such as `armillary.ShardedStrategy()`, or leave it out."
+        check_methods("strategy", strategy, ["scope", "run"], fix)
+        placement = strategy.placement
+    if placement is None:
+        rows = tuple(_find_rows(model))
+    else:
+        rows = tuple(find_placed_rows(model, placement))
     if not rows:
         raise TypeError(
             f"`model` is of type {type(model).__name__}, and holds no arrays. Pass a "
@@ -157,6 +217,28 @@ def summarize(model: Any) -> ModelSummary:
             "once), or a pytree of arrays."
         )
     return ModelSummary(rows)
+
+
+def find_placement(model: Any) -> Any:
+    """Returns the placement of the strategy that a trainer holds, if it holds one."""
+    for _, value in held_by(model):
+        placement = (attributes_of(value) or {}).get("placement")
+        if hasattr(placement, "decide"):
+            return placement
+    return None
+
+
+def find_placed_rows(model: Any, placement: Any) -> Iterator[ArrayRow]:
+    """Yields all arrays of a state, with the place of each on the devices."""
+    known = {row.path: row for row in _find_rows(model)}
+    # The empty name adds nothing to the paths.
+    state = State([({"": model}, "")])
+    places = placement.decide(state)
+    for path, array, place in zip(state.paths, state.read(), places, strict=True):
+        row = known.get(path) or _row(path, array, "array", False)
+        spec, num_parts, reason = place
+        own = ArrayPlace(tuple(spec), row.bytes // num_parts, reason)
+        yield replace(row, place=own)
 
 
 def _find_rows(model: Any) -> Iterator[ArrayRow]:

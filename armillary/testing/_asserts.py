@@ -5,8 +5,10 @@ compilers for TPUs and GPUs combine into one. A step that sums its gradients onc
 one round of all-reduces, however many parameters there are.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from armillary._checks import (
     check_instance,
     check_not_negative,
     check_not_negative_int,
+    check_path,
     check_positive_int,
     list_lines,
 )
@@ -28,6 +31,7 @@ from armillary.plan._compiler import export_loop
 from armillary.plan._costs import Collective, count_rounds
 from armillary.plan._traffic import find_traffic
 from armillary.state._lift import State
+from armillary.state._summarize import find_placed_rows, find_placement
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.trainer._described import described
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -262,6 +266,57 @@ def assert_collectives(
         raise AssertionError(
             f"A step of {type(trainer).__name__} has {', '.join(wrong)}. Its "
             f"collectives are:\n{shown or '  none'}"
+        )
+
+
+def assert_shardings(trainer: Any, path: str | Path) -> None:
+    """Checks that each array of a trainer lies where a file says.
+
+    The first call writes the file, and raises, so that somebody looks at it. Keep the
+    file with the tests. If you change the place of an array on purpose, delete the file
+    and run the test again. Nothing is compiled, and no device is used.
+
+    Args:
+        trainer: A trainer that holds a strategy, or any object that `summarize` takes.
+        path: The file, in JSON: for each array, the axes of the mesh along its axes.
+
+    Raises:
+        AssertionError: If arrays are divided differently, are new or are gone, or if
+            the file did not exist.
+        TypeError: If `trainer` holds no strategy.
+    """
+    file = Path(check_path("path", path, only_python_opens=True))
+    placement = find_placement(trainer)
+    if placement is None:
+        raise TypeError(
+            f"`trainer` is of type {type(trainer).__name__}, and holds no strategy, so "
+            "its arrays have no place. Assign the strategy to an attribute: "
+            "`self.strategy = strategy`."
+        )
+    found: dict[str, Any] = {}
+    for row in find_placed_rows(trainer, placement):
+        spec = row.place.spec
+        found[row.path] = [list(x) if isinstance(x, tuple) else x for x in spec]
+
+    if not file.exists():
+        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()]
+        file.write_text("{\n  " + ",\n  ".join(lines) + "\n}\n")
+        raise AssertionError(
+            f"`{file}` did not exist. It now has the places of {len(found)} arrays. "
+            "Look at it, keep it with the tests, and run the test again."
+        )
+    expected = json.loads(file.read_text())
+    names = list(dict.fromkeys([*expected, *found]))
+    changes = [
+        f"{name}: {expected.get(name, 'not there')} became {found.get(name, 'gone')}"
+        for name in names
+        if expected.get(name) != found.get(name)
+    ]
+    if changes:
+        raise AssertionError(
+            f"{len(changes)} of {len(names)} arrays are not where `{file}` says:\n"
+            f"{list_lines(changes)}\n"
+            "If this is on purpose, delete the file and run the test again."
         )
 
 

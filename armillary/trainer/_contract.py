@@ -7,6 +7,7 @@ write an inner loop by hand, derive from the classes here.
 import abc
 from collections.abc import Sequence
 
+from armillary.trainer._work import Footprint, Work
 from armillary.typing import Output
 
 
@@ -22,10 +23,14 @@ class PendingLoops:
         may_overlap: Whether the next loops may start before these outputs are read. By
             default they may not, because a trainer may return arrays that its next call
             donates.
+        work: The work of a step, a mean over the loops, if it was counted.
+        footprint: The memory that a step needs, if it was measured.
     """
 
     num_steps: int | None = None
     may_overlap: bool = False
+    work: Work = Work()
+    footprint: Footprint | None = None
 
     def __init__(self, outputs: Sequence[Output] = ()) -> None:
         self._outputs = list(outputs)

@@ -42,6 +42,7 @@ def run_eagerly(
         iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
         try:
             with (
+                method.strategy.jax_settings(),
                 lifted(state, method.strategy, flat.all_shardings),
                 explained(method.fn, state, method.owner_name),
             ):

@@ -30,6 +30,7 @@ from armillary.trainer._origin import find_origin
 from armillary.trainer._setup import Setup
 from armillary.trainer._step_method import StepMethod, check_step_signature
 from armillary.trainer._tracer import StepPrograms
+from armillary.trainer._work import Footprint, Work, WorkCount
 from armillary.typing import PyTree
 
 # If steps are small, programs with fewer steps cost more to start than to run.
@@ -77,6 +78,12 @@ class Loop:
         self._guard = LoopGuard(method)
         gathers = [data.input.gather for data in self.datasets]
         self._programs = StepPrograms(method, gathers, self._structure)
+        self._work = WorkCount()
+        self.footprint: Footprint | None = None  # of the last program
+
+    def take_work(self) -> Work:
+        """Returns the mean work of the steps since the last call of this method."""
+        return self._work.take()
 
     def serves(self, method: StepMethod, setup: Setup) -> bool:
         own = self._method
@@ -343,6 +350,8 @@ class Loop:
             # The outputs of a loop on the device are arrays of their own.
             flat.give(values, token)
             guard.add(chunk.positions[start : start + count])
+            self._work.add(program.work, count)
+            self.footprint = program.footprint
             feed.commit(count)
             feed.read_on()  # only now, when the device has work to do
             if is_seen:

@@ -38,7 +38,7 @@ class LoopGuard:
     def __init__(self, method: StepMethod) -> None:
         self._method = method
         strategy = method.strategy
-        mesh = strategy.mesh if strategy.home is None else None
+        mesh = strategy.placement.replica_mesh if strategy.home is None else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
         self._start = Health.start(0)
         self._num_steps = 0

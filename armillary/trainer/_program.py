@@ -23,6 +23,7 @@ from armillary.lifeline._lifeline import waiting
 from armillary.trainer._hooks import Hooks
 from armillary.trainer._step_guard import Health, StepGuard
 from armillary.trainer._step_method import StepMethod
+from armillary.trainer._work import Footprint, Work, measure_footprint
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -62,6 +63,9 @@ class Program:
         most_steps: The largest number of steps that one call may run.
         most_loops: The largest number of loops, with hooks, that one call may run.
         depth: The number of nested loops around a step in the program.
+        work: The work of one step, if it is counted.
+        footprint: The memory of the program, known after its first call if its work is
+            counted.
     """
 
     def __init__(
@@ -76,9 +80,13 @@ class Program:
         *,
         num_loops: int,
         is_nested: bool,
+        work: Work | None = None,
     ) -> None:
         self.step = step
         self.hooks = hooks
+        self.work = work or Work()
+        self.footprint: Footprint | None = None
+        self._is_measured = work is None
         self.is_nested = is_nested
         self._per_step = tuple(batches_per_step)
         self._gathers = tuple(gathers)
@@ -147,7 +155,14 @@ class Program:
         # The three numbers are transferred with the call, even if the user's program
         # forbids transfers.
         with waiting(), jax.transfer_guard_host_to_device("allow"):
-            return self._compiled(donated, inputs)  # On a CPU, this runs the steps.
+            results = self._compiled(donated, inputs)  # On a CPU, this runs the steps.
+            if not self._is_measured:
+                self._is_measured = True
+                state = [*donated, *others]
+                self.footprint = measure_footprint(
+                    self._compiled, donated, inputs, state
+                )
+        return results
 
     def abstract_call(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None

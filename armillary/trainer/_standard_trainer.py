@@ -255,7 +255,9 @@ class StandardTrainer(Runner, AbstractTrainer):
             count = loop.count_loops(num_steps, num_loops)
             if count:
                 arrays, make = loop.run_loops(num_steps, count)
-                return LoopsOnDevice(num_steps * count, arrays, make)
+                started = LoopsOnDevice(num_steps * count, arrays, make)
+                started.note_work(loop)
+                return started
 
             # The hooks run in Python.
             self.train_loop_begin()
@@ -267,7 +269,9 @@ class StandardTrainer(Runner, AbstractTrainer):
             except BaseException as error:
                 loop.fail(error)
                 raise
-            return LoopsOnDevice(num_run, (), lambda _: [output], check)
+            started = LoopsOnDevice(num_run, (), lambda _: [output], check)
+            started.note_work(loop)
+            return started
 
     def _start_elsewhere(
         self, setup: Setup, strategy: Strategy, num_steps: int
@@ -325,6 +329,10 @@ class LoopsOnDevice(PendingLoops):
         self._check = loop_check
         self._arrays = arrays
         self._make = make
+
+    def note_work(self, loop: Loop) -> None:
+        self.work = loop.take_work()
+        self.footprint = loop.footprint
 
     def change(self, change: Callable[[Output], Output]) -> None:
         """Applies `change` to each output when it is fetched."""

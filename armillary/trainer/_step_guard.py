@@ -49,7 +49,7 @@ class StepGuard:
         changed: Sequence[int],
         method: StepMethod,
     ) -> None:
-        self._mesh = method.strategy.mesh
+        self._mesh = method.strategy.placement.replica_mesh
         self.sharding = None if self._mesh is None else everywhere(self._mesh)
         self._stops = method.options.on_non_finite == "raise"
 

@@ -41,6 +41,7 @@ from armillary.trainer._step_checks import (
     warn_of_rates,
 )
 from armillary.trainer._step_method import StepMethod
+from armillary.trainer._work import Work, measure_work
 from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 
@@ -281,7 +282,14 @@ class StepPrograms(Programs[Program]):
             None if is_slow else self.hooks,
             num_loops=self.loops_per_chunk,
             is_nested=not is_slow,
+            work=self._measure_work(step, chunk),
         )
+
+    def _measure_work(self, step: TracedStep, chunk: Chunk) -> Work | None:
+        method = self._method
+        if method.is_evaluation:
+            return None
+        return measure_work(step.program, chunk, self.batches_per_step, method.strategy)
 
     def _check_first(self, step: TracedStep, flat: FlatState, *, is_slow: bool) -> None:
         """Checks the first program: the later ones do the same to the same state."""

@@ -27,7 +27,7 @@ def prepare(options: Options) -> None:
                 "Armillary does not know the lowering rules of this version of JAX. "
                 "Use `--convolutions stock`."
             )
-        # Of this thread, for as long as the process lives.
+        # The rules hold in this thread, as long as the process lives.
         _lowerings.canonically().__enter__()
     if len(jax.devices()) < options.devices:
         raise UnsupportedError(

@@ -11,6 +11,7 @@ from contents import LISTS, REPOSITORY, list_below, list_pages, read_contents
 
 _ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \| (.+) \|$", re.MULTILINE)
 _CONTENT = "llms.txt"
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _PAGES = "llms-full.txt"
 
 
@@ -53,6 +54,10 @@ def _read_descriptions(page: str) -> dict[str, tuple[str, str]]:
     """Returns title and description of each page in the tables of `page`."""
     folder = (REPOSITORY / page).parent
     return {
-        (folder / target).resolve().relative_to(REPOSITORY).as_posix(): (title, text)
+        (folder / target).resolve().relative_to(REPOSITORY).as_posix(): (
+            title,
+            # Links in a description are relative to its page, and not to the site.
+            _LINK.sub(r"\1", text),
+        )
         for title, target, text in _ROW.findall((REPOSITORY / page).read_text())
     }

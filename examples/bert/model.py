@@ -42,6 +42,7 @@ class BertConfig:
 PRESETS = {
     "tiny": BertConfig(num_layers=2, hidden_size=128, num_heads=2),
     "mini": BertConfig(num_layers=4, hidden_size=256, num_heads=4),
+    "minilm": BertConfig(num_layers=6, hidden_size=384, num_heads=12),
     "base": BertConfig(num_layers=12, hidden_size=768, num_heads=12),
 }
 

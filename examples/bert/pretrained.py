@@ -21,13 +21,13 @@ from safetensors.numpy import load_file
 from bert.model import PRESETS, BertClassifier
 from bert.tensor_bundle import read_tensor_bundle
 
-# What the file may lack: training begins with its own.
+# A file may lack these layers. Then they start with random values.
 HEADS = ("pooler/", "classifier/")
 # Arrays that the model does not need: statistics of an optimizer, and the positions
 # from 0 to 511.
 IGNORED = ("/adam_m", "/adam_v", "/position_ids")
 
-# Of the modules of the model.
+# From the names of this model to the names in the file.
 NAMES = {
     "words": "embeddings/word_embeddings",
     "positions": "embeddings/position_embeddings",

@@ -7,7 +7,7 @@ import numpy as np
 
 from armillary.data import FixedLenFeature, TFRecordDataset, from_tfrecords
 
-# Of the two features that some programs call otherwise.
+# Two features have other names in some programs.
 OTHER_NAMES = {"input_ids": "input_word_ids", "segment_ids": "input_type_ids"}
 
 

@@ -236,7 +236,7 @@ def test_a_crash_leaves_no_half_export(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             export()
     assert [path.name for path in tmp_path.iterdir()] == ["export-0"]
-    # What a killed process leaves is no export, and goes with the next one.
+    # The files of a killed process are not an export. The next export removes them.
     (tmp_path / ".export.incomplete").write_bytes(b"half")
     assert manager.managed_files == [str(tmp_path / "export-0")]
     export()

@@ -77,7 +77,7 @@ def saved_names(manager: CheckpointManager) -> list[str]:
     return [Path(path).name for path in manager.checkpoints]
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def read_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [record.getMessage() for record in caplog.records]
     return [line for line in lines if line.startswith("preempted:")]
 
@@ -88,7 +88,7 @@ def test_a_signal_ends_the_program_with_77_after_the_loop(tmp_path, caplog):
     manager = make_manager(run, tmp_path, checkpoint_interval=4)
     assert end_of(run, manager) == ExitCode.PREEMPTED == 77
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_6"]
-    assert said(caplog) == [
+    assert read_messages(caplog) == [
         f"preempted: SIGTERM; saved {tmp_path}/checkpoint_6; ends with exit code 77 "
         "(PREEMPTED)."
     ]
@@ -185,7 +185,7 @@ def test_a_step_is_not_saved_twice(tmp_path, caplog):
     assert caught.value.code == 77
     # `checkpoint_4.1` would be a second one.
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_4"]
-    assert f"saved {tmp_path}/checkpoint_4;" in said(caplog)[0]
+    assert f"saved {tmp_path}/checkpoint_4;" in read_messages(caplog)[0]
 
 
 def test_training_that_continues_saves_once_for_each_notice(tmp_path, caplog):
@@ -199,7 +199,7 @@ def test_training_that_continues_saves_once_for_each_notice(tmp_path, caplog):
 
     assert signal.getsignal(signal.SIGTERM) is before
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_6", "checkpoint_8"]
-    assert [line.partition("; ")[2] for line in said(caplog)] == [
+    assert [line.partition("; ")[2] for line in read_messages(caplog)] == [
         f"saved {tmp_path}/checkpoint_{step}; calls `exit_fn`." for step in (2, 6)
     ]
     assert calls == ["exit", "exit"]
@@ -230,7 +230,7 @@ def test_a_failed_save_is_reported_and_is_not_a_preemption(
     error = pytest.raises(CheckpointError, match="No space left on device")
     with training(run, manager) as controller, error:
         controller.train(100)
-    assert said(caplog) == ["preempted: SIGTERM, but this step is not saved."]
+    assert read_messages(caplog) == ["preempted: SIGTERM, but this step is not saved."]
     assert "after the last loop" not in caplog.text
 
 

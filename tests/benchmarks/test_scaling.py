@@ -14,7 +14,7 @@ def test_a_step_is_planned_for_more_and_more_devices(tmp_path, capsys):
     scaling.main(options)
     rows = json.loads(path.read_text())["measurements"]["scaling"]["rows"]
     assert [row["num_replicas"] for row in rows] == [2, 64]
-    # What each replica sends does not depend on their number.
+    # The bytes that a replica sends do not depend on the number of replicas.
     small, large = (
         sum(each["num_bytes"] for each in row["collectives"]) for row in rows
     )

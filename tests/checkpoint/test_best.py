@@ -235,7 +235,7 @@ def test_a_controller_saves_a_new_best_and_restores_it(tmp_path, capsys, monkeyp
 
 def test_a_best_checkpoint_that_is_saved_again_at_the_end_is_still_the_best(tmp_path):
     controller = make(tmp_path, {10: 0.5})
-    # What an action changes is saved once more.
+    # State that an action changes is saved once more.
     controller.eval_actions = (lambda output: setattr(loops, "array", jnp.ones(1)),)
     loops = controller.trainer
     loops.array = jnp.zeros(1)

@@ -40,7 +40,7 @@ def test_paths_begin_with_the_keywords():
         model=model,
         step=nnx.Variable(jnp.asarray(4)),
         params={"w": jnp.zeros(2), "inner": {"b": jnp.ones(1)}},
-        # What is shared is saved once, under its first path.
+        # A shared object is saved once, under its first path.
         trainer=SimpleNamespace(weights=(jnp.zeros(1), jnp.zeros(2)), net=model),
     )
 
@@ -53,7 +53,7 @@ def test_paths_begin_with_the_keywords():
         "trainer/weights/0",
         "trainer/weights/1",
     }
-    # It answers to every name, also to those of methods.
+    # It answers to every name, also to the names of methods.
     assert not Checkpoint(rngs=nnx.Rngs(0)).states
 
 
@@ -137,7 +137,7 @@ NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
 @mistakes(
     {
         TypeError: {
-            # What a checkpoint may hold.
+            # Objects that a checkpoint may hold.
             r"got a `Frozen` without a name.*`Checkpoint\(trainer=trainer\)`": (
                 lambda _: Checkpoint(FROZEN)
             ),

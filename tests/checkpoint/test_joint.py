@@ -116,14 +116,14 @@ def test_a_checkpoint_that_one_process_finds_damaged_is_damaged_for_all(
         if index in blind:
             damage(view / name)
 
-    (said,) = set(verify_views(saved, 3, change))
+    (message,) = set(verify_views(saved, 3, change))
     if not blind:
-        assert said is None
+        assert message is None
         return
-    assert f"`{name}`" in said
-    # What all find is told once, unless it says where each has looked.
+    assert f"`{name}`" in message
+    # Damage that all find is reported once, unless the text names the process.
     for index in range(3) if len(blind) < 3 else ():
-        assert (f"in process {index} of 3, " in said) == (index in blind)
+        assert (f"in process {index} of 3, " in message) == (index in blind)
 
 
 def test_another_content_with_sums_of_its_own_is_another_checkpoint(saved):

@@ -218,7 +218,7 @@ def test_the_newest_is_stepped_over_if_the_launcher_says_so(
     save_steps(manager, counter, 3)
     only = manager.latest_checkpoint
     monkeypatch.setenv("ARMILLARY_SKIPPED_CHECKPOINT", only)
-    # There is no other one, and a run never starts from scratch beside it.
+    # There is no other one, and a run never starts from scratch next to it.
     assert manager.restore_or_initialize() == only
     save_steps(manager, counter, 7)
     newest = manager.latest_checkpoint

@@ -97,14 +97,14 @@ def test_a_changed_part_begins_again_once_and_then_continues(make, caplog):
     new = {p: leaf for p, leaf in leaves_of(second).items() if p.startswith(PART)}
     assert new
     assert not any(leaf.any() for leaf in new.values())
-    # What may differ and does not, goes on.
+    # A part that may differ, but does not, is restored.
     assert position_of(second) == position_of(first)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"of the program, left as they were:\n  {PART}/" in record.getMessage()
     text = record.getMessage().replace("  - ", "  + ")
     assert f"\nDifferences that `may_differ` allows:\n  + {PART}/" in text
-    # What was left is not on the disk yet.
+    # The state without the old part is not on the disk yet.
     assert not second.checkpoint_manager.has_saved_step()
 
     second.train(5)
@@ -142,7 +142,7 @@ def test_data_that_have_grown_begin_again(make, caplog):
     assert (manager.is_due(6), manager.is_due(7)) == (False, True)
     assert not manager.has_saved_step()
     second.train(7)
-    # Of the examples, in batches of 4, four batches are used: it began at the first.
+    # Four batches of 4 examples are used, because it began at the first.
     assert position_of(second)["source"] == {
         "epoch": 0,
         "index": 16,

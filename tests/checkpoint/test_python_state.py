@@ -294,11 +294,11 @@ def test_processes_must_have_the_same_state(is_alike):
             return str(error)
         return ""
 
-    said = run_together(check)
+    messages = run_together(check)
     if is_alike:
-        assert said == ["", ""]
+        assert messages == ["", ""]
     else:
-        for text in said:
+        for text in messages:
             assert "`rng` has another state in process 1 than in process 0" in text
 
 

@@ -69,7 +69,7 @@ def test_an_error_names_the_largest_parts_that_would_have_to_differ(program, par
     program = kept | program
     with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{part}'`"):
         run(ADAM, program)
-    # What it says works.
+    # The line in the message works.
     taken, differences = run(ADAM, program, Selection(may_differ=(part,)))
     assert differences
     assert not any(name.startswith(part) for name in taken)

@@ -61,10 +61,10 @@ def test_an_answer_counts_if_all_gave_it_and_nothing_ran_since():
 
 
 def test_a_part_that_nobody_holds_adds_nothing_to_the_message():
-    said: list[str] = []
+    sent: list[str] = []
 
     def gather(topic: str, value: str) -> list[str]:
-        said.append(value)
+        sent.append(value)
         return [value]
 
     boundary = Boundary(gather)
@@ -74,7 +74,7 @@ def test_a_part_that_nobody_holds_adds_nothing_to_the_message():
     del gone
     gc.collect()
     boundary.exchange("two", asking.next_value)
-    assert said == ['{"0": "x", "1": 1}', '{"1": 2}']
+    assert sent == ['{"0": "x", "1": 1}', '{"1": 2}']
 
 
 class Adder(armillary.StandardTrainer):
@@ -175,7 +175,7 @@ def test_a_loop_costs_one_exchange(
         return closing
 
     train(8, make, tmp_path, has_own_data)
-    # What the first loop does is compared once: data, program and state.
+    # The data, program and state of the first loop are compared once.
     start = topics.index("state") + 1
     assert "the data of train_step" in topics[:start]
     assert topics[start:] == [PREEMPTED if is_preemptible else STOP] * 8

@@ -204,13 +204,13 @@ def test_a_process_that_never_joins_is_named_where_it_is_waited_for(tmp_path):
     with subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
-        _, said = process.communicate(timeout=patience(120))
-    assert process.returncode == ExitCode.RESTART_REQUESTED, said
+        _, output = process.communicate(timeout=patience(120))
+    assert process.returncode == ExitCode.RESTART_REQUESTED, output
     place = r"at .*train.py:9 in <module>: armillary.MultiWorker"
     who = "ERROR: process 0 of 3: Process 1 of 3 has not joined "
     who += f"for {seconds} s, nor have 1"
-    assert re.search(f"{who} others, while process 0 waits {place}", said), said
-    assert said.count("Process 0 of 3 has waited for 0.25 s for process 1, ") == 1
+    assert re.search(f"{who} others, while process 0 waits {place}", output), output
+    assert output.count("Process 0 of 3 has waited for 0.25 s for process 1, ") == 1
 
 
 LISTEN = """

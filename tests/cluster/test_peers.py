@@ -100,9 +100,9 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
 
 
 def test_a_failure_is_named_to_the_launcher(monkeypatch):
-    told = []
+    messages = []
     monkeypatch.setattr(
-        _peers, "notify_launcher", lambda *message: told.append(message)
+        _peers, "notify_launcher", lambda *message: messages.append(message)
     )
 
     def talk(peers: Peers) -> object:
@@ -111,7 +111,7 @@ def test_a_failure_is_named_to_the_launcher(monkeypatch):
         return peers.gather("end", "")
 
     run_together(talk)
-    assert told == [("caused_by", 1)]
+    assert messages == [("caused_by", 1)]
 
 
 def test_a_silent_process_is_named_in_time():
@@ -142,7 +142,7 @@ def test_an_interrupt_of_a_waiting_process_is_sent_to_the_others():
     def talk(peers: Peers) -> object:
         peers.gather("start", "")
         if peers.index == victim:
-            # It has said its part.
+            # It has sent its value.
             peers._lifeline.send_entry(["value", "end", ""])
             return peers.fail(KeyboardInterrupt())
         peers.gather("end", "")  # It may end before the failure is known.

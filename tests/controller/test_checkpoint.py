@@ -102,7 +102,7 @@ def test_missing_parts_of_a_trainer_in_a_checkpoint_are_warned_of_once(
     tmp_path, caplog
 ):
     trainer = Descent({"w": jnp.ones(3)})
-    trainer.mean = nnx.metrics.Average("x")  # Begins anew in each loop.
+    trainer.mean = nnx.metrics.Average("x")  # Begins again in each loop.
     for objects in ({"step": trainer.step}, {"trainer": trainer}):
         manager = CheckpointManager(
             Checkpoint(**objects), tmp_path / str(len(caplog.text))
@@ -217,8 +217,8 @@ def test_a_state_that_a_trainer_holds_is_named_if_it_is_not_saved(
         steps_per_loop=1,
         checkpoint_manager=manager,
     )
-    said = "Name it there: `Checkpoint(..., sampler=trainer.sampler)`."
-    assert caplog.text.count(said) == (not is_named)
+    message = "Name it there: `Checkpoint(..., sampler=trainer.sampler)`."
+    assert caplog.text.count(message) == (not is_named)
     assert caplog.text.count("leaves out") == (not is_named)
 
 
@@ -321,12 +321,12 @@ def test_two_processes_do_not_train_in_one_directory(tmp_path, caplog, host):
     with subprocess.Popen(command, **pipes) as holder:
         assert holder.stdout.readline() == b"ready\n"
         controller = make_controller(Run(), tmp_path)
-        said = f"Process {holder.pid} "
+        message = f"Process {holder.pid} "
         if host == "elsewhere":  # The lock of a machine that was lost may stay.
             controller.train(2)
-            assert f"{said}on elsewhere trains" in caplog.text
+            assert f"{message}on elsewhere trains" in caplog.text
         else:
-            with pytest.raises(CheckpointError, match=f"{said}on this"):
+            with pytest.raises(CheckpointError, match=f"{message}on this"):
                 controller.train(2)
     controller.train(4)
     assert (tmp_path / ".lock").read_text() == f"{os.getpid()} on {platform.node()}"
@@ -367,7 +367,7 @@ def test_save_checkpoint_always_writes(tmp_path):
     run.total.set_value(jnp.int32(0))
     assert controller.restore_checkpoint() is not None
     assert run.total.get_value() == 7
-    # Training goes on from one that is given.
+    # Training continues from a checkpoint that is given.
     controller.train(6)
     path = tmp_path / "checkpoint_4"
     assert controller.restore_checkpoint(path) == str(path)

@@ -70,8 +70,8 @@ def test_the_line_of_a_run(display, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     display._reset("train", 0, 1000)
-    said = display._describe(Category.COMPILING, 12.7)
-    assert said == "step 0/1000 (0%) | compiling for 12 s"
+    description = display._describe(Category.COMPILING, 12.7)
+    assert description == "step 0/1000 (0%) | compiling for 12 s"
 
     display.note(400, 20.0, {"accuracy": 0.5, "loss": 0.123456789})
     assert display._describe(Category.STEPPING, 0.1) == (
@@ -90,13 +90,13 @@ def test_the_line_of_a_run(display, monkeypatch):
 
 def test_the_line_of_a_run_without_an_end(display):
     display.note(3, 20.0, {})
-    said = display._describe(Category.EVALUATING, 0.5)
-    assert said == "step 3 | 20.0 steps/sec | evaluating"
+    description = display._describe(Category.EVALUATING, 0.5)
+    assert description == "step 3 | 20.0 steps/sec | evaluating"
 
 
 def test_durations():
-    said = list(map(format_seconds, (0.91, 59.9, 60, 65, 3600, 7530)))
-    assert said == ["0.91 s", "59.9 s", "1 min", "1 min 5 s", "1 h", "2 h 5 min"]
+    durations = list(map(format_seconds, (0.91, 59.9, 60, 65, 3600, 7530)))
+    assert durations == ["0.91 s", "59.9 s", "1 min", "1 min 5 s", "1 h", "2 h 5 min"]
 
 
 def test_the_line_is_for_terminals_that_can_show_it(monkeypatch, caplog):

@@ -60,8 +60,8 @@ def test_each_epoch_is_evaluated_at_its_end(dataset, caplog):
     assert controller.evaluator.steps == [num_steps, 2 * num_steps, 3 * num_steps]
     assert output == {"step": 3 * num_steps}
     assert controller.trainer.total == 3 * 2 * sum(range(1, num_steps + 1))
-    for said in ("epoch 1 of 3", "epoch 3 of 3", "3 of 3 epochs are done."):
-        assert caplog.text.count(said) == 1
+    for line in ("epoch 1 of 3", "epoch 3 of 3", "3 of 3 epochs are done."):
+        assert caplog.text.count(line) == 1
     # Finished training is still evaluated, once.
     controller.train_and_evaluate(epochs=2)
     assert controller.evaluator.steps[3:] == [3 * num_steps]

@@ -345,7 +345,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
 def test_actions_that_forget_are_reported(tmp_path, caplog):
     step = armillary.create_global_step()
     best = NewBestMetric("loss", higher_is_better=False)
-    for objects, told in (({"best": best}, 0), ({}, 1)):
+    for objects, num_warnings in (({"best": best}, 0), ({}, 1)):
         armillary.Controller(
             evaluator=Program.__new__(Program),
             trainer=Program.__new__(Program),
@@ -356,5 +356,5 @@ def test_actions_that_forget_are_reported(tmp_path, caplog):
                 armillary.Checkpoint(step=step, **objects), tmp_path
             ),
         )
-        assert len(caplog.records) == told
+        assert len(caplog.records) == num_warnings
     assert "`NewBestMetric` is not in the `Checkpoint`" in caplog.text

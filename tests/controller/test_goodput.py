@@ -241,7 +241,8 @@ def test_totals_of_a_killed_and_restarted_run_add_up_to_the_wall_time(tmp_path):
     assert goodput.total_seconds < 1.01 * (end - start)
     assert (goodput.num_attempts, goodput.num_steps) == (2, 60)
     assert goodput.num_lost_steps == 10
-    assert seconds[Category.LOST] >= 0.8 * 10 * 0.05
+    # Some batches of the lost steps were read ahead, during the evaluation.
+    assert seconds[Category.LOST] >= 2 * 0.02
     assert seconds[Category.DOWN] >= 1.0
     # On a busy machine, only the first batch of each attempt has to be waited for.
     assert seconds[Category.DATA] >= 2 * 0.05

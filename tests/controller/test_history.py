@@ -50,8 +50,8 @@ def test_train_and_evaluate_returns_the_last_output_with_the_history(controller)
     assert output.history.steps == [2, 4, 6, 8]
     assert output.history.eval.steps == [4, 8]
     assert output.history.eval["accuracy"] == [0.5, 1.0]
-    said = repr(output.history)
-    assert said == "History(4 records: loss, half/a, half/n, late)"
+    shown = repr(output.history)
+    assert shown == "History(4 records: loss, half/a, half/n, late)"
 
 
 def test_the_output_is_the_dictionary_that_it_was(controller):

@@ -177,7 +177,7 @@ def test_log_interval_thins_lines_out(caplog):
     # A mean: the step that is logged takes no time itself.
     assert all(speed < 31 for _, speed in lines[:2])
     assert history.steps == list(range(1, 8))
-    # What is not logged is looked at all the same.
+    # Outputs that are not logged are still checked.
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     caplog.clear()
     # Loops need not end on it.

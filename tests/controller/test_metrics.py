@@ -90,7 +90,7 @@ def test_a_run_that_is_resumed_has_one_curve(tmp_path):
         ).train(60)
     restored = make_controller(directory=tmp_path / "checkpoints", summary_dir=tmp_path)
     restored.train(40)
-    restored.train(60)  # It goes on, so there is no new start.
+    restored.train(60)  # It continues, so there is no new start.
     assert read_steps(tmp_path) == [
         ("start", 0),
         *(("train", step) for step in (10, 20, 30)),

@@ -59,8 +59,8 @@ def test_a_complete_checkpoint_is_no_reason_to_warn(resume):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_trainer_holds_the_position(resume, distributed):
-    said = resume(lambda trainer, _: {"trainer": trainer}, distributed=distributed)
-    assert said == ""
+    message = resume(lambda trainer, _: {"trainer": trainer}, distributed=distributed)
+    assert message == ""
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -68,14 +68,14 @@ def test_a_position_that_is_not_saved_is_warned_of_once(resume, distributed):
     def hold(trainer, _):
         return {"model": trainer.model, "optimizer": trainer.optimizer}
 
-    said = resume(hold, distributed=distributed)
-    assert said.count("the position of the training data is not in it") == 1
-    assert "checkpoint_2 was restored" in said
+    message = resume(hold, distributed=distributed)
+    assert message.count("the position of the training data is not in it") == 1
+    assert "checkpoint_2 was restored" in message
 
 
 def test_steps_that_are_not_saved_are_warned_of(resume):
-    said = resume(
+    message = resume(
         lambda trainer, dataset: {"model": trainer.model, "data": dataset},
         distributed=True,
     )
-    assert said.count("the global step is still 0") == 1
+    assert message.count("the global step is still 0") == 1

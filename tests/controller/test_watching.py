@@ -93,7 +93,7 @@ def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch, 
 def test_the_end_of_an_earlier_training_does_not_count_while_another_begins(
     monkeypatch, quick
 ):
-    # The end of the earlier training, then none, then that of the one that goes on.
+    # The end of the earlier training, then none, then the end of the continued one.
     ends = ["old", "old", "old", None, None, "new"]
     checkpoints = ["1"]
 
@@ -149,14 +149,14 @@ def test_the_chief_says_it_when_the_interpreter_ends(tmp_path, monkeypatch):
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], check=True, timeout=patience(120)
     )
-    said = read_end(str(tmp_path))
-    assert json.loads(said)["step"] == 7
+    record = read_end(str(tmp_path))
+    assert json.loads(record)["step"] == 7
     monkeypatch.setattr(_process, "_current", Process(1, 2))
     with training_in(str(tmp_path)):
         pass
     end_training(str(tmp_path), 5)
     announce_ends()
-    assert read_end(str(tmp_path)) == said
+    assert read_end(str(tmp_path)) == record
 
 
 def test_each_end_of_a_training_is_another_one(tmp_path):

@@ -76,7 +76,7 @@ def test_leaves_that_are_not_arrays_are_all_named():
     assert "\n  nested/0: ndarray of dtype object\n" in message
     assert "\n  key: " in message
     assert "  x:" not in message
-    # Of many leaves, the first ten are listed.
+    # If there are many leaves, the first ten are listed.
     assert "and 94 more" in message
     assert "y012" not in message
     assert "np.asarray(values)" in message

@@ -52,7 +52,7 @@ def test_tf_data_gives_what_arrays_give(tf):
         assert jax.tree.structure(batch) == jax.tree.structure(expected)
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, batch, expected)))
         assert batch["x"].dtype == np.float32
-        # The memory is that of the tensor.
+        # The array shares the memory of the tensor.
         with pytest.raises(ValueError, match="read-only"):
             batch["x"][:] = 0
     dataset = tf.data.Dataset.from_tensors(tf.ones(2, tf.bfloat16))
@@ -267,7 +267,7 @@ def test_huggingface_positions_know_their_order(datasets):
     saved = make()
     next(iter(saved))
     state = saved.get_state()
-    # What a transform makes of a row is not what is compared: it may draw numbers.
+    # A transform may draw numbers, so rows are compared before it.
     make(transform=lambda batch: {"x": [2 * x for x in batch["x"]]}).set_state(state)
     for other, name in (
         (make(shuffle_seed=1), "shuffle_seed"),

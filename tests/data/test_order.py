@@ -58,7 +58,7 @@ def restore(source, state, **options):
     return np.concatenate([np.ravel(batch["x"]) for batch in dataset]).tolist()
 
 
-# What makes the data, what changes, and how the message shows it.
+# The function that makes the data, the change, and its text in the message.
 CHANGES = {
     "seed": (make_arrays, {"shuffle_seed": 1}, "shuffle_seed: 0 {}, 1 {}"),
     "size": (make_arrays, {"values": np.arange(21)}, "examples: 20 {}, 21 {}"),

@@ -45,7 +45,7 @@ def test_a_number_stays_what_it_is_or_is_named(data, dtype):
     values = data.draw(st.lists(number_for(dtype), max_size=5))
     with np.errstate(over="ignore"):
         array = np.array(values, dtype)
-        # What the device makes of it, which is as wide as it can be.
+        # The array on the device, which is as wide as it can be.
         narrow = array.astype(jax.dtypes.canonicalize_dtype(dtype))
     if array.dtype.kind in "iu":
         wrong = np.flatnonzero(narrow.astype(object) != array.astype(object))

@@ -39,7 +39,7 @@ layer or transformation of NNX, or a function of `jax`, `jax.nn`, `jax.random` o
 | --- | --- |
 | constructs | {cases} |
 | trainings compared | {configurations} |
-| equal | {equal} |
+| as expected | {equal} |
 | of these with a note | {noted} |
 | refused with a clear error | {refused} |
 

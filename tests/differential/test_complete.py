@@ -20,7 +20,7 @@ COVERED = {
     for name in (*re.findall(r"[A-Za-z_][\w.]*", case.name), *case.covers)
 }
 
-# What has no case, by the reason: the names of each module.
+# Names without a case, by the reason and the module.
 WITHOUT_A_CASE: dict[str, dict[str, str]] = {
     "works on pytrees outside a step, or is what other cases call all the time": {
         "optax": """

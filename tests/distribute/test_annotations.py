@@ -98,7 +98,7 @@ def train_alone(names):
     return float(trainer.train(4)["loss"]), None
 
 
-def test_rules_that_come_with_a_variable_count_before_those_of_the_strategy():
+def test_rules_that_come_with_a_variable_count_before_rules_of_the_strategy():
     model = make_linear(("embed", None), sharding_rules=(("embed", "tensor"),))
     strategy = ShardedStrategy(MESH, logical_rules=LOGICAL)
     assert decide(strategy, model)["kernel"].spec == PartitionSpec("tensor", None)

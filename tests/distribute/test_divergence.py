@@ -46,7 +46,7 @@ def with_flip(strategy: Any, array: Any, replica: int, byte: int, bit: int) -> A
 
 
 def compare(strategy: Any, arrays: dict[str, jax.Array]) -> None:
-    comparison = ReplicaComparison(strategy.mesh, strategy.dispatch)
+    comparison = ReplicaComparison(strategy.placement.replica_mesh, strategy.dispatch)
     sums = comparison.start(list(arrays.values()))
     assert sums is not None
     check_copies(np.asarray(sums), list(arrays), "after step 7")
@@ -72,7 +72,7 @@ def test_every_flipped_bit_is_found(dtype):
         flips = [(byte, bit) for byte in range(array.nbytes) for bit in range(8)]
     arrays = [with_flip(strategy, array, 1, *flip) for flip in flips]
 
-    comparison = ReplicaComparison(strategy.mesh, strategy.dispatch)
+    comparison = ReplicaComparison(strategy.placement.replica_mesh, strategy.dispatch)
     sums = np.asarray(comparison.start(arrays))
 
     assert sums.shape == (2, len(flips))
@@ -124,7 +124,9 @@ def test_nan_is_equal_to_itself():
 
 def test_there_is_nothing_to_compare_on_one_replica():
     for strategy in (make_strategy(1), armillary.distribute.DefaultStrategy()):
-        comparison = ReplicaComparison(strategy.mesh, strategy.dispatch)
+        comparison = ReplicaComparison(
+            strategy.placement.replica_mesh, strategy.dispatch
+        )
         assert comparison.start([jnp.ones(3)]) is None
 
 

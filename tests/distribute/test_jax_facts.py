@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 COUNT = 4
 AXIS = "replica"
-# What each replica holds, and what it gives as cotangent.
+# The values of each replica, and its cotangents.
 HELD = np.arange(COUNT * COUNT, dtype=np.float32).reshape(COUNT, COUNT)
 GIVEN = HELD[::-1] ** 2 + 1
 
@@ -29,7 +29,7 @@ def on_replicas(fn, *rows):
 SHIFT = [(i, (i + 1) % COUNT) for i in range(COUNT)]
 BACK = [(j, i) for i, j in SHIFT]
 SPLIT = {"split_axis": 0, "concat_axis": 0}
-# The transpose of each is that of the whole as one linear map of all that is held.
+# Each transpose is the transpose of one linear map of all values of all replicas.
 TRANSPOSES = {
     "psum": (
         lambda x: jax.lax.psum(x, AXIS),

@@ -10,7 +10,7 @@ from armillary import get_replica_context
 from armillary.distribute import VariableAggregation
 from tests.problems import Notes
 
-# What is in the rows without data must not matter.
+# The values in rows without data must not matter.
 ROWS = np.asarray([[1, 2], [3, 5], [np.nan, np.inf], [np.nan, np.nan]], np.float32)
 
 

@@ -70,7 +70,7 @@ def test_a_mean_of_examples_with_penalties_takes_the_mean(name, count, make_mirr
     check(actual, on_one_device(MEANS[name]))
 
 
-# What one writes on one device, and the part of a replica.
+# The loss on one device, and the loss of a replica.
 WEIGHTED = {
     "sum by the sum of a mask": (
         lambda w, b: (squares(w, b) * b["mask"]).sum() / b["mask"].sum(),
@@ -143,7 +143,7 @@ def over_all(value):
     return armillary.all_reduce("mean", value)
 
 
-# What one writes on one device, and what is the same on several replicas.
+# The loss on one device, and its equivalent on several replicas.
 NO_MEANS = {
     "a root of a mean": (
         lambda w, b: jnp.sqrt(jnp.mean(squares(w, b))),

@@ -158,7 +158,7 @@ def numbered_views_loss(w, batch):
 
 
 def first_column_loss(w, batch):
-    """Has the right answer in the first column, as with a queue of negatives."""
+    """A loss with the right answer in the first column, as for a queue of negatives."""
     x, y = vectors_of(w, batch)
     right = (x * y).sum(axis=1, keepdims=True)
     table = jnp.concatenate([right, x @ gather(y).T], axis=1)

@@ -94,7 +94,7 @@ def test_replicas_stay_equal_and_compute_what_one_would(
         assert not reduces or "is decided by" in str(error)
         return
     if expected is None:
-        # What a derivative does not need, JAX leaves out.
+        # JAX leaves out operations that a derivative does not need.
         assert reduces_in_loss(program), "replicas would wait for each other for ever"
         return
     check = np.testing.assert_allclose

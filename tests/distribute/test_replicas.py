@@ -24,7 +24,7 @@ def batch(strategy, put_rows):
     return put_rows(strategy, [[1, 2], [3, 4]])
 
 
-def test_mirrored_slots_that_differ_are_all_named(strategy, batch):
+def test_mirrored_arrays_that_differ_are_all_named(strategy, batch):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     root = Holder(average={"total": jnp.zeros(2)}, count=jnp.zeros(()))
     before = model.bias[...]
@@ -38,8 +38,8 @@ def test_mirrored_slots_that_differ_are_all_named(strategy, batch):
         strategy.run(step_fn, args=(batch,))
     message = re.sub(r"at /\S*/", "at ", str(caught.value))
     assert re.sub(r":\d+", "", message) == (
-        "2 of 4 slots are mirrored, so they must be equal on all replicas, but "
-        "`strategy.run` left values in them that differ:\n"
+        "`strategy.run` left different values on the replicas in 2 of 4 arrays of the "
+        "state. Mirrored arrays must be equal on all replicas:\n"
         "  model/bias (plain, mirrored), written at test_replicas.py (step_fn)\n"
         "  root/average/total (plain, mirrored), written at test_replicas.py "
         "(step_fn)\n"

@@ -106,7 +106,7 @@ def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
     other.evaluate(make_input_fn())
     net = other._model.modules.net
     assert isinstance(net, Net)
-    # What made it has left no trace in it.
+    # The call that made it has changed nothing in it.
     assert not np.any(net.norm.mean[...])
     assert np.all(net.norm.var[...] == 1)
     assert other.global_step == 0

@@ -113,8 +113,13 @@ def test_checkpoints_of_tensorflow_give_the_same_arrays_with_both_kinds_of_names
 
 @slow_after_first(
     ("preset", "expected"),
-    # Those that are published, with the classifier.
-    [("tiny", 4_386_178), ("mini", 11_171_074), ("base", 109_483_778)],
+    # The published models, with the classifier.
+    [
+        ("tiny", 4_386_178),
+        ("mini", 11_171_074),
+        ("minilm", 22_713_986),
+        ("base", 109_483_778),
+    ],
 )
 def test_presets_have_the_size_of_the_published_models(preset, expected):
     config = bert.PRESETS[preset]

@@ -26,7 +26,7 @@ def test_distance_is_zero_for_one_set_and_grows_with_the_shift():
     assert gan.frechet_distance(images, images) == pytest.approx(0.0, abs=1e-9)
     shift = np.array([1.0, 0.0, -2.0, 0.0, 0.0, 0.0])
     assert gan.frechet_distance(images, images + shift) == pytest.approx(5.0)
-    # Twice as wide: the trace of C + 4 C - 2 sqrt(4 C C) is that of C.
+    # Twice as wide: the trace of C + 4 C - 2 sqrt(4 C C) is the trace of C.
     centered = images - images.mean(axis=0)
     expected = np.trace(np.cov(images, rowvar=False))
     assert gan.frechet_distance(centered, 2 * centered) == pytest.approx(expected)

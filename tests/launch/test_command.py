@@ -131,11 +131,11 @@ def test_a_worker_and_another_system_are_refused(monkeypatch, jobs, name, capsys
         monkeypatch.setenv(name, "{}")
     with pytest.raises(SystemExit):
         _cli.main(["launch", "train.py"])
-    said = {
+    expected = {
         "TF_CONFIG": "is '{}', so",
         "platform": "is 'darwin', but `armillary launch`",
     }
-    assert said[name] in capsys.readouterr().err
+    assert expected[name] in capsys.readouterr().err
     assert jobs == []
 
 
@@ -153,18 +153,18 @@ def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected"),
     [
         ([], ExitCode.OK, "launch start the workers"),
         (["--bogus"], ExitCode.USAGE, "'--bogus' is not an option of this command. "),
         (["--version"], ExitCode.OK, f"armillary {armillary.__version__}"),
     ],
 )
-def test_without_a_command_there_is_help(capsys, words, code, said):
+def test_without_a_command_there_is_help(capsys, words, code, expected):
     try:
         found = _cli.main(words)
     except SystemExit as ended:
         found = ended.code
     assert found == code
     # Releases of Python set the columns differently.
-    assert said in " ".join("".join(capsys.readouterr()).split())
+    assert expected in " ".join("".join(capsys.readouterr()).split())

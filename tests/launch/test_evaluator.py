@@ -179,7 +179,7 @@ def test_a_signal_stops_the_evaluator_too_and_the_workers_say_how_it_ended(launc
     ],
 )
 def test_a_signal_ends_the_last_evaluation(launcher, handler, number, code):
-    # Who ends by itself has the time for it, on a busy machine too.
+    # A process that exits has the time for it, also on a busy machine.
     grace_seconds = 0.5 if handler == "pass" else 300
     launcher.start(
         f"""

@@ -226,7 +226,7 @@ def test_a_signal_ends_all_workers_and_those_that_can_save(
 ):
     is_stopped = "SIGSTOP" in script
     is_killed = script == STUBBORN or is_stopped
-    # Who can save has the time for it, on a busy machine too.
+    # A process that can save has the time for it, also on a busy machine.
     grace_seconds = 1 if is_killed else 300
     ready = f'mark(f"ready_{{index}}")\n{script}\n' if is_stopped else script + READY
     options = f"--workers 2 --max-restarts 3 --grace-seconds {grace_seconds}"
@@ -506,14 +506,14 @@ def make_job(arguments, num_workers=2, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("missing", "num_workers", "said"),
+    ("missing", "num_workers", "message"),
     [
         ("worker 1", 2, "cannot start a process: no more processes."),
         ("evaluator", 1, "cannot start a process: no more processes."),
     ],
 )
 def test_a_process_that_cannot_start_is_a_failure(
-    monkeypatch, capfd, missing, num_workers, said
+    monkeypatch, capfd, missing, num_workers, message
 ):
     started = {}
 
@@ -533,7 +533,7 @@ def test_a_process_that_cannot_start_is_a_failure(
     assert started["worker 0"].ended.result().returncode == code
     captured = capfd.readouterr()
     assert captured.out == ("" if is_worker else "[worker 0] trained\n")
-    assert said in captured.err
+    assert message in captured.err
 
 
 @slow_after_first("stop", [None, signal.SIGTERM])

@@ -106,8 +106,12 @@ def test_lines_of_processes_and_launcher_are_labeled(capfd):
         "[worker 1] one",
         "[worker 1] two",
     ]
-    said = [f"[worker 1] {number}" for number in range(99)]
-    assert captured.err.splitlines() == [*said, "[launcher] a", "[launcher] b"]
+    printed = [f"[worker 1] {number}" for number in range(99)]
+    assert captured.err.splitlines() == [
+        *printed,
+        "[launcher] a",
+        "[launcher] b",
+    ]
 
 
 def test_log_files_hold_plain_lines_are_appended_to_and_obey_the_umask(capfd, tmp_path):
@@ -161,14 +165,14 @@ def test_a_stream_that_stays_open_does_not_hold_the_launcher(streams, capfd):
         streams.end()
 
     run(use)
-    said = []
+    printed = []
 
     def read():
-        said.append(capfd.readouterr().out)
-        return "".join(said)
+        printed.append(capfd.readouterr().out)
+        return "".join(printed)
 
     # Nobody waits for such a stream any more, but what it says is written.
-    wait_until(lambda: read() == "[worker 0] later\n", lambda: "".join(said))
+    wait_until(lambda: read() == "[worker 0] later\n", lambda: "".join(printed))
 
 
 def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
@@ -197,8 +201,8 @@ def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
                 read += await asyncio.to_thread(os.read, reader, 1 << 20)
             await finish
             lines = read.decode().lstrip("x").splitlines()
-            said = [f"[launcher] {number}" for number in range(1000)]
-            assert [line for line in lines if "launcher" in line] == said
+            printed = [f"[launcher] {number}" for number in range(1000)]
+            assert [line for line in lines if "launcher" in line] == printed
             own = [line for line in lines if "worker" in line]
             assert own == ["[worker 0] begin", "[worker 0] end"]
 

@@ -15,7 +15,7 @@ GPUS = [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 1}]
 
 
 @pytest.mark.parametrize(
-    ("machines", "is_usable", "share", "room", "needs", "said"),
+    ("machines", "is_usable", "share", "room", "needs", "messages"),
     [
         (GPUS, True, None, 12, {"CPU": 1, "GPU": 1}, "1 GPU each"),
         (GPUS, True, 4, 3, {"CPU": 1, "GPU": 4}, "4 GPUs each"),
@@ -25,14 +25,14 @@ GPUS = [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 1}]
     ],
 )
 def test_gpus_are_taken_where_jax_can_use_them(
-    monkeypatch, machines, is_usable, share, room, needs, said
+    monkeypatch, machines, is_usable, share, room, needs, messages
 ):
     monkeypatch.setattr(_ray, "can_use_gpus", lambda environment: is_usable)
     ray = FakeRay(0)
     ray.nodes = lambda: [{"Alive": True, "Resources": each} for each in machines]
     found = RayMachines(ray, 1, 99, share, 5.0)
     assert (found._needs, found._count_room(machines)) == (needs, room)
-    assert str(found.devices) == said
+    assert str(found.devices) == messages
 
 
 class FakeRay:
@@ -65,24 +65,24 @@ class FakeRay:
 
 
 def reserve(ray, min_workers, max_workers, happen=lambda text: None):
-    """Reserves places, unless `happen` cancels that; returns what was said."""
+    """Reserves places, unless `happen` cancels that; returns the messages."""
     machines = RayMachines(ray, min_workers, max_workers, None, 1.0)
 
     async def run():
-        said = []
+        messages = []
 
         def say(text):
-            said.append(text)
+            messages.append(text)
             if happen(text):
                 task.cancel()
 
         task = asyncio.create_task(machines._reserve_group(say))
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        return said
+        return messages
 
-    said = asyncio.run(run())
-    return machines, said
+    messages = asyncio.run(run())
+    return machines, messages
 
 
 def test_as_many_workers_start_as_there_is_room_for():
@@ -105,8 +105,8 @@ def test_machines_that_come_are_waited_for_and_taken():
     def come(text):
         ray.num_machines = 4
 
-    _, said = reserve(ray, 2, 3, happen=come)
-    assert said == [
+    _, messages = reserve(ray, 2, 3, happen=come)
+    assert messages == [
         "waits for room for 2 workers with 1 CPU each: the whole cluster has "
         "room for 1."
     ]
@@ -116,8 +116,8 @@ def test_machines_that_come_are_waited_for_and_taken():
 
 def test_a_wait_ends_with_the_job():
     ray = FakeRay(4, in_use=2)
-    machines, said = reserve(ray, 3, 3, happen=lambda text: True)
-    assert said[0].endswith("the whole cluster has room for 4.")
+    machines, messages = reserve(ray, 3, 3, happen=lambda text: True)
+    assert messages[0].endswith("the whole cluster has room for 4.")
     machines.release()
     assert ray.open == 0
 

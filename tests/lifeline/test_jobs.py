@@ -91,7 +91,7 @@ def test_a_replacement_that_joins_early_ends_the_old_job_like_a_death(start):
 def test_a_stopped_process_ends_the_job_after_the_timeout(start, stopped, other):
     job = start("stop", limit_seconds=HANG_TIMEOUT)
     job.wait_for_step(20)
-    time.sleep(patience(2.0))  # until each has told the other where it is
+    time.sleep(patience(2.0))  # until each has reported to the other
     job.processes[stopped].send_signal(signal.SIGSTOP)
     codes = job.wait_for_ends([other])
     assert codes == [ExitCode.RESTART_REQUESTED]
@@ -156,12 +156,12 @@ def test_a_process_that_the_others_wait_for_is_named_once(start):
     job = start("slow")
     job.wait_for_step(5 * 70)
     job.end()
-    said = re.findall(r"WARNING: .*Process . of 2 takes .*", job.output(0))
-    assert [line.count("Process 1 of 2") for line in said] == [1]
-    assert "times as long as the others, mostly for data:" in said[0]
+    warnings = re.findall(r"WARNING: .*Process . of 2 takes .*", job.output(0))
+    assert [line.count("Process 1 of 2") for line in warnings] == [1]
+    assert "times as long as the others, mostly for data:" in warnings[0]
     assert "times as long" not in job.output(1)
     (straggler,) = read_goodput(job.folder / "checkpoints").stragglers
-    assert straggler in said[0]
+    assert straggler in warnings[0]
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def start(monkeypatch) -> Iterator[Callable[[int], Job]]:
 
 
 def knows_all(lifeline: Lifeline) -> bool:
-    """Returns whether every process that it hears of has told where it is."""
+    """Returns whether every process that it hears of has reported its place."""
     seen = lifeline._sightings.values()
     return all(each.report.phase != "start" for each in seen)
 
@@ -110,27 +110,27 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
 
 
 def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):
-    told = []
+    messages = []
     monkeypatch.setattr(
-        module, "notify_launcher", lambda *message: told.append(message)
+        module, "notify_launcher", lambda *message: messages.append(message)
     )
     job = start(3)
     close(job.lifelines[2])
-    wait_until(lambda: len(told) == 2)
-    assert told == [("caused_by", 2)] * 2
+    wait_until(lambda: len(messages) == 2)
+    assert messages == [("caused_by", 2)] * 2
 
 
 def test_a_stopped_process_is_named_to_the_launcher(start, monkeypatch):
-    told = []
+    messages = []
     monkeypatch.setattr(
-        module, "notify_launcher", lambda *message: told.append(message)
+        module, "notify_launcher", lambda *message: messages.append(message)
     )
     monkeypatch.setattr("armillary.lifeline._ending._SILENT_SECONDS", 0.2)
     job = start(2)
     monkeypatch.setattr(job.lifelines[1], "_beat", lambda now: None)
     with job.lifelines[0].watching(0.5, lambda: Phase("step", 1)):
-        wait_until(lambda: ("stopped", 1) in told)
-    assert told[:2] == [("caused_by", 1), ("stopped", 1)]
+        wait_until(lambda: ("stopped", 1) in messages)
+    assert messages[:2] == [("caused_by", 1), ("stopped", 1)]
 
 
 def test_watching_continues_after_an_error_of_its_own(start, monkeypatch, capfd):
@@ -139,7 +139,7 @@ def test_watching_continues_after_an_error_of_its_own(start, monkeypatch, capfd)
     failures = Counter()
 
     def fail(*arguments):
-        # Not that of the process that runs the tests.
+        # Not the lifeline of the process that runs the tests.
         thread = threading.current_thread()
         if is_broken and thread in own:
             failures[thread] += 1
@@ -430,7 +430,7 @@ FORKS = """
 
 @pytest.mark.slow
 def test_forks_of_children_and_after_the_end_log_nothing():
-    # What fails right after a fork is only shown.
+    # An error right after a fork is only shown, so the output has it.
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKS)],
         capture_output=True,

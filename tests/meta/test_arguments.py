@@ -61,11 +61,12 @@ REFUSING = {
     "armillary.estimator.train_and_evaluate",
     "armillary.plan.plan",
     "armillary.testing.assert_collectives",
+    "armillary.testing.assert_shardings",
     "armillary.testing.assert_strategies_agree",
     "armillary.testing.find_collectives",
     "armillary.xla.use_compilation_cache",
 }
-# What they have in their signatures is not for users, or is a base's.
+# Their signatures are not for users, or are inherited from a base.
 WITHOUT_ARGUMENTS = (data.Source, data.SourceIterator, armillary.summary.SummaryWriter)
 
 
@@ -320,7 +321,7 @@ GIVEN = {
     "task_type",
     "trainer",
 }
-# What is meant, where annotations say less.
+# The meaning of arguments whose annotations say less.
 MEANT = {
     "checkpoint_interval": "int | Literal['auto'] | None",
     "eval_dataset": "Iterable | Callable | None",
@@ -420,7 +421,7 @@ def find_problem(name: str, parameter: inspect.Parameter, value: Any) -> str | N
                 made.close()
     except Exception as error:
         if may_be_taken and (
-            callable(value)  # What a user's function raises is its own.
+            callable(value)  # A user's function may raise anything.
             or isinstance(error, OSError | armillary.errors.ClusterError)
         ):
             return None

@@ -17,6 +17,8 @@ DOCUMENTS = [
     ]
     if path.name != "CHANGELOG.md"
 ]
+# Pages that are read in the repository only.
+READMES = [REPOSITORY / "benchmarks" / "README.md", REPOSITORY / "tests" / "README.md"]
 WITH_KERAS = (
     "docs/keras/controller.md",
     "docs/keras/custom_loop.md",
@@ -127,14 +129,22 @@ def test_no_page_shows_the_speed_of_one_machine(path):
     assert SPEED.findall(path.read_text()) == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *READMES], ids=name_of)
 def test_make_targets_exist(path):
-    targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.M)
-    named = re.findall(r"\bmake ([a-z]+)`|^make ([a-z]+)", path.read_text(), re.M)
+    makefile = (REPOSITORY / "Makefile").read_text()
+    targets = re.findall(r"^([a-z-]+):", makefile, re.M)
+    named = re.findall(r"\bmake ([a-z-]+)`|^make ([a-z-]+)", path.read_text(), re.M)
     assert {"".join(groups) for groups in named} <= set(targets)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_paths_of_a_readme_exist(path):
+    code = re.findall(r"`([\w/]+(?:/|\.py))`", path.read_text())
+    assert code
+    assert [each for each in code if not (path.parent / each).exists()] == []
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *READMES], ids=name_of)
 def test_links_and_tests_that_are_named_exist(path):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     local = [link for link in links if "://" not in link]

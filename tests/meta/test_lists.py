@@ -58,7 +58,9 @@ def test_the_page_has_each_command(capsys):
 @pytest.mark.parametrize("name", _cli._COMMANDS)
 def test_the_page_has_each_option_of_a_command(name, capsys):
     options = set(OPTION.findall(read_help(capsys, name)))
-    rows = re.findall(r"^\| `(-[^`]+)` \|", read_sections()[name], re.M)
+    # The launcher has a page of its own.
+    page = LAUNCH.read_text() if name == "launch" else read_sections()[name]
+    rows = re.findall(r"^\| `(-[^`]+)` \|", page, re.M)
     listed = {row.split()[0] for row in rows}
     assert listed == options - {"--help"}
 
@@ -102,10 +104,16 @@ def read_capitals():
     return found, text
 
 
-def test_the_page_of_environment_variables_has_each_variable_of_the_code():
+def list_variables():
+    """Returns the page of variables, and the table of the environment of a worker."""
+    of_a_worker = LAUNCH.read_text().partition("\n## Environment of a worker\n")[2]
+    return VARIABLES.read_text() + of_a_worker.partition("\n## ")[0]
+
+
+def test_the_pages_of_environment_variables_have_each_variable_of_the_code():
     listed = {
         name
-        for row in re.findall(r"^\| (`.*?) \|", VARIABLES.read_text(), re.M)
+        for row in re.findall(r"^\| (`.*?) \|", list_variables(), re.M)
         for name in re.findall(r"`(\w+)`", row)
     }
     found, text = read_capitals()

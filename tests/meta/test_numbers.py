@@ -67,9 +67,9 @@ def test_pages_and_make_agree_on_the_minutes_of_a_command(path):
     text = " ".join(path.read_text().split())
     for command in ("test", "test-all"):
         # A sentence about another command may stand in between, but no other number.
-        said = re.findall(rf"`make {command}`[^\d`]*?(\d+) minutes", text)
-        said += re.findall(rf"make {command} +#[^#\d]*(\d+) minutes", text)
-        assert set(said) <= {read_minutes(command)}, command
+        found = re.findall(rf"`make {command}`[^\d`]*?(\d+) minutes", text)
+        found += re.findall(rf"make {command} +#[^#\d]*(\d+) minutes", text)
+        assert set(found) <= {read_minutes(command)}, command
 
 
 def test_the_minutes_are_found_where_they_stand():

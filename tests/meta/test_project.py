@@ -95,7 +95,7 @@ def test_every_dependency_is_pinned(python):
     assert names <= pinned
 
 
-# Of these, more than one release is tested; the bound is the oldest of them.
+# Several releases of these are tested, and the bound is the oldest of them.
 WIDE = ("equinox", "flax", "jax", "keras", "numpy", "optax", "orbax-checkpoint")
 
 

@@ -45,6 +45,14 @@ def test_every_page_is_in_the_contents_once():
     assert sorted(listed) == sorted({*expected, "CHANGELOG.md"})
 
 
+def test_the_index_links_to_every_page():
+    index = REPOSITORY / "docs" / "index.md"
+    links = re.findall(r"\]\(([^)#\s:]+\.md)[^)]*\)", index.read_text())
+    linked = {(index.parent / link).resolve() for link in links}
+    pages = [page for page in contents.list_pages() if page != "docs/index.md"]
+    assert [page for page in pages if REPOSITORY / page not in linked] == []
+
+
 def folder_of(page):
     return page.rpartition("/")[0]
 
@@ -170,6 +178,7 @@ def test_pages_have_no_links_to_a_repository_without_an_address():
 def test_the_texts_for_assistants_have_each_page():
     content, pages = assistants.make_content(), assistants.make_pages()
     assert content.startswith("# Armillary\n\n> Training loops for JAX")
+    assert ".md)" not in content
     for page in contents.list_pages():
         first_line = (REPOSITORY / page).read_text().partition("\n")[0]
         assert f"<!-- {page} -->\n\n{first_line}\n" in pages

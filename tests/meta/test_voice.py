@@ -14,7 +14,7 @@ from tests.meta import voice
         ("- Whoever waits is named.", ["Whoever ..."]),
         ("That of the chief counts.", ["That of ..."]),
         ("The mean is that\n  of the batch.", ["that of"]),
-        ("Those of Keras go on, and the run goes on.", ["goes on", "those of"]),
+        ("Those of Keras go on, and the run goes on.", ["Those ...", "goes on"]),
         ("It is made anew, beside it, but for one.", ["anew", "beside", "but for"]),
     ],
 )
@@ -81,6 +81,22 @@ def test_the_templates_of_a_project_are_read(tmp_path):
     module = tmp_path / "main.py.tmpl"
     module.write_text('"""Begins anew."""\nanew = 1\n')
     assert voice.find_in_file(module) == [(1, "anew")]
+
+
+def test_comments_are_read_with_their_lines():
+    source = "x = 1  # Of one value.\n# A value\n# that goes\n# on.\ny = '# Of'\n"
+    comments = [(1, "Of one value."), (2, "A value\nthat goes\non.")]
+    assert voice.find_comments(source) == comments
+    assert voice.find_in_comments(comments) == [(1, "Of ..."), (3, "goes on")]
+
+
+def test_comments_of_scripts_are_read():
+    names = {path.name for path in voice.list_files()}
+    assert {"Makefile", "ci.yml", "pyproject.toml", "run"} <= names
+    makefile = "all: one\n\techo 'two  # Of'\n\t# Those that are installed.\n"
+    comments = voice.find_lines_of_comments(makefile)
+    assert comments == [(3, "Those that are installed.")]
+    assert voice.find_in_comments(comments) == [(3, "Those ...")]
 
 
 @pytest.mark.slow

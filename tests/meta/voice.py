@@ -1,4 +1,4 @@
-"""Counts words that read as translated: in documents, docstrings, messages, tests.
+"""Counts words that read as translated: in documents, docstrings, comments, messages.
 
 `make check` prints the counts as a warning, and never fails. Name files to see lines::
 
@@ -6,8 +6,10 @@
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +18,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("armillary", "benchmarks", "docs/site", "examples", "tests")
 # Files of the project that `armillary new` writes.
 TEMPLATE = ".tmpl"
+# Files other than modules whose comments count.
+WITH_COMMENTS = ("Makefile", "pyproject.toml", ".ci/run", ".github/workflows/*.yml")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # A sentence begins after a blank line, a bullet, a cell of a table, or a full stop.
 _BEGINNING = r"(?:\A|\n\s*\n|(?:\A|\n)\s*(?:[-*]|\d+\.|\#+)\s|\|\s|[.!?:]\s)[\s*]*"
 # A question may begin with "What".
 _NO_QUESTION = r"(?![^.!?]*\?)"
-STARTS = ("That of", "Whoever", "What", "Of")
+STARTS = ("That of", "Those", "Whoever", "What", "Of")
 PHRASES = ("that of", "those of", "anew", "beside", "but for", "goes on")
+AT_BEGINNING = {"that of": "That of ...", "those of": "Those ..."}
 # A summary begins with a verb or a noun: "Which worker failed first" is neither.
 SUMMARY_STARTS = ("Has", "How", "Where", "Whether", "Which", "Who")
 RULES = {
@@ -55,10 +60,11 @@ def find_phrases(text: str) -> list[tuple[int, str]]:
         for name, rule in RULES.items()
         for match in rule.finditer(text)
     ]
-    # "That of" at the beginning of a sentence breaks two rules, and counts once.
-    at_beginning = {line for line, name in hits if name == "That of ..."}
+    # `That of` at the beginning of a sentence breaks two rules, and counts once.
     return sorted(
-        hit for hit in hits if hit[1] != "that of" or hit[0] not in at_beginning
+        (line, name)
+        for line, name in hits
+        if (line, AT_BEGINNING.get(name)) not in hits
     )
 
 
@@ -114,27 +120,75 @@ def find_texts(source: str, *, has_messages: bool) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def find_comments(source: str) -> list[tuple[int, str]]:
+    """Returns line number and text of each comment; lines in a row are one comment."""
+    found: list[tuple[int, str]] = []
+    next_line = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        text = token.string.lstrip("# ")
+        is_alone = token.line.lstrip().startswith("#")
+        if is_alone and line == next_line:
+            first, before = found.pop()
+            found.append((first, f"{before}\n{text}"))
+        else:
+            found.append((line, text))
+        next_line = line + 1 if is_alone else 0
+    return found
+
+
+def find_lines_of_comments(source: str) -> list[tuple[int, str]]:
+    """Returns the comments of a Makefile, a script or settings, as `find_comments`."""
+    lines = source.splitlines()
+    # Everything else becomes blank, so that Python can read the comments.
+    return find_comments(
+        "\n".join(x.lstrip() if x.lstrip().startswith("#") else "" for x in lines)
+    )
+
+
+def find_in_comments(comments: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Returns line number and rule of each hit in comments."""
+    return [
+        (first + line - 1, rule)
+        for first, text in comments
+        for line, rule in find_phrases(text)
+    ]
+
+
 def find_in_file(path: Path) -> list[tuple[int, str]]:
     """Returns line number and rule of each hit in a document or a module."""
     source = path.read_text()
     name = path.name.removesuffix(TEMPLATE)
-    if not name.endswith(".py"):
+    if name.endswith(".md"):
         return find_phrases(source)
+    if not name.endswith(".py"):
+        return find_in_comments(find_lines_of_comments(source))
     has_messages = path.is_relative_to(REPOSITORY / "armillary")
     hits = [
         (first + line - 1, rule)
         for first, text in find_texts(source, has_messages=has_messages)
         for line, rule in find_phrases(text)
     ]
+    hits += find_in_comments(find_comments(source))
     return hits + find_summaries(source) + find_test_names(source)
 
 
 def list_files() -> list[Path]:
-    """Returns the documents, the modules, and the templates of a new project."""
+    """Returns the documents, the modules, the templates of a project, and scripts."""
     documents = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
+    documents += [
+        REPOSITORY / name / "README.md" for name in ("benchmarks", "examples", "tests")
+    ]
     modules = [path for name in FOLDERS for path in REPOSITORY.glob(f"{name}/**/*.py")]
     templates = REPOSITORY.glob(f"armillary/**/*{TEMPLATE}")
-    return sorted(documents) + sorted(modules) + sorted(templates)
+    scripts = [path for name in WITH_COMMENTS for path in REPOSITORY.glob(name)]
+    return [
+        path
+        for paths in (documents, modules, templates, scripts)
+        for path in sorted(paths)
+    ]
 
 
 def show_counts() -> str:

@@ -19,7 +19,7 @@ NUM_CLASSES = 4
 BOUNDED = settings(
     deadline=None,
     derandomize=True,
-    # What fails is a number of one metric: nothing smaller explains it better.
+    # A failure is a number of one metric, so no smaller example explains it better.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -331,7 +331,7 @@ class Adder(armillary.StandardTrainer):
 
 
 def mismatches(strategy: Any) -> dict[str, Any]:
-    """Does something else in the last process, and returns what is said to it."""
+    """Does something else in the last process, and returns the message to it."""
     index = int(jax.process_index() == jax.process_count() - 1)
     numbers = np.arange(64, dtype=np.float32)
 

@@ -44,7 +44,7 @@ class Trainer(Classifier):
     """Puts out a parameter as well, of which no process has all."""
 
     def __init__(self, strategy: Any, seed: int = 0, **options: Any) -> None:
-        # Of 10, 10, 10, 10 and 9 examples.
+        # Five batches, of 10, 10, 10, 10 and 9 examples.
         source = from_arrays(make_digits(49), batch_size=10, shuffle_seed=3)
         dataset = strategy.distribute_dataset(source, InputOptions(remainder="exact"))
         super().__init__(
@@ -179,7 +179,7 @@ def move(strategies: list[Any], path: Path) -> list[dict[str, str]]:
     for seed, strategy in enumerate(strategies):
         trainer = Trainer(strategy, seed)
         if seed % 2:
-            trainer.train(1)  # What is replaced is on its devices already.
+            trainer.train(1)  # The replaced arrays are on their devices.
         assert make_manager(trainer, path).restore_or_initialize() is not None
         found.append(digests(read(trainer)))
         path = path.with_name(f"{path.name}_{seed}")

@@ -35,7 +35,7 @@ def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     assert evaluated == [("evaluator", str(step)) for step in saved]
     assert "[evaluator] train |" not in result.stderr
 
-    # The numbers are those of a process that trains and evaluates in turns.
+    # The numbers equal the numbers of a process that trains and evaluates in turns.
     alone = roles.make_controller(make_strategy(2), tmp_path / "alone")
     alone.train_and_evaluate(STEPS, eval_interval=3)
     expected = read_accuracies(tmp_path / "alone" / "eval")
@@ -43,7 +43,7 @@ def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     assert read_accuracies(tmp_path / "run" / "eval") == expected
     best = NewBestMetric("accuracy", higher_is_better=True, directory=tmp_path / "run")
     assert best.best_value == pytest.approx(max(expected.values()))
-    # Of equal ones the first: `max` takes that one.
+    # If values are equal, the first counts: `max` takes that one.
     step = max(expected, key=lambda step: expected[step])
     for folder in ("run", "alone"):
         found = read_best(epath.Path(tmp_path / folder / "checkpoints"))

@@ -17,15 +17,15 @@ from tests.problems import make_strategy
 def run_several(
     folder: Path, processes: int, devices: int, **parts: dict[str, Any]
 ) -> tuple[dict[str, list[Any]], str]:
-    """Returns for each scenario the results of all processes, and what they said."""
+    """Returns for each scenario the results of all processes, and their output."""
     outcome = run_job(
         folder, "several", processes=processes, devices=devices, parts=parts
     )
     assert outcome.codes == [0] * processes, outcome.log
-    for result, said in zip(outcome.results, outcome.errors, strict=True):
+    for result, output in zip(outcome.results, outcome.errors, strict=True):
         assert result["may open all files"]
         # Not at the first operation, where it gives up after half a minute.
-        connected, _, _ = said.partition("has joined")
+        connected, _, _ = output.partition("has joined")
         assert f"is connected to {processes * devices - 1} peer ranks" in connected
     results = {name: [result[name] for result in outcome.results] for name in parts}
     return results, "".join(outcome.errors)
@@ -33,7 +33,7 @@ def run_several(
 
 def test_two_processes_do_what_one_does(tmp_path: Path):
     lengths = [30, 13]
-    results, said = run_several(
+    results, output = run_several(
         tmp_path,
         processes=2,
         devices=1,
@@ -52,7 +52,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
     check_uneven(results["uneven"], lengths, num_eval_steps=9)
     check_values(*results["values"])
     assert results["stop"] == [{"step": 6}] * 2
-    assert "stopped at step 6: enough (requested in process 1 of 2)" in said
+    assert "stopped at step 6: enough (requested in process 1 of 2)" in output
     check_mismatches(results["mismatches"])
     check_exports(*results["exports"])
     # Exporting has not disturbed training.
@@ -99,7 +99,7 @@ def test_processes_with_different_weights_get_an_error_with_the_fix(keras, tmp_p
 @pytest.mark.slow
 def test_four_processes_do_what_two_do(tmp_path: Path):
     lengths = [30, 13, 17, 12]
-    results, said = run_several(
+    results, output = run_several(
         tmp_path,
         processes=4,
         devices=1,
@@ -113,7 +113,7 @@ def test_four_processes_do_what_two_do(tmp_path: Path):
     # 2 rows of process 0, and 1 row of processes 1 and 2.
     check_uneven(results["uneven"], lengths, num_eval_steps=9)
     assert results["stop"] == [{"step": 6}] * 4
-    assert "stopped at step 6: enough (requested in process 3 of 4)" in said
+    assert "stopped at step 6: enough (requested in process 3 of 4)" in output
     check_mismatches(results["mismatches"])
 
 
@@ -210,7 +210,7 @@ def check_exports(first: Any, second: Any) -> None:
     """Checks that one process writes exports, and that all restore a part."""
     assert first.pop("written")[:4] == ["export-2", "export-4", "export-6", "other-0"]
     assert second.pop("written") == []
-    # What one process cannot write, the others hear of at their next exchange.
+    # If one process cannot write, the others get the error at their next exchange.
     assert first.pop("error").startswith(("NotADirectoryError", "FileExistsError"))
     assert second.pop("error").startswith("PeerError")
     assert first == second

@@ -389,7 +389,7 @@ def test_calls_take_as_many_batches_as_they_use(alone):
         return [alone.schedule(take, (iterator, c)).fetch() for c in choices]
 
     assert take_all(iter(dataset), [one, two, one, one]) == [0, 3, 3, 4]
-    # A new iterator begins anew.
+    # A new iterator begins with the first element.
     assert take_all(iter(dataset), [one, one]) == [0, 1]
 
 

@@ -51,7 +51,7 @@ def assert_close(found, expected):
     "options",
     [
         {},
-        # Of other optimizers what the first one proves.
+        # The first optimizer proves the promise, so the others are slow tests.
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (

@@ -61,7 +61,7 @@ def test_gradients_are_summed_in_one_pass_of_their_own_size(topology):
     assert count_rounds(found.of_step(), "all-reduce") == 1
     assert found.of_step() == found.of_step("all-reduce")
     sizes = sorted(each.num_bytes for each in found.of_step())
-    # The metric's sum and count travel along, or beside.
+    # The metric's sum and count are sent with the gradients, or separately.
     assert sum(sizes) == 4 * NUM_PARAMETERS + 8
     assert sizes[-1] >= 4 * NUM_PARAMETERS
     assert {each.group_size for each in found.of_step()} == {found.num_replicas}

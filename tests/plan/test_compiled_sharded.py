@@ -47,7 +47,7 @@ def test_parameters_are_gathered_and_nothing_reaches_the_host(topology):
     assert "all-gather" in kinds
     assert kinds & {"all-reduce", "reduce-scatter"}
     assert found.host_transfers == ()
-    # Of a step of ZeRO-3: parameters twice and gradients once, in parts of devices,
+    # A step of ZeRO-3 moves parameters twice and gradients once, in parts of devices,
     # and activations over `tensor`. Whole copies of the state would be far more.
     moved = sum(each.num_bytes * each.times for each in found.of_step())
     assert moved < 4 * found.state_bytes

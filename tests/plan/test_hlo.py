@@ -5,7 +5,7 @@ import pytest
 from armillary.plan._costs import Collective, count_rounds
 from armillary.plan._traffic import count_bytes, find_traffic
 
-# A loop over four rows: a slice, a product, a sum that runs beside another product, and
+# A loop over four rows: a slice, a product, a sum that runs during another product, and
 # a second sum that needs the first one. `S(1)` is on-chip memory.
 LOOP = """HloModule jit_run, is_scheduled=true, num_partitions=8
 

@@ -130,7 +130,7 @@ def make_sharded(**options):
 @pytest.mark.slow
 def test_each_device_has_a_part_of_a_sharded_state():
     rules = {"hidden/kernel": PartitionSpec("fsdp", "tensor")}
-    trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2}, rules=rules)
+    trainer = make_sharded(mesh={"fsdp": 4, "tensor": 2}, rules=rules)
     before = repr(trainer.strategy)
     found = plan(trainer, 64, abstract=True)
     assert found.mesh == {"data": 8, "fsdp": 4, "tensor": 2}
@@ -149,9 +149,9 @@ def test_each_device_has_a_part_of_a_sharded_state():
     trainer.train(2)
 
 
-def test_devices_that_a_mesh_shape_does_not_divide_are_an_error():
-    trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2})
-    message = r"12 devices to plan for, which `mesh_shape` does not divide: it has 4 al"
+def test_devices_that_a_mesh_does_not_divide_are_an_error():
+    trainer = make_sharded(mesh={"fsdp": 4, "tensor": 2})
+    message = r"12 devices to plan for, which `mesh` does not divide: it has 4 al"
     with pytest.raises(ValueError, match=message):
         plan(trainer, 12, abstract=True)
 
@@ -352,7 +352,7 @@ def test_convolutions_of_a_plan_are_divided_as_those_that_run():
 
     with described(Images(), 16, "cpu") as loop:
         text = export.deserialize(bytearray(export_loop(loop, "cpu"))).mlir_module()
-    # Of each convolution both operands and the result; one sums over examples.
+    # Each convolution has two operands and a result. One sums over examples.
     lines = text.splitlines()
     (at,) = [i for i, line in enumerate(lines) if "stablehlo.convolution" in line]
     around = lines[at - 2 : at + 2]

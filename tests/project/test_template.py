@@ -51,7 +51,7 @@ def test_the_command_writes_a_project_and_names_the_next_steps(tmp_path, capsys)
     folder = tmp_path / "new" / NAME
     assert _cli.main(["new", str(folder)]) == 0
     output = capsys.readouterr().out
-    line = "pip install -e . pytest   # in the environment where Armillary is installed"
+    line = "pip install -e . pytest  # in the environment where Armillary is installed"
     assert f"  cd {folder}\n  {line}\n" in output
     assert f"python -m {NAME}.main" in output
     paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
@@ -171,7 +171,7 @@ def test_the_template_is_part_of_the_package():
     folder = REPOSITORY / "armillary" / "project" / "template"
     paths = [str(path) for path in folder.rglob("*") if path.is_file()]
     assert len(paths) == 16
-    # What git ignores, the build of the package leaves out.
+    # The build of the package leaves out files that git ignores.
     ignored = subprocess.run(
         ["git", "check-ignore", "--no-index", *paths],
         cwd=REPOSITORY,

@@ -149,7 +149,7 @@ def run(name: str, attempt: int) -> None:
     else:
         options = armillary.cluster.CommunicationOptions(timeout_seconds=JOIN_SECONDS)
         strategy = armillary.MultiWorkerMirroredStrategy(communication_options=options)
-        # What a power cut leaves; saves of process 0 end in these calls.
+        # A power cut strikes here, because saves of process 0 end in these calls.
         os.fsync = sync_and_mark
     trainer = program.Trainer(strategy, bomb.num_steps)
     manager = program.make_manager(trainer, RUN, bomb=bomb)

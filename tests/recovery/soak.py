@@ -34,11 +34,11 @@ from tests.recovery.faults import FAULTS, PHASES
 
 TOPOLOGIES = ("1", "2", "4", "1 --evaluator")
 FAULTS_PER_JOB = 12
-# What a fault may cost, and more where a limit has to pass first.
+# The time that a fault may cost, and more if a limit has to pass first.
 PATIENCE_SECONDS = 120.0
 # Between two readings of clocks the system may give the core to another process.
 MOST_UNKNOWN = 1e-2
-# What nobody watches for who is alone.
+# A single process is not watched for these faults.
 UNSEEN = [("GIL", "import"), ("GIL", "join"), ("GIL", "end")]
 SCRIPT = """
 import tests.recovery.faults
@@ -102,7 +102,7 @@ def make_faults(seed: int, topologies: Sequence[str] = TOPOLOGIES) -> Iterator[F
                 target = 0
             elif "evaluator" in topology:
                 target = "evaluator"
-            # Of process 0 any sync of a file, of others a look at the state.
+            # Process 0 is hit at any sync of a file, others when they read the state.
             most = {"step": 2, "save": 3, "grace": 1}
             if target == 0:
                 most |= {"save": 40, "grace": 10}

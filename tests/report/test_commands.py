@@ -37,7 +37,7 @@ def cells_of(page, title):
 
 def test_the_page_compares_runs(page):
     head, first, second = cells_of(page, "Runs")
-    # Hyperparameters that differ stand beside the name.
+    # Hyperparameters that differ stand next to the name.
     names = ["run", "rate", "began", "step", "state", "attempts", "time", "goodput"]
     assert head[:8] == names
     assert (*first[:2], *first[3:8]) == (
@@ -113,7 +113,7 @@ def test_a_browser_draws_it(crashed, short, tmp_path):
         "steps per second",
     ]
     assert len(drawn) >= 5
-    assert "lowest" not in ended.stdout  # Of several runs, curves are enough.
+    assert "lowest" not in ended.stdout  # For several runs, curves are enough.
     assert "Uncaught" not in ended.stderr
 
 

@@ -1,5 +1,8 @@
 """Tests of finding runs in folders, and of reading their files."""
 
+import json
+
+from armillary.report._page import make_page
 from armillary.report._run_files import find_runs, read_run, read_runs
 
 
@@ -45,3 +48,31 @@ def test_equal_names_are_distinguished_by_the_names_above(short, tmp_path):
     (copy / "metrics.jsonl").write_bytes((short / "metrics.jsonl").read_bytes())
     names = [run.name for run in read_runs([tmp_path])]
     assert names == ["again/short", "sweep/short"]
+
+
+def test_speeds_are_curves_and_each_device_is_described(short):
+    facts = {
+        "model_flops_per_step": 44.8e6,
+        "state_bytes": 41_900,
+        "peak_flops_per_second": 989e12,
+    }
+    fields = {"record": "train", "time": 2004.0, "step": 4, "steps_per_second": 4.0}
+    speeds = {"tokens_per_second": 1e6, "mfu": 0.4, "per_device": facts}
+    line = json.dumps(fields | speeds | {"values": {"loss": 0.1, "mfu": 0.5}})
+    with open(short / "metrics.jsonl", "a") as file:
+        file.write(f"{line}\n")
+
+    run = read_run(short)
+
+    assert run.curves["train", "tokens_per_second"] == [(4, 1e6)]
+    # The program's own number comes first, as in TensorBoard.
+    assert run.curves["train", "mfu"] == [(4, 0.5)]
+    assert run.per_device == facts
+    page = make_page([run])
+    for name, shown in {
+        "model_flops_per_step": "44.8 MFLOP",
+        "state_bytes": "41.9 kB",
+        "peak_flops_per_second": "989 TFLOP/s",
+    }.items():
+        row = page.partition(f"{name}, each device")[2].partition("</tr>")[0]
+        assert shown in row

@@ -164,7 +164,7 @@ def test_a_python_number_may_replace_an_array_of_its_dtype():
 
 
 def test_a_container_of_variables_may_be_made_again(run_lifted):
-    # `nnx.grad` makes the dictionaries of a module anew, with their keys in order.
+    # `nnx.grad` makes new dictionaries for a module, with their keys in order.
     first, second = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.zeros(()))
     root = Holder(variables={"b": first, "a": second})
 

@@ -76,7 +76,7 @@ def find_paths(root: Any, path: str = "") -> list[str]:
 def test_one_array_is_found_in(value):
     root = Holder(place=value)
     expected = 0 if isinstance(value, functools.partial) else 1
-    # What a partial holds is a constant of the function, not a place to rebind.
+    # The values in a partial are constants of the function, not places to rebind.
     assert len(find_paths(root)) == expected
 
 

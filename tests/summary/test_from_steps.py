@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import armillary
+from armillary.report._run_files import SPEEDS
 from armillary.summary import Histogram, Image, Text
 from tests.problems import CNN, Classifier, make_strategy
 
@@ -87,8 +88,7 @@ def read(run_dir: Path) -> dict[str, list[Any]]:
         ):
             for tag in events.Tags()[kind]:
                 found[tag] = [(e.step, getattr(e, content)) for e in read_tag(tag)]
-    del found["steps_per_second"]
-    return found
+    return {tag: points for tag, points in found.items() if tag not in SPEEDS}
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def make_example(name):
         model = example.CNN(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     source = armillary.data.from_arrays(arrays, batch_size=32)
-    # That of `breast_cancer` also adds up a histogram of the gradients it has summed.
+    # The step of `breast_cancer` also sums a histogram of the reduced gradients.
     num_rounds = 2 if name == "breast_cancer" else 1
     return example.Trainer(source, strategy, model, optimizer), num_rounds
 

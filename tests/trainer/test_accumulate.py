@@ -259,7 +259,7 @@ class MixedTrainer(OwnScaleTrainer):
     """A trainer with a penalty, which does not show the divisor of the loss."""
 
     def scaled(self, losses, batch):
-        armillary.compute_average_loss(losses)  # What nothing is made of.
+        armillary.compute_average_loss(losses)  # Nothing uses the result.
         penalty = armillary.scale_regularization_loss(jnp.sum(losses) * 0)
         return jnp.sum(losses) / 32 + penalty
 

@@ -182,8 +182,8 @@ def test_an_evaluation_logs_once_the_data_it_left(lengths, left, compile_step, c
     evaluator = Count(data, options)
     for _ in range(2):
         evaluator.evaluate(-1)
-    said = f"left out batches of dataset {left}. To evaluate all"
-    assert caplog.text.count(said) == bool(left)
+    message = f"left out batches of dataset {left}. To evaluate all"
+    assert caplog.text.count(message) == bool(left)
     assert caplog.text.count("left out") == bool(left)
 
 
@@ -242,7 +242,7 @@ def test_an_iterator_that_was_used_up_is_an_error_each_time():
             evaluator.evaluate(-1)
 
 
-# What a step may write
+# Values that a step may write
 
 
 class Model(StandardEvaluator):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import armillary
 from armillary.data import from_arrays
 from armillary.errors import StateStructureError
+from armillary.report._run_files import SPEEDS
 from armillary.trainer._hook_code import find_effect
 from armillary.trainer._loop import Loop
 from tests.problems import assert_identical, make_strategy, read_state
@@ -80,7 +81,7 @@ class Outputs:
 
     def write_summaries(self, output, step):
         self.steps.append(step)
-        values = {k: v for k, v in output.items() if k != "steps_per_second"}
+        values = {k: v for k, v in output.items() if k not in SPEEDS}
         self.outputs.append(jax.tree.map(float, values))
 
     def flush(self):

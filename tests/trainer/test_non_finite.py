@@ -131,7 +131,7 @@ def test_a_skipped_step_changes_counters_only(num_replicas, way):
     actual, good = read_state(trainer), read_state(expected)
     assert actual.pop("optimizer/step") == 10
     assert good.pop("optimizer/step") == 7
-    # Each loss was written at its step, and those of skipped steps were not.
+    # Each loss was written at its step, except for the losses of skipped steps.
     losses = actual.pop("losses")
     np.testing.assert_array_equal(np.flatnonzero(losses), [1, 2, 3, 6, 7, 8, 9])
     np.testing.assert_array_equal(losses[losses != 0], good.pop("losses")[:7])

@@ -66,7 +66,7 @@ def test_the_loop_begin_may_make_the_state():
     assert float(trainer.total) == 2 * (2 + 3)
 
 
-# What a step may take
+# Values that a step may take
 
 
 @pytest.mark.parametrize("kind", [dict, tuple, list])
@@ -422,8 +422,8 @@ def test_the_result_of_a_step_is_not_dropped_without_a_message(caplog):
     trainer.train(1)
     trainer.rate = 2.0
     trainer.train(3)
-    said = "The result of `train_step` is dropped. Update a metric in this method"
-    assert caplog.text.count(said) == 1
+    message = "The result of `train_step` is dropped. Update a metric in this method"
+    assert caplog.text.count(message) == 1
 
 
 def test_a_method_next_to_its_hook_is_the_users_own():

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# What a build leaves out without a word, if a rule of git or of hatch says so.
+# Files that a rule of git or hatch could leave out of a build without an error.
 NEEDED = {
     "armillary/py.typed",
     "armillary/report/page.js",
@@ -115,9 +115,9 @@ def check_use(wheel: Path, folder: Path) -> None:
     environment.run(f"pip install -q '{wheel}' scikit-learn && pip check")
     version = wheel.name.split("-")[1]
     for command in ("armillary --version", "python -m armillary --version"):
-        said = environment.run(command).strip()
-        if said != f"armillary {version}":
-            sys.exit(f"{command} prints {said!r}, and the wheel is {version}.")
+        answer = environment.run(command).strip()
+        if answer != f"armillary {version}":
+            sys.exit(f"{command} prints {answer!r}, and the wheel is {version}.")
     printed = environment.run("armillary new my_project")
     # Its own tests take longer, and tests/project runs them.
     lines = re.findall(r"^  (.+)$", printed, re.MULTILINE)

@@ -38,7 +38,7 @@ class ScheduledResolver(SimpleClusterResolver):
     """Reads variables; holds the plan and the single address that they give."""
 
     _NEEDS: ClassVar[tuple[str, ...]]
-    _FIX: ClassVar[str]  # Who sets the variables.
+    _FIX: ClassVar[str]  # The way to set the variables.
     _IS_OUTER = False  # True if another launcher may run inside this one.
 
     def __init__(self, environ: Environ | None) -> None:

@@ -150,7 +150,7 @@ class CompiledFunction:
         if lifted_state() is not None or is_in_run():
             return self._function.body(*args, **kwargs)
         strategy = self._strategy or _strategy_of(self._function.fn)
-        with strategy.leave_program_mesh():
+        with strategy.leave_program_mesh(), strategy.jax_settings():
             return self._call(strategy, args, kwargs)
 
     def _call(

@@ -101,7 +101,7 @@ class FunctionProgram:
 
     @property
     def returns_objects(self) -> bool:
-        """Whether the results hold objects of the state, and not only arrays."""
+        """Returns whether the results hold objects of the state, not only arrays."""
         return any(map(self._flat.state.holds, self.step.static_results))
 
     def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:

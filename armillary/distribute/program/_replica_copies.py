@@ -14,21 +14,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from armillary._checks import list_lines
 from armillary.distribute._dispatch import Dispatch
-from armillary.distribute._global_arrays import (
-    everywhere,
-    find_replica_axis,
-    is_key,
-)
+from armillary.distribute._global_arrays import everywhere, is_key
 from armillary.errors import ReplicaDivergenceError
 
 
 def largest_on_replicas(
     mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
 ) -> Any:
-    """Returns the largest `fn(arrays)` of all replicas, on all replicas."""
-    axis = find_replica_axis(mesh)
-    if mesh is None or axis is None or mesh.size == 1:
+    """Returns the largest `fn(arrays)` of all replicas, on all replicas.
+
+    `mesh` has the axis of replicas. `None` stands for a single replica.
+    """
+    if mesh is None or mesh.size == 1:
         return fn(arrays)
+
+    (axis,) = mesh.axis_names
 
     def largest(arrays: Sequence[Any]) -> Any:
         return jax.lax.pmax(fn(arrays), axis)
@@ -44,13 +44,16 @@ def largest_on_replicas(
 
 
 class ReplicaComparison:
-    """Compares the copies that the replicas of a mesh hold of some arrays."""
+    """Compares the copies that the replicas of a mesh hold of some arrays.
+
+    The mesh has the axis of replicas. `None` stands for a single replica.
+    """
 
     def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._compiled = None
-        axis = find_replica_axis(mesh)
-        if mesh is not None and axis is not None and mesh.size > 1:
+        if mesh is not None and mesh.size > 1:
+            (axis,) = mesh.axis_names
             rows = jax.shard_map(
                 _checksums_of_replica,
                 mesh=mesh,

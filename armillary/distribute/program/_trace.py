@@ -185,6 +185,7 @@ class _Tracing(NamedTuple):
         keys = {slot.key for slot in state.slots}
         explain_write = functools.partial(guarded_write_error, self.user_fn, self.owner)
         with (
+            self.flat.strategy.jax_settings(),
             explained(self.user_fn, state, self.owner, self.arguments),
             guarded_writes(keys, explain_write),
         ):

@@ -7,11 +7,9 @@ of the default strategy, so a library function may always ask for its context.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import jax
 
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
@@ -45,9 +43,9 @@ class _Ambient(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        # The strategy of `set_strategy`, and the context in which its arrays are made.
+        # The strategy of `set_strategy`, with its settings of JAX.
         self.chosen: Strategy | None = None
-        self.device_context: AbstractContextManager[Any] | None = None
+        self.settings: AbstractContextManager[Any] | None = None
         self.steps: list[_Step] = []
 
 
@@ -126,13 +124,12 @@ def set_strategy(strategy: "Strategy | None") -> None:
         )
     _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
 
-    if _ambient.device_context is not None:
-        _ambient.device_context.__exit__(None, None, None)
-        _ambient.device_context = None
-    device = getattr(strategy, "default_device", None)
-    if device is not None:
-        _ambient.device_context = jax.default_device(device)
-        _ambient.device_context.__enter__()
+    if _ambient.settings is not None:
+        _ambient.settings.__exit__(None, None, None)
+        _ambient.settings = None
+    if strategy is not None:
+        _ambient.settings = strategy.jax_settings()
+        _ambient.settings.__enter__()
 
 
 class Scope:
@@ -141,31 +138,29 @@ class Scope:
     Args:
         strategy: The strategy.
         replica_context: The replica whose code runs.
-        device: The default device for new arrays; `None` keeps the default of JAX.
+        settings: Returns a context with the settings of JAX for the code inside.
     """
 
     def __init__(
         self,
         strategy: "Strategy",
         replica_context: "ReplicaContext | None" = None,
-        device: Any = None,
+        settings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._frame = _Frame(strategy, replica_context)
-        self._device = device
+        self._settings = settings
         # A list, because the same scope may be entered again inside itself.
-        self._device_contexts: list[AbstractContextManager[Any]] = []
+        self._entered: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> "Strategy":
         _ambient.frames.append(self._frame)
-        if self._device is not None:
-            context = jax.default_device(self._device)
-            context.__enter__()
-            self._device_contexts.append(context)
+        settings = self._settings()
+        settings.__enter__()
+        self._entered.append(settings)
         return self._frame.strategy
 
     def __exit__(self, *_: object) -> None:
-        if self._device is not None:
-            self._device_contexts.pop().__exit__(None, None, None)
+        self._entered.pop().__exit__(None, None, None)
         _ambient.frames.pop()
 
 

@@ -10,17 +10,29 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from armillary._jaxpr import is_in_trace
 
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-def without_program_mesh(own: Any = None) -> AbstractContextManager[Any]:
-    """Returns a context without the mesh of the program, unless it is `own`."""
+def without_program_mesh() -> AbstractContextManager[Any]:
+    """Returns a context without the mesh of the program."""
     # Inside a trace, the mesh can no longer be changed.
     if is_in_trace():
         return nullcontext()
     mesh = jax.sharding.get_mesh()
-    return nullcontext() if mesh.empty or mesh == own else jax.set_mesh(_NO_MESH)
+    return nullcontext() if mesh.empty else jax.set_mesh(_NO_MESH)
+
+
+def within_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
+    """Returns a context with a mesh, also in a trace.
+
+    Inside, a `PartitionSpec` alone is enough for `jax.lax.with_sharding_constraint`.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    if is_in_trace():
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return jax.set_mesh(mesh)

@@ -144,9 +144,9 @@ def explain_difference(
         pure_paths: The paths of those that are leaves of a pure step's state.
     """
     return ReplicaMismatchError(
-        f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal on "
-        "all replicas, but `strategy.run` left values in them that differ:"
-        f"\n{list_lines(sorted(lines), most=10)}\n"
+        f"`strategy.run` left different values on the replicas in {len(lines)} of "
+        f"{num_slots} arrays of the state. Mirrored arrays must be equal on all "
+        f"replicas:\n{list_lines(sorted(lines), most=10)}\n"
         f"They were {facts.explain()}{_way_out(facts, pure_paths)}"
     )
 

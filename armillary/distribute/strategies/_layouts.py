@@ -1,6 +1,7 @@
 """Layouts of batches: on a device, over a mesh, or a row for each replica."""
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -220,7 +221,8 @@ class MeshLayout(_OneReplica, _OnMesh):
         """Returns the axes with the most devices that divide `num_examples`."""
         counts = {
             axes: math.prod(self.mesh.shape[axis] for axis in axes)
-            for axes in ((), *((axis,) for axis in self.axes), self.axes)
+            for length in range(len(self.axes) + 1)
+            for axes in itertools.combinations(self.axes, length)
         }
         fitting = [axes for axes, n in counts.items() if num_examples % n == 0]
         return max(fitting, key=lambda axes: counts[axes])

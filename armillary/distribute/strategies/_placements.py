@@ -1,5 +1,6 @@
 """Placements on one device, on replicas, and on a mesh that shares the state."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -16,14 +17,14 @@ from jax.sharding import (
 
 from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import everywhere
-from armillary.distribute._placement import Placement
+from armillary.distribute._placement import Place, Placement
 from armillary.distribute.strategies._layouts import (
     Device,
     MeshLayout,
     ReplicaLayout,
     SingleLayout,
 )
-from armillary.distribute.strategies._rules import Rules
+from armillary.distribute.strategies._rules import Rules, axes_of
 from armillary.state._lift import State
 from armillary.xla._lowerings import Split
 
@@ -77,6 +78,10 @@ class ReplicaPlacement(MeshPlacement):
         """Returns the placement on a mesh of the devices of some processes."""
         return cls(ReplicaLayout(mesh, peers), mesh)
 
+    @property
+    def replica_mesh(self) -> Mesh | AbstractMesh:
+        return self.mesh
+
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
         return [everywhere(self.mesh)] * len(state.paths)
 
@@ -98,13 +103,12 @@ class ShardedPlacement(MeshPlacement):
 
     Attributes:
         rules: The rules for the arrays of a state.
-        sizes: The sizes that a user has chosen for the axes; `None` for all devices
-            along `fsdp`.
+        growing_axis: The axis that gets more devices in a plan for more devices.
     """
 
     layout: MeshLayout
     rules: Rules = field(kw_only=True)
-    sizes: tuple[int, ...] | None = field(kw_only=True)
+    growing_axis: str = field(kw_only=True)
 
     @property
     def split(self) -> Split:
@@ -117,16 +121,29 @@ class ShardedPlacement(MeshPlacement):
     def state_shardings(self, state: State) -> Sequence[NamedSharding]:
         return [NamedSharding(self.mesh, spec) for spec in self.specs(state)]
 
+    def decide(self, state: State) -> Sequence[Place]:
+        places: list[Place] = []
+        for spec, reason in self.rules.decide(state, self.mesh):
+            axes = [axis for entry in spec for axis in axes_of(entry)]
+            num_parts = math.prod(self.mesh.shape[axis] for axis in axes)
+            places.append(Place(spec, num_parts, reason))
+        return places
+
     def abstract(self, num_devices: int, platform: str) -> Self:
-        # `fsdp` and `tensor` keep their sizes, and `data` grows.
-        _, fsdp, tensor = self.sizes or (1, num_devices, 1)
-        if num_devices % (fsdp * tensor):
-            raise ValueError(
-                f"There are {num_devices} devices to plan for, which `mesh_shape` does "
-                f"not divide: it has {fsdp} along 'fsdp' and {tensor} along 'tensor'. "
-                f"Choose sizes whose product divides {num_devices}."
+        kept = dict(self.mesh.shape)
+        del kept[self.growing_axis]
+        product = math.prod(kept.values())
+        if num_devices % product:
+            shown = " and ".join(
+                f"{size} along {name!r}" for name, size in kept.items() if size > 1
             )
-        sizes = (num_devices // (fsdp * tensor), fsdp, tensor)
+            raise ValueError(
+                f"There are {num_devices} devices to plan for, which `mesh` does not "
+                f"divide: it has {shown}. Choose sizes whose product divides "
+                f"{num_devices}."
+            )
+        all_sizes = {**self.mesh.shape, self.growing_axis: num_devices // product}
+        sizes = tuple(all_sizes.values())
         mesh = AbstractMesh(
             sizes, self.mesh.axis_names, axis_types=self.mesh.axis_types
         )

@@ -31,8 +31,8 @@ AnyMesh = Mesh | AbstractMesh
 SMALL = 1024
 """Arrays of fewer values are not split, because collecting them costs too much."""
 
-_WHOLE = "scalars, random keys and metrics are whole"
-_NO_LEADER = "automatic: no parameter has this shape"
+_WHOLE = "whole: a scalar, key or metric"
+_NO_LEADER = "no parameter has this shape"
 
 
 class Decision(NamedTuple):
@@ -48,7 +48,8 @@ class Rules:
     Args:
         mesh: The devices.
         rules: A `PartitionSpec` for each regular expression.
-        logical_rules: The axis of the mesh for each name that a model gives an axis.
+        logical_rules: The axis of the mesh for each name that a model gives an axis,
+            checked by `check_logical_rules`.
     """
 
     def __init__(
@@ -62,11 +63,18 @@ class Rules:
         for path, spec in (rules or {}).items():
             check_instance("rules", path, str, fix)
             check_instance(f'rules["{path}"]', spec, PartitionSpec, fix)
-            NamedSharding(mesh, spec)  # JAX refuses axes that are not in the mesh.
+            named = [axis for entry in spec for axis in axes_of(entry)]
+            unknown = [axis for axis in named if axis not in mesh.axis_names]
+            if unknown:
+                raise ValueError(
+                    f'`rules["{path}"]` is {spec}, but {unknown[0]!r} is not an axis '
+                    f"of the mesh. Use some of {list(mesh.axis_names)}."
+                )
+            NamedSharding(mesh, spec)  # JAX refuses an axis that is named twice.
         self._rules = {re.compile(path): spec for path, spec in (rules or {}).items()}
         # The rules that have not matched an array of any program yet.
         self._unused = set(self._rules)
-        self._logical_rules = dict(_check_logical_rules(mesh, logical_rules))
+        self._logical_rules = logical_rules or {}
 
     def specs(self, state: State, mesh: AnyMesh) -> list[PartitionSpec]:
         """Returns the spec of each array of a state, in the order of its paths."""
@@ -97,8 +105,8 @@ class Rules:
         for index in followers:
             leader = leaders.find(state.paths[index], leaves[index])
             if leader is None:
-                spec = _automatic(mesh, leaves[index].shape)
-                decisions[index] = Decision(spec, _NO_LEADER)
+                spec, reason = _automatic(mesh, leaves[index].shape)
+                decisions[index] = Decision(spec, f"{reason} ({_NO_LEADER})")
             else:
                 reason = f"like {state.paths[leader]}"
                 decisions[index] = Decision(decisions[leader].spec, reason)
@@ -111,13 +119,31 @@ class Rules:
         matching = [pattern for pattern in self._rules if pattern.search(path)]
         self._unused.difference_update(matching)
         own = _own_spec(leaf, mesh)
-        if own is not None:
+        if own is None:
+            return self._choose_new(path, leaf, annotation, matching, mesh)
+        try:
+            new = self._choose_new(path, leaf, annotation, matching, mesh)
+        except ValueError:
+            # For an array that is divided already, it does not matter.
             return Decision(own, "its own sharding")
+        # Such as an array that `strategy.make` has divided.
+        is_same = _without_ending(own) == _without_ending(new.spec)
+        return Decision(own, new.reason if is_same else "its own sharding")
+
+    def _choose_new(
+        self,
+        path: str,
+        leaf: Any,
+        annotation: AxisNames | None,
+        matching: Sequence[re.Pattern[str]],
+        mesh: AnyMesh,
+    ) -> Decision:
+        """Returns the division of an array that is not divided yet."""
         if annotation is not None:
             spec = self._follow(path, leaf, annotation, mesh)
             return Decision(spec, f"annotation {annotation.names}")
         if not matching:
-            return Decision(_automatic(mesh, leaf.shape), "automatic")
+            return _automatic(mesh, leaf.shape)
 
         pattern = matching[0]
         spec = self._rules[pattern]
@@ -194,9 +220,8 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
-def _check_logical_rules(
-    mesh: Mesh, rules: Mapping[str, Any] | None
-) -> Mapping[str, Any]:
+def check_logical_rules(mesh: Mesh, rules: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a copy of checked rules; raises if one names no axis of the mesh."""
     fix = 'Write `logical_rules={"embed": "fsdp", "heads": None}`.'
     check_instance("logical_rules", rules, Mapping | None, fix)
     for name, axes in (rules or {}).items():
@@ -208,7 +233,7 @@ def _check_logical_rules(
                 f"axis of the mesh. Use {list(mesh.axis_names)}, several of them in a "
                 "tuple, or `None` to leave the axis whole."
             )
-    return rules or {}
+    return dict(rules or {})
 
 
 def _may_be_split(leaf: Any, kind: LeafKind) -> bool:
@@ -228,6 +253,14 @@ def _own_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
     if not isinstance(sharding, NamedSharding) or leaf.is_fully_replicated:
         return None
     return sharding.spec if _is_same_mesh(sharding.mesh, mesh) else None
+
+
+def _without_ending(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Returns the axes of a spec without empty entries at its end."""
+    entries = [axes_of(entry) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
 
 
 def _is_same_mesh(a: AnyMesh, b: AnyMesh) -> bool:
@@ -276,11 +309,15 @@ def _ends_of(path: str) -> list[str]:
     return ["/".join(names[start:]) for start in range(len(names))]
 
 
-def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> PartitionSpec:
+def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> Decision:
     """Returns the division of an array along `fsdp`, on its longest axis that fits."""
-    count = mesh.shape["fsdp"]
+    count = mesh.shape.get("fsdp", 1)
+    if count == 1:
+        return Decision(PartitionSpec(), "automatic: one device along 'fsdp'")
+    if math.prod(shape) < SMALL:
+        return Decision(PartitionSpec(), f"automatic: fewer than {SMALL} values")
     fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
-    if count == 1 or math.prod(shape) < SMALL or not fitting:
-        return PartitionSpec()
+    if not fitting:
+        return Decision(PartitionSpec(), f"automatic: {count} divides no axis")
     longest = max(fitting, key=lambda axis: shape[axis])
-    return PartitionSpec(*[None] * longest, "fsdp")
+    return Decision(PartitionSpec(*[None] * longest, "fsdp"), "automatic")

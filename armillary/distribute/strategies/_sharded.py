@@ -1,45 +1,40 @@
 """Parameters and optimizer state split over devices, by the compiler."""
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-)
+from jax.sharding import NamedSharding, PartitionSpec
 
-from armillary._checks import check_instance, check_positive_int
 from armillary.cluster._communication import CommunicationOptions
-from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._context import lifted_shardings, lifted_state
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.replica._program_mesh import without_program_mesh
+from armillary.distribute.replica._program_mesh import within_mesh
 from armillary.distribute.replica._run_alone import run_alone
+from armillary.distribute.strategies._axis_names import with_axis_names
 from armillary.distribute.strategies._collection import collect_at_use
-from armillary.distribute.strategies._layouts import MeshLayout, as_devices
-from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
+from armillary.distribute.strategies._layouts import MeshLayout
+from armillary.distribute.strategies._mesh import (
+    MeshChoice,
+    check_mesh,
+    choose_batch_axes,
+    choose_growing_axis,
+    make_mesh,
+)
+from armillary.distribute.strategies._multi_worker import JoinedStrategy
 from armillary.distribute.strategies._placements import ShardedPlacement
-from armillary.distribute.strategies._rules import Rules
+from armillary.distribute.strategies._rules import Rules, check_logical_rules
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 from armillary.xla._lowerings import partitioned
-
-AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
-_KINDS = (AxisType.Auto,) * len(AXES)
 
 
 class ShardedStrategy(JoinedStrategy):
@@ -63,8 +58,17 @@ class ShardedStrategy(JoinedStrategy):
     Each process reads the same global batches, and sends its devices their part.
 
     Args:
-        mesh_shape: The number of devices along the axes `data`, `fsdp` and `tensor`. An
-            axis that is left out has size 1. By default, all devices are along `fsdp`.
+        mesh: One of three:
+
+            - A dictionary from the name of an axis to its number of devices. It may
+              have axes of any names. The devices of the last axis are next to each
+              other. With no other axes than `data`, `fsdp` and `tensor`, they come in
+              this order. By default, all devices are along `fsdp`.
+            - A `jax.sharding.Mesh`, such as `jax.make_mesh((2, 4), ("data", "model"))`.
+            - A function that returns a `Mesh`. In a job, it is called when the
+              processes have joined, so it may use `jax.devices()`.
+
+            A step is divided by XLA, so axes of the type `Explicit` count as `Auto`.
         rules: A dictionary from regular expressions to a `PartitionSpec`. An expression
             is searched for in the paths of parameters (such as `model/first/kernel`),
             and the first expression that is found counts. It counts for parameters that
@@ -73,32 +77,39 @@ class ShardedStrategy(JoinedStrategy):
             `fsdp`, along the longest axis that the devices divide. All other arrays are
             whole on every device. The state of an optimizer is split like the
             parameters.
-        devices: The devices, or their names, with the devices of `tensor` next to each
-            other. By default all devices, one process after the other.
+        devices: The devices of a mesh that is given by sizes, or their names, in the
+            order of the mesh. By default all devices, one process after the other.
         cluster_resolver: Describes this process and the other processes. By default,
             `armillary.cluster.resolve_cluster()` finds the resolver.
         communication_options: The way to exchange values between processes, and the
             time that processes wait for each other.
         axis_name: As for `MirroredStrategy`. The axis has length 1 here, because there
-            is one replica. `data`, `fsdp` and `tensor` are axes of the mesh.
+            is one replica. It is not an axis of the mesh.
         logical_rules: A dictionary from the names in a model's annotations, such as
             `"embed"`, to an axis of the mesh, several axes, or `None` to leave an axis
             of the array whole. The name of an axis of the mesh needs no rule.
             Annotations are the sharding metadata of variables of Flax NNX, the boxes of
             Linen, and the layouts of Keras.
+        batch_axes: The axes that the examples of a batch are split over. By default
+            `data` and `fsdp`, or all axes of a mesh that has neither.
+        dcn: A dictionary with the number of groups along an axis, for groups of devices
+            with slow links between them (a data-center network): slices of TPUs, or
+            else processes. `ShardedStrategy({"data": 4, "fsdp": 8}, dcn={"data": 2})`
+            lets only half of `data` cross between two slices, and `fsdp` stays inside.
+        mesh_shape: The earlier name of `mesh`.
 
     Raises:
         ClusterError: If this process must join others, but a device was used before,
             this process has joined another cluster, or it is a `ps`.
         TypeError: If an argument is of the wrong type.
         ValueError: If the mesh has more or fewer devices than there are, a process has
-            no device in it, a rule does not fit it, or `axis_name` is empty or an axis
-            of the mesh.
+            no device in it, a rule or `batch_axes` does not fit it, devices do not form
+            the groups of `dcn`, or `axis_name` is empty or an axis of the mesh.
     """
 
     def __init__(
         self,
-        mesh_shape: Mapping[str, int] | None = None,
+        mesh: MeshChoice | None = None,
         rules: Mapping[str, PartitionSpec] | None = None,
         devices: Sequence[Any] | None = None,
         cluster_resolver: ClusterResolver | None = None,
@@ -106,23 +117,26 @@ class ShardedStrategy(JoinedStrategy):
         *,
         axis_name: str = DEFAULT_AXIS_NAME,
         logical_rules: Mapping[str, Any] | None = None,
+        batch_axes: Sequence[str] | None = None,
+        dcn: Mapping[str, int] | None = None,
+        mesh_shape: Mapping[str, int] | None = None,
     ) -> None:
-        check_axis_name(axis_name, AXES)
-        given = _check_shape(mesh_shape)
+        if mesh_shape is not None:
+            text = "Write `mesh=` instead of `mesh_shape=`, which 0.5 will not know."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        argument = "mesh" if mesh_shape is None else "mesh_shape"
+        given = mesh if mesh_shape is None else mesh_shape
+        check_mesh(argument, given, devices, dcn)
         self._join(cluster_resolver, communication_options)
-        peers = self._peers
-        if not peers.is_alone and devices is None:
-            devices = order_devices(jax.devices())
-        found = np.asarray(as_devices("devices", devices))
-        sizes = given or (1, len(found), 1)
-        _check_devices(found, sizes, peers)
-
-        mesh = Mesh(found.reshape(sizes), AXES, axis_types=_KINDS)
+        made = make_mesh(argument, given, devices, dcn, self._peers)
+        check_axis_name(axis_name, made.axis_names)
+        axes = choose_batch_axes(made, batch_axes)
+        self._logical_rules = check_logical_rules(made, logical_rules)
         placement = ShardedPlacement(
-            MeshLayout(mesh, peers, BATCH_AXES),
-            mesh,
-            rules=Rules(mesh, rules, logical_rules),
-            sizes=given,
+            MeshLayout(made, self._peers, axes),
+            made,
+            rules=Rules(made, rules, self._logical_rules),
+            growing_axis=choose_growing_axis(made, axes, given is None),
         )
         super().__init__(placement, axis_name)
         self._functions = FunctionCache()
@@ -131,9 +145,12 @@ class ShardedStrategy(JoinedStrategy):
     def _placement(self) -> ShardedPlacement:
         return self.placement  # pyright: ignore[reportReturnType]
 
-    def leave_program_mesh(self) -> AbstractContextManager[Any]:
-        """Leaves every mesh except this strategy's mesh, which a step may use."""
-        return without_program_mesh(self.mesh)
+    @contextlib.contextmanager
+    def jax_settings(self) -> Iterator[None]:
+        """Sets the mesh of this strategy, and its names for axes of models."""
+        mesh = self.placement.mesh
+        with within_mesh(mesh), with_axis_names(self._logical_rules):
+            yield
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -150,7 +167,9 @@ class ShardedStrategy(JoinedStrategy):
             parameters.append(spec if is_parameter else None)
 
         def collect(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-            return collect_at_use(program, parameters, self.placement.mesh, BATCH_AXES)
+            placement = self._placement
+            axes = placement.layout.axes
+            return collect_at_use(program, parameters, placement.mesh, axes)
 
         with partitioned(self._placement.split):
             result = run_alone(self, fn, args, kwargs, state, edit=collect)
@@ -186,38 +205,3 @@ class ShardedStrategy(JoinedStrategy):
 def _may_be_constrained(leaf: Any) -> bool:
     array = as_array(leaf)
     return array.ndim > 0 and not is_key(array)
-
-
-def _check_devices(devices: Any, sizes: Sequence[int], peers: Peers) -> None:
-    """Raises if devices do not fill a mesh, or leave out a process."""
-    count = peers.count
-    if math.prod(sizes) != len(devices):
-        shown = dict(zip(AXES, sizes, strict=True))
-        where = "" if count == 1 else f" in {count} processes"
-        raise ValueError(
-            f"`mesh_shape` is {shown}, for {math.prod(sizes)} devices, but there are "
-            f"{len(devices)}{where}. Choose sizes whose product is {len(devices)}."
-        )
-    idle = set(range(count)).difference(each.process_index for each in devices)
-    if idle and not peers.is_alone:
-        raise ValueError(
-            f"`devices` has no device of process {min(idle)} of {count}, but all "
-            "processes run each step. Leave `devices` out, or take devices of each "
-            "process from `jax.devices()`."
-        )
-
-
-def _check_shape(mesh_shape: Any) -> tuple[int, ...] | None:
-    if mesh_shape is None:
-        return None
-    fix = 'Use `mesh_shape={"fsdp": 8}`, or leave it out.'
-    check_instance("mesh_shape", mesh_shape, Mapping, fix)
-    for name, size in mesh_shape.items():
-        if name not in AXES:
-            raise ValueError(
-                f"`mesh_shape` has an axis {name!r}, but axes are 'data' (batches are "
-                "split), 'fsdp' (batches and state are split) and 'tensor' (state is "
-                "split by `rules`). Use these names."
-            )
-        check_positive_int(f'mesh_shape["{name}"]', size)
-    return tuple(int(mesh_shape.get(name, 1)) for name in AXES)

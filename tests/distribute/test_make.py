@@ -1,0 +1,220 @@
+"""Tests of `strategy.make`: arrays that are made on the devices where they belong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import armillary
+from armillary import ShardedStrategy
+from armillary.errors import ReplicaContextError, StateStructureError
+from armillary.state._lift import find_slots
+from tests.mistakes import mistakes
+
+SIZE = 64
+X = np.random.default_rng(0).normal(size=(16, SIZE)).astype(np.float32)
+MAKERS = {
+    "sharded": lambda: ShardedStrategy({"data": 2, "fsdp": 4}),
+    "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:2"),
+    "central": lambda: armillary.distribute.CentralStorageStrategy(jax.devices()[:2]),
+    "default": armillary.get_strategy,
+}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(SIZE, 2 * SIZE, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(2 * SIZE, SIZE, rngs=rngs)
+        self.name = "net"
+
+    def __call__(self, x):
+        return self.down(self.drop(nnx.relu(self.up(x))))
+
+
+def make_nnx():
+    model = Net(nnx.Rngs(0))
+    return {
+        "model": model,
+        "optimizer": nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param),
+    }
+
+
+def make_linen():
+    net = linen.Sequential([linen.Dense(2 * SIZE), linen.relu, linen.Dense(SIZE)])
+    params = net.init(jax.random.key(0), X)
+    return {"params": params, "opt": optax.adam(1e-2).init(params)}
+
+
+def make_equinox():
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(SIZE, SIZE, 2 * SIZE, 2, key=jax.random.key(0))
+    arrays = equinox.filter(model, equinox.is_array)
+    return model, optax.adam(1e-2).init(arrays)
+
+
+def make_keras():
+    keras = pytest.importorskip("keras")
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(2 * SIZE, "relu"), keras.layers.Dense(SIZE)]
+    model = keras.Sequential([keras.Input((SIZE,)), *layers])
+    model.build()
+    return model
+
+
+def arrays_of(made):
+    """Returns the arrays of an object, by path."""
+    slots = find_slots(made, "")
+    pairs = [zip(slot.paths, slot.read(), strict=True) for slot in slots]
+    return {path: value for pair in pairs for path, value in pair}
+
+
+def as_numbers(value):
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value)
+
+
+FRAMEWORKS = [make_nnx, make_linen, make_equinox, make_keras]
+
+
+@pytest.mark.parametrize("strategy", MAKERS)
+@pytest.mark.parametrize("make", FRAMEWORKS)
+def test_arrays_equal_the_arrays_of_the_constructor(make, strategy):
+    expected = arrays_of(make())
+
+    found = arrays_of(MAKERS[strategy]().make(make))
+
+    assert found.keys() == expected.keys()
+    assert len(found) >= 4
+    for path, value in found.items():
+        assert not isinstance(value, jax.core.Tracer)
+        np.testing.assert_allclose(
+            as_numbers(value), as_numbers(expected[path]), rtol=1e-5, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("make", FRAMEWORKS)
+def test_arrays_are_divided_from_the_beginning(make):
+    strategy = ShardedStrategy({"fsdp": 8})
+
+    found = arrays_of(strategy.make(make))
+
+    large = {path: x for path, x in found.items() if x.size >= 1024}
+    assert large
+    for path, value in large.items():
+        assert value.sharding.mesh == strategy.mesh, path
+        assert "fsdp" in value.sharding.spec, path
+        part = value.addressable_shards[0].data
+        assert part.size * 8 == value.size
+
+
+def test_a_made_model_trains_as_one_that_was_made_elsewhere():
+    def train(made, strategy):
+        model, optimizer = made["model"], made["optimizer"]
+
+        @armillary.function
+        def step(x):
+            def step_fn(x):
+                def loss_fn(model):
+                    return ((model(x) - x) ** 2).mean()
+
+                loss, gradients = nnx.value_and_grad(loss_fn)(model)
+                optimizer.update(model, gradients)
+                return loss
+
+            return strategy.run(step_fn, args=(x,))
+
+        return [float(step(X)) for _ in range(3)]
+
+    strategy = ShardedStrategy({"data": 2, "fsdp": 4})
+    losses = train(strategy.make(make_nnx), strategy)
+    assert losses == train(make_nnx(), strategy)
+    alone = armillary.OneDeviceStrategy("cpu:0")
+    np.testing.assert_allclose(losses, train(make_nnx(), alone), rtol=1e-5)
+
+
+def test_annotations_and_rules_decide_as_in_a_step():
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.ones, ("embed", None))
+        rngs = nnx.Rngs(0)
+        return [
+            nnx.Linear(SIZE, SIZE, kernel_init=init, rngs=rngs),
+            nnx.Linear(SIZE, SIZE, rngs=rngs),
+        ]
+
+    strategy = ShardedStrategy(
+        {"fsdp": 4, "tensor": 2},
+        rules={"1/kernel": PartitionSpec(None, "tensor")},
+        logical_rules={"embed": "tensor"},
+    )
+    first, second = strategy.make(make)
+    assert first.kernel[...].sharding.spec == PartitionSpec("tensor", None)
+    assert second.kernel[...].sharding.spec == PartitionSpec(None, "tensor")
+
+
+def test_arguments_and_captured_arrays_reach_the_constructor():
+    weights = jnp.arange(4096.0).reshape(64, 64)
+
+    def make(scale, *, offset):
+        return {"w": weights * scale + offset}
+
+    strategy = ShardedStrategy({"fsdp": 8})
+    made = strategy.make(make, 2.0, offset=1.0)
+    np.testing.assert_array_equal(made["w"], 2 * weights + 1)
+    expected = NamedSharding(strategy.mesh, PartitionSpec("fsdp"))
+    assert made["w"].sharding.is_equivalent_to(expected, 2)
+
+
+def test_a_constructor_runs_once_and_keeps_its_plain_values():
+    calls = []
+
+    def make():
+        calls.append(1)
+        return Net(nnx.Rngs(0))
+
+    strategy = MAKERS["sharded"]()
+    with strategy.scope():
+        model = strategy.make(make)
+    assert (model.name, model.down.out_features, calls) == ("net", SIZE, [1])
+    model.name = "other"
+    model.up.bias[...] += 1.0  # Flax refuses this for a variable of a trace.
+    assert np.asarray(model.up.bias[...]).min() == 1.0
+
+
+class Holder:
+    """An object of a user with an array in a closure."""
+
+    def __init__(self):
+        scale = jnp.ones(3)
+        self.call = lambda x: x * scale
+
+
+def make_inside():
+    strategy = MAKERS["mirrored"]()
+    strategy.run(lambda: strategy.make(make_nnx))
+
+
+def make_with_wrong_name():
+    init = nnx.with_partitioning(nnx.initializers.ones, ("embed", None))
+    ShardedStrategy().make(
+        lambda: nnx.Linear(SIZE, SIZE, kernel_init=init, rngs=nnx.Rngs(0))
+    )
+
+
+@mistakes(
+    {
+        TypeError: {"`fn` is 3": lambda: ShardedStrategy().make(3)},
+        StateStructureError: {
+            r"(?s)`Holder`.*call/scale": lambda: ShardedStrategy().make(Holder),
+        },
+        ReplicaContextError: {r"`strategy\.make`.*inside": make_inside},
+        ValueError: {r"kernel .*'embed'.*logical_rules": make_with_wrong_name},
+    }
+)
+def test_constructors_that_cannot_be_traced_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
