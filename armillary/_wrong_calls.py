@@ -60,20 +60,20 @@ def _explain_call(
 
     known = [p.name for p in (*in_order, *only_named)]
     required = [p.name for p in (*in_order, *only_named) if p.default is p.empty]
+    given = args[1:] if "self" in signature.parameters else args
+    filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
+    missing = [name for name in required if name not in filled]
     unknown = [name for name in kwargs if name not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         name = unknown[0]
         text = _explain_keyword(owner, name, kwargs[name], known)
-        first = 1 if "self" in signature.parameters else 0
-        filled = {p.name for p in in_order[: len(args) - first]} | kwargs.keys()
-        # The unknown keyword may be a missing one under another name.
-        missing = [each for each in required if each not in filled]
-        missing = [each for each in missing if f"`{each}" not in text]
-        if len(unknown) == 1 and missing:
-            text += f" It also needs {', '.join(f'`{each}=...`' for each in missing)}."
+        # The unknown keyword may be one of the missing ones under another name.
+        others = [f"`{each}=...`" for each in missing if f"`{each}" not in text]
+        is_guess = "Did you mean" in text
+        if others and not is_guess:
+            text += f" It also needs {', '.join(others)}."
         return text
 
-    given = args[1:] if "self" in signature.parameters else args
     has_too_many = len(given) > len(in_order)
     others = [p for p in only_named if p.name not in kwargs]
     if has_too_many and others and inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -82,8 +82,6 @@ def _explain_call(
         fix = _BY_NAME.get(owner) or f"Pass the others by name, as in `{first}=...`."
         return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
 
-    filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
-    missing = [name for name in required if name not in filled]
     if not missing:
         return None
     names = ", ".join(f"`{name}`" for name in missing)
