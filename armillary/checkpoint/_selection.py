@@ -231,8 +231,10 @@ def _find_moved(selection: Selection, saved: Specs, own: Specs) -> str | None:
         places = {part for path in saved for part in _parts_with(path)}
         for place in sorted(places, key=lambda part: (part.count("/"), part)):
             outer, _, last = place.rpartition("/")
+            if last != name:
+                continue
             moved = {f"{outer}/{path}": spec for path, spec in leaves.items()}
-            if last == name and moved.items() <= saved.items():
+            if moved.items() <= saved.items():
                 return _show_read(name, place)
     return None
 
