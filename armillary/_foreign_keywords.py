@@ -125,6 +125,16 @@ ANSWERS = {
         "The trainer holds it. Give its count of steps: `global_step=optimizer.step`."
     ),
     "Controller.callbacks": "Write `train_actions=[...]` and `eval_actions=[...]`.",
+    "KerasTrainer.callbacks": (
+        "Give the `Controller` actions, such as "
+        "`eval_actions=[armillary.actions.EarlyStopping(...)]`, or call "
+        "`model.fit(dataset, callbacks=[...])`."
+    ),
+    "callbacks": (
+        "The `Controller` has actions: `train_actions=[...]`, `eval_actions=[...]`."
+    ),
+    "epochs": "`Controller.train` takes it: `controller.train(epochs=...)`.",
+    "batch_size": _OF_THE_DATA.format("batch_size=..."),
     "Controller.logger": "Write `summary_dir=...`, or a `summary_manager=...`.",
     "Controller.devices": _OF_THE_STRATEGY.format("MirroredStrategy(devices)"),
     "Controller.accelerator": _OF_THE_STRATEGY.format("MirroredStrategy()"),

@@ -57,6 +57,11 @@ _FIT = (
     "Write `armillary.Controller(trainer=trainer, global_step=..., steps_per_loop=...)"
     ".train(steps)`."
 )
+_LOG = (
+    "Hold a metric (`self.loss = nnx.metrics.Average()`), update it in the step "
+    "(`self.loss.update(values=loss)`), and return it from `{}`: "
+    '`return {{"loss": self.loss.compute()}}`.'
+)
 _OPTION = "Write `armillary.InputOptions(prefetch=..., place_on_device=...)`."
 
 # A plain name is answered by every package. `owner.name` is answered by objects of that
@@ -253,6 +258,18 @@ NAMES = {
         "step. For Keras' `compile`, write `armillary.keras.KerasTrainer(model, data)`."
     ),
     "AbstractTrainer.validate": "Write `controller.evaluate()`, with an `evaluator`.",
+    "AbstractTrainer.log": _LOG.format("train_loop_end"),
+    "AbstractTrainer.log_dict": _LOG.format("train_loop_end"),
+    "AbstractEvaluator.log": _LOG.format("eval_end"),
+    "AbstractEvaluator.log_dict": _LOG.format("eval_end"),
+    "AbstractTrainer.manual_backward": (
+        "Write `loss, gradients = armillary.value_and_grad(loss_fn, self.model)`."
+    ),
+    "AbstractTrainer.global_step": (
+        "The optimizer counts the steps: write `trainer.optimizer.step` for an "
+        "optimizer of Flax, and `trainer.optimizer.iterations` for one of Keras."
+    ),
+    "KerasTrainer.global_step": "Write `model.optimizer.iterations`.",
     "AbstractTrainer.predict": "Write `armillary.predict(model, dataset)`.",
     "Checkpoint.save_counter": "Write `optimizer.step`, or a global step of your own.",
     "CheckpointManager.checkpoint_prefix": "Write `manager.directory`.",
@@ -271,6 +288,10 @@ NAMES = {
     "Optimizer.learning_rate": (
         "Write `optax.inject_hyperparams(optax.adam)(learning_rate=...)`. Its rate is "
         "an array: `optimizer.opt_state.hyperparams['learning_rate']`."
+    ),
+    "Optimizer.learning_rate(step)": (
+        "Write `optimizer.learning_rate`, which in Keras 3 is the value of the "
+        "schedule at the current step."
     ),
     "Optimizer.iterations": "Write `optimizer.step` for an optimizer of Flax.",
     "Optimizer.apply_gradients": (

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
+from armillary._called_arrays import explain_called_array
 from armillary._foreign_names import answer_names, find_answer
 from armillary._owners import Owner, is_own_file, owner_of_class
 from armillary._wrong_calls import explain_wrong_call
@@ -99,6 +100,8 @@ def _leave(
         return
     if isinstance(error, AttributeError):
         _note_name(error)
+    if isinstance(error, TypeError):
+        _add_note(error, explain_called_array(error))
     # A generator may be closed while Python exits, when JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
@@ -114,9 +117,13 @@ def _note_name(error: AttributeError) -> None:
     if error.name is None or owner_of_class(kind) is not Owner.LIBRARY:
         return
     answer = find_answer(kind, error.name)
-    notes = getattr(error, "__notes__", ())
-    if answer is not None and answer not in notes:
-        error.add_note(answer)
+    _add_note(error, answer)
+
+
+def _add_note(error: Exception, note: str | None) -> None:
+    """Adds a note to an error that does not have it yet."""
+    if note is not None and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _hide(error: BaseException) -> None:

@@ -12,6 +12,13 @@ from armillary._foreign_keywords import ANSWERS
 _BY_NAME = {
     "from_arrays": "Several arrays are one nest: `from_arrays((x, y), batch_size=64)`.",
 }
+# What to write for a missing argument, if `name=...` does not show it.
+_MISSING = {
+    "Controller.global_step": "Write `global_step=trainer.global_step` for a "
+    "`StepTrainer`. Otherwise the optimizer counts the steps: "
+    "`global_step=trainer.optimizer.step` of Flax, or "
+    "`global_step=model.optimizer.iterations` of Keras.",
+}
 
 
 def explain_wrong_call(
@@ -52,12 +59,21 @@ def _explain_call(
     kinds = {p.kind for p in parameters}
 
     known = [p.name for p in (*in_order, *only_named)]
+    required = [p.name for p in (*in_order, *only_named) if p.default is p.empty]
+    given = args[1:] if "self" in signature.parameters else args
+    filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
+    missing = [name for name in required if name not in filled]
     unknown = [name for name in kwargs if name not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         name = unknown[0]
-        return _explain_keyword(owner, name, kwargs[name], known)
+        text = _explain_keyword(owner, name, kwargs[name], known)
+        # The unknown keyword may be one of the missing ones under another name.
+        others = [f"`{each}=...`" for each in missing if f"`{each}" not in text]
+        is_guess = "Did you mean" in text
+        if others and not is_guess:
+            text += f" It also needs {', '.join(others)}."
+        return text
 
-    given = args[1:] if "self" in signature.parameters else args
     has_too_many = len(given) > len(in_order)
     others = [p for p in only_named if p.name not in kwargs]
     if has_too_many and others and inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -66,15 +82,15 @@ def _explain_call(
         fix = _BY_NAME.get(owner) or f"Pass the others by name, as in `{first}=...`."
         return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
 
-    required = [p.name for p in (*in_order, *only_named) if p.default is p.empty]
-    filled = {p.name for p in in_order[: len(given)]} | kwargs.keys()
-    missing = [name for name in required if name not in filled]
     if not missing:
         return None
     names = ", ".join(f"`{name}`" for name in missing)
     call = ", ".join(f"{name}=..." for name in required)
     callee = owner if given is args else _as_variable(owner)
     verb = "is" if len(missing) == 1 else "are"
+    answer = _MISSING.get(f"{owner}.{missing[0]}")
+    if answer is not None and len(missing) == 1:
+        return f"`{owner}` needs {names}, which is missing. {answer}"
     return f"`{owner}` needs {names}, which {verb} missing. Write `{callee}({call})`."
 
 

@@ -107,6 +107,25 @@ class Trainer(armillary.StandardTrainer):
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        {"step": lambda self, loss: self.log("loss", loss)},
+        {"begin": lambda self: self.log_dict({})},
+    ],
+)
+def test_a_log_of_lightning_names_the_metric_to_return(code):
+    with pytest.raises(AttributeError, match=r"`train_loop_end`: `return \{") as caught:
+        Trainer(**code).train(1)
+    assert "update(values=loss)" in str(caught.value)
+    assert not hasattr(Trainer(), "log")
+
+
+def test_a_global_step_that_a_trainer_lacks_names_the_counters():
+    with pytest.raises(AttributeError, match=r"`trainer\.optimizer\.step`"):
+        _ = Trainer().global_step
+
+
+@pytest.mark.parametrize(
     ("code", "line"),
     [
         (

@@ -186,6 +186,31 @@ def test_names_of_tensorflow_get_a_note_that_has_the_line_to_write(mistake, note
         assert len(re.findall(note, notes)) == 1
 
 
+@pytest.mark.parametrize(
+    ("mistake", "note"),
+    [
+        (lambda t: t.optimizer.step(), r"Write `optimizer.update\(model, gradients\)`"),
+        (lambda t: t.sgd.learning_rate(t.sgd.iterations), "Write `optimizer.learning_"),
+    ],
+)
+@pytest.mark.parametrize("hook", ["train_step", "train_loop_end"])
+def test_an_array_that_is_called_gets_a_note(mistake, note, hook):
+    class Old(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__([np.ones((4, 3), np.float32)] * 2)
+            self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1), wrt=nnx.Param)
+            self.sgd = keras.optimizers.SGD()
+
+        def train_step(self, iterator):
+            next(iterator)
+
+    setattr(Old, hook, lambda self, *_: mistake(self))
+    with pytest.raises(TypeError, match="is not callable") as caught:
+        Old().train(1)
+    assert len(re.findall(note, "\n".join(caught.value.__notes__))) == 1
+
+
 def test_an_unknown_attribute_gets_no_such_note():
     def step(x):
         return nnx.metrics.Average().no_such_name

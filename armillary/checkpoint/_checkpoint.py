@@ -25,6 +25,7 @@ from armillary.checkpoint._folder import (
     find_all,
     number_after,
 )
+from armillary.checkpoint._in_place import find_containers, put_in_place
 from armillary.checkpoint._packed import Packed, pack
 from armillary.checkpoint._python_state import (
     FunctionAdapter,
@@ -33,7 +34,14 @@ from armillary.checkpoint._python_state import (
     find_adapter,
 )
 from armillary.checkpoint._reader import restore
-from armillary.checkpoint._selection import Paths, RestoreReport, Selection, as_paths
+from armillary.checkpoint._selection import (
+    Paths,
+    RestoreReport,
+    Selection,
+    as_paths,
+    is_inside,
+    show_parts,
+)
 from armillary.checkpoint._store import Content, describe_leaves
 from armillary.checkpoint._writer import announcing_errors, write_once
 from armillary.cluster._join import get_peers
@@ -65,6 +73,9 @@ class Checkpoint(OfOneProcess):
       dictionaries of them;
     - a NumPy array, `np.random.Generator` or `random.Random`, and the modules `random`
       and `np.random` for their own generators. Each is restored in place.
+
+    Dictionaries and lists inside a dictionary are restored in place. A tuple cannot
+    change, so the dictionary gets a new tuple: read the arrays from the dictionary.
 
     NumPy arrays and Python values in plain attributes are not saved. A place that two
     objects share is saved once. If a program replaces a dictionary
@@ -146,7 +157,10 @@ class Checkpoint(OfOneProcess):
             skip: Parts inside `only` that are not restored.
             may_differ: Parts that may not fit. If such a part differs, is missing on
                 either side, or is a data position that is refused, the whole part keeps
-                the values of the program.
+                the values of the program. If a part is inside another one, its
+                differences count only for the inner part. A data position with the path
+                of a trainer counts only for itself:
+                `may_differ=["trainer", "trainer/state/extra"]`.
 
         Returns:
             A report of the restored parts, and of the parts that were not restored. It
@@ -356,36 +370,45 @@ class Checkpoint(OfOneProcess):
         self,
         leaves: Mapping[str, Any],
         states: Mapping[str, Any],
-        may_refuse: Collection[str] = (),
+        may_differ: Collection[str] = (),
     ) -> dict[str, str]:
         """Puts values into all objects, or into none.
 
         Returns:
-            The errors of the objects in `may_refuse` that refused their state, by name.
+            The errors of the objects in `may_differ` that refused their state, by name.
         """
         slots = self._find_slots()
         before = [slot.read() for slot in slots]
+        containers = find_containers(self.objects.values())
+
+        def write(slot: Slot, arrays: list[Any]) -> None:
+            old = slot.get()
+            slot.write(arrays)
+            if id(slot.source) in containers:
+                slot.put(put_in_place(old, slot.get(), containers))
+
         undo: dict[str, Any] = {}
         refused: dict[str, str] = {}
         try:
             # ORDER: arrays come first, so that `set_state` sees the new arrays.
             for slot in slots:
-                slot.write([leaves[path] for path in slot.paths])
+                write(slot, [leaves[path] for path in slot.paths])
             for name, state in states.items():
                 undo[name] = _read_state(name, self.states[name]).unpack()
                 try:
                     self.states[name].set_state(state)
                 except Exception as error:
-                    is_refusal = isinstance(error, ValueError) and name in may_refuse
-                    if not is_refusal:
+                    may_refuse = is_inside(name, may_differ)
+                    if not (may_refuse and isinstance(error, ValueError)):
+                        parts = show_parts({name, *may_differ})
                         error.add_note(
                             f"That is `{name}`, so nothing was restored. If it changed "
                             "on purpose, it can stay as the program makes it: "
-                            f"`CheckpointManager(..., may_differ={name!r})`."
+                            f"`CheckpointManager(..., may_differ={parts})`."
                         )
                         raise
                     refused[name] = str(error)
-            if may_refuse:
+            if any(is_inside(name, may_differ) for name in states):
                 own = json.dumps(refused)
                 texts = get_peers().gather("states that do not fit", own)
                 for text in texts:
@@ -394,7 +417,7 @@ class Checkpoint(OfOneProcess):
                 self.states[name].set_state(undo[name])
         except BaseException as error:
             for slot, old in zip(slots, before, strict=True):
-                slot.write(old)
+                write(slot, old)
             for name, state in reversed(undo.items()):
                 try:
                     self.states[name].set_state(state)

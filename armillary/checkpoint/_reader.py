@@ -27,7 +27,7 @@ from armillary.checkpoint._folder import (
     read_header,
 )
 from armillary.checkpoint._packed import find_names, unpack
-from armillary.checkpoint._selection import RestoreReport, Selection, is_inside, match
+from armillary.checkpoint._selection import RestoreReport, Selection, match
 from armillary.checkpoint._store import (
     LeafSpec,
     as_restored,
@@ -150,8 +150,7 @@ def _restore_intact(
             saved, states, evaluation = read_description(folder)
         program = _as_specs(describe_leaves(leaves), checkpoint.states)
         all_saved = _as_specs(saved, states)
-        may_differ = (*selection.may_differ, *checkpoint.passing)
-        selection = selection._replace(may_differ=may_differ)
+        selection = selection._replace(passing=tuple(checkpoint.passing))
         # Objects that an older release saved without their state keep their own.
         new = checkpoint.missing_before - states.keys()
         expected = {name: spec for name, spec in program.items() if name not in new}
@@ -172,9 +171,8 @@ def _restore_intact(
             }
 
         restored = {name: as_restored(stored[name], leaves[name]) for name in full}
-        may_refuse = [n for n in new_states if is_inside(n, selection.may_differ)]
         refused = checkpoint.write_content(
-            {**leaves, **restored}, new_states, may_refuse
+            {**leaves, **restored}, new_states, selection.may_differ
         )
 
     done = tuple(name for name in taken if name not in refused)

@@ -107,6 +107,8 @@ class Selection(NamedTuple):
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
     may_differ: tuple[str, ...] = ()
+    passing: tuple[str, ...] = ()
+    """Parts that may differ without a word of the user, such as a loop's metrics."""
 
     def has(self, path: str) -> bool:
         is_named = self.only is None or is_inside(path, self.only)
@@ -134,35 +136,58 @@ def match(
     own = {name: spec for name, spec in program.items() if selection.has(name)}
     differences = _find_differences(old, own)
     matching = old.keys() & own.keys() - differences.keys()
-    allowed = selection.may_differ
+    allowed = (*selection.may_differ, *selection.passing)
     refused = {n: line for n, line in differences.items() if not is_inside(n, allowed)}
     if refused:
-        fix = _find_renamed(saved, program)
-        if fix is None and matching:
-            parts = _find_parts(refused, matching)
-            fix = f"name the parts that may differ: `may_differ={parts!r}`"
-        elif fix is None:
-            fix = "name the parts to restore: `only=[...]`"
+        fix = _find_renamed(saved, program) or _find_moved(selection, saved, own)
+        if fix is None and not matching:
+            fix = "there is nothing to restore, because no leaf is the same in both"
+        if fix is None and selection.only is not None and own.keys() == matching:
+            fix = _name_only(matching, {*saved, *program} - matching)
+        if fix is None:
+            fix = _name_may_differ(refused, matching, selection.may_differ)
         raise CheckpointMismatchError(
-            f"`path` is {path!r}, and {len(refused)} leaves differ between it and the "
-            f"program, but they must be the same:\n{list_lines(refused.values())}\n"
+            f"`path` is {path!r}, and {_counted_differences(refused)} between it and "
+            "the program, but they must be the same:\n"
+            f"{list_lines(refused.values())}\n"
             "Build the objects in the same way as at the save. If they changed on "
             f"purpose, {fix}. For a new run, use a new directory. Nothing was restored."
         )
 
-    left: list[str] = []
-    for part in allowed:
-        if any(is_inside(name, [part]) for name in differences):
-            left.append(part)
+    left = _find_left(allowed, differences)
     taken = sorted(name for name in matching if not is_inside(name, left))
     lines = tuple(differences.values())
     if not taken:
+        fix = "add a matching path to `only`, or remove paths from `skip`"
+        if matching:
+            states = matching.intersection(allowed)  # such as the position in the data
+            fix = _name_may_differ(differences, matching, states)
         raise CheckpointMismatchError(
-            f"`path` is {path!r}, and nothing of it would be restored. Add a matching "
-            "path to `only`, or remove paths from `skip` and `may_differ`. "
-            f"Differences:\n{list_lines(lines) or '  none'}"
+            f"`path` is {path!r}, and nothing of it would be restored. To restore a "
+            f"part, {fix}. Differences:\n{list_lines(lines) or '  none'}"
         )
     return taken, lines
+
+
+def _counted_differences(differences: Collection[str]) -> str:
+    is_one = len(differences) == 1
+    return "1 leaf differs" if is_one else f"{len(differences)} leaves differ"
+
+
+def _find_left(allowed: Collection[str], differences: Iterable[str]) -> set[str]:
+    """Returns the parts that stay as they are, because they hold a difference.
+
+    If an allowed part is inside another one, a difference counts for the inner part.
+    A state such as the position of a trainer's data has the path of the trainer. If
+    only this state differs, the arrays below it are restored.
+    """
+    left: set[str] = set()
+    for name in differences:
+        around = [part for part in allowed if is_inside(name, [part])]
+        innermost = max(around, key=len, default=name)
+        if innermost != name:
+            left.add(innermost)
+    return left
 
 
 def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
@@ -192,17 +217,71 @@ def _find_renamed(saved: Specs, program: Specs) -> str | None:
     return fix
 
 
-def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
-    """Returns the first few of the largest parts that hold only `differing` paths."""
-    above: set[str] = set()
-    for name in matching:
-        above.update(_parts_with(name))
+def _find_moved(selection: Selection, saved: Specs, own: Specs) -> str | None:
+    """Returns the advice for an object that is saved inside another one.
+
+    For example, the model of a run that was saved by `Checkpoint(trainer=trainer)` has
+    the path `trainer/model`.
+    """
+    if selection.only is None:
+        return None
+    saved_names = {path.partition("/")[0] for path in saved}
+    for name in sorted({path.partition("/")[0] for path in own} - saved_names):
+        leaves = {path: spec for path, spec in own.items() if is_inside(path, [name])}
+        places = {part for path in saved for part in _parts_with(path)}
+        for place in sorted(places, key=lambda part: (part.count("/"), part)):
+            outer, _, last = place.rpartition("/")
+            if last != name:
+                continue
+            moved = {f"{outer}/{path}": spec for path, spec in leaves.items()}
+            if moved.items() <= saved.items():
+                return _show_read(name, place)
+    return None
+
+
+def _show_read(name: str, place: str) -> str:
+    """Returns the advice to read the object `name` from a longer path."""
+    root, *keys = place.split("/")
+    value = name
+    for key in reversed(keys):
+        value = f"{{{key!r}: {value}}}"
+    return (
+        f"read `{name}` from its path in the checkpoint: "
+        f"`Checkpoint({root}={value}).read(path, only={place!r})`"
+    )
+
+
+def _name_only(matching: Collection[str], others: Collection[str]) -> str | None:
+    """Returns the argument that restores only the matching leaves, if there is one."""
+    # The path of a state cannot stand for the state alone if arrays are below it.
+    if not {part for name in others for part in _parts_with(name)}.isdisjoint(matching):
+        return None
+    parts = show_parts(_find_parts(matching, others))
+    return f"name the parts to restore: `only={parts}`"
+
+
+def _name_may_differ(
+    differing: Collection[str], matching: Collection[str], given: Collection[str]
+) -> str:
+    """Returns the argument that allows differences, and the `given` parts."""
+    parts = show_parts(_find_parts(differing, matching) | set(given))
+    return f"name the parts that may differ: `may_differ={parts}`"
+
+
+def _find_parts(paths: Iterable[str], others: Collection[str]) -> set[str]:
+    """Returns the largest parts that hold some paths, and no other ones."""
+    around_others = {part for name in others for part in _parts_with(name)}
     parts: set[str] = set()
-    for name in differing:
-        apart = [part for part in _parts_with(name) if part not in above]
+    for name in paths:
+        apart = [part for part in _parts_with(name) if part not in around_others]
         parts.add(apart[0] if apart else name)
-    names = sorted(parts)[:8]
-    return names[0] if len(names) == 1 else names
+    return parts
+
+
+def show_parts(parts: Collection[str]) -> str:
+    """Returns parts as the value of an argument: a path, or a list of paths."""
+    names = sorted(parts)
+    return repr(names[0] if len(names) == 1 else names)
 
 
 def _check_names(path: str, selection: Selection, names: Collection[str]) -> None:

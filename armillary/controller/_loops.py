@@ -44,6 +44,10 @@ _MOST_AHEAD = 100
 # shorter time varies by chance.
 _SPEED_SECONDS = 0.1
 _ENDED_BEFORE = "the data had ended before. Use `train(epochs=epoch + 1)` to continue."
+_ENDED_EARLY = (
+    "the data ended, training ends here, before step {}. To train on, make the data "
+    "with `repeat=True`, or count passes: `epochs=...`."
+)
 
 
 _LoopOutput: TypeAlias = tuple[int, int, dict[str, Any]]
@@ -134,6 +138,8 @@ class LoopRunner:
                 if epochs is not None:
                     return not stop.is_agreed() and self.begin_epoch(epochs)
                 ended = "the data ended, training ends here."
+                if target > reached:
+                    ended = _ENDED_EARLY.format(target)
                 text = ended if reached > start else _ENDED_BEFORE
                 log_line("train", reached, text)
                 return False

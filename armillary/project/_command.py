@@ -87,7 +87,8 @@ def _run(directory: Path) -> ExitCode:
     place = shlex.quote(str(directory))
     sys.stdout.write(
         f"Wrote {num_files} files to {directory}. Continue with:\n"
-        f"  cd {place}\n  pip install -e . pytest\n"
+        f"  cd {place}\n"
+        "  pip install -e . pytest  # in the environment where Armillary is installed\n"
         f"  python -m {directory.resolve().name}.main\n"
         "  python -m pytest\n"
         "  grep -rn TODO .\n"

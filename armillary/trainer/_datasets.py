@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from armillary._checks import counted
 from armillary.data._dataset import DistributedDataset, DistributedIterator
 from armillary.distribute._strategy import Strategy
 from armillary.typing import PyTree
@@ -49,10 +50,12 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
         return strategy.distribute_dataset(dataset)
     if dataset.layout != strategy.layout:
         raise ValueError(
-            f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
-            f"by another strategy than {strategy!r}, under which the step runs. Setup "
-            "the step under the strategy of the dataset (`with strategy.scope():`, or "
-            "`strategy=strategy` of the `Controller` or of `predict`), or pass the "
-            "dataset from before `distribute_dataset`."
+            "The dataset was distributed over "
+            f"{counted(dataset.layout.num_replicas, 'replica')} by another strategy "
+            f"than {strategy!r}, under which the step runs. Run the step under the "
+            "strategy of the dataset: with `strategy=strategy` for the `Controller`, "
+            "`controller.train(...)` and `controller.evaluate()` do so, and so does "
+            "`predict`. Without a controller, write `with strategy.scope():`. Or pass "
+            "the dataset from before `distribute_dataset`."
         )
     return dataset

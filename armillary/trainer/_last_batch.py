@@ -16,12 +16,14 @@ from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import BatchSizeError
 
 
-def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None:
+def check_last_batch(
+    reader: BatchReader, trace: Callable[[Piece], Any] | None = None
+) -> None:
     """Raises if a step cannot run on the last batch of a pass.
 
     Args:
         reader: The reader of the only dataset, after its first batch was read.
-        trace: Traces the step for a batch.
+        trace: Traces the step for a batch, to see whether the step refuses it.
 
     Raises:
         BatchSizeError: If the replicas cannot share the batch, or the step refuses it.
@@ -38,7 +40,8 @@ def check_last_batch(reader: BatchReader, trace: Callable[[Piece], Any]) -> None
         return
     with _explaining(source, num_rows):
         for piece in _split(reader, num_rows):
-            trace(piece)
+            if trace is not None:
+                trace(piece)
 
 
 def _split(reader: BatchReader, num_rows: int) -> Iterator[Piece]:

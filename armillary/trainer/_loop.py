@@ -188,9 +188,11 @@ class Loop:
         active = tuple(batch.active for batch in first)
         batches_per_step = self._programs.count_batches(types, active)
 
-        is_in_parts = self._method.options.accumulate_steps > 1
-        if is_in_parts and batches_per_step == (1,):
-            check_last_batch(self.feed.readers[0], self._trace_for)
+        if batches_per_step == (1,) and not self._method.is_evaluation:
+            # A batch that is cut into parts may have a size that the step refuses.
+            is_in_parts = self._method.options.accumulate_steps > 1
+            trace = self._trace_for if is_in_parts else None
+            check_last_batch(self.feed.readers[0], trace)
 
         builder = ChunkBuilder(
             batches_per_step,

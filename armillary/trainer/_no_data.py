@@ -43,11 +43,11 @@ def take_arguments(iterator: Any) -> tuple[Batch, ...]:
 def check_step_arguments(
     owner: str, step: Callable[..., Any], argument: str, *, has_data: bool
 ) -> None:
-    """Raises if a pure step takes a batch but there is no data, or the reverse.
+    """Raises if a pure step does not take the state, and a batch if there is data.
 
     Args:
         owner: A call that makes the trainer or evaluator, without its data.
-        step: Takes the state, and a batch if there is data.
+        step: The step of a user.
         argument: The name of the argument that holds the data.
         has_data: Whether there is data.
     """
@@ -70,6 +70,14 @@ def check_step_arguments(
             f"`step` is `{name}{signature}`, which takes a batch, but `{argument}` is "
             f"None. Pass the data: `{owner}, dataset)`. A step that makes its own data "
             "takes only the state: `def step(state):`."
+        )
+    if not (takes_state or takes_batch):
+        line = "def step(state, batch):" if has_data else "def step(state):"
+        raise TypeError(
+            f"`step` is `{name}{signature}`, but it is called with "
+            f"{'the state and a batch' if has_data else 'the state'}. Write "
+            f"`{line}`, and take the values out of the state in it, as in "
+            "`params, opt_state, key = state`."
         )
 
 

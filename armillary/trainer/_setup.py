@@ -88,9 +88,16 @@ def make_setup(
             )
         gives_batches = isinstance(each, Iterable | Callable | Source)
         if not gives_batches or isinstance(each, str | bytes | bytearray | dict):
+            fix = "Use"
+            if isinstance(datasets, list) and isinstance(datasets[0], dict):
+                fix = (
+                    "A list of rows becomes an array for each column: `arrays = {name: "
+                    "np.array([float(row[name]) for row in rows]) for name in names}`. "
+                    "Then use"
+                )
             raise TypeError(
                 f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
-                "must hold datasets. Use `armillary.data.from_arrays(arrays, "
+                f"must hold datasets. {fix} `armillary.data.from_arrays(arrays, "
                 "batch_size=...)`, or an iterable of batches."
             )
     return Setup(datasets, options or kind())

@@ -152,6 +152,41 @@ def test_data_that_have_grown_begin_again(make, caplog):
     assert position_of(third) == position_of(second)
 
 
+def test_other_data_and_a_new_array_of_one_trainer_begin_again(tmp_path):
+    def make(seed=0, may_differ=(), **arrays):
+        source = armillary.data.from_arrays(
+            {"x": np.ones((16, 3), "float32")}, batch_size=4, shuffle_seed=seed
+        )
+        state = {"w": jnp.zeros(3), **arrays}
+        trainer = armillary.StepTrainer(
+            lambda state, batch: ({**state, "w": state["w"] + 1}, {}), state, source
+        )
+        checkpoint = armillary.Checkpoint(trainer=trainer)
+        manager = armillary.CheckpointManager(
+            checkpoint, tmp_path, may_differ=may_differ
+        )
+        return trainer, manager
+
+    trainer, manager = make()
+    trainer.train(2)
+    manager.save(2)
+    manager.sync()
+
+    _, manager = make(seed=1, extra=jnp.zeros(2))
+    with pytest.raises(CheckpointMismatchError, match="='trainer/state/extra'`"):
+        manager.restore_or_initialize()
+    part = "trainer/state/extra"
+    _, manager = make(seed=1, may_differ=part, extra=jnp.zeros(2))
+    with pytest.raises(DatasetStateError) as info:
+        manager.restore_or_initialize()
+    (note,) = info.value.__notes__
+    assert f"`CheckpointManager(..., may_differ=['trainer', '{part}'])`" in note
+    trainer, manager = make(1, may_differ=["trainer", part], extra=jnp.zeros(2))
+    manager.restore_or_initialize()
+    np.testing.assert_array_equal(trainer.state["w"], np.full(3, 2.0))
+    np.testing.assert_array_equal(trainer.state["extra"], np.zeros(2))
+
+
 def test_a_restore_by_hand_has_the_allowance_of_the_manager(make):
     first = make()
     first.train(3)

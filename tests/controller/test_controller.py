@@ -92,6 +92,9 @@ def test_the_end_of_the_data_ends_training_and_names_the_fix(caplog):
 
     assert trainer.loops == [4, 2, 0, 0]
     assert caplog.text.count("train | step:      6 | the data ended, training") == 1
+    assert "before step 100. To train on, make the data with `repeat=True`" in (
+        caplog.text
+    )
     assert caplog.text.count("the data had ended before. Use `train(epochs=") == 2
     trainer.num_batches = 100  # There is new data.
     controller.train(12)

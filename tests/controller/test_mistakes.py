@@ -145,6 +145,26 @@ def test_an_evaluator_of_the_model_is_not(wrap, caplog):
     assert not warnings(caplog)
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_curve_of_training_and_evaluation_is_reported_once(has_own, tmp_path, caplog):
+    trainer = Trainer(make_strategy(1), output={"loss": 1.0})
+    controller = make(
+        trainer,
+        evaluator=Evaluator(trainer.model),
+        summary_dir=tmp_path / "train",
+        eval_summary_dir=tmp_path / "eval" if has_own else None,
+    )
+
+    controller.train_and_evaluate(8, eval_interval=2)
+
+    if has_own:
+        assert not warnings(caplog)
+        return
+    (message,) = warnings(caplog)
+    assert f"both write `loss` to `{tmp_path / 'train'}`" in message
+    assert "eval_summary_dir=" in message
+
+
 def save_into(directory, trainer):
     checkpoint = armillary.Checkpoint(trainer=trainer)
     manager = armillary.CheckpointManager(checkpoint, directory, checkpoint_interval=2)

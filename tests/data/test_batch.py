@@ -1,5 +1,7 @@
 """Tests of how the batches of every library become NumPy arrays."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -78,6 +80,20 @@ def test_leaves_that_are_not_arrays_are_all_named():
     assert "and 94 more" in message
     assert "y012" not in message
     assert "np.asarray(values)" in message
+
+
+@pytest.mark.parametrize(
+    ("batch", "fix"),
+    [
+        ({"city": np.array(["a", "b"])}, "np.unique(values, return_inverse=True)[1]"),
+        ({"city": np.array(["a", "b"], object)}, "np.unique(values, return_inverse"),
+        (np.zeros(2, [("x", "f4")]), "{name: rows[name] for name in rows.dtype.names}"),
+        ([{"x": "1.5"}, {"x": "2"}], "np.array([float(row[name]) for row in rows])"),
+    ],
+)
+def test_values_without_numbers_name_the_line_that_makes_some(batch, fix):
+    with pytest.raises(TypeError, match=re.escape(fix)):
+        check_batch(batch, lambda: "A batch")
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i2", ">i8", "<f8", ">c8"])

@@ -51,7 +51,8 @@ def test_the_command_writes_a_project_and_names_the_next_steps(tmp_path, capsys)
     folder = tmp_path / "new" / NAME
     assert _cli.main(["new", str(folder)]) == 0
     output = capsys.readouterr().out
-    assert f"  cd {folder}\n  pip install -e . pytest\n" in output
+    line = "pip install -e . pytest  # in the environment where Armillary is installed"
+    assert f"  cd {folder}\n  {line}\n" in output
     assert f"python -m {NAME}.main" in output
     paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     names = ("config", "dataset", "losses", "main", "metrics", "model", "steps")

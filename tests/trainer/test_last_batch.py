@@ -45,7 +45,10 @@ class Trainer(armillary.StandardTrainer):
 
 @slow_after_first(
     ("num_replicas", "num_parts", "remainder"),
-    [(1, 4, None), (2, 2, None), (2, 4, "exact"), (4, 2, "exact"), (4, 2, None)],
+    [
+        *[(1, 4, None), (4, 1, None), (2, 2, None)],
+        *[(2, 4, "exact"), (4, 2, "exact"), (4, 2, None)],
+    ],
 )
 def test_a_last_batch_that_has_no_equal_parts_is_found_first(
     num_replicas, num_parts, remainder
@@ -71,6 +74,8 @@ def test_a_last_batch_that_has_no_equal_parts_is_found_first(
         (2, 4, {"remainder": "drop"}),
         (2, 4, {"remainder": "pad"}),
         (2, 2, {"batch_size": 12, "remainder": "drop"}),
+        (4, 1, {"remainder": "exact"}),
+        (4, 1, {"drop_remainder": True}),
     ],
 )
 def test_a_last_batch_that_has_equal_parts_trains(num_replicas, num_parts, options):
@@ -78,6 +83,16 @@ def test_a_last_batch_that_has_equal_parts_trains(num_replicas, num_parts, optio
     trainer.train(3)
     trainer.train(1)
     assert trainer.optimizer.step[...] >= 3
+
+
+def test_a_last_batch_that_replicas_cannot_share_names_the_place_of_the_options():
+    with pytest.raises(BatchSizeError) as info:
+        Trainer(4, 1).train(1)
+    message = str(info.value)
+    assert "has 2 examples, which 4 replicas cannot share" in message
+    assert "`strategy.distribute_dataset(source, options)`" in message
+    assert "`from_arrays(..., drop_remainder=True)`" in message
+    assert "No step has run yet" in message
 
 
 def test_a_place_of_another_batch_size_is_left_to_its_last_batch():

@@ -261,6 +261,10 @@ def make_controller():
     )
 
 
+def train(params, key, x, y):
+    return params, key
+
+
 @mistakes(
     {
         TypeError: {
@@ -272,6 +276,16 @@ def make_controller():
             r"`train_dataset` has.*`armillary.StepTrainer\(step, state\)`": (
                 lambda: armillary.StepTrainer(step, make_state(), ROWS)
             ),
+            r"`train\(params, key, x, y\)`, but it is called with the state and a "
+            r"batch. Write `def step\(state, batch\):`.*`params, opt_state, key": (
+                lambda: armillary.StepTrainer(train, make_state(), ROWS)
+            ),
+            r"it is called with the state. Write `def step\(state\):`": (
+                lambda: armillary.StepTrainer(train, make_state())
+            ),
+            r"`train\(params, .*the state and a batch. Write `def step\(state, ba": (
+                lambda: armillary.StepEvaluator(train, make_trainer(), ROWS)
+            ),
             r"takes a batch, but `eval_dataset` is None.*StepEvaluator\(step, tra": (
                 lambda: armillary.StepEvaluator(lambda s, b: {}, make_trainer())
             ),
@@ -280,6 +294,9 @@ def make_controller():
             ),
             r"`train_dataset` is \(\), which holds no dataset": (
                 lambda: armillary.StepTrainer(step, make_state(), ())
+            ),
+            r"`train_dataset` has '1.5'.*A list of rows becomes an array for each": (
+                lambda: armillary.StepTrainer(step, make_state(), [{"x": "1.5"}])
             ),
             r"`train_dataset` is None, so `train_step` has no batch": (
                 lambda: Counter(takes_batch=True).train(1)

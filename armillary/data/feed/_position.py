@@ -60,10 +60,7 @@ def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         raise DatasetStateError(
             "`state` was saved from other data, or from another order of the data, so "
             f"its position would be wrong here:\n{list_lines(lines)}\n"
-            "Pass the data and the seed that the state was saved with. To continue "
-            "from a checkpoint with other data, from its beginning, name the object "
-            "that holds the state in the manager: "
-            '`CheckpointManager(..., may_differ="trainer")`.'
+            "Pass the data and the seed that the state was saved with."
         )
 
 

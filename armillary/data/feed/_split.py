@@ -30,8 +30,8 @@ from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
 _FIXES = (
-    '`InputOptions(remainder="exact")` to run it on fewer replicas, `"drop"` to leave '
-    'examples out, or `"pad"` to fill up and get a `mask`'
+    '`armillary.data.InputOptions(remainder="exact")` to run it on fewer replicas, '
+    '`"drop"` to leave examples out, or `"pad"` to fill up and get a `mask`'
 )
 
 
@@ -164,8 +164,9 @@ class Splitter:
             raise BatchSizeError(
                 f"A batch has {num_rows} examples, which {count} replicas cannot share "
                 f"equally ({num_rows} % {count} = {num_left}). Use a batch size that "
-                f"is a multiple of {count}, with `drop_remainder=True` if this is the "
-                f"last batch, or {_FIXES}."
+                f"is a multiple of {count}, and leave out a smaller last batch "
+                "(`from_arrays(..., drop_remainder=True)`). Or pass options to "
+                f"`strategy.distribute_dataset(source, options)`: {_FIXES}."
             )
 
         pieces: list[tuple[PyTree, int]] = []
@@ -192,7 +193,9 @@ class Splitter:
                 f"batches have {sizes} examples"
                 f"{' and the data ends there' if len(group) < count else ''}. "
                 "Batch the data with `drop_remainder=True` and a number of batches "
-                f"that is a multiple of {count}, or use {_FIXES}."
+                f"that is a multiple of {count}. Or pass options to "
+                "`strategy.distribute_datasets_from_function(dataset_fn, options)`: "
+                f"{_FIXES}."
             )
         return [(_stack(batches, count), len(batches)) for batches in by_size.values()]
 

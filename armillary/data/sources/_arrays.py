@@ -201,9 +201,7 @@ class IndexedIterator:
         if state["num_examples"] != count or not is_inside:
             raise DatasetStateError(
                 f"`state` is {state!r}, which is not a place in {count} examples. Pass "
-                "the data that it was saved with. To continue from a checkpoint with "
-                "other data, from its beginning, name the object that holds the state "
-                'in the manager: `CheckpointManager(..., may_differ="trainer")`.'
+                "the data that it was saved with."
             )
         self._go_to(epoch, index)
 

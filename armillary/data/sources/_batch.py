@@ -11,6 +11,10 @@ from armillary.errors import BatchSizeError
 from armillary.typing import Batch, PyTree
 
 _MOST_LISTED = 10
+_ROWS = (
+    "A list of rows becomes an array for each column: "
+    "`{name: np.array([float(row[name]) for row in rows]) for name in names}`."
+)
 
 
 def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]:
@@ -56,17 +60,20 @@ def _is_numeric(leaf: Any) -> bool:
 def _find_problem(batch: Batch, name: str) -> Exception:
     named = _named_leaves(batch)
     wrong: list[str] = []
+    fixes: list[str] = []
     for path, leaf in named:
         if _is_numeric(leaf):
             continue
         shown = f"of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{leaf!r:.40}"
         wrong.append(f"{path}: {type(leaf).__name__} {shown}")
+        fixes.append(_find_fix(leaf))
     if wrong:
+        is_table = isinstance(batch, list) and isinstance(batch[0], dict)
+        fix = _ROWS if is_table else " ".join(dict.fromkeys(fixes))
         return TypeError(
             f"{name} has leaves that are not arrays of numbers, but every leaf must be "
             f"an array with the examples on its first axis:\n{_list(wrong)}\n"
-            "Convert them in the dataset, as in `np.asarray(values)` (a masked array "
-            "by `values.filled(0)`), or leave them out."
+            f"{fix} Or leave them out."
         )
     flat = [path for path, leaf in named if not np.ndim(leaf)]
     if flat:
@@ -85,6 +92,25 @@ def _find_problem(batch: Batch, name: str) -> Exception:
         f"must count the same examples:\n{_list([*lines.values()])}\n"
         "Give all leaves one size. Examples without a common size, such as graphs, are "
         "padded to one shape and stacked (`np.stack`), so that each is one row."
+    )
+
+
+def _find_fix(leaf: Any) -> str:
+    """Returns the line that makes numbers of a leaf that has none."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.names:
+        return (
+            "A structured array becomes a dictionary of its columns: "
+            "`{name: rows[name] for name in rows.dtype.names}`."
+        )
+    values = leaf.flat if isinstance(leaf, np.ndarray) else [leaf]
+    if isinstance(next(iter(values), None), str):
+        return (
+            "Text becomes numbers by `np.unique(values, return_inverse=True)[1]`, or "
+            "by `values.astype(np.float32)` if it spells numbers."
+        )
+    return (
+        "Convert them in the dataset, as in `np.asarray(values)` (a masked array by "
+        "`values.filled(0)`)."
     )
 
 

@@ -1,10 +1,10 @@
 """Notes on errors in a user's step, which JAX and Flax cannot give."""
 
-import dis
 import types
 
 import jax
 
+from armillary._called_arrays import explain_called_array
 from armillary._owners import Owner, owner_of_file
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
@@ -63,11 +63,6 @@ _ARGUMENTS = {
     "`labels[:, 0]` if there is an axis of length 1. For one-hot labels, write "
     "`optax.softmax_cross_entropy(logits, labels)`.",
 }
-_CALLED_STEP = (
-    "`step` of an optimizer of Flax is its number of steps, not a method. Write "
-    "`optimizer.update(model, gradients)`, after "
-    '`gradients = armillary.all_reduce("mean", gradients)`.'
-)
 
 
 def add_notes(
@@ -154,27 +149,17 @@ def _explain_call(error: Exception) -> str | None:
     # Older releases of Optax use assertions of Chex.
     if not isinstance(error, AssertionError | TypeError | ValueError):
         return None
+    if isinstance(error, TypeError):
+        called = explain_called_array(error)
+        if called is not None:
+            return called
     for entry in _entries_of(error):
         code = entry.tb_frame.f_code
         if owner_of_file(code.co_filename) is Owner.USER:
-            # Entries before the user's own line are functions that it calls.
-            is_call = "is not callable" in str(error)
-            is_of_step = is_call and _last_name(entry) == "step"
-            return _CALLED_STEP if is_of_step else None
+            return None
         if code.co_name in _ARGUMENTS:
             return _ARGUMENTS[code.co_name]
     return None
-
-
-def _last_name(entry: types.TracebackType) -> str | None:
-    """Returns the last attribute that a line read before its error."""
-    name = None
-    for instruction in dis.get_instructions(entry.tb_frame.f_code):
-        if instruction.offset > entry.tb_lasti:
-            break
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = instruction.argval
-    return name
 
 
 def _describe_layer(error: Exception) -> str | None:
