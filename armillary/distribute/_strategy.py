@@ -338,7 +338,8 @@ class Strategy(OfOneProcess):
                 return self._run(lifted_state(), fn, *args, **(kwargs or {}))
         except NameError as error:
             note = explain_unbound_axis(error, self)
-            if note is not None:
+            # A program of this call may already have added it.
+            if note is not None and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
         except TypeError:
