@@ -14,16 +14,23 @@ from jax.extend import core
 
 from armillary._checks import list_lines
 from armillary._jaxpr import call_program
+from armillary.distribute._global_arrays import with_auto_axes
 from armillary.distribute._new_arrays import note_new
 from armillary.errors import StateStructureError
 from armillary.state._adapters import leaves_placing
+from armillary.state._holders import is_claimed
 from armillary.state._lift import State, strong
-from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 T = TypeVar("T")
+
+_VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def make_in_place(
@@ -33,46 +40,89 @@ def make_in_place(
     kwargs: Mapping[str, Any],
 ) -> T:
     """Returns `fn(*args, **kwargs)` with its arrays on the strategy's devices."""
+    objects, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
+    args, kwargs = treedef.unflatten(map(with_auto_axes, objects))
+    # Such as an `nnx.Rngs`, which counts the numbers that the constructor draws.
+    outside = State([(fn, ""), *((each, "") for each in objects if is_claimed(each))])
     # An item of a dictionary can be replaced, and the empty name adds nothing to paths.
     holder: dict[str, Any] = {}
-    state: Any = None
+    made: Any = None
+    changed: list[int] = []
 
-    def construct() -> list[Any]:
-        nonlocal state
-        holder[""] = fn(*args, **kwargs)
-        state = State([(holder, "")])
-        return [strong(leaf) for leaf in state.read()]
+    def construct(before: list[Any]) -> tuple[list[Any], list[Any]]:
+        nonlocal made, changed
+        with outside.swapped(before):
+            holder[""] = fn(*args, **kwargs)
+            made = State([(holder, "")])
+            arrays = [strong(leaf) for leaf in made.read()]
+            after = outside.read()
+        changed = [i for i, leaf in enumerate(after) if leaf is not before[i]]
+        return arrays, [after[i] for i in changed]
 
-    with strategy.leave_program_mesh(), leaves_placing():
-        program = jax.make_jaxpr(construct)()
-        _check_places(state, fn)
-        arrays = _build(strategy, program, state)
-    state.write(arrays)
-    state.move_new(State([]))
+    before = outside.read()
+    with strategy.leave_program_mesh(), strategy.jax_settings(), leaves_placing():
+        try:
+            program = jax.make_jaxpr(construct)(before)
+        except _VALUE_ERRORS as error:
+            error.add_note(
+                f"`strategy.make` traces `{_name_of(fn)}`, so the arrays that it makes "
+                "have no values yet. Compute with them (`jnp.where`), or make an array "
+                "whose value Python needs before, and pass it in."
+            )
+            raise
+        _check_places(made, fn)
+        arrays, after = _build(strategy, program, before, made)
+
+    outside_now = list(before)
+    for i, value in zip(changed, after, strict=True):
+        outside_now[i] = jax.device_put(value, before[i].sharding)
+    outside.write(outside_now, set(changed))
+    made.write(arrays)
+    made.move_new(outside)
     return holder[""]
 
 
 def _build(
-    strategy: "Strategy", program: core.ClosedJaxpr, state: State
-) -> list[jax.Array]:
-    """Runs the program of a constructor, with each result on its devices."""
-    shardings = list(strategy.placement.state_shardings(state))
+    strategy: "Strategy", program: core.ClosedJaxpr, before: list[Any], made: State
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs the program of a constructor, with each result on its devices.
+
+    Returns:
+        The arrays of the result, and those that the constructor has changed elsewhere.
+    """
+    shardings = list(strategy.placement.state_shardings(made, is_whole=False))
 
     # Arrays that the constructor has read are inputs: as constants, they would be in
     # the text of the program.
-    def run(constants: PyTree) -> list[Any]:
-        return call_program(core.ClosedJaxpr(program.jaxpr, constants), [], "make")
+    def run(constants: list[Any], before: list[Any]) -> Any:
+        closed = core.ClosedJaxpr(program.jaxpr, constants)
+        outputs = call_program(closed, before, "make")
+        return outputs[: len(shardings)], outputs[len(shardings) :]
 
+    constants = [_bring(strategy, each) for each in program.consts]
+    inputs = [_bring(strategy, each) for each in before]
     strategy.dispatch.wait()
-    with strategy.jax_settings():
-        arrays = jax.jit(run, out_shardings=shardings)(program.consts)
+    arrays, after = jax.jit(run, out_shardings=(shardings, None))(constants, inputs)
     strategy.dispatch.finish(arrays)
 
     home = strategy.home
     if home is not None:
         arrays = jax.device_put(arrays, home)
     note_new(arrays)
-    return arrays
+    return arrays, after
+
+
+def _bring(strategy: "Strategy", value: Any) -> Any:
+    """Returns an array that a program on the strategy's devices can read."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    array = with_auto_axes(value)
+    is_here = array.sharding.device_set == set(strategy.layout.devices)
+    return array if is_here or not array.committed else strategy.layout.replicate(array)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", "fn")
 
 
 def _check_places(state: State, fn: Callable[..., Any]) -> None:
@@ -80,7 +130,7 @@ def _check_places(state: State, fn: Callable[..., Any]) -> None:
     lost = [path for path, value in state.look().constants if isinstance(value, Tracer)]
     if not lost:
         return
-    name = getattr(fn, "__name__", "fn")
+    name = _name_of(fn)
     raise StateStructureError(
         f"`strategy.make` traces `{name}`, but {len(lost)} of its arrays are in a "
         f"tuple or a function, where nothing can replace them:\n{list_lines(lost)}\n"

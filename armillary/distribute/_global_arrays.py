@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -104,6 +105,24 @@ def as_local(leaf: Any) -> Any:
         return on_data(as_local, leaf)
     host = np.array(as_whole(leaf))
     return jax.numpy.asarray(host)
+
+
+def with_auto_axes(leaf: Any) -> Any:
+    """Returns an array on a mesh with `Explicit` axes as one with `Auto` axes.
+
+    Nothing is copied. In a step under a strategy, XLA divides all operations.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return leaf
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return leaf
+    mesh = sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return leaf
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return jax.device_put(leaf, NamedSharding(auto, sharding.spec))
 
 
 def is_divided(leaf: Any) -> bool:

@@ -72,8 +72,13 @@ class Placement:
         """The division of examples, if XLA divides a step between devices itself."""
         return None
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns the sharding of each array in programs; `None` for any device."""
+    def state_shardings(
+        self, state: State, *, is_whole: bool = True
+    ) -> Sequence[Sharding | None]:
+        """Returns the sharding of each array in programs; `None` for any device.
+
+        `is_whole` is false for a part of the state of a step, such as a model alone.
+        """
         raise NotImplementedError
 
     def decide(self, state: State) -> Sequence[Place]:

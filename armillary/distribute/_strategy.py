@@ -186,7 +186,9 @@ class Strategy(OfOneProcess):
             )
         self.placement = present.abstract(num_devices, platform)
         try:
-            yield self.placement.mesh
+            # The mesh of the devices that are present may be set.
+            with self.leave_program_mesh():
+                yield self.placement.mesh
         finally:
             self.placement = present
 
@@ -235,7 +237,8 @@ class Strategy(OfOneProcess):
         Code inside is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
         strategy's devices when a step first uses them. A `OneDeviceStrategy` places
-        the arrays that are made inside on its device immediately.
+        the arrays that are made inside on its device immediately. A `ShardedStrategy`
+        sets its mesh, as `jax.set_mesh` does, so they are on all devices.
 
         Raises:
             ReplicaContextError: If called inside `run`, or inside another strategy's
@@ -267,7 +270,7 @@ class Strategy(OfOneProcess):
         Args:
             fn: Returns an object with variables, a pytree of arrays, or a nest of both.
                 As it is traced, it cannot read the values of the arrays that it makes.
-            args: Arguments of `fn`.
+            args: Arguments of `fn`, such as `nnx.Rngs(0)` if `fn` is a class.
             kwargs: Arguments of `fn`.
 
         Returns:
@@ -281,6 +284,11 @@ class Strategy(OfOneProcess):
             ValueError: If an annotation or a rule does not fit an array or the devices.
         """
         check_callable("fn", fn)
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+            raise TypeError(
+                f"`fn` is {fn!r}, a generator or a coroutine, which makes nothing when "
+                "it is called. Return the model from a function."
+            )
         instead = "call it before the step"
         require_cross_replica_context("strategy.make", instead, self)
         return make_in_place(self, fn, args, kwargs)

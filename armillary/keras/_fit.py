@@ -148,6 +148,7 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(strategy.leave_program_mesh())
+        stack.enter_context(strategy.jax_settings())
         stack.enter_context(_make_distribution(strategy).scope())
         if name in _TRAINING and isinstance(strategy, ParameterServerStrategy):
             steps = _schedule_steps(model, strategy)

@@ -251,33 +251,42 @@ def test_an_axis_of_the_same_name_is_an_error(call):
         strategy.run(step_fn, (batch,))
 
 
-@pytest.fixture
-def divided():
-    """Returns a sum over rows that divides them over a mesh with an axis `batch`."""
+def make_mesh_of_the_step():
     kinds = (jax.sharding.AxisType.Auto,)
     devices = jax.devices()[:4]
-    mesh = jax.make_mesh((4,), ("batch",), devices=devices, axis_types=kinds)
+    return jax.make_mesh((4,), ("batch",), devices=devices, axis_types=kinds)
+
+
+def sum_over(mesh, rows):
+    """Returns a sum over rows that divides them over a mesh with an axis `batch`."""
     spec = jax.sharding.PartitionSpec
 
     def total(rows):
         return jax.lax.psum(jnp.sum(rows, axis=0), "batch")
 
     mapped = jax.shard_map(total, mesh=mesh, in_specs=spec("batch"), out_specs=spec())
+    return mapped(rows)
+
+
+@pytest.fixture
+def divided():
+    """Returns a function that sums over a mesh of the step."""
+    mesh = make_mesh_of_the_step()
 
     def call(rows):
         # In the step, the mesh of the strategy is set.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return mapped(rows)
+            return sum_over(mesh, rows)
 
-    call.mapped = mapped
     return call
 
 
-def test_another_mesh_in_a_step_has_a_note(divided):
+def test_another_mesh_in_a_step_has_a_note():
+    mesh = make_mesh_of_the_step()
     strategy = armillary.ShardedStrategy({"data": 4}, devices=jax.devices()[:4])
     (batch,) = strategy.distribute_dataset([ROWS])
     with pytest.raises(ValueError, match="should match the mesh") as caught:
-        strategy.run(divided.mapped, (batch,))
+        strategy.run(lambda rows: sum_over(mesh, rows), (batch,))
     notes = "\n".join(caught.value.__notes__)
     assert "`armillary.ShardedStrategy(mesh)`" in notes
     assert "use_abstract_mesh(mesh.abstract_mesh)" in notes

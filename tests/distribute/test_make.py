@@ -234,3 +234,68 @@ def make_with_wrong_name():
 def test_constructors_that_cannot_be_traced_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_class_and_its_keys_are_enough():
+    rngs = nnx.Rngs(0)
+    expected = Net(nnx.Rngs(0))
+    model = MAKERS["sharded"]().make(Net, rngs)
+    np.testing.assert_allclose(
+        model.down.kernel[...], expected.down.kernel[...], rtol=1e-6
+    )
+    # The key has counted the draws, as it does outside of `make`.
+    own = nnx.Rngs(0)
+    Net(own)
+    assert int(rngs.default.count[...]) == int(own.default.count[...])
+    rngs.params()  # Flax refuses this for a variable of a trace.
+
+
+def test_arrays_on_other_devices_are_brought():
+    own = jax.device_put(jnp.arange(4096.0).reshape(64, 64), jax.devices()[3])
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    explicit = jax.device_put(own, NamedSharding(mesh, PartitionSpec("a")))
+    strategy = ShardedStrategy({"fsdp": 8})
+    makers = [
+        lambda: strategy.make(lambda: {"w": own * 2}),
+        lambda: strategy.make(lambda value: {"w": value * 2}, own),
+        lambda: strategy.make(lambda value: {"w": value * 2}, explicit),
+    ]
+    for make in makers:
+        made = make()
+        np.testing.assert_array_equal(made["w"], 2 * np.asarray(own))
+        assert made["w"].sharding.mesh == strategy.mesh
+
+
+def test_a_rule_may_match_only_in_the_step():
+    rules = {"second/kernel": PartitionSpec(None, "fsdp")}
+    strategy = ShardedStrategy({"fsdp": 8}, rules)
+    make = lambda: nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))  # noqa: E731
+    models = {"first": strategy.make(make), "second": strategy.make(make)}
+
+    def step_fn():
+        for model in models.values():
+            model.kernel[...] += 1.0
+
+    strategy.run(step_fn)
+    assert models["first"].kernel[...].sharding.spec == PartitionSpec("fsdp")
+    assert models["second"].kernel[...].sharding.spec == PartitionSpec(None, "fsdp")
+
+
+def test_a_constructor_may_name_axes_of_the_mesh():
+    spec = PartitionSpec(None, "fsdp")
+
+    def make():
+        return {"w": jax.lax.with_sharding_constraint(jnp.ones((64, 64)), spec)}
+
+    strategy = ShardedStrategy({"fsdp": 8})
+    np.testing.assert_array_equal(strategy.make(make)["w"], np.ones((64, 64)))
+
+
+def test_a_value_that_python_needs_has_a_note():
+    def make():
+        w = jnp.ones((8, 8))
+        return w if w.sum() > 0 else -w
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        ShardedStrategy().make(make)
+    assert "`strategy.make` traces `make`" in "\n".join(caught.value.__notes__)

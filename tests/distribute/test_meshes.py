@@ -1,8 +1,8 @@
 """Tests of meshes with any axes, which a user gives as sizes or as a mesh of JAX."""
 
+import dataclasses
 import functools
 import random
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -269,18 +269,20 @@ def test_drawn_annotations_are_followed_and_change_no_number(seed, dtype, kind):
     np.testing.assert_allclose(kernel, expected_kernel, rtol=0, atol=exactness)
 
 
-class Device(SimpleNamespace):
+@dataclasses.dataclass(frozen=True)
+class Device:
     """A device of a machine that is not there."""
 
-    platform = device_kind = "cpu"
-
-    def __hash__(self):
-        return self.id
+    id: int
+    process_index: int
+    slice_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
 
 
 def make_devices(num_slices):
     return [
-        Device(id=i, process_index=i // 2, slice_index=i * num_slices // 8)
+        Device(i, process_index=i // 2, slice_index=i * num_slices // 8)
         for i in range(8)
     ]
 
@@ -394,3 +396,53 @@ def test_the_earlier_name_of_the_argument_works_with_a_warning():
     with pytest.warns(DeprecationWarning, match="`mesh=`"):
         strategy = ShardedStrategy(mesh_shape={"fsdp": 8})
     assert strategy.mesh.shape["fsdp"] == 8
+
+
+@pytest.mark.parametrize("place", ["argument", "captured"])
+def test_arrays_on_a_mesh_with_explicit_axes_may_be_arguments(place):
+    mesh = make_mesh(AxisType.Explicit)
+    x = jax.device_put(X[:16], NamedSharding(mesh, PartitionSpec("data")))
+    strategy = ShardedStrategy(mesh)
+    if place == "argument":
+        for call in (strategy.run, armillary.function(strategy.run, strategy=strategy)):
+            found = call(lambda x: (2 * x).sum(), (x,))
+            np.testing.assert_allclose(found, 2 * X[:16].sum(), rtol=1e-5)
+        return
+    with pytest.raises(ValueError, match="aval mesh") as caught:
+        strategy.run(lambda: (2 * x).sum())
+    assert "Pass the array as an argument" in "\n".join(caught.value.__notes__)
+
+
+class EagerTrainer(Trainer):
+    """Names an axis of the mesh in its step and in a hook."""
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            x = jax.lax.with_sharding_constraint(batch["x"], PartitionSpec("data"))
+            self.loss.update(loss=jnp.abs(x).mean())
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def train_loop_end(self):
+        kernel = self.model.up.kernel[...]
+        spec = PartitionSpec(None, "model")
+        divided = jax.lax.with_sharding_constraint(kernel, spec)
+        return {"sum": jnp.abs(divided).sum()}
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_steps_and_hooks_name_axes_compiled_or_not(compile_step):
+    strategy = ShardedStrategy(make_mesh(AxisType.Auto))
+    model = make_net(None, None)
+    expected = np.abs(np.asarray(model.up.kernel[...])).sum()
+    trainer = EagerTrainer(
+        strategy, model, compile_step=compile_step, compile_loop=compile_step
+    )
+    with strategy.scope():
+        found = trainer.train(2)["sum"]
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_names_of_one_argument_are_refused():
+    with pytest.raises(ValueError, match="two names of one argument"):
+        ShardedStrategy({"fsdp": 8}, mesh_shape={"fsdp": 8})

@@ -3,6 +3,7 @@
 import collections
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
@@ -14,6 +15,7 @@ from armillary._checks import check_instance
 from armillary._jaxpr import read_settings
 from armillary._logging import logger
 from armillary._traceback import hides_frames
+from armillary.distribute._global_arrays import with_auto_axes
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function_program import (
     FunctionProgram,
@@ -158,6 +160,11 @@ class CompiledFunction:
     ) -> Any:
         fn, body, _ = self._function
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
+        if strategy.mesh is not None:
+            given = leaves
+            leaves = list(map(with_auto_axes, given))
+            if any(map(operator.is_not, leaves, given)):
+                args, kwargs = treedef.unflatten(leaves)
         argument_keys = tuple(map(argument_key, leaves))
         key = (strategy, treedef, argument_keys, read_settings())
         programs = self._programs.get(key)

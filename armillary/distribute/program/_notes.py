@@ -45,7 +45,14 @@ _MISTAKES = {
     "`loss, others`.",
     "should match the mesh passed to shard_map": "In a step, the mesh of the strategy "
     "is set. Make the strategy over your mesh, `armillary.ShardedStrategy(mesh)`, or "
-    "write `with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):` around the call.",
+    "leave `mesh=` out if it has the same axes. For another mesh, write `with "
+    "jax.sharding.use_abstract_mesh(mesh.abstract_mesh):` around the call.",
+    "should match the aval mesh": "An array that the step captures is on a mesh with "
+    "axes of the type `Explicit`. In a step under a strategy, axes are `Auto`. Pass "
+    "the array as an argument of `run`, or put it on the mesh of the strategy: "
+    "`jax.device_put(x, NamedSharding(strategy.mesh, x.sharding.spec))`.",
+    "can only refer to Auto axes": "In a step under a strategy, axes are `Auto`. Write "
+    "the `PartitionSpec` alone, or `NamedSharding(strategy.mesh, spec)`.",
     "context mesh cannot be empty": "This strategy has no mesh with axes of yours. Use "
     'a strategy that has them, such as `armillary.ShardedStrategy({"context": 8})`. A '
     "step that also runs elsewhere can look at "

@@ -162,6 +162,7 @@ class _Tracing(NamedTuple):
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
             nonlocal changed, changes, tree, static
             with (
+                self.flat.strategy.jax_settings(),
                 state.swapped(slots),
                 lifted(state, self.flat.strategy, self.flat.all_shardings),
             ):

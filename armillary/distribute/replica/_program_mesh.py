@@ -5,7 +5,8 @@ Inside `run`, trainers and evaluators, a strategy decides both, so the program's
 must not be in effect there.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -17,22 +18,28 @@ from armillary._jaxpr import is_in_trace
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-def without_program_mesh() -> AbstractContextManager[Any]:
-    """Returns a context without the mesh of the program."""
+def without_program_mesh(own: Any = None) -> AbstractContextManager[Any]:
+    """Returns a context without the mesh of the program, unless it is `own`."""
     # Inside a trace, the mesh can no longer be changed.
     if is_in_trace():
         return nullcontext()
     mesh = jax.sharding.get_mesh()
-    return nullcontext() if mesh.empty else jax.set_mesh(_NO_MESH)
+    return nullcontext() if mesh.empty or mesh == own else jax.set_mesh(_NO_MESH)
 
 
-def within_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
+@contextmanager
+def within_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Returns a context with a mesh, also in a trace.
 
     Inside, a `PartitionSpec` alone is enough for `jax.lax.with_sharding_constraint`.
     """
-    if isinstance(mesh, AbstractMesh):
-        return jax.sharding.use_abstract_mesh(mesh)
     if is_in_trace():
-        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-    return jax.set_mesh(mesh)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    elif isinstance(mesh, Mesh):
+        with jax.set_mesh(mesh):
+            yield
+    else:
+        # In a plan, code outside of traces runs on the devices that are present.
+        with without_program_mesh():
+            yield

@@ -48,7 +48,10 @@ class DevicePlacement(Placement):
             return jax.default_backend()
         return self.device.platform
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+    def state_shardings(
+        self, state: State, *, is_whole: bool = True
+    ) -> Sequence[Sharding | None]:
+        del is_whole
         return [self.layout.sharding] * len(state.paths)
 
 
@@ -82,7 +85,10 @@ class ReplicaPlacement(MeshPlacement):
     def replica_mesh(self) -> Mesh | AbstractMesh:
         return self.mesh
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+    def state_shardings(
+        self, state: State, *, is_whole: bool = True
+    ) -> Sequence[Sharding | None]:
+        del is_whole
         return [everywhere(self.mesh)] * len(state.paths)
 
     def abstract(self, num_devices: int, platform: str) -> Self:
@@ -114,12 +120,15 @@ class ShardedPlacement(MeshPlacement):
     def split(self) -> Split:
         return self.layout.sharding_of
 
-    def specs(self, state: State) -> list[PartitionSpec]:
+    def specs(self, state: State, *, is_whole: bool = True) -> list[PartitionSpec]:
         """Returns the division of each array of a state."""
-        return self.rules.specs(state, self.mesh)
+        return self.rules.specs(state, self.mesh, is_whole=is_whole)
 
-    def state_shardings(self, state: State) -> Sequence[NamedSharding]:
-        return [NamedSharding(self.mesh, spec) for spec in self.specs(state)]
+    def state_shardings(
+        self, state: State, *, is_whole: bool = True
+    ) -> Sequence[NamedSharding]:
+        specs = self.specs(state, is_whole=is_whole)
+        return [NamedSharding(self.mesh, spec) for spec in specs]
 
     def decide(self, state: State) -> Sequence[Place]:
         places: list[Place] = []

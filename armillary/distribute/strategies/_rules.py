@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from armillary._checks import check_instance, list_lines
 from armillary.distribute._global_arrays import is_key
+from armillary.distribute._new_arrays import is_new
 from armillary.state._lift import State, as_array
 from armillary.state._slots import AxisNames, LeafKind, Role, describe
 
@@ -76,13 +77,21 @@ class Rules:
         self._unused = set(self._rules)
         self._logical_rules = logical_rules or {}
 
-    def specs(self, state: State, mesh: AnyMesh) -> list[PartitionSpec]:
-        """Returns the spec of each array of a state, in the order of its paths."""
-        return [decision.spec for decision in self.decide(state, mesh)]
+    def specs(
+        self, state: State, mesh: AnyMesh, *, is_whole: bool
+    ) -> list[PartitionSpec]:
+        """Returns the spec of each array of a state, in the order of its paths.
+
+        If the state is the whole state of a step, each rule must have matched by now.
+        """
+        specs = [decision.spec for decision in self.decide(state, mesh)]
+        if is_whole:
+            self._check_used(state)
+        return specs
 
     def decide(self, state: State, mesh: AnyMesh) -> list[Decision]:
         """Returns the division of each array of a state, with the reason."""
-        leaves = [as_array(leaf) for leaf in state.read()]
+        leaves = [_shaped(leaf) for leaf in state.read()]
         decisions = [Decision(PartitionSpec(), _WHOLE)] * len(leaves)
         parameters: list[int] = []
         followers: list[int] = []
@@ -98,9 +107,6 @@ class Rules:
             decisions[index] = self._choose(
                 path, leaves[index], annotations[index], mesh
             )
-        if any(state.kinds[index].role is Role.PLAIN for index in parameters):
-            self._check_used([state.paths[index] for index in parameters])
-
         leaders = _Leaders(state.paths, leaves, parameters)
         for index in followers:
             leader = leaders.find(state.paths[index], leaves[index])
@@ -159,10 +165,17 @@ class Rules:
             )
         return Decision(spec, f"rule {pattern.pattern!r}")
 
-    def _check_used(self, paths: list[str]) -> None:
+    def _check_used(self, state: State) -> None:
         """Raises if a rule has matched no parameter of any program."""
-        if not self._unused:
+        parameters: list[int] = []
+        pairs = zip(state.read(), state.kinds, state.of_optimizer, strict=True)
+        for index, (leaf, kind, is_of_optimizer) in enumerate(pairs):
+            if _may_be_split(_shaped(leaf), kind) and not is_of_optimizer:
+                parameters.append(index)
+        is_plain = [state.kinds[index].role is Role.PLAIN for index in parameters]
+        if not self._unused or not any(is_plain):
             return
+        paths = [state.paths[index] for index in parameters]
         unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
         raise ValueError(
             f"`rules` has {unused}, found in none of these paths:\n"
@@ -239,6 +252,11 @@ def check_logical_rules(mesh: Mesh, rules: Mapping[str, Any] | None) -> dict[str
     return dict(rules or {})
 
 
+def _shaped(leaf: Any) -> Any:
+    """Returns a value with a shape and a dtype; the array of a plan is abstract."""
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else as_array(leaf)
+
+
 def _may_be_split(leaf: Any, kind: LeafKind) -> bool:
     """Returns whether an array may be split: not scalars, keys and metrics."""
     is_array = leaf.ndim > 0 and not is_key(leaf)
@@ -249,7 +267,11 @@ def _own_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
     """Returns the division of an array that is divided over the same mesh already.
 
     An array that is whole on every device may be so by chance, so it does not count.
+    Neither does an array that `strategy.make` has just made: there, its path was a part
+    of its path in the step, so a rule may not have matched.
     """
+    if is_new(leaf):
+        return None
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return None
     sharding = leaf.sharding

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,7 +17,10 @@ from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._context import lifted_shardings, lifted_state
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.replica._program_mesh import within_mesh
+from armillary.distribute.replica._program_mesh import (
+    within_mesh,
+    without_program_mesh,
+)
 from armillary.distribute.replica._run_alone import run_alone
 from armillary.distribute.strategies._axis_names import with_axis_names
 from armillary.distribute.strategies._collection import collect_at_use
@@ -122,6 +126,11 @@ class ShardedStrategy(JoinedStrategy):
         mesh_shape: Mapping[str, int] | None = None,
     ) -> None:
         if mesh_shape is not None:
+            if mesh is not None:
+                raise ValueError(
+                    f"`mesh_shape` is {mesh_shape!r}, and `mesh` is {mesh!r}, but they "
+                    "are two names of one argument. Leave `mesh_shape` out."
+                )
             text = "Write `mesh=` instead of `mesh_shape=`, which 0.5 will not know."
             warnings.warn(text, DeprecationWarning, stacklevel=2)
         argument = "mesh" if mesh_shape is None else "mesh_shape"
@@ -144,6 +153,10 @@ class ShardedStrategy(JoinedStrategy):
     @property
     def _placement(self) -> ShardedPlacement:
         return self.placement  # pyright: ignore[reportReturnType]
+
+    def leave_program_mesh(self) -> AbstractContextManager[Any]:
+        """Leaves every mesh except this strategy's mesh, which a step may use."""
+        return without_program_mesh(self.mesh)
 
     @contextlib.contextmanager
     def jax_settings(self) -> Iterator[None]:
