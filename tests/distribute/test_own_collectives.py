@@ -163,8 +163,8 @@ def make_experts(count):
 def apply_all_experts(router, up, down, x):
     """Returns the outputs of a mixture, and the balance of its experts."""
     gates = jax.nn.softmax(x @ router)
-    hidden = jax.nn.relu(jnp.einsum("td,edh->teh", x, up))
-    outputs = jnp.einsum("teh,ehd->ted", hidden, down)
+    hidden = jax.nn.relu(jnp.einsum("td,edf->tef", x, up))
+    outputs = jnp.einsum("tef,efd->ted", hidden, down)
     is_chosen = jax.nn.one_hot(jnp.argmax(gates, axis=1), gates.shape[1])
     y = jnp.einsum("ted,te->td", outputs, is_chosen * gates)
     means = jnp.mean(is_chosen, axis=0) * jnp.mean(gates, axis=0)

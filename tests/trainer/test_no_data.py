@@ -283,7 +283,7 @@ def train(params, key, x, y):
             r"it is called with the state. Write `def step\(state\):`": (
                 lambda: armillary.StepTrainer(train, make_state())
             ),
-            r"`train\(params, .*the state and a batch. Write `def step\(state, ba": (
+            r"`train\(params, .*the state and a batch. Write `def step\(state, ": (
                 lambda: armillary.StepEvaluator(train, make_trainer(), ROWS)
             ),
             r"takes a batch, but `eval_dataset` is None.*StepEvaluator\(step, tra": (
