@@ -91,7 +91,7 @@ def meshes() -> dict[str, Any]:
     slow = armillary.ShardedStrategy(
         {"fsdp": 2, "data": count()}, dcn={"data": count()}
     )
-    devices = slow.mesh.devices.reshape(2, count())
+    devices = slow.mesh.devices[..., 0]  # Along `data` and `fsdp`.
     found["slow"] = follow(slow, (None, "fsdp", None))
     found["processes"] = [[d.process_index for d in row] for row in devices]
     return found

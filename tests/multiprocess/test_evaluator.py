@@ -51,7 +51,8 @@ def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     # The evaluator alone writes what belongs to evaluations, the chief all else.
     assert len(list((tmp_path / "run" / "eval").glob("events*"))) == 1
     tags = EventAccumulator(str(tmp_path / "run" / "train")).Reload().Tags()["scalars"]
-    assert set(tags) == {"accuracy", "steps_per_second"}
+    speeds = {"steps_per_second", "examples_per_second"}
+    assert set(tags) == {"accuracy", *speeds, "tflops_per_second_per_device"}
 
 
 def launch(folder: Path, *, die_at: int) -> subprocess.CompletedProcess[str]:

@@ -38,7 +38,7 @@ def test_a_mesh_of_all_processes_gives_the_numbers_of_one_device(tmp_path, proce
     assert first["own"]["spec"] == [None, None, "model"]
     assert first["slow"]["spec"] == [None, "fsdp", None]
     # `fsdp` stays within a process, and `data` spans all of them.
-    assert first["processes"] == [list(range(processes))] * 2
+    assert first["processes"] == [[index, index] for index in range(processes)]
 
 
 def test_a_state_larger_than_the_memory_of_a_process_is_made_and_trained(tmp_path):

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from armillary._checks import check_instance, check_positive_int
@@ -65,14 +64,15 @@ def make_mesh(argument: str, mesh: Any, devices: Any, dcn: Any, peers: Peers) ->
         arranged = own.devices
         names = own.axis_names
     else:
+        chosen = devices
         if devices is None and not peers.is_alone:
-            devices = order_devices(jax.devices())
-        found = as_devices("devices", devices)
+            chosen = order_devices(jax.devices())
+        found = as_devices("devices", chosen)
         sizes = _sizes_for(mesh, len(found))
         _check_count(argument, sizes, len(found), peers)
         arranged = _arrange(found, sizes, dcn or {})
         names = tuple(sizes)
-    _check_processes(arranged, peers)
+    _check_processes("mesh" if devices is None else "devices", arranged, peers)
     return Mesh(arranged, names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -178,6 +178,9 @@ def _arrange(
             f"slow links between them, but the devices are of {len(groups)} {noun}. "
             f"Choose sizes whose product is {len(groups)}, or leave `dcn` out."
         )
+    # Only here, because a program must find JAX as it would be without this library.
+    from jax.experimental import mesh_utils
+
     pairs = zip(sizes.values(), across, strict=True)
     inside = [size // count for size, count in pairs]
     return mesh_utils.create_hybrid_device_mesh(
@@ -199,7 +202,7 @@ def _check_count(
     )
 
 
-def _check_processes(devices: Any, peers: Peers) -> None:
+def _check_processes(argument: str, devices: Any, peers: Peers) -> None:
     """Raises if a mesh leaves out a process, or has devices of another program."""
     if peers.is_alone:
         return
@@ -207,7 +210,7 @@ def _check_processes(devices: Any, peers: Peers) -> None:
     idle = set(range(peers.count)) - owners
     if idle:
         raise ValueError(
-            f"The mesh has no device of process {min(idle)} of {peers.count}, but all "
-            "processes run each step. Take devices of each process from "
-            "`jax.devices()`, or leave `devices` out."
+            f"`{argument}` has no device of process {min(idle)} of {peers.count}, but "
+            "all processes run each step. Take devices of each process from "
+            f"`jax.devices()`, or leave `{argument}` out."
         )
