@@ -12,7 +12,7 @@ from armillary._foreign_keywords import ANSWERS
 _BY_NAME = {
     "from_arrays": "Several arrays are one nest: `from_arrays((x, y), batch_size=64)`.",
 }
-# What to write for a missing argument, if `name=...` does not show it.
+# The advice for a missing argument, if `name=...` does not show it.
 _MISSING = {
     "Controller.global_step": "Write `global_step=trainer.global_step` for a "
     "`StepTrainer`. Otherwise the optimizer counts the steps: "
