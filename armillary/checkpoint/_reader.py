@@ -39,6 +39,7 @@ from armillary.checkpoint._store import (
 from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
+from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.errors import CheckpointDamageError, CheckpointError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
 def _restore_intact(
     checkpoint: "Checkpoint", folder: epath.Path, selection: Selection
 ) -> _Restored:
-    with announcing_errors():
+    with announcing_errors(), without_program_mesh():
         leaves = checkpoint.read_leaves()
         with _reading(folder):
             saved, states, evaluation = read_description(folder)

@@ -35,6 +35,7 @@ from armillary.checkpoint._folder import (
 )
 from armillary.cluster._peers import ALONE, Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
+from armillary.distribute.replica._program_mesh import without_program_mesh
 
 _MANIFEST_FILE = "manifest.json"
 # Orbax 0.12 counts the saves of a process, and its parts wait for each other by this
@@ -188,7 +189,8 @@ def write_folder(
         items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
     smallest = min(arrays, key=lambda name: arrays[name].nbytes, default=None)
     writer = _make_writer(earlier, smallest)
-    with _starting:
+    # Orbax may cut an array on one device, which is not the mesh of the program.
+    with _starting, without_program_mesh():
         writer.save(as_plain(path), args=ocp.args.Composite(**items))
 
     def wait() -> None:

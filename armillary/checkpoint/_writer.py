@@ -32,6 +32,7 @@ from armillary.checkpoint._folder import Saved, sync_name
 from armillary.checkpoint._store import Content, as_stored, write_folder
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import ALONE, Peers
+from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
@@ -326,13 +327,14 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
 def _as_arrays(content: Content, peers: Peers) -> dict[str, Any]:
     """Returns the arrays to store. All processes must call it."""
     arrays: dict[str, Any] = {}
-    for name, leaf in content.leaves.items():
-        has_elements = 0 not in content.specs[name].shape
-        if has_elements:
-            arrays[name] = as_stored(leaf, peers)
-    if peers.index == 0:
-        for name, array in content.state_arrays.items():
-            arrays[name] = as_stored(array)
+    with without_program_mesh():
+        for name, leaf in content.leaves.items():
+            has_elements = 0 not in content.specs[name].shape
+            if has_elements:
+                arrays[name] = as_stored(leaf, peers)
+        if peers.index == 0:
+            for name, array in content.state_arrays.items():
+                arrays[name] = as_stored(array)
     return arrays
 
 

@@ -446,3 +446,24 @@ def test_steps_and_hooks_name_axes_compiled_or_not(compile_step):
 def test_two_names_of_one_argument_are_refused():
     with pytest.raises(ValueError, match="two names of one argument"):
         ShardedStrategy({"fsdp": 8}, mesh_shape={"fsdp": 8})
+
+
+def test_a_controller_saves_and_restores_within_the_scope(tmp_path):
+    strategy = ShardedStrategy(make_mesh(AxisType.Auto))
+    with strategy.scope():
+        found = []
+        for steps in (2, 4):
+            trainer = Trainer(strategy, make_net((None, "model"), None))
+            controller = armillary.Controller(
+                trainer=trainer,
+                global_step=trainer.optimizer.step,
+                steps_per_loop=2,
+                checkpoint_manager=armillary.CheckpointManager(
+                    armillary.Checkpoint(trainer=trainer), tmp_path
+                ),
+            )
+            found.append(controller.train(steps))
+    assert float(found[-1]["loss"]) > 0
+    assert int(trainer.optimizer.step[...]) == 4
+    kernel = trainer.model.up.kernel[...]
+    assert kernel.sharding.spec == PartitionSpec(None, "model")
