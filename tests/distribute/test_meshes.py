@@ -451,7 +451,6 @@ def test_two_names_of_one_argument_are_refused():
 def test_a_controller_saves_and_restores_within_the_scope(tmp_path):
     strategy = ShardedStrategy(make_mesh(AxisType.Auto))
     with strategy.scope():
-        found = []
         for steps in (2, 4):
             trainer = Trainer(strategy, make_net((None, "model"), None))
             controller = armillary.Controller(
@@ -462,8 +461,7 @@ def test_a_controller_saves_and_restores_within_the_scope(tmp_path):
                     armillary.Checkpoint(trainer=trainer), tmp_path
                 ),
             )
-            found.append(controller.train(steps))
-    assert float(found[-1]["loss"]) > 0
+            controller.train(steps)
     assert int(trainer.optimizer.step[...]) == 4
     kernel = trainer.model.up.kernel[...]
     assert kernel.sharding.spec == PartitionSpec(None, "model")
