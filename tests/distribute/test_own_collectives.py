@@ -114,7 +114,9 @@ def assert_equal(strategy, one, fn, plain, *args):
 
 
 def assert_close(value, expected):
-    np.testing.assert_allclose(value, expected, rtol=EXACTNESS, atol=EXACTNESS)
+    # Gradients of large attention scores are large, and sums differ by their order.
+    scale = np.abs(np.asarray(expected)).max(initial=1.0)
+    np.testing.assert_allclose(value, expected, rtol=1e-4, atol=EXACTNESS * scale)
 
 
 def draw(*shape, scale=1.0):
