@@ -172,6 +172,14 @@ def take_inputs(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJa
     return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
 
 
+VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""The errors of JAX for code in a trace that needs the value of an array."""
+
 _FORWARD = "forward"
 _BACKWARD = "backward"
 

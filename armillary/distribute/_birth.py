@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend import core
 
 from armillary._checks import list_lines
-from armillary._jaxpr import call_program
+from armillary._jaxpr import VALUE_ERRORS, call_program
 from armillary.distribute._global_arrays import with_auto_axes
 from armillary.distribute._new_arrays import note_new
 from armillary.errors import StateStructureError
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 T = TypeVar("T")
-
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def make_in_place(
@@ -63,7 +57,7 @@ def make_in_place(
     with strategy.leave_program_mesh(), strategy.jax_settings(), leaves_placing():
         try:
             program = jax.make_jaxpr(construct)(before)
-        except _VALUE_ERRORS as error:
+        except VALUE_ERRORS as error:
             error.add_note(
                 f"`strategy.make` traces `{_name_of(fn)}`, so the arrays that it makes "
                 "have no values yet. Compute with them (`jnp.where`), or make an array "

@@ -5,6 +5,7 @@ import types
 import jax
 
 from armillary._called_arrays import explain_called_array
+from armillary._jaxpr import VALUE_ERRORS
 from armillary._owners import Owner, owner_of_file
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
@@ -13,12 +14,6 @@ from armillary.state._adapters import NodePart, plays
 from armillary.state._slots import describe, is_array
 from armillary.typing import PyTree
 
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 _READING = {
     "the trainer": "return it from `train_loop_end`, or as a metric of a pure step",
     "the evaluator": "return it from `eval_step`, for `eval_reduce`",
@@ -85,7 +80,7 @@ def add_notes(
     """
     if isinstance(error, ArmillaryError):
         return
-    if isinstance(error, _VALUE_ERRORS):
+    if isinstance(error, VALUE_ERRORS):
         error.add_note(_explain_value(step_name, owner))
         return
     unbound = explain_unbound_axis(error, get_strategy())

@@ -167,13 +167,15 @@ class Rules:
 
     def _check_used(self, state: State) -> None:
         """Raises if a rule has matched no parameter of any program."""
+        if not self._unused:
+            return
         parameters: list[int] = []
         pairs = zip(state.read(), state.kinds, state.of_optimizer, strict=True)
         for index, (leaf, kind, is_of_optimizer) in enumerate(pairs):
             if _may_be_split(_shaped(leaf), kind) and not is_of_optimizer:
                 parameters.append(index)
         is_plain = [state.kinds[index].role is Role.PLAIN for index in parameters]
-        if not self._unused or not any(is_plain):
+        if not any(is_plain):
             return
         paths = [state.paths[index] for index in parameters]
         unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
