@@ -16,7 +16,8 @@ from etils import epath
 from armillary._checks import printable
 from armillary._json_values import find_numbers
 from armillary._records import write_whole
-from armillary.checkpoint._folder import Saved, read_header, sync_name
+from armillary.checkpoint._folder import Saved, read_header
+from armillary.checkpoint._sync import sync_name
 
 _FILE_NAME = "BEST"
 

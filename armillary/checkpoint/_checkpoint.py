@@ -18,6 +18,7 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary._copy_refusal import OfOneProcess
 from armillary._traceback import hides_frames
+from armillary.checkpoint._content import Content, describe_leaves
 from armillary.checkpoint._folder import (
     Saved,
     as_absolute,
@@ -42,7 +43,6 @@ from armillary.checkpoint._selection import (
     is_inside,
     show_parts,
 )
-from armillary.checkpoint._store import Content, describe_leaves
 from armillary.checkpoint._writer import announcing_errors, write_once
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
@@ -272,11 +272,9 @@ class Checkpoint(OfOneProcess):
     def _write(self, choose: Callable[[], Saved]) -> str:
         with announcing_errors():
             content = self.read_content()
-        has_leaves = any(0 not in spec.shape for spec in content.specs.values())
-        has_arrays = has_leaves or bool(content.state_arrays)
 
         def choose_for_content() -> Saved:
-            return dataclasses.replace(choose(), has_arrays=has_arrays)
+            return dataclasses.replace(choose(), has_arrays=content.has_arrays)
 
         return write_once(choose_for_content, content)
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from armillary._format import make_table, print_out
 from armillary._process import ExitCode
 from armillary.checkpoint._best import read_best
+from armillary.checkpoint._content import read_manifest
 from armillary.checkpoint._folder import (
     Saved,
     as_absolute,
@@ -16,7 +17,6 @@ from armillary.checkpoint._folder import (
     read_header,
 )
 from armillary.checkpoint._packed import summarize_state
-from armillary.checkpoint._store import read_description
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
     try:
-        leaves, states, _ = read_description(saved.path)
+        leaves, states, _ = read_manifest(saved.path)
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(
             f"`path` is {str(saved.path)!r}, a checkpoint that cannot be read: "

@@ -1,4 +1,4 @@
-"""Finds, names, verifies and removes the checkpoint folders of a directory.
+"""Finds, names and removes the checkpoint folders of a directory.
 
 A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise,
 because a run may go back. So the checkpoints are ordered by the serial number in the
@@ -6,53 +6,48 @@ header, which counts saves. Saving a number again makes
 `checkpoint_<number>.<revision>`, and removes the older folder afterwards. So a complete
 checkpoint exists at every moment, and no folder is overwritten.
 
-A file survives a power cut once `fsync` has been called for it, and for each folder up
-to the root. In an object store, a file is on disk once the write has returned.
-
-TensorStore's arrays have no checksums, so a flipped bit would change a weight
-unnoticed. The last file of a checkpoint lists the sizes and CRC-32 sums of all other
-files, and has a checksum itself. It detects errors of disks and copies, but not
-manipulation.
+A checkpoint is written below an unfinished name, and renamed when it is complete. An
+object store cannot rename folders. There, a checkpoint counts once its last file, the
+list of checksums, exists.
 """
 
 import atexit
 import contextlib
 import dataclasses
-import errno
 import functools
 import glob
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
 from time import time
 from typing import Any
 
 from etils import epath
 
 from armillary._checks import check_path
+from armillary.checkpoint._checksums import (
+    BAD_JSON,
+    CHECKSUM_FILE,
+    compare,
+    read_checksums,
+)
+from armillary.checkpoint._sync import is_remote
 from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
 VERSION = 3
 _READABLE = (2, VERSION)
-HEADER_FILE = "header.json"
-CHECKSUM_FILE = "checksums.json"
-_HEADER = f"header/{HEADER_FILE}"
+HEADER = "header/header.json"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _REMOVED_SUFFIX = ".armillary-removed"
 _LEFTOVER = re.compile(
     rf"{_NAME.pattern}({re.escape(_UNFINISHED)}.*|{re.escape(_REMOVED_SUFFIX)})"
 )
-_BLOCK_BYTES = 1 << 20
-# Several files at a time, because disks and network file systems answer slowly.
-_NUM_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +82,7 @@ def as_plain(path: epath.Path) -> epath.Path:
     """
     text = str(path)
     has_pattern = glob.escape(text) != text or "\\" in text
-    if "://" in text or not has_pattern:
+    if is_remote(path) or not has_pattern:
         return path
     return epath.Path(_make_link(str(path.parent))) / path.name
 
@@ -102,29 +97,27 @@ def _make_link(directory: str) -> str:
     return link
 
 
-# Errors from JSON that Armillary did not write.
-_BAD = (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-
-
 def read_header(path: epath.Path) -> Saved | str:
     """Returns a checkpoint, or the reason why there is no complete one."""
     try:
         # The header is verified, because the order of checkpoints depends on it. If the
         # checksums cannot be used, a restore reports this damage.
         with contextlib.suppress(ValueError, KeyError):
-            damage = _compare(path, _HEADER, read_checksums(path)[_HEADER])
+            damage = compare(path, HEADER, read_checksums(path)[HEADER])
             if damage is not None:
                 return damage
-        value = json.loads((path / _HEADER).read_bytes())
+        if is_remote(path) and not (path / CHECKSUM_FILE).exists():
+            return f"`{CHECKSUM_FILE}`, which is written last, is missing"
+        value = json.loads((path / HEADER).read_bytes())
         if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
-            return f"`{_HEADER}` is of another version of Armillary, or another library"
+            return f"`{HEADER}` is of another version of Armillary, or another library"
         saved = Saved(path, **value)
     except FileNotFoundError:
-        return f"`{_HEADER}` is missing"
+        return f"`{HEADER}` is missing"
     except OSError as error:
-        return f"`{_HEADER}` cannot be read ({type(error).__name__}: {error})"
-    except _BAD:
-        return f"`{_HEADER}` has changed since it was written"
+        return f"`{HEADER}` cannot be read ({type(error).__name__}: {error})"
+    except BAD_JSON:
+        return f"`{HEADER}` has changed since it was written"
     for item in ("manifest", "arrays") if saved.has_arrays else ("manifest",):
         if not (path / item).is_dir():
             return f"`{item}` is missing"
@@ -143,7 +136,7 @@ def list_directory(
             continue
         found = read_header(path)
         if isinstance(found, Saved) and found.number != int(name[1]):
-            found = f"`{_HEADER}` belongs to checkpoint {found.number}"
+            found = f"`{HEADER}` belongs to checkpoint {found.number}"
         if isinstance(found, Saved):
             saved.append(found)
         elif _is_ours(path):
@@ -175,7 +168,7 @@ def find_all(directory: epath.Path) -> list[Saved]:
     found: list[Saved] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         is_leftover = _UNFINISHED in path.name or _REMOVED_SUFFIX in path.name
-        if is_leftover or not (path / _HEADER).exists():
+        if is_leftover or not (path / HEADER).exists():
             continue
         saved = read_header(path)
         if isinstance(saved, Saved):
@@ -215,10 +208,20 @@ def describe_new(path: epath.Path, number: int) -> Saved:
     return Saved(path, number, serial, saved_at, saved_at, has_arrays=True)
 
 
+def make_unfinished(path: epath.Path) -> epath.Path:
+    """Makes the folder in which a checkpoint is written until it is complete."""
+    if is_remote(path):
+        return path
+    folder = path.parent / f"{path.name}{_UNFINISHED}-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    return folder
+
+
 def remove_unfinished(path: epath.Path) -> None:
     """Removes the files that a failed save of this folder has left."""
-    for left in list(path.parent.glob(f"{path.name}{_UNFINISHED}*")):
-        left.rmtree()
+    for left in list(path.parent.iterdir()):
+        if left.name.startswith(path.name + _UNFINISHED):
+            left.rmtree()
 
 
 def choose_path(
@@ -251,141 +254,3 @@ def remove_leftovers(directory: epath.Path, of: str = "checkpoint_") -> None:
         is_ours = path.name.startswith(of) and _LEFTOVER.fullmatch(path.name)
         if is_ours and path.is_dir():
             path.rmtree()
-
-
-def sync_tree(folder: epath.Path) -> None:
-    """Waits until a folder and everything in it are on the disk."""
-    if "://" in str(folder):
-        return
-    paths: list[Path] = []
-    for top, _, names in os.walk(folder):
-        paths.append(Path(top))
-        paths += [Path(top, name) for name in names]
-    _sync_all(paths)
-
-
-def sync_name(folder: epath.Path) -> None:
-    """Waits until a folder's name, and the files directly in it, are on the disk."""
-    if "://" in str(folder):
-        return
-    path = Path(folder)
-    files = [file for file in path.iterdir() if file.is_file()]
-    _sync_all([*files, path, path.parent])
-    for above in path.parent.parents:
-        # They may be new as well. Folders of other users may not be readable.
-        with contextlib.suppress(OSError):
-            _sync(above)
-
-
-def _sync_all(paths: Iterable[Path]) -> None:
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        list(pool.map(_sync, paths))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some file systems have no `fsync` for folders, and return this error.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_checksums(folder: epath.Path) -> None:
-    """Writes the size and checksum of every file of the items into one more file."""
-    # Files next to the items are left out. Orbax still changes them, and nobody reads
-    # them.
-    sums: dict[str, tuple[int, int]] = {}
-    for item in folder.iterdir():
-        if not item.is_dir():
-            continue
-        for file in _find_files(item):
-            name = file.relative_to(folder).as_posix()
-            sums[name] = _measure(file)
-    content = {"crc": _sum_up(sums), "files": sums}
-    (folder / CHECKSUM_FILE).write_text(json.dumps(content))
-
-
-def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
-    """Returns the size and CRC-32 of each file.
-
-    Raises:
-        ValueError: If the list of checksums is missing or damaged.
-    """
-    try:
-        sums = json.loads((folder / CHECKSUM_FILE).read_bytes())
-        if sums.keys() == {"crc", "files"}:
-            crc = sums["crc"]
-            sums = sums["files"]
-            if crc != _sum_up(sums):
-                raise ValueError("its own checksum differs")
-        # Version 2 of the format had only the sums of the files.
-        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
-    except (OSError, *_BAD) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"`{CHECKSUM_FILE}` cannot be used ({reason})") from error
-
-
-def _sum_up(sums: object) -> int:
-    return zlib.crc32(json.dumps(sums).encode())
-
-
-def find_damage(folder: epath.Path) -> str | None:
-    """Returns a sentence on a file that has changed since the save, or `None`."""
-    try:
-        expected = read_checksums(folder)
-        # An additional file could have a name of Orbax's older formats, and would then
-        # be read. Hidden files are made by file systems.
-        for file in _find_files(folder / "arrays"):
-            name = file.relative_to(folder).as_posix()
-            if name not in expected and not file.name.startswith("."):
-                return f"`{name}` was added after it was saved"
-    except (ValueError, OSError) as error:
-        return str(error)
-
-    def compare(item: tuple[str, tuple[int, int]]) -> str | None:
-        name, saved = item
-        return _compare(folder, name, saved)
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        problems = pool.map(compare, expected.items())
-        return next((problem for problem in problems if problem is not None), None)
-
-
-def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | None:
-    """Returns a sentence on a file that does not match its size and checksum."""
-    saved_size, saved_crc = saved
-    try:
-        size, crc = _measure(folder / name)
-    except FileNotFoundError:
-        return f"`{name}` is missing"
-    except OSError as error:
-        return f"`{name}` cannot be read ({type(error).__name__}: {error})"
-    if size != saved_size:
-        return f"`{name}` has {size} bytes instead of {saved_size}"
-    if crc != saved_crc:
-        return f"the content of `{name}` has changed (its checksum differs)"
-    return None
-
-
-def _measure(file: epath.Path) -> tuple[int, int]:
-    """Returns the size and the CRC-32 of a file."""
-    size = 0
-    crc = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-    return size, crc
-
-
-def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        # Armillary makes no links to folders, and they might lead in a circle.
-        if path.is_dir() and not os.path.islink(path):
-            yield from _find_files(path)
-        else:
-            yield path

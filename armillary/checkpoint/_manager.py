@@ -20,10 +20,10 @@ from armillary._copy_refusal import OfOneProcess
 from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, Selection, as_paths
-from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import Writer, agree_on, announcing_errors
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError

@@ -1,9 +1,13 @@
 """Restores one checkpoint: verify, compare, read everything, and only then write.
 
 Only checksums decide whether a checkpoint is damaged, before anything is decoded. A
-later failure is not damage, so an older checkpoint would not help. Each process of a
-job verifies the files, because a cache or a disk may show it different content. If one
-process refuses a checkpoint, no process restores it.
+later failure is not damage, so an older checkpoint would not help.
+
+In a job of several processes, each process reads the parts of arrays that it needs. The
+processes share out the large files to verify, so that each byte is verified once before
+anything is read. Small files are verified by all processes, because a cache or a disk
+may show them different content. If one process refuses a checkpoint, no process
+restores it.
 """
 
 import contextlib
@@ -18,24 +22,18 @@ from etils import epath
 
 from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
+from armillary.checkpoint._arrays import read_arrays
+from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
+from armillary.checkpoint._content import LeafSpec, describe_leaves, read_manifest
 from armillary.checkpoint._folder import (
-    CHECKSUM_FILE,
     Saved,
     find_checkpoints,
-    find_damage,
     list_directory,
     read_header,
 )
+from armillary.checkpoint._leaves import as_restored, stored_sharding
 from armillary.checkpoint._packed import find_names, unpack
 from armillary.checkpoint._selection import RestoreReport, Selection, match
-from armillary.checkpoint._store import (
-    LeafSpec,
-    as_restored,
-    describe_leaves,
-    read_arrays,
-    read_description,
-    stored_sharding,
-)
 from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
@@ -148,7 +146,7 @@ def _restore_intact(
     with announcing_errors(), without_program_mesh():
         leaves = checkpoint.read_leaves()
         with _reading(folder):
-            saved, states, evaluation = read_description(folder)
+            saved, states, evaluation = read_manifest(folder)
         program = _as_specs(describe_leaves(leaves), checkpoint.states)
         all_saved = _as_specs(saved, states)
         selection = selection._replace(passing=tuple(checkpoint.passing))
@@ -160,13 +158,13 @@ def _restore_intact(
         )
 
         # Arrays without elements are not stored.
-        full = [name for name in taken if name in saved and 0 not in saved[name].shape]
+        full = [name for name in taken if name in saved and saved[name].is_stored]
         shardings = {name: stored_sharding(leaves[name]) for name in full}
         taken_states = {name: states[name] for name in taken if name in states}
         for state in taken_states.values():
             shardings.update(dict.fromkeys(find_names(state)))
         with _reading(folder):
-            stored = read_arrays(folder, shardings)
+            stored = read_arrays(folder, shardings, saved)
             new_states = {
                 name: unpack(state, stored) for name, state in taken_states.items()
             }
@@ -225,7 +223,7 @@ def verify(
     if peers.is_alone:
         return None if chosen is None else find_damage(chosen)
     with peers.announcing_errors():
-        own = _look(chosen, directory)
+        own = _look(chosen, directory, peers)
     text = json.dumps([*own, str(directory)])
     texts = peers.gather("the checkpoint to restore", text)
     found = [json.loads(text) for text in texts]
@@ -248,14 +246,16 @@ def verify(
     return "; ".join(who) or None
 
 
-def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
+def _look(
+    chosen: epath.Path | None, directory: epath.Path, peers: Peers
+) -> tuple[str, bool]:
     """Describes a checkpoint as this process sees it; returns whether it is damaged."""
     damage = None
     if chosen is None:
         saved = find_checkpoints(directory)
         chosen = saved[-1].path if saved else directory
     elif chosen.exists():
-        damage = find_damage(chosen)
+        damage = find_damage(chosen, peers)
     if damage is not None:
         return damage, True
     if not isinstance(read_header(chosen), Saved):

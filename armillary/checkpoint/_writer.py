@@ -4,9 +4,9 @@
 checkpoint is on the disk. Only after that, it removes checkpoints that are expired, or
 that were saved again.
 
-In a job of several processes, only process 0 writes and chooses paths. Divided arrays
-are sent to it, one after the other. If it fails with a `CheckpointError`, all processes
-raise that error. So no process waits forever, and a program that handles the error can
+In a job of several processes, each process writes its part, and process 0 chooses the
+path and completes the folder. If a part is not written, all processes raise the same
+`CheckpointError`. So no process waits forever, and a program that handles the error can
 continue.
 """
 
@@ -16,9 +16,9 @@ import json
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from etils import epath
 
@@ -28,11 +28,12 @@ from armillary._process import is_first
 from armillary._rising_clock import RisingClock
 from armillary.checkpoint import _folder
 from armillary.checkpoint._best import Mark, read_best, write_best
-from armillary.checkpoint._folder import Saved, sync_name
-from armillary.checkpoint._store import Content, as_stored, write_folder
+from armillary.checkpoint._commit import PartError, write_folder
+from armillary.checkpoint._content import Content
+from armillary.checkpoint._folder import Saved
+from armillary.checkpoint._sync import sync_name
 from armillary.cluster._join import get_peers
-from armillary.cluster._peers import ALONE, Peers
-from armillary.distribute.replica._program_mesh import without_program_mesh
+from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
@@ -106,13 +107,21 @@ class Writer:
         Call `sync` before.
         """
         self._began = monotonic()
-        # On all processes, because all must take part in computations on shared arrays.
-        arrays = None if self._peers.is_alone else _as_arrays(content, self._peers)
-        path = agree_on(
-            "a save", lambda: self._start(number, content, arrays, mark), self._peers
-        )
+        chosen: list[Saved] = []
+
+        def choose() -> list[str]:
+            path = self._directory / f"checkpoint_{number}"
+            try:
+                chosen[:] = self._choose(number, content.has_arrays, mark)
+                path = chosen[-1].path
+                return [str(path), str(_folder.make_unfinished(path))]
+            except Exception as error:
+                raise self._fail(path, error) from error
+
+        path, unfinished = map(epath.Path, agree_on("a save", choose, self._peers))
+        self._write(path, unfinished, content, chosen)
         self._is_saving = True
-        return path
+        return str(path)
 
     def find_interval(self, step: int) -> int | None:
         """Returns the number of steps to the next save, so that saves cost little time.
@@ -136,42 +145,47 @@ class Writer:
         if not self._is_saving:
             return
         self._is_saving = False
+        if self._peers.index:
+            self._wait()  # for the part of this process
         if not self._peers.has_failed:
             agree_on("the end of a save", self._wait, self._peers)
         elif self._peers.index == 0:
-            # The other processes no longer answer, but the save can still be completed.
+            # The other processes no longer answer, but their parts may be complete.
             self._wait()
 
-    def _start(
-        self,
-        number: int,
-        content: Content,
-        arrays: dict[str, Any] | None,
-        mark: Mark | None,
-    ) -> str:
-        path = self._directory / f"checkpoint_{number}"
-        try:
-            if arrays is None:
-                # In a single process. Inside `try`, because memory may run out.
-                arrays = _as_arrays(content, ALONE)
-            self._directory.mkdir(parents=True, exist_ok=True)
-            # Not in the constructor: a manager that only reads must not remove the
-            # folder that another process is writing.
-            if not self._has_cleaned and is_first():
-                _folder.remove_leftovers(self._directory)
-            self._has_cleaned = True
+    def _choose(self, number: int, has_arrays: bool, mark: Mark | None) -> list[Saved]:
+        """Returns the complete checkpoints, and the header of the new one at last."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # Not in the constructor: a manager that only reads must not remove the folder
+        # that another process is writing.
+        if not self._has_cleaned and is_first():
+            _folder.remove_leftovers(self._directory)
+        self._has_cleaned = True
 
-            saved, _ = _folder.list_directory(self._directory)
-            path = _folder.choose_path(self._directory, number, saved)
-            new = self._make_header(path, number, saved, bool(arrays))
-            saved.append(new)
-            if mark is not None:
-                write_best(self._directory, new, mark)
+        saved, _ = _folder.list_directory(self._directory)
+        path = _folder.choose_path(self._directory, number, saved)
+        new = self._make_header(path, number, saved, has_arrays)
+        if mark is not None:
+            write_best(self._directory, new, mark)
+        return [*saved, new]
+
+    def _write(
+        self,
+        path: epath.Path,
+        unfinished: epath.Path,
+        content: Content,
+        saved: list[Saved],
+    ) -> None:
+        """Copies the arrays, and starts the thread that writes them.
+
+        In the first process, `saved` are the complete checkpoints and the new one.
+        """
+        try:
             wait = write_folder(
-                path,
-                arrays=arrays,
-                manifest=_as_manifest(content),
-                header=new.as_json(),
+                unfinished,
+                content,
+                self._peers,
+                header=saved[-1] if saved else None,
                 # Its header counts these saves, so they must get their names first.
                 earlier=find_running(),
             )
@@ -184,7 +198,6 @@ class Writer:
             target=self._finish, args=(path, saved, wait), name="armillary-checkpoint"
         )
         self.thread.start()
-        return str(path)
 
     def _make_header(
         self, path: epath.Path, number: int, earlier: list[Saved], has_arrays: bool
@@ -205,6 +218,8 @@ class Writer:
         try:
             wait()
             self._write_seconds = monotonic() - self._began
+            if not saved:
+                return  # The first process completes the checkpoint.
             # ORDER: before an older checkpoint is removed.
             sync_name(path)
             if is_first():
@@ -281,9 +296,9 @@ class Writer:
             if is_first():
                 _folder.remove_leftovers(self._directory, f"{path.name}.")
         failure = CheckpointError(
-            f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
-            "complete, and earlier checkpoints are unchanged. Make room, and start "
-            "again. A program of one process can also catch this error and continue."
+            f"Saving `{path}` failed: {_explain(error)}. It is not complete, and "
+            "earlier checkpoints are unchanged. Make room, and start again. A program "
+            "of one process can also catch this error and continue."
         )
         failure.__cause__ = error
         return failure
@@ -295,55 +310,50 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
     `choose` returns its path and header in the first process. All processes call this.
     """
     peers = get_peers()
-    # In all processes, because each process holds a part of the arrays.
-    arrays = None if peers.is_alone else _as_arrays(content, peers)
+    chosen: list[Saved] = []
 
-    def write() -> str:
+    def begin() -> list[str]:
         saved = choose()
-        path = saved.path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            wait = write_folder(
-                path,
-                arrays=_as_arrays(content, ALONE) if arrays is None else arrays,
-                manifest=_as_manifest(content),
-                header=saved.as_json(),
-                earlier=find_running(),
-            )
-            wait()
+        chosen.append(saved)
+        with _failing_once(saved.path):
+            return [str(saved.path), str(_folder.make_unfinished(saved.path))]
+
+    path, unfinished = map(epath.Path, agree_on("a save", begin, peers))
+    header = chosen[0] if chosen else None
+    with _failing_once(path):
+        finish = write_folder(
+            unfinished, content, peers, header=header, earlier=find_running()
+        )
+
+    def complete() -> None:
+        with _failing_once(path):
+            finish()
             sync_name(path)
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                _folder.remove_unfinished(path)
-            raise CheckpointError(
-                f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
-                "complete. Make room, or use another path, and save again."
-            ) from error
-        return str(path)
 
-    return agree_on("a save", write, peers)
+    if peers.index:
+        finish()
+    agree_on("the end of a save", complete, peers)
+    return str(path)
 
 
-def _as_arrays(content: Content, peers: Peers) -> dict[str, Any]:
-    """Returns the arrays to store. All processes must call it."""
-    arrays: dict[str, Any] = {}
-    with without_program_mesh():
-        for name, leaf in content.leaves.items():
-            has_elements = 0 not in content.specs[name].shape
-            if has_elements:
-                arrays[name] = as_stored(leaf, peers)
-        if peers.index == 0:
-            for name, array in content.state_arrays.items():
-                arrays[name] = as_stored(array)
-    return arrays
+@contextlib.contextmanager
+def _failing_once(path: epath.Path) -> Iterator[None]:
+    """Removes the files of a save that fails, and raises its error."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            _folder.remove_unfinished(path)
+        raise CheckpointError(
+            f"Saving `{path}` failed: {_explain(error)}. It is not complete. Make "
+            "room, or use another path, and save again."
+        ) from error
 
 
-def _as_manifest(content: Content) -> dict[str, Any]:
-    return {
-        "leaves": {name: vars(spec) for name, spec in content.specs.items()},
-        "states": content.states,
-        "evaluation": content.evaluation,
-    }
+def _explain(error: Exception) -> str:
+    if isinstance(error, PartError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def find_running() -> list[threading.Thread]:

@@ -7,6 +7,8 @@ failed, is named in an error.
 Between two loops, one exchange serves everything that the processes must agree on (a
 stop, a preemption, the next data). When one part asks, every part sends its value, and
 each reads its answer later. Saves, and data within a loop, have separate rounds.
+
+A thread in the background sends a *part* to process 0, outside of the rounds.
 """
 
 import contextlib
@@ -28,12 +30,15 @@ _SLICE_SECONDS = 1.0
 _MOST_CHARACTERS = 1 << 22  # in one value
 _VERDICT_SECONDS = 1.0
 """The longest time until the end of a process is known."""
+_PART_SECONDS = 0.02
+"""The time between two looks for parts."""
 
 
 class Peers:
     """The processes that train together. This process has the number `index`."""
 
-    # Only the main thread may use it: rounds must have the same order everywhere.
+    # Only the main thread may use rounds, whose order must be the same everywhere. Any
+    # thread may use parts.
 
     is_alone = False
     """True if there is only this process, so that nothing has to be agreed on."""
@@ -68,6 +73,37 @@ class Peers:
         for start, stop, (_, _, text) in spans:
             values += [text] * (stop - start)
         return values
+
+    def send_part(self, key: str, text: str) -> None:
+        """Sends process 0 the text of this process, and does not wait."""
+        self._lifeline.send_part(key, text)
+
+    def receive_parts(self, key: str) -> list[str]:
+        """Returns the texts of all other processes, in process 0.
+
+        Raises:
+            PeerError: If a process cannot send its text any more.
+        """
+        others = range(1, self.count)
+        ended: int | None = None
+        try:
+            while True:
+                parts = self._lifeline.read_parts(key)
+                missing = [index for index in others if index not in parts]
+                if not missing:
+                    return [parts[index] for index in others]
+                # A process may have sent its text and ended since the last look.
+                if ended is not None and ended in missing:
+                    raise PeerError(
+                        f"Process {ended} of {self.count} has reached the end of its "
+                        "program without its part."
+                    )
+                ended = next(filter(self._lifeline.has_ended, missing), None)
+                verdict = self._lifeline.wait_for_verdict(_PART_SECONDS)
+                if verdict is not None:
+                    raise PeerError(verdict)
+        finally:
+            self._lifeline.drop_parts(key)
 
     def _check_failures(self, spans: list[Span]) -> None:
         """Raises an error if a process has sent its failure in place of a value."""
@@ -198,6 +234,13 @@ class Alone(Peers):
     def gather(self, topic: str, value: str) -> list[str]:
         del topic
         return [value]
+
+    def send_part(self, key: str, text: str) -> None:
+        del key, text
+
+    def receive_parts(self, key: str) -> list[str]:
+        del key
+        return []
 
     def fail(self, error: BaseException) -> None:
         del error

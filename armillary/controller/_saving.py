@@ -20,7 +20,7 @@ from etils import epath
 from armillary._logging import logger
 from armillary.actions._combined import notify
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
-from armillary.checkpoint._store import Content
+from armillary.checkpoint._content import Content
 from armillary.checkpoint._writer import agree_on
 from armillary.cluster._join import get_peers
 from armillary.controller._directory import read_end

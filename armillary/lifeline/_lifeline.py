@@ -100,6 +100,8 @@ class Lifeline:
         self._fresh: set[int] = set()
         # By process: its error, and the time when it arrived.
         self._failures: dict[int, tuple[str, float]] = {}
+        # In process 0, by key and process: the texts of `send_part`.
+        self._parts: dict[str, dict[int, str]] = {}
 
         # The calls of controllers that run, newest last. If there is none, `_between`
         # counts, which `watch` sets.
@@ -226,6 +228,18 @@ class Lifeline:
         """Ends a round, in process 0, with the failure of one process."""
         entry = ["error", "", failure]
         self._call(self._tree.answer, [(index, index + 1, entry)])
+
+    def send_part(self, key: str, text: str) -> None:
+        """Sends process 0 a text, from any thread and outside of the rounds."""
+        self._call(self._note_part, self._index, key, text)
+
+    def read_parts(self, key: str) -> dict[int, str]:
+        """Returns the texts that have arrived for a key, by process."""
+        return dict(self._parts.get(key, {}))
+
+    def drop_parts(self, key: str) -> None:
+        """Forgets the texts of a key."""
+        self._call(self._parts.pop, key, None)
 
     def find_missing(self) -> list[int]:
         """Returns the processes that this one waits for; outside process 0, only it."""
@@ -439,6 +453,8 @@ class Lifeline:
                 self._fresh.add(who)
         elif kind == "failure":
             self._note_failure(*value)
+        elif kind == "part":
+            self._note_part(*value)
         elif kind == "verdict":
             self._conclude(Verdict(*value))
         elif index not in self._failures and not self.has_ended(index):
@@ -466,6 +482,13 @@ class Lifeline:
             self.refuse(index, text)
         elif index in tree.members:
             tree.send([tree.parent], *message)
+
+    def _note_part(self, index: int, key: str, text: str) -> None:
+        """Keeps a text in process 0; other processes pass it on."""
+        if self._index == _CHIEF:
+            self._parts.setdefault(key, {})[index] = text
+        else:
+            self._tree.send([self._tree.parent], "part", [index, key, text])
 
     def _conclude(self, verdict: Verdict) -> None:
         """Ends the watch with a verdict; the first one counts."""

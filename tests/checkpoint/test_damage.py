@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.checkpoint import Checkpoint, CheckpointManager, _reader
-from armillary.checkpoint._folder import CHECKSUM_FILE, read_checksums
+from armillary.checkpoint._checksums import CHECKSUM_FILE, read_checksums
 from armillary.errors import CheckpointDamageError, CheckpointError
 
 
@@ -249,14 +249,10 @@ def test_every_file_that_is_read_has_a_checksum_and_others_do_not_matter(directo
     sums = read_checksums(epath.Path(folder))
     files = {path.relative_to(folder).as_posix() for path in find_files(folder)}
 
-    # Orbax 0.12 writes the last one, and nobody reads it.
-    others = {CHECKSUM_FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
-    assert {CHECKSUM_FILE, "_CHECKPOINT_METADATA"} <= files - sums.keys() <= others
+    assert files - sums.keys() == {CHECKSUM_FILE}
     assert sums.keys() <= files
     (folder / "notes.txt").touch()
     (folder / "arrays" / ".nfs0001").touch()
-    for name in others - {CHECKSUM_FILE}:
-        (folder / name).unlink(missing_ok=True)
     run = Run(9)
     make_manager(run, directory).restore_or_initialize()
 

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.checkpoint import Checkpoint, CheckpointManager, _folder, _writer
+from armillary.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    _commit,
+    _folder,
+    _writer,
+)
 from armillary.errors import CheckpointError
 
 # Orbax closes its event loop at the first array that fails, and TensorStore calls it
@@ -110,7 +116,7 @@ def test_a_save_that_failed_is_raised_once_and_tried_again(
     controller = make_controller(run, manager)
     with monkeypatch.context() as patch:
         if place == "copy":
-            patch.setattr(_writer, "as_stored", fail)
+            patch.setattr(_commit, "as_stored", fail)
         else:
             replacement = fail if place == "write" else write_and_fail
             patch.setattr(_writer, "write_folder", replacement)

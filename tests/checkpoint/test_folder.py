@@ -21,7 +21,7 @@ def make(directory: Path, name: str, *, serial: int = 1) -> epath.Path:
 
 
 def write_header(path: epath.Path, text: str) -> None:
-    (path / "header" / _folder.HEADER_FILE).write_text(text)
+    (path / _folder.HEADER).write_text(text)
 
 
 def names(saved: list[Saved]) -> list[str]:
@@ -34,7 +34,7 @@ def find(directory: Path) -> list[str]:
 
 def other_value(key: str, value: object) -> Callable[[epath.Path], None]:
     def change(path: epath.Path) -> None:
-        content = json.loads((path / "header" / _folder.HEADER_FILE).read_text())
+        content = json.loads((path / _folder.HEADER).read_text())
         write_header(path, json.dumps({**content, key: value}))
 
     return change
@@ -81,7 +81,7 @@ def test_a_number_gets_a_revision_if_anything_has_its_name(tmp_path):
 
     make(tmp_path, "checkpoint_5.1", serial=2)
     assert find(tmp_path) == ["checkpoint_50", "checkpoint_5.1"]
-    (tmp_path / "checkpoint_5" / "header" / _folder.HEADER_FILE).unlink()
+    (tmp_path / "checkpoint_5" / _folder.HEADER).unlink()
     assert choose() == "checkpoint_5.2"
 
     # The name of one that was removed is not used again: it may have been read.

@@ -16,11 +16,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from armillary.checkpoint import Checkpoint
-from armillary.checkpoint._store import (
-    as_restored,
-    describe_leaves,
-    stored_sharding,
-)
+from armillary.checkpoint._content import describe_leaves
+from armillary.checkpoint._leaves import as_restored, stored_sharding
 from armillary.errors import CheckpointError
 from tests.patience import patience
 from tests.tiers import slow_after_first

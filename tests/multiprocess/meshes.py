@@ -3,6 +3,7 @@
 import json
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import optax
 from flax import nnx
 
 import armillary
+from armillary.checkpoint import _arrays
 
 SIZE = 64
 ROWS = np.random.default_rng(0).normal(size=(32, SIZE)).astype(np.float32)
@@ -42,8 +44,8 @@ def make_state(size: int, names: Any = None) -> Any:
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
 
-def train(strategy: Any, model: Any, optimizer: Any, num_steps: int) -> list[float]:
-    """Returns the loss of each step."""
+def make_train_step(strategy: Any, model: Any, optimizer: Any) -> Callable[[], float]:
+    """Returns a function that takes a step, and returns its loss."""
     size = model.size
 
     @armillary.function
@@ -61,7 +63,13 @@ def train(strategy: Any, model: Any, optimizer: Any, num_steps: int) -> list[flo
 
     source = armillary.data.from_arrays(ROWS, batch_size=16, repeat=True)
     batches = iter(strategy.distribute_dataset(source))
-    return [float(train_step(next(batches))) for _ in range(num_steps)]
+    return lambda: float(train_step(next(batches)))
+
+
+def train(strategy: Any, model: Any, optimizer: Any, num_steps: int) -> list[float]:
+    """Returns the loss of each step."""
+    train_step = make_train_step(strategy, model, optimizer)
+    return [train_step() for _ in range(num_steps)]
 
 
 def follow(strategy: Any, names: Any) -> dict[str, Any]:
@@ -97,8 +105,10 @@ def meshes() -> dict[str, Any]:
     return found
 
 
-def limited(size: int, share: float) -> dict[str, Any]:
-    """Makes and trains a model, with less memory than its state needs."""
+def limited(
+    size: int, share: float, restore_share: float, run_dir: str
+) -> dict[str, Any]:
+    """Makes, trains, saves and restores a model that does not fit into memory."""
     strategy = armillary.ShardedStrategy()
     small = strategy.make(make_state, SIZE)
     train(strategy, *small, 1)  # Threads and buffers of JAX exist afterwards.
@@ -106,12 +116,34 @@ def limited(size: int, share: float) -> dict[str, Any]:
     num_bytes = 3 * 4 * NUM_LAYERS * size**2
     lines = Path("/proc/self/status").read_text().splitlines()
     (used,) = [int(line.split()[1]) for line in lines if line.startswith("VmData")]
-    limit = 1024 * used + int(share * num_bytes)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    def limit_memory(share: float) -> None:
+        limit = 1024 * used + int(share * num_bytes)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+    limit_memory(share)
     model, optimizer = strategy.make(make_state, size)
-    losses = train(strategy, model, optimizer, 2)
+    train_step = make_train_step(strategy, model, optimizer)
+    losses = [train_step(), train_step()]
     part = model.kernels[...].addressable_shards[0].data
-    return {"losses": losses, "part": list(part.shape)}
+
+    # Small arrays, as this state is small.
+    _arrays._GROUP_BYTES = num_bytes // 64
+    checkpoint = armillary.Checkpoint(model=model, optimizer=optimizer)
+    manager = armillary.CheckpointManager(checkpoint, run_dir)
+    manager.save(2)
+    manager.sync()
+    # Two steps are a pass over the data, so this batch comes again.
+    next_losses = [train_step(), train_step()]
+    # A restore reads everything before it changes anything.
+    limit_memory(restore_share)
+    manager.restore_or_initialize()
+    return {
+        "losses": losses,
+        "part": list(part.shape),
+        "next": next_losses,
+        "restored": [train_step(), train_step()],
+    }
 
 
 def main() -> None:

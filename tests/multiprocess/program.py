@@ -414,7 +414,12 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
 
     damaged = []
     find_damage = _reader.find_damage
-    _reader.find_damage = lambda path: damaged.append(path.name) or find_damage(path)
+
+    def find_noted(path: Any, peers: Any) -> str | None:
+        damaged.append(path.name)
+        return find_damage(path, peers)
+
+    _reader.find_damage = find_noted
     found: dict[str, Any] = {}
     good, bad = make("good"), make("bad")
     for manager, number in ((good, 1), (good, 2), (bad, 1)):

@@ -41,11 +41,14 @@ def test_a_mesh_of_all_processes_gives_the_numbers_of_one_device(tmp_path, proce
     assert first["processes"] == [[index, index] for index in range(processes)]
 
 
-def test_a_state_larger_than_the_memory_of_a_process_is_made_and_trained(tmp_path):
-    outcome = run(tmp_path, "limited", 4, size=2048, share=0.6)
+def test_a_state_larger_than_the_memory_of_a_process_is_trained_and_resumed(tmp_path):
+    run_dir = str(tmp_path / "run")
+    shares = {"share": 0.6, "restore_share": 0.8}
+    outcome = run(tmp_path, "limited", 4, size=2048, run_dir=run_dir, **shares)
 
     assert outcome.codes == [0] * 4, outcome.log
     first = outcome.results[0]
     assert all(each == first for each in outcome.results)
     assert first["part"] == [24, 256, 2048]
     assert np.isfinite(first["losses"]).all()
+    assert first["restored"] == first["next"]

@@ -1,0 +1,214 @@
+"""Writes one checkpoint folder: each process writes its part, and process 0 commits.
+
+::
+
+    process 0                              each other process
+    chooses the name, makes the folder
+    ---------------- all agree on the name of the folder ----------------
+    copies its arrays                      copies its arrays
+    writes, sums and syncs its files       writes, sums and syncs its files
+    waits for all sums              <----  sends its sums, or its error
+    merges the index of all arrays
+    writes manifest, header, checksums
+    syncs and renames the folder
+
+Training waits until the arrays are copied. Everything else happens in the background.
+"""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from etils import epath
+
+from armillary.checkpoint._arrays import (
+    copy_arrays,
+    find_own_files,
+    merge_arrays,
+    read_arrays,
+)
+from armillary.checkpoint._checksums import (
+    Sum,
+    compare_size,
+    measure_all,
+    write_checksums,
+)
+from armillary.checkpoint._content import MANIFEST, Content
+from armillary.checkpoint._folder import HEADER, Saved
+from armillary.checkpoint._leaves import as_stored
+from armillary.checkpoint._sync import is_remote, sync_files, sync_tree
+from armillary.cluster._peers import Peers
+from armillary.distribute.replica._program_mesh import without_program_mesh
+
+_MOST_READ = 1 << 20
+"""The most elements of an array that is read back after a save."""
+
+
+class PartError(Exception):
+    """The error of one or several processes that could not write their parts."""
+
+
+def write_folder(
+    folder: epath.Path,
+    content: Content,
+    peers: Peers,
+    header: Saved | None = None,
+    earlier: Sequence[threading.Thread] = (),
+) -> Callable[[], None]:
+    """Starts writing a checkpoint; returns once the arrays may change again.
+
+    All processes call it.
+
+    Args:
+        folder: The unfinished folder.
+        content: The values to write.
+        peers: The processes that write together.
+        header: The header, in the first process.
+        earlier: Threads that write earlier checkpoints. The folder gets its name after
+            they have ended.
+
+    Returns:
+        A function that waits until this process's part is written. In the first
+        process, it waits for the parts of all processes, and completes the folder. It
+        raises the error that prevented this.
+    """
+    # Now, because the states may change later.
+    manifest = content.as_manifest()
+    write_part = _start_part(folder, content, peers)
+    if peers.index:
+        return lambda: peers.send_part(folder.name, _report(write_part))
+
+    def complete() -> None:
+        sums = _collect_sums(folder, peers, write_part)
+        if content.has_arrays:
+            merge_arrays(folder)
+            _read_one(folder, content)
+
+        assert header is not None
+        _write_text(folder / MANIFEST, manifest)
+        _write_text(folder / HEADER, json.dumps(header.as_json()))
+        # ORDER: in an object store, a checkpoint is complete with this file.
+        write_checksums(folder, sums)
+        sync_tree(folder)
+        for thread in earlier:
+            thread.join()
+        if not is_remote(folder):
+            folder.rename(header.path)
+
+    return complete
+
+
+def _start_part(
+    folder: epath.Path, content: Content, peers: Peers
+) -> Callable[[], dict[str, Sum]]:
+    """Copies the arrays that this process writes; returns a function that waits.
+
+    That function returns the sums of the files. If a process of several cannot copy its
+    arrays, the function raises the error, so that all processes learn it.
+    """
+    try:
+        wait = copy_arrays(folder, _as_arrays(content, peers))
+    except Exception as error:
+        if peers.is_alone:
+            raise
+        failure = error
+
+        def fail() -> dict[str, Sum]:
+            raise failure
+
+        return fail
+
+    def write_part() -> dict[str, Sum]:
+        wait()
+        if peers.is_alone or not content.has_arrays:
+            return {}  # The files of a single process are measured at the end.
+        files = list(find_own_files(folder))
+        sums = measure_all(folder, files)
+        sync_files(files)
+        return sums
+
+    return write_part
+
+
+def _as_arrays(content: Content, peers: Peers) -> dict[str, jax.Array | np.ndarray]:
+    """Returns the arrays that this process writes. All processes must call it."""
+    arrays: dict[str, jax.Array | np.ndarray] = {}
+    with without_program_mesh():
+        for name, leaf in content.leaves.items():
+            stored = as_stored(leaf, peers) if content.specs[name].is_stored else None
+            if stored is not None:
+                arrays[name] = stored
+    if peers.index == 0:
+        for name, array in content.state_arrays.items():
+            arrays[name] = np.array(array)
+    return arrays
+
+
+def _report(write_part: Callable[[], dict[str, Sum]]) -> str:
+    """Returns the sums of a part, or the error of its process, as JSON."""
+    try:
+        report = {"sums": write_part()}
+    except Exception as error:
+        report = {"error": f"{type(error).__name__}: {error}"}
+    return json.dumps(report)
+
+
+def _collect_sums(
+    folder: epath.Path, peers: Peers, write_part: Callable[[], dict[str, Sum]]
+) -> dict[str, Sum]:
+    """Returns the sums of all parts, in the first process.
+
+    Raises:
+        PartError: If a part is not written, or this process does not see it. All
+            processes have stopped writing by then.
+    """
+    if peers.is_alone:
+        return write_part()
+    own = _report(write_part)
+    reports = [own, *peers.receive_parts(folder.name)]
+
+    sums: dict[str, Sum] = {}
+    problems: list[str] = []
+    for index, text in enumerate(reports):
+        report = json.loads(text)
+        problem = report.get("error") or _find_missing(folder, report["sums"])
+        if problem is not None:
+            problems.append(f"in process {index} of {peers.count}, {problem}")
+        sums |= report.get("sums", {})
+    if problems:
+        raise PartError("; ".join(problems))
+    return sums
+
+
+def _find_missing(folder: epath.Path, sums: Mapping[str, Sum]) -> str | None:
+    """Returns a sentence if this process does not see a file of another one."""
+    for name, measured in sums.items():
+        problem = compare_size(folder, name, measured)
+        if problem is not None:
+            return (
+                f"a file was written that process 0 does not see as it is: {problem}. "
+                "The directory must be on a file system that all processes share"
+            )
+    return None
+
+
+def _read_one(folder: epath.Path, content: Content) -> None:
+    """Reads the smallest array, because Orbax may write files that it cannot read."""
+    sizes: dict[str, int] = {}
+    for name, spec in content.specs.items():
+        if spec.is_stored:
+            sizes[name] = math.prod(spec.shape)
+    for name, array in content.state_arrays.items():
+        sizes[name] = array.size
+    smallest = min(sizes, key=lambda name: sizes[name])
+    # A larger array might not fit into the memory of one process.
+    if sizes[smallest] <= _MOST_READ:
+        read_arrays(folder, {smallest: None})
+
+
+def _write_text(file: epath.Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)

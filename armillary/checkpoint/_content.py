@@ -1,0 +1,120 @@
+"""The content of a checkpoint at one moment, and its description on the disk.
+
+The description is the item `manifest` of a checkpoint folder, in JSON. It has dtype and
+shape of each leaf, and the states of Python objects.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from armillary._checks import list_lines
+from armillary.distribute._global_arrays import is_key
+
+MANIFEST = "manifest/manifest.json"
+_KEY_BYTES = 8  # as of `threefry2x32`
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """The description of a leaf without its values."""
+
+    # For example `bfloat16`, or `key<threefry2x32>`, whose shape lacks the last axis.
+    dtype: str
+    shape: tuple[int, ...]
+    # Whether it is a NumPy array or a number, which a step gives JAX's default width.
+    is_host: bool = False
+
+    def __str__(self) -> str:
+        # A leaf of a checkpoint fits the program if these texts are equal.
+        if not self.is_host:
+            return f"{self.dtype} {self.shape}"
+        return f"{jax.dtypes.canonicalize_dtype(self.dtype).name} {self.shape}"
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the leaf has elements; arrays without elements are not stored."""
+        return 0 not in self.shape
+
+    def own_bytes(self, sharding: jax.sharding.Sharding | None) -> int:
+        """Returns the bytes of the parts on this process's devices."""
+        is_key = self.dtype.startswith("key<")
+        item_bytes = _KEY_BYTES if is_key else jax.numpy.dtype(self.dtype).itemsize
+        if sharding is None:
+            return item_bytes * math.prod(self.shape)
+        part = math.prod(sharding.shard_shape(self.shape))
+        return item_bytes * part * len(sharding.addressable_devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """The values of a checkpoint at one moment."""
+
+    leaves: dict[str, Any]
+    specs: dict[str, LeafSpec]
+    # The state of each object as JSON, and the arrays that belong to these states.
+    states: dict[str, Any]
+    state_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    # The progress of a controller's evaluation.
+    evaluation: Any = None
+
+    @property
+    def has_arrays(self) -> bool:
+        """True if the checkpoint folder has the item `arrays`."""
+        has_leaves = any(spec.is_stored for spec in self.specs.values())
+        return has_leaves or bool(self.state_arrays)
+
+    def as_manifest(self) -> str:
+        """Returns the description as JSON."""
+        manifest = {
+            "leaves": {name: vars(spec) for name, spec in self.specs.items()},
+            "states": self.states,
+            "evaluation": self.evaluation,
+        }
+        return json.dumps(manifest)
+
+
+def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
+    """Returns the description of each leaf, or raises an error that names bad ones."""
+    specs: dict[str, LeafSpec] = {}
+    bad: list[str] = []
+    for path, leaf in leaves.items():
+        if is_key(leaf):
+            dtype = f"key<{jax.random.key_impl(leaf)}>"
+            specs[path] = LeafSpec(dtype, tuple(leaf.shape))
+            continue
+        is_host = not isinstance(leaf, jax.Array)
+        array = np.asarray(leaf) if is_host else leaf
+        if _is_numeric(array.dtype):
+            specs[path] = LeafSpec(array.dtype.name, tuple(array.shape), is_host)
+        else:
+            bad.append(f"{path}: {type(leaf).__name__} {leaf!r}")
+    if bad:
+        raise TypeError(
+            f"`Checkpoint` holds {len(bad)} values that are not numeric arrays, and "
+            f"only those can be saved:\n{list_lines(bad)}\n"
+            "Keep such values in plain attributes, outside variables."
+        )
+    return specs
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    # Not by NumPy, which does not count types such as `bfloat16` among numbers.
+    is_bool = jax.dtypes.issubdtype(dtype, np.bool_)
+    return is_bool or jax.dtypes.issubdtype(dtype, np.number)
+
+
+def read_manifest(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any], Any]:
+    """Returns the descriptions of leaves, the states, and an evaluation's progress."""
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    specs: dict[str, LeafSpec] = {}
+    for name, spec in manifest["leaves"].items():
+        shape = tuple(spec["shape"])
+        specs[name] = LeafSpec(spec["dtype"], shape, spec["is_host"])
+    return specs, manifest["states"], manifest.get("evaluation")
