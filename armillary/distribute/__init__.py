@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from armillary._foreign_names import refuse_name as _refuse_name
 from armillary._traceback import mark_public as _mark_public
-from armillary.distribute._strategy import Strategy, ValueContext
+from armillary.distribute._data_methods import ValueContext
+from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import (
     get_replica_context,

@@ -5,7 +5,7 @@ from typing import Any
 
 from armillary._checks import check_callable, check_instance
 from armillary.data._layout import InputContext, InputOptions
-from armillary.distribute._strategy import OPTIONS_FIX
+from armillary.distribute._data_methods import OPTIONS_FIX
 
 
 class DatasetCreator:

@@ -82,7 +82,7 @@ def get_replica_context() -> "ReplicaContext | None":
     return _frame().replica_context
 
 
-def get_running_context(strategy: "Strategy") -> "ReplicaContext | None":
+def get_running_context(strategy: object) -> "ReplicaContext | None":
     """Returns the replica context if the caller is inside `run` of this strategy."""
     for frame in reversed(_ambient.frames):
         if frame.strategy is not strategy:
@@ -255,7 +255,7 @@ def refuse_part_of_replica(function: str, strategy: "Strategy") -> None:
 
 
 def require_cross_replica_context(
-    function: str, instead: str, strategy: "Strategy"
+    function: str, instead: str, strategy: object
 ) -> None:
     """Raises if `function` was called in `run`, or in another strategy's scope."""
     if is_in_run():

@@ -16,7 +16,8 @@ from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
-from armillary.distribute._strategy import OPTIONS_FIX, Strategy
+from armillary.distribute._data_methods import OPTIONS_FIX
+from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
 from armillary.distribute.replica._context import get_strategy, set_default
