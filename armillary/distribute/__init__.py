@@ -2,7 +2,7 @@
 
 `docs/devices/strategies.md` says which strategy to choose. `_strategy` is the base
 class, and `strategies` holds the subclasses. `program` turns a step into a device
-program, and `replica` has the code that runs inside `run`.
+program, `replica` has the code that runs inside `run`, and `analysis` checks it.
 """
 
 import importlib

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from armillary._jaxpr import mark
+from armillary.distribute.analysis._marks import DENOMINATOR, NUMERATOR, SUMMED
 from armillary.distribute.replica._context import get_replica_context
-from armillary.distribute.replica._marks import DENOMINATOR, NUMERATOR, SUMMED
 from armillary.metrics._counts import (
     NUM_INTEGERS,
     CountingMetric,

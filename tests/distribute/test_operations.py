@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._operations import (
     COLLECTIVES,
     CURVED,
     LINEAR,

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from armillary.distribute.replica._labels import BATCH, EQUAL, LabelKind
-from armillary.distribute.replica._proof import Proof
+from armillary.distribute.analysis._labels import BATCH, EQUAL, LabelKind
+from armillary.distribute.analysis._proof import Proof
 from armillary.errors import ReplicaMismatchError
 
 

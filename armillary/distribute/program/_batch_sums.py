@@ -18,9 +18,9 @@ from jax.core import Tracer
 from armillary._jax_compat import read_number, read_real
 from armillary._jaxpr import Dataflow, mark, programs_in
 from armillary._logging import logger
-from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._marks import METRIC
-from armillary.distribute.replica._operations import ADDITIONS, COPIES
+from armillary.distribute.analysis._example_axes import axes_of_result
+from armillary.distribute.analysis._marks import METRIC
+from armillary.distribute.analysis._operations import ADDITIONS, COPIES
 
 # Operations with one result for each operand, which is still a sum if the operand is.
 _KEEPING_EACH = ("psum", "psum_invariant", "optimization_barrier")

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 from armillary._jax_compat import read_number
 from armillary._jaxpr import Dataflow
 from armillary._logging import logger
+from armillary.distribute.analysis._operations import DRAWS
 from armillary.distribute.program._traced_step import TracedStep
 from armillary.distribute.replica._context import get_strategy
-from armillary.distribute.replica._operations import DRAWS
 from armillary.distribute.replica._policy import Policy, policies_of
 from armillary.state._lift import State
 

@@ -1,1 +1,1 @@
-"""The code inside `strategy.run`: values, reductions, policies and proofs."""
+"""The code inside `strategy.run`: values, reductions and policies of the state."""

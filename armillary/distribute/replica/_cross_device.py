@@ -7,7 +7,7 @@ calls it::
         cross_device_ops=armillary.distribute.HierarchicalCopyAllReduce()
     )
 
-Its `reduce` runs in every replica while a step is compiled. `_sameness` proves that the
+Its `reduce` runs in every replica while a step is compiled. `_own_ops` proves that the
 results are equal on all replicas.
 """
 

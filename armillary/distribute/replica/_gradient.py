@@ -14,8 +14,8 @@ from jax.extend import core
 from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._jaxpr import Dataflow, walk_equations
 from armillary._traceback import hides_frames
+from armillary.distribute.analysis._marks import AVERAGE, DIVISOR
 from armillary.distribute.replica._context import lifted_state, require_replica_context
-from armillary.distribute.replica._marks import AVERAGE, DIVISOR
 from armillary.errors import BatchSizeError, CapturedStateError
 from armillary.state._adapters import is_variable, node_adapter
 from armillary.state._lift import State, strong

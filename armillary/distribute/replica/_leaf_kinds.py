@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import list_lines
-from armillary.distribute.replica._kinds import KINDS
 from armillary.distribute.replica._policy import VariableAggregation
 from armillary.state._adapters import (
     adapter_of,
@@ -28,6 +27,8 @@ from armillary.state._slots import LeafKind, is_array
 from armillary.state._tree import PURE_STATE, Leaf, is_object, kind_of, leaves_of
 from armillary.state._walk import Walk
 
+# The kinds by name, such as `"mean"`.
+_KINDS = {member.name.lower(): member for member in VariableAggregation}
 _FIX = 'Write `kinds={"batch_stats": "mean"}`.'
 
 
@@ -115,11 +116,11 @@ def _make_rule(key: Any, kind: Any) -> _Rule:
 def _check_kind(key: Any, kind: Any) -> VariableAggregation:
     if isinstance(kind, VariableAggregation):
         return kind
-    found = KINDS.get(kind) if isinstance(kind, str) else None
+    found = _KINDS.get(kind) if isinstance(kind, str) else None
     if found is None:
-        near = difflib.get_close_matches(str(kind), KINDS, n=1)
+        near = difflib.get_close_matches(str(kind), _KINDS, n=1)
         meant = near[0] if near else "mean"
-        known = ", ".join(f'"{name}"' for name in KINDS)
+        known = ", ".join(f'"{name}"' for name in _KINDS)
         fix = f'Write `kinds={{{_shown(key)}: "{meant}"}}`.'
         raise ValueError(
             f"`kinds` has {kind!r:.60} for {_shown(key)}, but a kind is one of "

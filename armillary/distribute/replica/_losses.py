@@ -11,12 +11,12 @@ from jax.core import Tracer
 
 from armillary._checks import check_positive_int
 from armillary._jaxpr import mark
+from armillary.distribute.analysis._marks import AVERAGE, DIVISOR, WEIGHT
 from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
 from armillary.distribute.replica._gradient import num_parts
-from armillary.distribute.replica._marks import AVERAGE, DIVISOR, WEIGHT
 from armillary.distribute.replica._replica import ReplicaContext
 from armillary.errors import BatchSizeError
 

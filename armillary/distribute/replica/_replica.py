@@ -25,7 +25,7 @@ from armillary.distribute.replica._context import (
     lifted_state,
     refuse_part_of_replica,
 )
-from armillary.distribute.replica._sameness import reduce_by
+from armillary.distribute.replica._own_ops import reduce_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,

@@ -19,21 +19,21 @@ from armillary._jaxpr import (
 )
 from armillary.data._layout import Active, describe_active, first_replicas
 from armillary.distribute._global_arrays import is_array_or_number, is_key, narrow_mesh
-from armillary.distribute.replica._call import Call
-from armillary.distribute.replica._labels import (
+from armillary.distribute.analysis._labels import (
     BATCH,
     EQUAL,
     Facts,
     Label,
     LabelKind,
 )
+from armillary.distribute.analysis._proof import Proof
+from armillary.distribute.replica._call import Call
 from armillary.distribute.replica._policy import (
     Policy,
     VariableAggregation,
     leave_step,
     policies_of,
 )
-from armillary.distribute.replica._proof import Proof
 from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._values import (
     PerReplica,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jax.extend import core
 
 from armillary._logging import logger
-from armillary.distribute.replica._draws import (
+from armillary.distribute.analysis._draws import (
     MEANT,
     SHARED,
     Origin,
@@ -18,14 +18,14 @@ from armillary.distribute.replica._draws import (
     find_shared_draws,
     of_batch,
 )
-from armillary.distribute.replica._idle_replicas import (
+from armillary.distribute.analysis._idle_replicas import (
     IdleReplicas,
     find_idle_replicas,
 )
-from armillary.distribute.replica._positions import PositionFinding, find_positions
-from armillary.distribute.replica._share_messages import explain, explain_position
-from armillary.distribute.replica._share_sizes import ShareCounter, find_counters
-from armillary.distribute.replica._shares import (
+from armillary.distribute.analysis._positions import PositionFinding, find_positions
+from armillary.distribute.analysis._share_messages import explain, explain_position
+from armillary.distribute.analysis._share_sizes import ShareCounter, find_counters
+from armillary.distribute.analysis._shares import (
     ShareFinding,
     StateOfSum,
     find_shares,

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._operations import (
     CUMULATIVE,
     CURVED,
     EXTREMES,

@@ -31,17 +31,17 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import count_scan_operands, read_real
-from armillary.distribute.replica._dataflow import ReplicaDataflow
-from armillary.distribute.replica._example_axes import axes_of_result
-from armillary.distribute.replica._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._dataflow import ReplicaDataflow
+from armillary.distribute.analysis._example_axes import axes_of_result
+from armillary.distribute.analysis._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
+from armillary.distribute.analysis._operations import (
     EXTREMES,
     LINEAR,
     PRODUCTS,
     REDUCTIONS,
     SUMS,
 )
-from armillary.distribute.replica._share_facts import (
+from armillary.distribute.analysis._share_facts import (
     ANY,
     COMBINED,
     EQUAL,

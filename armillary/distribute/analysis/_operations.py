@@ -6,7 +6,7 @@ Each class is one table, which all analyses share.
 from typing import Any
 
 from armillary._jaxpr import IDENTITIES, named_axes, programs_in, walk_equations
-from armillary.distribute.replica._marks import MADE_BY_OPS
+from armillary.distribute.analysis._marks import MADE_BY_OPS
 
 NUMBER = frozenset({"the number of the replica, or random keys made with it"})
 _PYTHON = frozenset({"a callback to Python"})
@@ -122,7 +122,7 @@ def has_collective(equation: Any) -> bool:
 def reduced_by_ops(equation: Any) -> str:
     """Returns `"sum"`, `"mean"`, ... if a `CrossDeviceOps` reduces in an equation.
 
-    It returns an empty string for other equations. `_sameness.reduce_by` makes the
+    It returns an empty string for other equations. `replica/_own_ops.py` makes the
     equation, and a mark in it names the operation.
     """
     if equation.primitive.name != "custom_jvp_call":

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.dtypes import issubdtype, prng_key
 
-from armillary.distribute.replica._labels import Facts, Label, LabelKind, join_facts
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._labels import Facts, Label, LabelKind, join_facts
+from armillary.distribute.analysis._operations import (
     ADDITIONS,
     COPIES,
     CURVED,

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import read_real
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._operations import (
     COPIES,
     CUMULATIVE,
     LINEAR,
     NONLINEAR,
     PRODUCTS,
 )
-from armillary.distribute.replica._users import is_of_mean
+from armillary.distribute.analysis._users import is_of_mean
 
 # Operations that hand on a number that something is multiplied by.
 _SCALES = ("mul", "div", "broadcast_in_dim", "convert_element_type")

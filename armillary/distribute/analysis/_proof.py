@@ -19,8 +19,8 @@ import numpy as np
 from jax.extend import core
 
 from armillary._jaxpr import is_made_by, source_line
-from armillary.distribute.replica._dataflow import ReplicaDataflow
-from armillary.distribute.replica._label_rules import (
+from armillary.distribute.analysis._dataflow import ReplicaDataflow
+from armillary.distribute.analysis._label_rules import (
     SCALES,
     divide,
     find_lost,
@@ -30,28 +30,28 @@ from armillary.distribute.replica._label_rules import (
     wrong_in_mean,
     wrong_in_sum,
 )
-from armillary.distribute.replica._labels import (
+from armillary.distribute.analysis._labels import (
     EQUAL,
     Facts,
     Label,
     LabelKind,
     join_facts,
 )
-from armillary.distribute.replica._marks import (
+from armillary.distribute.analysis._marks import (
     DENOMINATOR,
     DIVISOR,
     NUMERATOR,
     SUMMED,
     WEIGHT,
 )
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._operations import (
     ADDITIONS,
     DRAWS,
     NUMBER,
     SOURCES,
     has_collective,
 )
-from armillary.distribute.replica._proof_messages import (
+from armillary.distribute.analysis._proof_messages import (
     explain_difference,
     explain_divisor,
     explain_half_reduced,

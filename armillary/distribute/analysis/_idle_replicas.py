@@ -16,7 +16,7 @@ from armillary._jaxpr import (
     source_line,
     walk_equations,
 )
-from armillary.distribute.replica._operations import REDUCTIONS
+from armillary.distribute.analysis._operations import REDUCTIONS
 
 
 class IdleReplicas(NamedTuple):

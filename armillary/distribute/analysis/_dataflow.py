@@ -7,14 +7,14 @@ that means for its facts.
 from typing import Any
 
 from armillary._jaxpr import Dataflow, Fact
-from armillary.distribute.replica._operations import (
+from armillary.distribute.analysis._operations import (
     DRAWS,
     SOURCES,
     is_collective,
     is_equal_after,
     reduced_by_ops,
 )
-from armillary.distribute.replica._users import Users, is_of_mean
+from armillary.distribute.analysis._users import Users, is_of_mean
 
 
 class ReplicaDataflow(Dataflow[Fact]):
@@ -68,7 +68,7 @@ class ReplicaDataflow(Dataflow[Fact]):
             return [self.follow_source(equation, operands)] * num_results
         by_ops = reduced_by_ops(equation)
         if by_ops:
-            # `_sameness` has proved that the results are equal. The arrays that the
+            # `_own_ops` has proved that the results are equal. The arrays that the
             # `CrossDeviceOps` has captured come before the arrays to reduce.
             return self.follow_reduction(equation, operands[-num_results:], by_ops)
         if is_equal_after(equation, self.axis_name):

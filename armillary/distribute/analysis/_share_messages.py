@@ -1,12 +1,12 @@
 """The texts of the warnings about numbers that depend on a replica's share."""
 
-from armillary.distribute.replica._positions import (
+from armillary.distribute.analysis._positions import (
     ChosenRows,
     MixedRows,
     PositionFinding,
 )
-from armillary.distribute.replica._share_facts import Cause, CauseKind
-from armillary.distribute.replica._shares import (
+from armillary.distribute.analysis._share_facts import Cause, CauseKind
+from armillary.distribute.analysis._shares import (
     MeanOfSums,
     MetricOfShare,
     ReductionOfShare,

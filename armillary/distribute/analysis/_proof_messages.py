@@ -1,12 +1,13 @@
 """Messages of the errors that `_proof` finds in a step."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from armillary._checks import list_lines
-from armillary.distribute.replica._kinds import as_kinds
-from armillary.distribute.replica._labels import Facts, Label, LabelKind
+from armillary.distribute.analysis._labels import Facts, Label, LabelKind
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
+_MOST_PATTERNS = 4
 _MEAN = '`armillary.all_reduce("mean", gradients)`'
 # Every text takes `where`, `origin` and `count`; the text about keys takes `as_meant`.
 _WRONG = {
@@ -73,7 +74,7 @@ def explain_label(label: Label, where: str, num_replicas: int) -> Exception:
     """
     as_meant = _SAME_KEY
     if label.pure_path is not None:
-        as_meant = f"name it in `StepTrainer(..., {as_kinds([label.pure_path])})`"
+        as_meant = f"name it in `StepTrainer(..., {_as_kinds([label.pure_path])})`"
     message = _WRONG[label.kind].format(
         origin=label.origin, where=where, count=num_replicas, as_meant=as_meant
     )
@@ -157,7 +158,7 @@ def _way_out(facts: Facts, pure_paths: Sequence[str]) -> str:
     if where is None and pure_paths:
         return (
             f". {_REDUCE}, or let replicas differ during a step: "
-            f'`StepTrainer(..., {as_kinds(pure_paths, "mean")})`, or "sum" or '
+            f'`StepTrainer(..., {_as_kinds(pure_paths, "mean")})`, or "sum" or '
             f'"only_first_replica". {_GATHER}'
         )
     if where is None:
@@ -174,3 +175,22 @@ def _way_out(facts: Facts, pure_paths: Sequence[str]) -> str:
         "fits a loss that `compute_average_loss` (or you) divided by the global batch "
         "size."
     )
+
+
+def _as_kinds(paths: Iterable[str], kind: str = "none") -> str:
+    """Returns the argument that gives a kind to the leaves with these paths."""
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        parent, _, name = path.rpartition("/")
+        names.setdefault(parent, []).append(re.escape(name))
+    entries = [
+        f'r"{_pattern_of(parent, each)}": "{kind}"' for parent, each in names.items()
+    ]
+    if len(entries) > _MOST_PATTERNS:
+        entries = [*entries[:_MOST_PATTERNS], "..."]
+    return f"kinds={{{', '.join(entries)}}}"
+
+
+def _pattern_of(parent: str, names: list[str]) -> str:
+    last = names[0] if len(names) == 1 else f"({'|'.join(names)})"
+    return f"{re.escape(parent)}/{last}$" if parent else f"{last}$"
