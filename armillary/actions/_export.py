@@ -18,7 +18,7 @@ from armillary._checks import (
     check_positive_int,
     list_lines,
 )
-from armillary._jaxpr import find_unchanged
+from armillary._dataflow import find_unchanged
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary._records import write_whole

@@ -19,7 +19,8 @@ import jax
 import optax
 from jax.extend import core
 
-from armillary._jaxpr import find_dependencies, programs_in, walk_equations
+from armillary._dataflow import find_dependencies
+from armillary._jaxpr import programs_in, walk_equations
 from armillary._optional import import_ray
 from armillary.distribute.replica._context import lifted_state
 from armillary.parameter_server._server import ArrayType, PartKey

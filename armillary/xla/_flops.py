@@ -12,6 +12,7 @@ from typing import Any
 
 from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import is_called_by_library, programs_in
+from armillary._passes import is_repeated
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
@@ -25,7 +26,7 @@ def count_flops(program: Any, *, counts_recomputed: bool = True) -> dict[str, fl
         is_product = equation.primitive.name in _PRODUCTS
         if not (inner or is_product):
             continue
-        if not counts_recomputed and _is_recomputed(equation):
+        if not counts_recomputed and is_repeated(equation):
             continue
         parts = [
             count_flops(each, counts_recomputed=counts_recomputed) for each in inner
@@ -66,11 +67,6 @@ def count_runs(equation: Any) -> int:
         sizes = equation.params["mesh"].shape
         return math.prod(sizes[axis] for axis in get_mapped_axes(equation))
     return 1
-
-
-def _is_recomputed(equation: Any) -> bool:
-    """Returns whether `jax.checkpoint` repeats an equation in a backward pass."""
-    return "rematted_computation" in str(equation.source_info.name_stack)
 
 
 def _count_product(equation: Any) -> float:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from armillary._jaxpr import walk_equations
-from armillary.distribute.analysis._dataflow import ReplicaDataflow
 from armillary.distribute.analysis._example_axes import axes_of_result
 from armillary.distribute.analysis._operations import DRAWS
+from armillary.distribute.analysis._replica_dataflow import ReplicaDataflow
 
 
 class Origin(NamedTuple):

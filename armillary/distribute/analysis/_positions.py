@@ -25,8 +25,8 @@ import numpy as np
 from jax.extend import core
 
 from armillary._jaxpr import walk_equations
-from armillary.distribute.analysis._dataflow import ReplicaDataflow
 from armillary.distribute.analysis._example_axes import axes_of_result
+from armillary.distribute.analysis._replica_dataflow import ReplicaDataflow
 
 _CUTS = ("slice", "split")
 # Operations between a number of the batch and its use as an index. JAX adds the size of

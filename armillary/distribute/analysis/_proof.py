@@ -19,7 +19,6 @@ import numpy as np
 from jax.extend import core
 
 from armillary._jaxpr import is_made_by, source_line
-from armillary.distribute.analysis._dataflow import ReplicaDataflow
 from armillary.distribute.analysis._label_rules import (
     SCALES,
     divide,
@@ -60,6 +59,7 @@ from armillary.distribute.analysis._proof_messages import (
     explain_summed_twice,
     explain_wait,
 )
+from armillary.distribute.analysis._replica_dataflow import ReplicaDataflow
 from armillary.state._lift import State
 from armillary.state._tree import pure_path_of
 

@@ -19,12 +19,12 @@ from jax.core import Tracer
 from jax.extend import core
 
 from armillary._jaxpr import named_axes
-from armillary.distribute.analysis._dataflow import ReplicaDataflow
 from armillary.distribute.analysis._operations import (
     REDUCTIONS,
     SCATTERS,
     has_collective,
 )
+from armillary.distribute.analysis._replica_dataflow import ReplicaDataflow
 
 Classes: TypeAlias = tuple[int, ...]
 

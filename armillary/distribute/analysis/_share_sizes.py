@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from armillary._dataflow import Dataflow
 from armillary._jax_compat import read_real
-from armillary._jaxpr import IDENTITIES, Dataflow, programs_in, walk_equations
+from armillary._jaxpr import IDENTITIES, programs_in, walk_equations
 
 _COPIES = (*IDENTITIES, "convert_element_type")
 _SUMS = ("add", "add_any")

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from armillary._jax_compat import count_scan_operands, read_real
-from armillary.distribute.analysis._dataflow import ReplicaDataflow
 from armillary.distribute.analysis._example_axes import axes_of_result
 from armillary.distribute.analysis._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
 from armillary.distribute.analysis._operations import (
@@ -41,6 +40,7 @@ from armillary.distribute.analysis._operations import (
     REDUCTIONS,
     SUMS,
 )
+from armillary.distribute.analysis._replica_dataflow import ReplicaDataflow
 from armillary.distribute.analysis._share_facts import (
     ANY,
     COMBINED,

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.core import Tracer
 
+from armillary._dataflow import Dataflow
 from armillary._jax_compat import read_number, read_real
-from armillary._jaxpr import Dataflow, mark, programs_in
+from armillary._jaxpr import mark, programs_in
 from armillary._logging import logger
 from armillary.distribute.analysis._example_axes import axes_of_result
 from armillary.distribute.analysis._marks import METRIC

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from armillary._dataflow import Dataflow
 from armillary._jax_compat import read_number
-from armillary._jaxpr import Dataflow
 from armillary._logging import logger
 from armillary.distribute.analysis._operations import DRAWS
 from armillary.distribute.program._traced_step import TracedStep

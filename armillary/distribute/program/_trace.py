@@ -17,11 +17,8 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import list_lines
-from armillary._jaxpr import (
-    find_unchanged,
-    is_in_trace,
-    take_inputs,
-)
+from armillary._dataflow import find_unchanged
+from armillary._jaxpr import is_in_trace, take_inputs
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import add_notes
 from armillary.distribute.program._traced_step import ARRAY, TracedStep

@@ -12,7 +12,8 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import check_callable, check_one_of, check_positive_int
-from armillary._jaxpr import Dataflow, walk_equations
+from armillary._dataflow import Dataflow
+from armillary._jaxpr import walk_equations
 from armillary._traceback import hides_frames
 from armillary.distribute.analysis._marks import AVERAGE, DIVISOR
 from armillary.distribute.replica._context import lifted_state, require_replica_context

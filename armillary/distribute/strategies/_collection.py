@@ -24,8 +24,9 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from armillary._dataflow import find_forwarded
 from armillary._jax_compat import count_scan_operands
-from armillary._jaxpr import find_forwarded, is_called_by_library
+from armillary._jaxpr import is_called_by_library
 from armillary.distribute.strategies._division import Division, Fact, follow
 from armillary.distribute.strategies._rules import AnyMesh, axes_of
 

@@ -6,7 +6,7 @@ that means for its facts.
 
 from typing import Any
 
-from armillary._jaxpr import Dataflow, Fact
+from armillary._dataflow import Dataflow, Fact
 from armillary.distribute.analysis._operations import (
     DRAWS,
     SOURCES,

@@ -1,4 +1,4 @@
-"""Tests of finding results that are inputs, and the direction of operations."""
+"""Tests of finding results that are inputs, and the pass of operations."""
 
 import collections
 
@@ -8,7 +8,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from armillary._jaxpr import Dataflow, find_unchanged
+from armillary._dataflow import Dataflow, find_unchanged
+from armillary._jaxpr import walk_equations
+from armillary._passes import is_repeated
 
 ROWS = jnp.ones((3, 2))
 FLAG = jnp.ones((), bool)
@@ -88,8 +90,8 @@ def test_results_that_are_inputs_are_found(fn, arguments, expected):
     assert find_unchanged(program, [0, 1]) == expected
 
 
-class Noted(Dataflow[int]):
-    """Notes the directions of each operation by its name."""
+class PassesSeen(Dataflow[int]):
+    """Notes whether each operation is in a backward pass, by its name."""
 
     nothing = 0
 
@@ -112,9 +114,21 @@ def test_the_forward_pass_that_checkpoint_repeats_is_not_backward(wrap):
         return wrap(lambda y: jnp.sin(jnp.sin(y)))(x)
 
     program = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(jnp.ones(3))
-    noted = Noted()
-    noted.run(program, [0])
+    analysis = PassesSeen()
+    analysis.run(program, [0])
 
     # Two sines forward, and one that the backward pass computes again.
-    assert noted.seen["sin"] == [False] * 3
-    assert True in noted.seen["mul"]
+    assert analysis.seen["sin"] == [False] * 3
+    assert True in analysis.seen["mul"]
+
+
+def test_exactly_the_repeated_operations_of_checkpoint_are_repeated():
+    block = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
+    program = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(jnp.ones(3))
+
+    equations = list(walk_equations(program))
+    repeated = [each for each in equations if is_repeated(each)]
+    sines = [each for each in equations if each.primitive.name == "sin"]
+
+    assert len(sines) == 3
+    assert [each.primitive.name for each in repeated].count("sin") == 1

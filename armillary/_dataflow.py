@@ -1,0 +1,310 @@
+"""Follows facts about values through a traced program, and the programs nested in it.
+
+An analysis starts with facts about the inputs. It defines the facts about the results
+of an operation (`transfer`), and the facts where several ways meet (`join`). `Dataflow`
+carries facts through calls, branches, loops and references.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend import core
+
+from armillary._jax_compat import count_scan_operands
+from armillary._jaxpr import IDENTITIES, programs_in, source_line
+from armillary._passes import Pass, find_pass
+
+Fact = TypeVar("Fact")
+
+
+class Dataflow(Generic[Fact]):
+    """Follows facts about values through a program and all nested programs.
+
+    `join` may only add to facts, so that the analysis of a loop ends. `nothing` is the
+    fact about a constant. `within` has the equations around the current equation.
+    """
+
+    nothing: Fact
+
+    def __init__(self) -> None:
+        self.jaxpr: Any = None
+        self.within: list[Any] = []
+        # One fact for the contents of all references, because any operation may write
+        # to any of them.
+        self._written = self.nothing
+
+    def join(self, facts: Iterable[Fact]) -> Fact:
+        """Returns the fact about a value that may come from several places."""
+        raise NotImplementedError
+
+    def fact_of(self, constant: Any) -> Fact:
+        """Returns the fact about an array that the program holds."""
+        del constant
+        return self.nothing
+
+    def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
+        """Returns the facts of an equation's results; `None` for the default rules."""
+        del equation, operands
+
+    def mix(self, equation: Any, operands: list[Fact]) -> Fact:
+        """Returns the fact about the results of an equation without programs."""
+        del equation
+        return self.join(operands)
+
+    def decide(self, equation: Any, decides: Fact) -> Fact:
+        """Returns the fact to add to the results of a branch or loop.
+
+        `decides` is the fact about the value that decides it.
+        """
+        del equation
+        return decides
+
+    def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        """Returns the facts of the program's results, given the facts of its inputs."""
+        while True:
+            before = self._written
+            results = self._run(program, inputs)
+            if self._written == before:
+                return results
+
+    def follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """Returns the facts of the results of one equation."""
+        results = self.transfer(equation, operands)
+        return self._follow(equation, operands) if results is None else results
+
+    def _run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        jaxpr = getattr(program, "jaxpr", program)
+        outer = self.jaxpr
+        self.jaxpr = jaxpr
+        known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
+        constants = map(self.fact_of, getattr(program, "consts", ()))
+        known.update(zip(jaxpr.constvars, constants, strict=False))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Fact:
+            return self.nothing if isinstance(atom, core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            operands = list(map(read, equation.invars))
+            if any(map(_is_reference, equation.invars)):
+                self._written = self.join([self._written, *operands])
+                operands = [self.join([fact, self._written]) for fact in operands]
+            results = self.follow(equation, operands)
+            known.update(zip(equation.outvars, results, strict=True))
+        self.jaxpr = outer
+        return list(map(read, jaxpr.outvars))
+
+    def _follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """Returns the facts of results through the programs of an equation."""
+        name = equation.primitive.name
+        known = {
+            "cond": self._follow_branches,
+            "while": self._follow_while,
+            "scan": self._follow_scan,
+            "custom_linear_solve": self._follow_solve,
+        }
+        if name in known:
+            return known[name](equation, operands)
+        programs = list(programs_in(equation))
+        if not programs:
+            return [self.mix(equation, operands)] * len(equation.outvars)
+        is_map = name == "shard_map"
+        if len(programs) == 1 and (is_map or _is_call(equation, programs[0])):
+            return self._enter(equation, programs[0], operands)
+        # The equation may use its programs in any way, so all facts are joined.
+        everything = self.join(operands)
+        for program in programs:
+            count = len(getattr(program, "jaxpr", program).invars)
+            made = self._enter(equation, program, [everything] * count)
+            everything = self.join([everything, *made])
+        return [everything] * len(equation.outvars)
+
+    def line(self, equation: Any) -> str:
+        """Returns the user's line of an equation, or of the closest equation around."""
+        lines = map(source_line, (equation, *reversed(self.within)))
+        return next(filter(None, lines), "")
+
+    def is_backward(self, equation: Any) -> bool:
+        """Returns whether an equation is in a backward pass, by JAX's name stack."""
+        for candidate in (equation, *reversed(self.within)):
+            found = find_pass(candidate)
+            if found is not None:
+                return found is Pass.BACKWARD
+        return False
+
+    def _enter(self, equation: Any, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        self.within.append(equation)
+        try:
+            return self._run(program, inputs)
+        finally:
+            self.within.pop()
+
+    def _follow_branches(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        decides, *rest = operands
+        gained = self.decide(equation, decides)
+        branches = equation.params["branches"]
+        results = [self._enter(equation, branch, rest) for branch in branches]
+        return [self.join([*column, gained]) for column in zip(*results, strict=True)]
+
+    def _follow_while(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        params = equation.params
+        decide = params["cond_jaxpr"]
+        body = params["body_jaxpr"]
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        constants = operands[:first]
+        body_constants = operands[first:last]
+        carry = operands[last:]
+        while True:
+            (decides,) = self._enter(equation, decide, [*constants, *carry])
+            gained = self.decide(equation, decides)
+            if any(map(_is_reference, equation.invars)):
+                self._written = self.join([self._written, gained])
+            made = self._enter(equation, body, [*body_constants, *carry])
+            now = [self.join([a, b, gained]) for a, b in zip(carry, made, strict=True)]
+            if now == carry:
+                return carry
+            carry = now
+
+    def _follow_solve(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        lengths = equation.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        constants = operands[first : first + lengths.solve]
+        inputs = [*constants, *operands[sum(lengths) :]]
+        return self._enter(equation, equation.params["jaxprs"].solve, inputs)
+
+    def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        body = equation.params["jaxpr"]
+        first, num_carry = count_scan_operands(equation)
+        last = first + num_carry
+        carry = operands[first:last]
+        while True:
+            inputs = [*operands[:first], *carry, *operands[last:]]
+            made = self._enter(equation, body, inputs)
+            now = [self.join(pair) for pair in zip(carry, made, strict=False)]
+            if now == carry:
+                return [*carry, *made[len(carry) :]]
+            carry = now
+
+
+def _is_call(equation: Any, program: Any) -> bool:
+    """Returns whether an equation runs its program once and does no more."""
+    jaxpr = getattr(program, "jaxpr", program)
+    if len(jaxpr.outvars) != len(equation.outvars):
+        return False
+    given = [atom.aval.strip_weak_type() for atom in equation.invars]
+    taken = [variable.aval.strip_weak_type() for variable in jaxpr.invars]
+    return given == taken
+
+
+def _is_reference(atom: Any) -> bool:
+    return hasattr(atom.aval, "inner_aval")
+
+
+class _Dependencies(Dataflow[frozenset[int]]):
+    nothing = frozenset()
+
+    def join(self, facts: Iterable[frozenset[int]]) -> frozenset[int]:
+        return frozenset().union(*facts)
+
+
+def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:
+    """Returns, for each result of a program, the numbers of inputs it depends on."""
+    inputs = [frozenset({i}) for i in range(len(program.jaxpr.invars))]
+    return _Dependencies().run(program, inputs)
+
+
+_CALLS = {
+    "checkpoint",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "remat2",
+}
+_BRANCHES_AND_LOOPS = {"cond", "scan", "while"}
+_COMPUTED = -1
+
+
+class _Identities(Dataflow[frozenset[int]]):
+    """Finds values that are an input, bit for bit; `_COMPUTED` is for all other values.
+
+    The empty set means that nothing is known yet, so it adds nothing in a join.
+    """
+
+    nothing = frozenset({_COMPUTED})
+
+    def join(self, facts: Iterable[frozenset[int]]) -> frozenset[int]:
+        return frozenset().union(*facts)
+
+    def transfer(
+        self, equation: Any, operands: list[frozenset[int]]
+    ) -> list[frozenset[int]] | None:
+        name = equation.primitive.name
+        if name in IDENTITIES:
+            return operands
+        if name in _BRANCHES_AND_LOOPS:
+            return None
+        if name == "shard_map":
+            return self._follow_map(equation, operands)
+        if name in _CALLS and _is_call(equation, next(programs_in(equation))):
+            return None
+        return [self.nothing] * len(equation.outvars)
+
+    def decide(self, equation: Any, decides: frozenset[int]) -> frozenset[int]:
+        # If all branches return the same operand, the deciding value does not matter.
+        del equation, decides
+        return frozenset()
+
+    def _follow_map(
+        self, equation: Any, operands: list[frozenset[int]]
+    ) -> list[frozenset[int]]:
+        """Follows values that are whole on each device.
+
+        Parts may be joined in a different order.
+        """
+        params = equation.params
+        inputs = [
+            self.nothing if any(spec) else fact
+            for fact, spec in zip(operands, params["in_specs"], strict=True)
+        ]
+        results = self._enter(equation, params["jaxpr"], inputs)
+        return [
+            self.nothing if any(spec) else fact
+            for fact, spec in zip(results, params["out_specs"], strict=True)
+        ]
+
+
+def find_forwarded(equation: Any) -> list[int | None]:
+    """Returns, for each result of an equation, the number of an equal operand.
+
+    A loop or a call that returns an operand makes a new variable for it. `None` is for
+    results that are computed.
+    """
+    own = [frozenset({number}) for number in range(len(equation.invars))]
+    facts = _Identities().follow(equation, own)
+    forwarded: list[int | None] = []
+    for fact, result in zip(facts, equation.outvars, strict=True):
+        number = next(iter(fact)) if len(fact) == 1 else _COMPUTED
+        is_equal = (
+            number != _COMPUTED
+            and equation.invars[number].aval.shape == result.aval.shape
+        )
+        forwarded.append(number if is_equal else None)
+    return forwarded
+
+
+def find_unchanged(program: core.ClosedJaxpr, numbers: Sequence[int]) -> list[bool]:
+    """Returns whether each of the first results is the input with its number.
+
+    `jax.checkpoint` and loops pass values through, but the result is a new tracer, so
+    Python cannot see it. The same bits in the same places count as the same value.
+    """
+    inputs = program.jaxpr.invars
+    outputs = program.jaxpr.outvars
+    facts = _Identities().run(program, [frozenset({i}) for i in range(len(inputs))])
+    return [
+        fact == {number} and output.aval.shape == inputs[number].aval.shape
+        for number, fact, output in zip(numbers, facts, outputs, strict=False)
+    ]
