@@ -8,8 +8,8 @@ that were used, so a checkpoint can save it. See `docs/data/index.md`.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.data._dataset import DistributedDataset as DistributedDataset
-from armillary.data._dataset import DistributedIterator as DistributedIterator
-from armillary.data._dataset import OptionalBatch as OptionalBatch
+from armillary.data._iterator import DistributedIterator as DistributedIterator
+from armillary.data._iterator import OptionalBatch as OptionalBatch
 from armillary.data._layout import InputContext as InputContext
 from armillary.data._layout import InputOptions as InputOptions
 from armillary.data.sources._arrays import ArrayDataset as ArrayDataset

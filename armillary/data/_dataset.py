@@ -1,32 +1,32 @@
 """Datasets that yield batches spread over replicas, with positions to save."""
 
 import contextlib
+import functools
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from armillary._copy_refusal import OfOneProcessOnceUsed, refuse_copy
-from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.cluster._peers import ALONE
+from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._input import Input
-from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import (
     Position,
     check_same_order,
     decode_position,
     encode_position,
 )
-from armillary.data.feed._reader import BatchReader, place_pieces
+from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Splitter
 from armillary.data.feed._stream import SourceBatch
 from armillary.data.sources._libraries import as_source
-from armillary.errors import CapturedStateError, DatasetStateError
+from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
 
 _PIPELINES = "pipelines"
@@ -172,7 +172,10 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
     def __iter__(self) -> "DistributedIterator":
         """Returns an iterator over the next pass, or the rest of a restored pass."""
-        return DistributedIterator(self)
+        open_pass = functools.partial(
+            open_feed, [self], in_pieces=False, begins_anew=True
+        )
+        return DistributedIterator(open_pass, self.layout, self.prefetch)
 
     @property
     def source_name(self) -> str:
@@ -367,7 +370,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         if loan is not None and feed is not None:
             own = loan.reader
             positions = [
-                position if each is own else each.used for each in feed.readers
+                position if reader is own else reader.used for reader in feed.readers
             ]
             feed.seek(positions)
             self._waiting = None
@@ -396,112 +399,3 @@ class DistributedDataset(OfOneProcessOnceUsed):
                 "of its own. Restore on the same number of processes."
             )
         return states[peers.index]
-
-
-@dataclass(frozen=True)
-class OptionalBatch:
-    """A batch, or the end of the data (`tf.experimental.Optional`).
-
-    `DistributedIterator.get_next_as_optional` returns it.
-    """
-
-    _batches: tuple[PyTree, ...]  # one or none
-
-    def has_value(self) -> bool:
-        """Returns whether there is a batch; false at the end of the data."""
-        return bool(self._batches)
-
-    def get_value(self) -> PyTree:
-        """Returns the batch.
-
-        Raises:
-            ValueError: If the data had ended.
-        """
-        if not self._batches:
-            raise ValueError(
-                "`get_value()` was called at the end of the data, where there is no "
-                "batch. Check first: `if batch.has_value(): step(batch.get_value())`."
-            )
-        return self._batches[0]
-
-
-class DistributedIterator:
-    """One pass over a `DistributedDataset`, read ahead by a background thread.
-
-    The thread ends with the pass, with `close`, or when the iterator is deleted.
-    """
-
-    def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset = dataset
-        self._layout = dataset.layout
-        self._open()
-
-    def _open(self) -> None:
-        dataset = self._dataset
-        self._is_fresh = True
-        self._feed: Feed[Piece] = open_feed(
-            [dataset], in_pieces=False, begins_anew=True
-        )
-        self._feed.start(place_pieces, dataset.prefetch)
-
-    def initialize(self) -> None:
-        """Begins the next pass over the data, unless this one has not begun yet.
-
-        Programs written for TensorFlow 1 call it before each epoch. It is the same as
-        `iterator = iter(dataset)`.
-        """
-        if not self._is_fresh:
-            self.close()
-            self._open()
-
-    def __iter__(self) -> "DistributedIterator":
-        return self
-
-    def __next__(self) -> PyTree:
-        """Returns the next batch as the layout wraps it.
-
-        Raises:
-            StopIteration: If the data has ended. Every later call raises it again.
-            BatchSizeError: If the replicas cannot share the batch equally.
-            DatasetStateError: If Ctrl-C interrupted reading, and the source cannot go
-                back.
-            CapturedStateError: If a function is being traced, because the batch would
-                become a constant of its program.
-        """
-        if is_in_trace():
-            raise CapturedStateError(
-                "A batch was taken from a distributed dataset while a function is "
-                "traced, so every call of the program would use this same batch. Take "
-                "it outside and pass it in (`for batch in dataset: step(batch)`), or "
-                "let a `StandardTrainer` run the loop."
-            )
-        self._is_fresh = False
-        batch = self._feed.next_chunk()
-        if batch is None:
-            raise StopIteration
-        value = self._layout.wrap(batch.arrays, batch.active)
-        self._feed.read_on()
-        # ORDER: last, so that after an interrupt the same batch is returned again.
-        self._feed.commit(1)
-        return value
-
-    get_next = __next__  # as `tf.distribute` spells it
-
-    def get_next_as_optional(self) -> OptionalBatch:
-        """Returns the next batch, or the end of the data, without `StopIteration`.
-
-        In Python, `for batch in iterator:` does the same::
-
-            batch = iterator.get_next_as_optional()
-            while batch.has_value():
-                strategy.run(step_fn, args=(batch.get_value(),))
-                batch = iterator.get_next_as_optional()
-        """
-        try:
-            return OptionalBatch((next(self),))
-        except StopIteration:
-            return OptionalBatch(())
-
-    def close(self) -> None:
-        """Ends the pass and its thread; the dataset keeps the position."""
-        self._feed.close()

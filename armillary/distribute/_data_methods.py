@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
-from armillary.data._dataset import DistributedDataset, DistributedIterator
+from armillary.data._dataset import DistributedDataset
+from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import InputContext, InputOptions, first_replicas
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._placed import Placed

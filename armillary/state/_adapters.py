@@ -220,14 +220,16 @@ def _adapters_of(kind: type) -> Iterator[Adapter]:
 @functools.lru_cache(maxsize=4096)
 def variable_adapter(kind: type) -> Adapter | None:
     """Returns the adapter for variables of a class; `None` for other classes."""
-    found = (each for each in _adapters_of(kind) if each.is_variable_type(kind))
+    found = (
+        adapter for adapter in _adapters_of(kind) if adapter.is_variable_type(kind)
+    )
     return next(found, None)
 
 
 @functools.lru_cache(maxsize=4096)
 def node_adapter(kind: type) -> Adapter | None:
     """Returns the adapter for nodes of a class; `None` for other classes."""
-    found = (each for each in _adapters_of(kind) if each.is_node_type(kind))
+    found = (adapter for adapter in _adapters_of(kind) if adapter.is_node_type(kind))
     return next(found, None)
 
 

@@ -32,8 +32,8 @@ class Fingerprint:
         self._program = program
         # NumPy arrays are copied, since others may write into them.
         self._constants = [
-            each if isinstance(each, jax.Array) else np.array(each)
-            for each in find_constants(program)
+            constant if isinstance(constant, jax.Array) else np.array(constant)
+            for constant in find_constants(program)
         ]
 
     def is_same(self, other: "Fingerprint") -> bool:
@@ -114,9 +114,9 @@ def check_captured(
     # `type`, not `isinstance`: JAX turns each number in the user's code into an array
     # of a subclass of `np.ndarray`.
     constants = {
-        id(each)
-        for each in find_constants(program)
-        if isinstance(each, jax.Array) or type(each) is np.ndarray
+        id(constant)
+        for constant in find_constants(program)
+        if isinstance(constant, jax.Array) or type(constant) is np.ndarray
     }
     if not constants:
         return
@@ -170,7 +170,7 @@ def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Any]]:
     """Returns the variables that a function reaches, with their paths, by `id`."""
     functions = [fn, *methods_of(fn)]
     named: dict[int, tuple[str, Any]] = {}
-    for slot in slots_of([(each, "") for each in functions]):
+    for slot in slots_of([(function, "") for function in functions]):
         if slot.variable is not None:
             named[id(slot.variable)] = (slot.path, slot.variable)
     return named

@@ -384,5 +384,7 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
     }
-    nested = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    nested = (
+        constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
     return frozenset(names.union(*map(_global_names, nested)))

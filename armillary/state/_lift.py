@@ -19,17 +19,11 @@ from jax.core import Tracer
 from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state._adapters import adapter_of, is_tree_node
+from armillary.state._differences import find_differences, find_facts
 from armillary.state._holders import ATTRIBUTES
 from armillary.state._slots import ABSENT, AxisNames, LeafKind, Slot, describe
-from armillary.state._walk import (
-    CodeWatch,
-    Node,
-    Walk,
-    Watch,
-    find_differences,
-    find_facts,
-    slots_of,
-)
+from armillary.state._walk import Node, Walk, slots_of
+from armillary.state._watch import CodeWatch, Watch
 
 
 class State:

@@ -127,7 +127,7 @@ class ModelSummary:
             (row.path, str(row.shape), row.dtype, row.kind, *_format_size(row))
             for row in self.rows
         ]
-        totals = [(each.name, "", "", "", *_format_size(each)) for each in sums]
+        totals = [(total.name, "", "", "", *_format_size(total)) for total in sums]
         head = ["array", "shape", "dtype", "kind", "count", "size"]
         return make_table(head, rows, totals, numbers=["count", "size"])
 
@@ -143,7 +143,7 @@ class ModelSummary:
             shape = f"{row.dtype} {row.shape}"
             rows.append((row.path, shape, spec or "whole", size, place.decided_by))
 
-        totals = [(each.name, _format_size(each)[1], "", "", "") for each in sums]
+        totals = [(total.name, _format_size(total)[1], "", "", "") for total in sums]
         totals.append(("on each device", "", "", format_bytes(on_device), ""))
         head = ["array", "shape", "divided over", "on each device", "decided by"]
         return make_table(head, rows, totals, numbers=["on each device"])

@@ -4,20 +4,13 @@ The walk follows attributes (also in `__slots__`), items and pytrees. For functi
 follows their closures and the globals that their code names. It is a loop over a stack,
 so deep nests and cycles do not stop it. Its result is a graph of `Node`s.
 
-A walk takes long, and hardly ever finds anything new. So `Watch` compares by identity
-what the holders held with what they hold now, in passes that Python makes in C. It
-watches the holders that a step may have read, and the holders that lead to state.
-
-To say what changed, `find_differences` compares the plain values of two walks by path.
-A new object of the same type at the same path counts as unchanged, such as a metric
-that every loop creates. A number that changed anywhere in a nest counts as a change.
+A walk takes long. So `_watch` finds out whether a new walk would find anything else,
+and `_differences` says what differs between two walks.
 """
 
 import collections
 import copy
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,36 +18,26 @@ import jax
 
 from armillary.errors import StateStructureError
 from armillary.state._adapters import node_adapter, variable_adapter
-from armillary.state._code import Code
 from armillary.state._holders import (
     ATTRIBUTES,
     COMPILED_FUNCTION,
-    FUNCTION_TYPES,
-    ITEMS,
-    METADATA,
-    SEQUENCE,
     Part,
     children_of,
     global_names,
     is_claimed,
     is_mutable_leaf,
-    is_unchanging,
-    part_of,
     parts_of,
 )
 from armillary.state._slots import (
-    ABSENT,
     PLAIN,
     Role,
     Slot,
     Trait,
     are_constant,
     are_plain,
-    describe,
     has_trait,
     hold_no_arrays,
     is_array,
-    is_equal,
 )
 from armillary.state._tree import (
     PURE_STATE,
@@ -70,11 +53,7 @@ _MAX_TREE_DEPTH = 100
 # deep nest, such a look at each level would take time that grows with the cube of it.
 _MANY = 16
 _MANY_BYTES = 1 << 20
-_END = object()
 
-
-Facts: TypeAlias = dict[tuple[str, Any], Any]
-"""The plain values that a walk found, by the path and the name of their place."""
 
 _Further: TypeAlias = Callable[[int], Iterable[int]]
 """A function from a holder to the next ones, by `id`."""
@@ -86,17 +65,6 @@ class Node(NamedTuple):
     value: Any
     path: str
     parts: list[Part]
-
-
-class _Look(NamedTuple):
-    """A part to look at again with Python code.
-
-    It is about the names in `only`, or about all names except `left_out`.
-    """
-
-    part: Part
-    left_out: Collection[Any]
-    only: list[str] | None
 
 
 class _Task(NamedTuple):
@@ -320,7 +288,7 @@ class Walk:
                 self._copies[holder] = copy.copy(node.value)
 
         reached = self._copies.keys() & holders
-        return [(self.nodes[each].value, self._copies[each]) for each in reached]
+        return [(self.nodes[key].value, self._copies[key]) for key in reached]
 
     def fact(self, value: Any) -> Any:
         """Returns a value in the form in which two walks are compared."""
@@ -397,211 +365,3 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
         if type(child) not in PLAIN
     ]
     return any(found)
-
-
-class Watch:
-    """Watches the holders that a walk found, except for slots and constants.
-
-    Only the attributes in `names` of the first root count; `None` stands for all.
-    """
-
-    def __init__(
-        self,
-        walk: Walk,
-        names: Collection[str] | None,
-        *,
-        copies_large: bool | None = None,
-    ) -> None:
-        leading = walk.leading_to_slots
-        watched = walk.reached_from(names) | leading
-        # No object has the `id` 0, so without names no holder is special.
-        root = 0 if names is None else id(walk.first_root)
-        # The names of slots and constants, by the `id` of their place.
-        without: dict[int, set[Any]] = collections.defaultdict(set)
-        for key in (*walk.slots, *walk.globals):
-            if isinstance(key, tuple):
-                source, name = key
-                without[source].add(name)
-
-        self._views: list[Iterable[Any]] = []  # containers, to iterate over in C
-        self._looks: list[_Look] = []
-        self._metadata: list[tuple[Any, Any]] = []
-        # The contents of the views, then of the looks.
-        self._held: list[Any] = []
-        for holder in watched:
-            node = walk.nodes[holder]
-            for part in node.parts:
-                left_out = without.get(id(part.source), ())
-                if holder == root:
-                    # New attributes that no step has read do not count.
-                    leads = {n for n, child in walk.edges[root] if child in leading}
-                    only = sorted({*leads, *(names or ())}.difference(left_out))
-                    self._looks.append(_Look(part, (), only))
-                else:
-                    self._add(node, part, left_out)
-        for look in self._looks:
-            self._held += _pick(*look)
-        self._held.append(_END)
-
-        if copies_large is None:
-            copies_large = names is not None
-        self._copies = walk.copy(watched, is_read=copies_large)
-
-    def _add(self, node: Node, part: Part, left_out: Collection[Any]) -> None:
-        """Watches a part of a holder, in the cheapest way that is safe for it."""
-        if is_unchanging(part):
-            return  # Its contents are watched on their own.
-        if part.way is METADATA:
-            self._metadata.append((part.source, part.held))
-            return
-        if left_out or part.way not in (ITEMS, ATTRIBUTES, SEQUENCE):
-            self._looks.append(_Look(part, left_out, only=None))
-            return
-        if part.way is SEQUENCE:
-            self._views.append(part.source)
-            self._held += part.values
-            return
-        adapter = node_adapter(type(node.value))
-        if adapter is None or not adapter.records_names:
-            self._views.append(part.source)
-            self._held += part.names
-        self._views.append(part.source.values())
-        self._held += part.values
-
-    def is_current(self) -> bool:
-        """Returns whether the holders still hold the same names and values."""
-        looks = (
-            _pick(part_of(part.source, part.way), left_out, only)
-            for part, left_out, only in self._looks
-        )
-        # `_END` comes last and is unique, so a shorter or longer list is a difference.
-        now = itertools.chain.from_iterable([*self._views, *looks, (_END,)])
-        return (
-            all(map(operator.is_, now, self._held))
-            and all(now == before for now, before in self._metadata)
-            and all(is_equal(now, before) for now, before in self._copies)
-        )
-
-
-class CodeWatch:
-    """Watches the values that code reads by name, unless they lead to state.
-
-    It looks at the code of `functions`, of the functions that a walk found, and of the
-    classes of the objects that it found.
-    """
-
-    def __init__(
-        self, walk: Walk, names: Collection[str] | None, functions: Collection[Any]
-    ) -> None:
-        objects = [walk.nodes[key].value for key in walk.reached_from(names)]
-        found = [each for each in objects if issubclass(type(each), FUNCTION_TYPES)]
-        code = Code([*functions, *found], objects)
-        self._lookups = list(code.lookups.values())
-        values = [
-            (value, path)
-            for value, path in code.values()
-            if id(value) not in walk.leading_to_slots
-        ]
-        self._walk = Walk(values, finds_slots=False)
-        self._watch = Watch(self._walk, None, copies_large=True)
-
-    def is_current(self) -> bool:
-        """Returns whether the names still stand for the same, unchanged values."""
-        is_same = all(each.read() is each.value for each in self._lookups)
-        return is_same and self._watch.is_current()
-
-    def facts(self) -> Facts:
-        """Returns the values that the names stood for, by path."""
-        facts = find_facts(self._walk, None)
-        for lookup in self._lookups:
-            facts.setdefault((lookup.path, None), self._walk.fact(lookup.value))
-        return facts
-
-
-def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list[Any]:
-    """Returns the names and values of a part, or the values of the names in `only`."""
-    if only is not None:
-        held = part.held
-        return [held.get(name, ABSENT) for name in only]
-    kept = [value for name, value in part.pairs if name not in left_out]
-    # The names in a list are its indices, and numbers have no identity.
-    return kept if part.way is SEQUENCE else [*part.names, *kept]
-
-
-def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
-    """Returns all plain values that a walk found, by path and name."""
-    root = 0 if names is None else id(walk.first_root)
-    facts: Facts = {(path, None): walk.fact(value) for value, path in walk.roots}
-    for holder in walk.reached_from(names):
-        node = walk.nodes[holder]
-        adapter = node_adapter(type(node.value))
-        for part in node.parts:
-            for name, value in part.pairs:
-                is_internal = adapter is not None and adapter.is_internal(name)
-                is_unread = holder == root and name not in (names or ())
-                is_constant = (holder, name) in walk.globals
-                if is_unread or is_constant or is_internal:
-                    continue
-
-                place = part.way.join(node.path, name)
-                slot = walk.slots.get((id(part.source), name))
-                if slot is None:
-                    # A dictionary may have an attribute and an item of the same name.
-                    key = (name, part.way) if (place, name) in facts else name
-                    facts[place, key] = walk.fact(value)
-                    continue
-
-                structure = (slot.treedef, slot.is_dynamic)
-                facts[place, name] = HolderFact(value, structure, path="")
-                for leaf_path, leaf in slot.others:
-                    facts[leaf_path, None] = walk.fact(leaf)
-    return facts
-
-
-def find_differences(
-    old: Facts, new: Facts, fixed: Collection[int] = ()
-) -> dict[str, str]:
-    """Returns a sentence for each path whose value differs between two walks.
-
-    A new object of the same type counts as unchanged, unless the `id` of the old object
-    is in `fixed`.
-    """
-    found: dict[str, str] = {}
-    for key in {**old, **new}:
-        path, _ = key
-        before = old.get(key, ABSENT)
-        now = new.get(key, ABSENT)
-        if not _is_alike(before, now, fixed):
-            found[path] = _became(before, now)
-
-    # The line of a holder is enough, so the lines below it are left out.
-    top: dict[str, str] = {}
-    for path, text in found.items():
-        holder = path.rpartition("/")[0]
-        if holder not in found:
-            top[path] = text
-    return top
-
-
-def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
-    if isinstance(old, HolderFact) and isinstance(new, HolderFact):
-        is_same = old.value is new.value or id(old.value) not in fixed
-        is_alike = (old.kind, old.path) == (new.kind, new.path)
-        return is_same and is_alike
-    return is_equal(old, new)
-
-
-def _became(old: Any, new: Any) -> str:
-    """Returns a sentence on the old and the new value of a place."""
-    if isinstance(old, HolderFact):
-        old = old.value
-    if isinstance(new, HolderFact):
-        new = new.value
-    if old is ABSENT:
-        return f"{describe(new)} was put there"
-    if new is ABSENT:
-        return f"{describe(old)} was removed"
-    if describe(old) == describe(new):
-        return f"{describe(old)} has changed"
-    is_alike = type(old) is type(new) and type(old) in PLAIN
-    return f"{describe(old)} became {repr(new)[:60] if is_alike else describe(new)}"

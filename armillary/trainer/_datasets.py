@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from armillary._checks import counted
-from armillary.data._dataset import DistributedDataset, DistributedIterator
+from armillary.data._dataset import DistributedDataset
+from armillary.data._iterator import DistributedIterator
 from armillary.distribute._strategy import Strategy
 from armillary.typing import PyTree
 

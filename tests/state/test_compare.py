@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from armillary.state._walk import Walk, find_differences, find_facts
+from armillary.state._differences import find_differences, find_facts
+from armillary.state._walk import Walk
 from tests.problems import Holder
 
 

@@ -85,7 +85,7 @@ def list_for(dtype: np.dtype) -> str | None:
 def check_features(features: Any) -> dict[str, FixedLenFeature]:
     is_named = isinstance(features, Mapping) and len(features) > 0
     values = features.values() if is_named else ()
-    if not is_named or not all(isinstance(each, FixedLenFeature) for each in values):
+    if not is_named or not all(isinstance(value, FixedLenFeature) for value in values):
         raise TypeError(
             f"`features` is {features!r:.200}, but it must be a dictionary of at least "
             "one `armillary.data.FixedLenFeature`. Use `features={'label': "

@@ -43,11 +43,11 @@ def _find(path: str) -> Sequence[str]:
         system, name = _connect(path)
         if system.isfile(name):
             return [path]
-        found = [system.unstrip_protocol(each) for each in sorted(system.glob(name))]
+        found = [system.unstrip_protocol(match) for match in sorted(system.glob(name))]
     elif os.path.isfile(path):
         return [path]
     else:
-        found = [each for each in sorted(glob.glob(path)) if os.path.isfile(each)]
+        found = [match for match in sorted(glob.glob(path)) if os.path.isfile(match)]
 
     if not found:
         raise FileNotFoundError(

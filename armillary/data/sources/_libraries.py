@@ -252,9 +252,9 @@ def _has_buffer(examples: Any) -> bool:
     """Returns whether examples come from a buffer, which a position does not hold."""
     if type(examples).__name__ == "BufferShuffledExamplesIterable":
         return True
-    inner = [getattr(examples, "ex_iterable", None)]
-    inner += getattr(examples, "ex_iterables", [])
-    return any(_has_buffer(each) for each in inner if each is not None)
+    sources = [getattr(examples, "ex_iterable", None)]
+    sources += getattr(examples, "ex_iterables", [])
+    return any(_has_buffer(source) for source in sources if source is not None)
 
 
 def _as_columns(batch: Any) -> dict[str, Any]:

@@ -88,7 +88,9 @@ class TFRecordDataset(IndexedDataset):
     ) -> None:
         if isinstance(paths, str | os.PathLike) or not np.iterable(paths):
             paths = [paths]
-        patterns = [check_path("paths", each, only_python_opens=True) for each in paths]
+        patterns = [
+            check_path("paths", pattern, only_python_opens=True) for pattern in paths
+        ]
         self._paths = find_files(patterns)
         self._features = check_features(features)
 

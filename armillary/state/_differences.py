@@ -1,0 +1,95 @@
+"""The plain values that differ between two walks, as sentences for a user.
+
+Values are compared by path. A new object of the same type at the same path counts as
+unchanged, such as a metric that every loop creates. A number that changed anywhere in a
+nest counts as a change.
+"""
+
+from collections.abc import Collection
+from typing import Any, TypeAlias
+
+from armillary.state._adapters import node_adapter
+from armillary.state._slots import ABSENT, PLAIN, describe, is_equal
+from armillary.state._walk import HolderFact, Walk
+
+Facts: TypeAlias = dict[tuple[str, Any], Any]
+"""The plain values that a walk found, by the path and the name of their place."""
+
+
+def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
+    """Returns all plain values that a walk found, by path and name."""
+    root = 0 if names is None else id(walk.first_root)
+    facts: Facts = {(path, None): walk.fact(value) for value, path in walk.roots}
+    for holder in walk.reached_from(names):
+        node = walk.nodes[holder]
+        adapter = node_adapter(type(node.value))
+        for part in node.parts:
+            for name, value in part.pairs:
+                is_internal = adapter is not None and adapter.is_internal(name)
+                is_unread = holder == root and name not in (names or ())
+                is_constant = (holder, name) in walk.globals
+                if is_unread or is_constant or is_internal:
+                    continue
+
+                place = part.way.join(node.path, name)
+                slot = walk.slots.get((id(part.source), name))
+                if slot is None:
+                    # A dictionary may have an attribute and an item of the same name.
+                    key = (name, part.way) if (place, name) in facts else name
+                    facts[place, key] = walk.fact(value)
+                    continue
+
+                structure = (slot.treedef, slot.is_dynamic)
+                facts[place, name] = HolderFact(value, structure, path="")
+                for leaf_path, leaf in slot.others:
+                    facts[leaf_path, None] = walk.fact(leaf)
+    return facts
+
+
+def find_differences(
+    old: Facts, new: Facts, fixed: Collection[int] = ()
+) -> dict[str, str]:
+    """Returns a sentence for each path whose value differs between two walks.
+
+    A new object of the same type counts as unchanged, unless the `id` of the old object
+    is in `fixed`.
+    """
+    found: dict[str, str] = {}
+    for key in {**old, **new}:
+        path, _ = key
+        before = old.get(key, ABSENT)
+        now = new.get(key, ABSENT)
+        if not _is_alike(before, now, fixed):
+            found[path] = _became(before, now)
+
+    # The line of a holder is enough, so the lines below it are left out.
+    top: dict[str, str] = {}
+    for path, text in found.items():
+        holder = path.rpartition("/")[0]
+        if holder not in found:
+            top[path] = text
+    return top
+
+
+def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
+    if isinstance(old, HolderFact) and isinstance(new, HolderFact):
+        is_same = old.value is new.value or id(old.value) not in fixed
+        is_alike = (old.kind, old.path) == (new.kind, new.path)
+        return is_same and is_alike
+    return is_equal(old, new)
+
+
+def _became(old: Any, new: Any) -> str:
+    """Returns a sentence on the old and the new value of a place."""
+    if isinstance(old, HolderFact):
+        old = old.value
+    if isinstance(new, HolderFact):
+        new = new.value
+    if old is ABSENT:
+        return f"{describe(new)} was put there"
+    if new is ABSENT:
+        return f"{describe(old)} was removed"
+    if describe(old) == describe(new):
+        return f"{describe(old)} has changed"
+    is_alike = type(old) is type(new) and type(old) in PLAIN
+    return f"{describe(old)} became {repr(new)[:60] if is_alike else describe(new)}"
