@@ -32,12 +32,15 @@ def explain_called_array(error: TypeError) -> str | None:
 def _called_name(entry: types.TracebackType) -> str | None:
     """Returns the attribute that a line called when its error was raised."""
     start = None
-    for each in reversed(list(dis.get_instructions(entry.tb_frame.f_code))):
-        if each.offset > entry.tb_lasti:
+    for instruction in reversed(list(dis.get_instructions(entry.tb_frame.f_code))):
+        if instruction.offset > entry.tb_lasti:
             continue
         # The called expression begins where the call begins, unlike the arguments.
-        place = each.positions and (each.positions.lineno, each.positions.col_offset)
+        place = instruction.positions and (
+            instruction.positions.lineno,
+            instruction.positions.col_offset,
+        )
         start = start or place
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and place == start:
-            return each.argval
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and place == start:
+            return instruction.argval
     return None

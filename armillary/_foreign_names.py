@@ -369,8 +369,8 @@ def find_module_answer(module: str, name: str) -> str | None:
 
 def find_answer(kind: type, name: str) -> str | None:
     """Returns the advice for a name that objects of a class do not have, or `None`."""
-    for each in kind.__mro__:
-        owner = each.__name__.rpartition(".")[2]  # "jaxlib._jax.Array" of JAX
+    for base in kind.__mro__:
+        owner = base.__name__.rpartition(".")[2]  # "jaxlib._jax.Array" of JAX
         answer = NAMES.get(f"{owner}.{name}")
         if answer:
             return answer

@@ -145,7 +145,9 @@ def call_program(
 
     # XLA is slow for loops and branches with unused arrays.
     jaxpr = program.jaxpr
-    reads = itertools.chain(jaxpr.outvars, *(each.invars for each in jaxpr.eqns))
+    reads = itertools.chain(
+        jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns)
+    )
     used = set(map(id, reads))
     is_used = [id(variable) in used for variable in jaxpr.invars]
     program = take_inputs(program, is_used)

@@ -61,7 +61,7 @@ def as_json(value: Any) -> Any:
         return value
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(value)
-        return {each.name: as_json(getattr(value, each.name)) for each in fields}
+        return {field.name: as_json(getattr(value, field.name)) for field in fields}
     number = _as_number(value)
     if number is None:
         return getattr(value, "__name__", None) or str(value)

@@ -146,7 +146,9 @@ def owner_of_class(kind: type) -> Owner:
         return owner
 
     functions = [
-        each for each in vars(kind).values() if isinstance(each, types.FunctionType)
+        member
+        for member in vars(kind).values()
+        if isinstance(member, types.FunctionType)
     ]
     if name in _MAKERS or not functions:
         return Owner.USER

@@ -68,7 +68,9 @@ def _explain_call(
         name = unknown[0]
         text = _explain_keyword(owner, name, kwargs[name], known)
         # The unknown keyword may be one of the missing ones under another name.
-        others = [f"`{each}=...`" for each in missing if f"`{each}" not in text]
+        others = [
+            f"`{argument}=...`" for argument in missing if f"`{argument}" not in text
+        ]
         is_guess = "Did you mean" in text
         if others and not is_guess:
             text += f" It also needs {', '.join(others)}."
@@ -107,13 +109,17 @@ def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str
     if renamed is not None and renamed[1] not in known:
         answer = None  # The new name belongs to another function.
     word = name.strip("_")
-    longer = [each for each in known if each == word or each.endswith(f"_{name}")]
+    longer = [
+        argument
+        for argument in known
+        if argument == word or argument.endswith(f"_{name}")
+    ]
     # A less similar name would mislead: `validation_steps` is not `eval_actions`.
     found = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.69)
     if found:
         nearest = f"Did you mean `{found[0]}`?"
     elif known:
-        nearest = f"It has {', '.join(f'`{each}`' for each in known)}."
+        nearest = f"It has {', '.join(f'`{argument}`' for argument in known)}."
     else:
         nearest = "It has no arguments."
     return (

@@ -78,8 +78,9 @@ def as_actions(name: str, actions: Any) -> tuple[Action, ...]:
     """Returns one action or several as a tuple; raises if one is not callable."""
     several = actions if isinstance(actions, list | tuple | Iterator) else [actions]
     found = tuple(several)
-    for index, each in enumerate(found):
-        check_callable(f"{name}[{index}]" if several is actions else name, each)
+    for index, action in enumerate(found):
+        shown = f"{name}[{index}]" if several is actions else name
+        check_callable(shown, action)
     return found
 
 

@@ -87,13 +87,13 @@ def _check_peak(peak_flops: Any) -> None:
 
 def _check_evaluator(evaluator: Any) -> None:
     several = evaluator if isinstance(evaluator, Mapping) else {}
-    for name, each in several.items():
+    for name, one in several.items():
         if not _can_name_directory(name):
             raise ValueError(
                 f"`evaluator` has the name {name!r}, but each evaluator needs one that "
                 'a directory can have. Use `evaluator={"validation": ...}`.'
             )
-        check_methods(f"evaluator[{name!r}]", each, ["evaluate"], _EVALUATOR)
+        check_methods(f"evaluator[{name!r}]", one, ["evaluate"], _EVALUATOR)
     if not several and evaluator is not None:
         check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
 

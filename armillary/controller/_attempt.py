@@ -46,7 +46,7 @@ def describe_attempt(run: Run, hyperparameters: Mapping[str, Any]) -> dict[str, 
         found["replicas"] = strategy.num_replicas_in_sync
     summary = find_parameters(run.trainer)
     if summary is not None:
-        modules = [dataclasses.asdict(each) for each in summary.modules]
+        modules = [dataclasses.asdict(module) for module in summary.modules]
         sizes = {"count": summary.count, "bytes": summary.bytes}
         found["parameters"] = sizes | {"modules": modules}
     return found

@@ -26,8 +26,8 @@ def run_evaluations(
     step = run.read_step()
     if isinstance(evaluator, Mapping):
         output = {
-            name: _evaluate(run, each, step, num_steps, name)
-            for name, each in evaluator.items()
+            name: _evaluate(run, evaluation, step, num_steps, name)
+            for name, evaluation in evaluator.items()
         }
     else:
         output = _evaluate(run, evaluator, step, num_steps)

@@ -291,11 +291,13 @@ class LoopRunner:
         log_line("train", reached, *parts, f"output: {format_output(output)}")
 
     def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
-        bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
+        bad = {
+            name: value for name, value in scalars.items() if not math.isfinite(value)
+        }
         if not bad or self._is_warned:
             return
         self._is_warned = True
-        shown = ", ".join(f"`{name}` is {each}" for name, each in bad.items())
+        shown = ", ".join(f"`{name}` is {value}" for name, value in bad.items())
         logger.warning(
             f"At step {step}, {shown}. To find the first such step, and the operation "
             "that made the value, start again with `StandardTrainerOptions("
@@ -371,7 +373,9 @@ class AwaitedLoops:
         read_step = run.read_step.snapshot()
 
         def wait() -> tuple[list[dict[str, Any]], int, float]:
-            fetched = [fetch_output(each, "trainer.train") for each in started.fetch()]
+            fetched = [
+                fetch_output(output, "trainer.train") for output in started.fetch()
+            ]
             return fetched, read_step(), time.perf_counter()
 
         self.outcome = executor.submit(wait)

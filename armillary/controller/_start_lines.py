@@ -62,7 +62,7 @@ def _describe_devices(run: Run, strategy: Strategy | None) -> str:
 
 def _describe_parameters(summary: ModelSummary) -> str:
     parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
-    largest = [f"{each.name} {each.count:,}" for each in summary.modules]
+    largest = [f"{module.name} {module.count:,}" for module in summary.modules]
     if len(largest) > 1:
         parts.append(f"largest: {', '.join(largest[:_MOST_MODULES])}")
     return " | ".join(parts)

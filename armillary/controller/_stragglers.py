@@ -30,7 +30,7 @@ class Stragglers:
             return
 
         last = self._last
-        self._last = [Times._make(each) for each in answers]
+        self._last = [Times._make(answer) for answer in answers]
         count = 2 * self._num_loops
         self._num_loops = 0
         self._before = self._run.goodput.times

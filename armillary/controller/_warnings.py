@@ -24,16 +24,17 @@ _MOST_BYTES = 64 * 2**20
 def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
     """Warns of evaluators that return no numbers, or evaluate a different model."""
     several = evaluator if isinstance(evaluator, Mapping) else {"": evaluator}
-    for each in several.values():
-        if isinstance(each, StandardEvaluator) and not _returns_numbers(each):
+    for evaluation in several.values():
+        is_standard = isinstance(evaluation, StandardEvaluator)
+        if is_standard and not _returns_numbers(evaluation):
             logger.warning(
                 "`%s` has no `eval_end`, so its evaluations return no numbers. "
                 "Add one: `def eval_end(self): return "
                 '{"loss": self.loss.compute()}`.',
-                type(each).__name__,
+                type(evaluation).__name__,
             )
-        if trainer is not None and each is not None:
-            _warn_of_a_copy(trainer, each)
+        if trainer is not None and evaluation is not None:
+            _warn_of_a_copy(trainer, evaluation)
 
 
 def _returns_numbers(evaluator: StandardEvaluator) -> bool:

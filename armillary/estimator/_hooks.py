@@ -37,8 +37,8 @@ def as_hooks(name: str, hooks: Any) -> tuple[Callable[..., Any], ...]:
         if callable(hook) and not isinstance(hook, type):
             continue
         place = f"{name}[{index}]" if is_several else name
-        names = [kind.__name__ for kind in inspect.getmro(type(hook))]
-        answers = [HOOKS[each] for each in names if each in HOOKS]
+        classes = [kind.__name__ for kind in inspect.getmro(type(hook))]
+        answers = [HOOKS[class_name] for class_name in classes if class_name in HOOKS]
         argument = _KINDS.get(name, "the output of a loop or an evaluation")
         fix = f"Write `{name}=[print]`, or an action of `armillary.actions`."
         raise EstimatorError(

@@ -136,26 +136,28 @@ def _check_signature(
     except (TypeError, ValueError):  # Some builtins have no signature.
         return None
     unknown: list[str] = []
-    for each in parameters:
-        takes_any = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        is_needed = each.default is each.empty and not takes_any
-        if is_needed and each.name not in known:
-            unknown.append(each.name)
+    for parameter in parameters:
+        takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_needed = parameter.default is parameter.empty and not takes_any
+        if is_needed and parameter.name not in known:
+            unknown.append(parameter.name)
     if unknown:
         raise EstimatorError(
             f"`{name}` has the argument `{unknown[0]}`, but it can have "
-            f"{', '.join(f'`{each}`' for each in known)}. Rename it, or give it a "
+            f"{', '.join(map('`{}`'.format, known))}. Rename it, or give it a "
             "default value; numbers of your own go into `params`."
         )
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return [each.name for each in parameters]
+    return [parameter.name for parameter in parameters]
 
 
 def call_with(fn: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """Calls a user's function with the values for which it has arguments."""
     parameters = inspect.signature(fn).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return fn(**values)
     return fn(**{name: values[name] for name in parameters if name in values})
 

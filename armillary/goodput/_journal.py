@@ -133,7 +133,7 @@ def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
     path = Path(check_path("run_dir", run_dir, only_python_opens=True))
     found = find_journals(path)
     if len(found) != 1:
-        choices = ", ".join(repr(str(each.parent)) for each in found)
+        choices = ", ".join(repr(str(journal.parent)) for journal in found)
         fix = f"one of {choices}" if found else "its checkpoints"
         raise ValueError(
             f"`run_dir` is {str(run_dir)!r}, but there are {len(found)} files "

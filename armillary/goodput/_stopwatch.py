@@ -214,7 +214,8 @@ def find_straggler(
         processes.add(slowest.process)
     if len(processes) != 1:
         return None
-    return _find_slowest([_add(each) for each in zip(*halves, strict=True)], named)
+    whole = [_add(both_halves) for both_halves in zip(*halves, strict=True)]
+    return _find_slowest(whole, named)
 
 
 def _add(times: Sequence[Times]) -> Times:
@@ -228,8 +229,8 @@ def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler |
         return None
     # All processes wait for their devices, which wait for each other. The process that
     # waits least is the slowest, and its waiting is the time of the devices alone.
-    devices = min(each.waiting for each in times)
-    totals = [sum(each[:-1]) + devices for each in times]
+    devices = min(process_times.waiting for process_times in times)
+    totals = [sum(process_times[:-1]) + devices for process_times in times]
     index = max(candidates, key=totals.__getitem__)
     seconds = totals[index]
     median = statistics.median(totals[:index] + totals[index + 1 :])
@@ -237,7 +238,7 @@ def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler |
         return None
 
     # The phase in which it loses most.
-    others = [each for other, each in enumerate(times) if other != index]
+    others = [*times[:index], *times[index + 1 :]]
     medians = [statistics.median(values) for values in zip(*others, strict=True)]
     excesses = [
         own - other for own, other in zip(times[index][:-1], medians, strict=False)

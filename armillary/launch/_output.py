@@ -41,7 +41,9 @@ class LabeledOutput:
         self._logs = dict(logs or {})
         # `sys.stdout` is None if the launcher was started with a closed one.
         streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-        self._open = {name: each.fileno() for name, each in streams.items() if each}
+        self._open = {
+            name: stream.fileno() for name, stream in streams.items() if stream
+        }
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._own_lines: Queue[str] = Queue()

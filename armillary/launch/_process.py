@@ -114,9 +114,9 @@ def find_addresses(count: int) -> list[str]:
     with contextlib.ExitStack() as stack:
         # All sockets are open together, or the system could assign a port twice.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((_LOOPBACK, 0))
-        return [f"{_LOOPBACK}:{each.getsockname()[1]}" for each in sockets]
+        for connection in sockets:
+            connection.bind((_LOOPBACK, 0))
+        return [f"{_LOOPBACK}:{connection.getsockname()[1]}" for connection in sockets]
 
 
 def make_environment(

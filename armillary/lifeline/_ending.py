@@ -153,19 +153,20 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
     # While one process makes progress, or is within its limit, the others have a reason
     # to wait. A process at the end of its program is no such reason.
     seen = sightings.values()
-    running = [each for each in seen if not each.report.has_ended] or list(seen)
+    running = [sighting for sighting in seen if not sighting.report.has_ended]
+    running = running or list(seen)
     least = _find_least_limit(running)
-    for each in running:
+    for sighting in running:
         # A process that is silent for so long is stopped, whatever its limit is.
-        is_stopped = now - each.time >= least
-        limit = each.report.limit_seconds
-        has_time = limit is None or each.quiet_seconds(now) < limit
+        is_stopped = now - sighting.time >= least
+        limit = sighting.report.limit_seconds
+        has_time = limit is None or sighting.quiet_seconds(now) < limit
         if has_time and not is_stopped:
             return None
 
     places = "\n".join(
-        f"  process {index} of {count}: {each.describe(now)}"
-        for index, each in sightings.items()
+        f"  process {index} of {count}: {sighting.describe(now)}"
+        for index, sighting in sightings.items()
     )
     return (
         f"No process has made progress for {least:.4g} seconds:\n{places}\n"
@@ -179,9 +180,9 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
 def find_stopped(sightings: Mapping[int, Sighting], now: float) -> list[int]:
     """Returns the processes that do not answer, although their messages could come."""
     stopped: list[int] = []
-    for index, each in sightings.items():
-        could_answer = each.by is None and not each.report.has_ended
-        if could_answer and each.is_silent(now):
+    for index, sighting in sightings.items():
+        could_answer = sighting.by is None and not sighting.report.has_ended
+        if could_answer and sighting.is_silent(now):
             stopped.append(index)
     return stopped
 
@@ -189,8 +190,8 @@ def find_stopped(sightings: Mapping[int, Sighting], now: float) -> list[int]:
 def _find_least_limit(sightings: Iterable[Sighting]) -> float:
     """Returns the least limit of some processes, infinite if none has a limit."""
     least = math.inf
-    for each in sightings:
-        limit = each.report.limit_seconds
+    for sighting in sightings:
+        limit = sighting.report.limit_seconds
         if limit is not None:
             least = min(least, limit)
     return least

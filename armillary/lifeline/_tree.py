@@ -103,9 +103,9 @@ class Tree:
     def close(self) -> None:
         """Ends the connections, without a further call of `note`."""
         self.note = lambda *_: None
-        for each in (self._server, *self.links.values()):
-            if each is not None:
-                each.close()
+        for connection in (self._server, *self.links.values()):
+            if connection is not None:
+                connection.close()
 
     def let_go(self) -> None:
         """Ends the connections of a forked child, which would outlive a dead parent."""
@@ -114,9 +114,9 @@ class Tree:
         # The objects in the child still use the descriptors, so the descriptors stay
         # open, but lead nowhere.
         nothing = os.open(os.devnull, os.O_RDWR)
-        for each in (self.ends.connection, self.ends.listener, *sockets):
-            if each is not None and each.fileno() >= 0:
-                os.dup2(nothing, each.fileno())
+        for end in (self.ends.connection, self.ends.listener, *sockets):
+            if end is not None and end.fileno() >= 0:
+                os.dup2(nothing, end.fileno())
         os.close(nothing)
 
     def _add(self, spans: list[Span]) -> None:

@@ -60,8 +60,9 @@ def make_blank(kind: type) -> Any:
 def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
     """Fills a container of Keras by the method of its base, which tracks nothing."""
     attributes, items = held
-    bases = type(container).__mro__
-    base: Any = next(each for each in bases if not each.__module__.startswith("keras."))
+    classes = type(container).__mro__
+    of_others = (kind for kind in classes if not kind.__module__.startswith("keras."))
+    base: Any = next(of_others)
     fill = base.extend if base is list else base.update
     fill(container, items)
     vars(container).update(attributes)

@@ -179,7 +179,10 @@ class SplitUpdate:
         self._leaves = [jax.eval_shape(types[slot].zeros) for slot in self._slots]
         program = jax.make_jaxpr(self._update)(*self._leaves)
         # The variables from which each result of one step is computed.
-        needs = [{self._slots[i] for i in each} for each in find_dependencies(program)]
+        needs = [
+            {self._slots[i] for i in dependencies}
+            for dependencies in find_dependencies(program)
+        ]
         of_state = dict(zip(state, needs[len(params) :], strict=True))
         # The arrays from which each array is computed, in any number of steps.
         for between, found in of_state.items():
@@ -210,15 +213,15 @@ class SplitUpdate:
         """Returns whether a variable's update is the same when mapped over its rows."""
         own = {slot}
         own.update(other for other, owner in self.owners.items() if owner == slot)
-        shapes = {self._types[each].shape for each in own}
+        shapes = {self._types[index].shape for index in own}
         if len(shapes) > 1:
             return False
 
         def update(*leaves: Any) -> list[Any]:
             results = zip(self._results, self._update(*leaves), strict=True)
-            return [result for each, result in results if each in own]
+            return [result for index, result in results if index in own]
 
-        axes = [0 if each in own else None for each in self._slots]
+        axes = [0 if index in own else None for index in self._slots]
         whole = jax.make_jaxpr(update)(*self._leaves)
         try:
             mapped = jax.make_jaxpr(jax.vmap(update, axes))(*self._leaves)

@@ -79,7 +79,7 @@ class TaskProgram:
         self._step = trace_step(body, flat, arguments, user_fn=fn, owner="the function")
         name = getattr(fn, "__name__", "the function")
         policies = _find_policies(flat)
-        self._keys = {i for i, each in policies.items() if each is Policy.RANDOM}
+        self._keys = {i for i, policy in policies.items() if policy is Policy.RANDOM}
         found = _find_additions(self._step, updates, policies, flat.state, name)
         self._signs = [addition.sign for addition in found.values()]
 

@@ -229,8 +229,8 @@ class Scheduler:
         if not self._queue or num_ahead >= _DEPTH:
             return None
         # Workers without calls come first.
-        started = [each for each in self.workers if each.pid]
-        num_idle = sum(not each.messages for each in started)
+        started = [known for known in self.workers if known.pid]
+        num_idle = sum(not known.messages for known in started)
         if num_ahead and len(self._queue) <= num_idle:
             return None
         return next((call for call in self._queue if call.is_ready), None)

@@ -160,7 +160,8 @@ class Variables:
         for slot, owner in split.owners.items():
             of_owner = everywhere if owner is None else known[owner].locations
             locations = tuple(
-                each._replace(part=(slot, each.part[1])) for each in of_owner
+                location._replace(part=(slot, location.part[1]))
+                for location in of_owner
             )
             if not known[slot].locations:
                 known[slot].locations = locations
@@ -251,7 +252,9 @@ class Variables:
     def put_all(self, servers: Sequence[Any]) -> None:
         """Sends everything to servers that hold nothing yet."""
         with self.lock:
-            placed = [i for i, each in enumerate(self._variables) if each.locations]
+            placed = [
+                i for i, variable in enumerate(self._variables) if variable.locations
+            ]
             self._put(placed, servers)
             self._define(self._updates, servers)
 

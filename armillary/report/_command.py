@@ -36,7 +36,7 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             f"`--output` is {str(output)!r}, which is a directory, but it must be the "
             "name of a file. Use `--output report.html`."
         )
-    above = next(each for each in output.absolute().parents if each.exists())
+    above = next(folder for folder in output.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(
             f"`--output` is {str(output)!r}, but `{above}` is not a directory in which "

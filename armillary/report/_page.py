@@ -327,8 +327,8 @@ def _model(run: RecordedRun) -> str:
         return "<p>The run has not recorded its model.</p>"
     sizes = [*(parameters.get("modules") or []), {**parameters, "name": "all"}]
     rows = [
-        [_text(each["name"]), show_number(each["count"]), format_bytes(each["bytes"])]
-        for each in sizes
+        [_text(size["name"]), show_number(size["count"]), format_bytes(size["bytes"])]
+        for size in sizes
     ]
     return _table(["module", "parameters", "size"], rows)
 
@@ -342,7 +342,7 @@ def _hyperparameters(runs: Sequence[RecordedRun]) -> str:
     for run in runs:
         attempts = [start.get("config") or {} for start in run.starts]
         for name in find_differing(attempts):
-            values = ", then ".join(_as_cell(each.get(name)) for each in attempts)
+            values = ", then ".join(_as_cell(attempt.get(name)) for attempt in attempts)
             section += (
                 f"<p>Attempts of {_text(run.name)} had {_text(name)} = {values}.</p>"
             )

@@ -68,7 +68,7 @@ class RecordedRun:
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        return [each for each in self.records if each["record"] == "start"]
+        return [record for record in self.records if record["record"] == "start"]
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -78,16 +78,19 @@ class RecordedRun:
     @property
     def per_device(self) -> Mapping[str, Any]:
         """The work and the memory of each device in the last attempt, if known."""
-        found = [each["per_device"] for each in self.records if "per_device" in each]
+        found = [
+            record["per_device"] for record in self.records if "per_device" in record
+        ]
         return found[-1] if found else {}
+
+    def _of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        return [record for record in self.records if record["record"] == kind]
 
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
         """Steps and values, by source and name: `("train", "loss")`."""
-        training = [each for each in self.records if each["record"] == "train"]
-        evaluations = [each for each in self.records if each["record"] == "eval"]
-        training.sort(key=_step_of)
-        evaluations.sort(key=_step_of)
+        training = sorted(self._of_kind("train"), key=_step_of)
+        evaluations = sorted(self._of_kind("eval"), key=_step_of)
 
         curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for record in training + evaluations:

@@ -126,16 +126,17 @@ def _drop_repeated(records: list[_Record]) -> list[_Record]:
     rule for `goodput.jsonl` is different: seconds were spent, so they are kept, and
     they count as lost only when another attempt has run the same steps.
     """
-    trained = {each["folder"] for each in records if each["record"] == "start"}
+    starts = [record for record in records if record["record"] == "start"]
+    trained = {start["folder"] for start in starts}
     kept: dict[Any, _Record] = {}
     for index, record in enumerate(records):
         if record["record"] == "start":
             # A folder of its own may belong to an evaluation, or to another run.
             others = trained - {record["folder"]}
             kept = {
-                key: each
-                for key, each in kept.items()
-                if _stays(each, record["step"], others)
+                key: earlier
+                for key, earlier in kept.items()
+                if _stays(earlier, record["step"], others)
             }
             key = index
         else:

@@ -175,7 +175,7 @@ class SummaryManager:
             self._writers[directory] = writers
             for writer in writers:
                 self._resume(writer)
-        able = [each for each in self._writers[directory] if hasattr(each, method)]
+        able = [one for one in self._writers[directory] if hasattr(one, method)]
         if not able and method != "hyperparameters":
             raise AttributeError(f"none of the writers has a method {method!r}")
         for writer in able:

@@ -252,7 +252,7 @@ def assert_collectives(
 
     found = find_collectives(trainer, num_replicas)
     counts = {name: count_rounds(found, name.replace("_", "-")) for name in expected}
-    total = sum(each.times * each.num_bytes for each in found)
+    total = sum(collective.times * collective.num_bytes for collective in found)
     wrong = [
         f"{counts[name]} rounds of `{name}` and not {wanted}"
         for name, wanted in expected.items()
@@ -362,4 +362,4 @@ def find_collectives(
     mesh = Mesh(shape, loop.mesh.axis_names, axis_types=axis_types)
     compiled = compile_exported(program, mesh, _PLATFORM, loop.compiler_options)
     traffic = find_traffic(compiled.as_text(), loop.depth, count)
-    return [each for each in traffic.collectives if each.is_of_step]
+    return [collective for collective in traffic.collectives if collective.is_of_step]

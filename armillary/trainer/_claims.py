@@ -55,7 +55,7 @@ def claimed(owner: Any, verb: str) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            index = next(i for i, each in enumerate(_claims) if each is claim)
+            index = next(i for i, candidate in enumerate(_claims) if candidate is claim)
             del _claims[index]
 
 

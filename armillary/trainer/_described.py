@@ -74,7 +74,9 @@ def described(
         num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
-            gathers = [replace(each.input.gather, layout=layout) for each in datasets]
+            gathers = [
+                replace(dataset.input.gather, layout=layout) for dataset in datasets
+            ]
             size = options.steps_per_chunk or choose_chunk_size(num_steps)
 
             def trace() -> tuple[FlatState, Chunk, Program]:
@@ -104,7 +106,7 @@ def described(
                 share_size=count_rows(shares[0]) if shares else 0,
                 num_parts=options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
-                state_bytes=sum(each.size * each.dtype.itemsize for each in flat.types),
+                state_bytes=sum(aval.size * aval.dtype.itemsize for aval in flat.types),
                 held_bytes=_count_held(flat.types_to_take(())),
                 compiler_options=dict(options.compiler_options or {}),
                 split=flat.split,
@@ -146,10 +148,10 @@ def _describe_chunk(
         batch, held = gather.sent_types(share)
         sent.append(batch)
         resident.append(everywhere_on_mesh.placed_types(held))
-    capacity = builder.count_steps([layout.placed_types(each) for each in sent])
+    capacity = builder.count_steps([layout.placed_types(one) for one in sent])
     arrays = [
-        layout.placed_types(each, (capacity * taken,))
-        for each, taken in zip(sent, per_step, strict=True)
+        layout.placed_types(one, (capacity * taken,))
+        for one, taken in zip(sent, per_step, strict=True)
     ]
     return Chunk(
         arrays=arrays,

@@ -83,7 +83,11 @@ def find_effect(owner: Any, name: str) -> str | None:
 def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
     """Returns whether a method was compiled from this text, or its file was edited."""
     module = compile(ast.Module([definition], []), "<hook>", "exec")
-    [compiled] = [each for each in module.co_consts if isinstance(each, types.CodeType)]
+    [compiled] = [
+        constant
+        for constant in module.co_consts
+        if isinstance(constant, types.CodeType)
+    ]
     return (
         compiled.co_name == code.co_name
         and compiled.co_code == code.co_code

@@ -72,7 +72,7 @@ class Loop:
         # Without data, there is nothing to read ahead.
         self._prefetch = 0
         if self.datasets and reads_ahead:
-            self._prefetch = min([1, *(each.prefetch for each in self.datasets)])
+            self._prefetch = min([1, *(dataset.prefetch for dataset in self.datasets)])
 
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)

@@ -27,7 +27,11 @@ def check_hooks(owner: type, base: type, *hooks: str) -> None:
         if kind not in base.__mro__:
             own.update(vars(kind))
     left_out = set(hooks).difference(own)
-    methods = {name: each for name, each in own.items() if inspect.isfunction(each)}
+    methods = {
+        name: attribute
+        for name, attribute in own.items()
+        if inspect.isfunction(attribute)
+    }
     called: set[str] = set()
     for method in methods.values():
         called.update(method.__code__.co_names)

@@ -281,7 +281,7 @@ def _count_room(hooks: Hooks) -> int:
 
 
 def _empty(types: Sequence[Any], size: int) -> list[Any]:
-    return [jnp.zeros((size, *each.shape), each.dtype) for each in types]
+    return [jnp.zeros((size, *aval.shape), aval.dtype) for aval in types]
 
 
 def _put(stacks: list[Any], values: Sequence[Any], index: Any) -> list[Any]:

@@ -75,7 +75,11 @@ class Spec(NamedTuple):
     def num_integers(self) -> int:
         from armillary.metrics._parts import NUM_PER_PLAIN
 
-        of_objects = [each.num_integers for each in self.objects if each is not None]
+        of_objects = [
+            described.num_integers
+            for described in self.objects
+            if described is not None
+        ]
         return self.num_plain * NUM_PER_PLAIN + sum(of_objects)
 
 

@@ -46,11 +46,11 @@ class Setup(OfOneProcess):
         """Returns the datasets distributed by a strategy, and keeps their positions."""
         layout = strategy.layout
         before = self._parts if self._nest is self.datasets else None
-        if before is not None and all(each.layout == layout for each in before):
+        if before is not None and all(part.layout == layout for part in before):
             return before
 
         leaves, _ = flatten_datasets(self.datasets)
-        parts = [distribute(each, strategy) for each in leaves]
+        parts = [distribute(leaf, strategy) for leaf in leaves]
         self._parts = parts
         self._nest = self.datasets
         # A dataset that the user distributed is the same object before and after.
@@ -79,15 +79,15 @@ def make_setup(
         fix = f"Write `options=armillary.{kind.__name__}(...)`."
         check_instance("options", options, kind, fix)
     leaves, _ = flatten_datasets(datasets)
-    for each in leaves:
-        check_is_no_iterator(argument, each)
-        if isinstance(each, tuple) and not each:
+    for leaf in leaves:
+        check_is_no_iterator(argument, leaf)
+        if isinstance(leaf, tuple) and not leaf:
             raise TypeError(
                 f"`{argument}` is (), which holds no dataset. Pass a dataset, or "
                 "None for a step that makes its own data."
             )
-        gives_batches = isinstance(each, Iterable | Callable | Source)
-        if not gives_batches or isinstance(each, str | bytes | bytearray | dict):
+        gives_batches = isinstance(leaf, Iterable | Callable | Source)
+        if not gives_batches or isinstance(leaf, str | bytes | bytearray | dict):
             fix = "Use"
             if isinstance(datasets, list) and isinstance(datasets[0], dict):
                 fix = (
@@ -96,7 +96,7 @@ def make_setup(
                     "Then use"
                 )
             raise TypeError(
-                f"`{argument}` has {each!r:.80} of type {type(each).__name__}, but it "
+                f"`{argument}` has {leaf!r:.80} of type {type(leaf).__name__}, but it "
                 f"must hold datasets. {fix} `armillary.data.from_arrays(arrays, "
                 "batch_size=...)`, or an iterable of batches."
             )

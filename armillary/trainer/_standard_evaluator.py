@@ -181,7 +181,7 @@ def check_ends(name: str, num_steps: int, datasets: Sequence[Any]) -> None:
             "`controller.evaluate(steps=100)`, or `eval_steps=100` of "
             "`train_and_evaluate`."
         )
-    if all(getattr(each, "is_endless", False) for each in datasets):
+    if all(getattr(dataset, "is_endless", False) for dataset in datasets):
         raise ValueError(
             f"`{name}` is -1, for all of the data, but `eval_dataset` repeats its "
             "data forever. Make it without `repeat=True`, or give a number of steps."

@@ -138,7 +138,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         Through this method, `Checkpoint(trainer=trainer)` saves the position in the
         data.
         """
-        return [each and each.get_state() for each in self._positions()]
+        return [dataset and dataset.get_state() for dataset in self._positions()]
 
     def set_state(self, state: list[Any]) -> None:
         """Continues in the data at a saved position.
@@ -166,18 +166,18 @@ class StandardTrainer(Runner, AbstractTrainer):
         with self._in_strategy() as strategy:
             if strategy.loop_class is not None:
                 return [None] * len(parts)  # Workers have data of their own.
-            is_raw = not all(isinstance(each, DistributedDataset) for each in parts)
+            is_raw = not all(isinstance(part, DistributedDataset) for part in parts)
             if is_raw and not self._has_own_train():
                 parts = setup.hold(strategy)
 
         datasets: list[DistributedDataset | None] = []
         lost: list[str] = []
-        for each in parts:
-            is_ours = isinstance(each, DistributedDataset)
-            has_position = is_ours and each.is_repositionable
-            datasets.append(each if has_position else None)
+        for part in parts:
+            is_ours = isinstance(part, DistributedDataset)
+            has_position = is_ours and part.is_repositionable
+            datasets.append(part if has_position else None)
             if is_ours and not has_position:
-                lost.append(each.source_name)
+                lost.append(part.source_name)
 
         if lost and not setup.has_warned and not setup.options.read_ahead:
             setup.has_warned = True

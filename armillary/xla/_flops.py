@@ -29,7 +29,8 @@ def count_flops(program: Any, *, counts_recomputed: bool = True) -> dict[str, fl
         if not counts_recomputed and is_repeated(equation):
             continue
         parts = [
-            count_flops(each, counts_recomputed=counts_recomputed) for each in inner
+            count_flops(program, counts_recomputed=counts_recomputed)
+            for program in inner
         ]
         if equation.primitive.name == "cond":
             parts = [max(parts, key=lambda counts: sum(counts.values()))]

@@ -71,7 +71,9 @@ def find_shared_draws(
         inputs: The origins of its inputs.
         axis_name: The axis of replicas.
     """
-    if not any(each.primitive.name in DRAWS for each in walk_equations(program)):
+    if not any(
+        equation.primitive.name in DRAWS for equation in walk_equations(program)
+    ):
         return []
     analysis = _Draws(axis_name)
     analysis.run(program, inputs)
@@ -96,12 +98,12 @@ class _Draws(ReplicaDataflow[Origin]):
         if len(several) < 2:
             return several.pop() if several else SHARED
         return Origin(
-            is_own=any(each.is_own for each in several),
-            examples=frozenset().union(*(each.examples for each in several)),
-            lines=frozenset().union(*(each.lines for each in several)),
-            numbers=frozenset().union(*(each.numbers for each in several)),
-            is_meant=any(each.is_meant for each in several),
-            is_gradient=any(each.is_gradient for each in several),
+            is_own=any(origin.is_own for origin in several),
+            examples=frozenset().union(*(origin.examples for origin in several)),
+            lines=frozenset().union(*(origin.lines for origin in several)),
+            numbers=frozenset().union(*(origin.numbers for origin in several)),
+            is_meant=any(origin.is_meant for origin in several),
+            is_gradient=any(origin.is_gradient for origin in several),
         )
 
     def decide(self, equation: Any, decides: Origin) -> Origin:
@@ -112,7 +114,7 @@ class _Draws(ReplicaDataflow[Origin]):
         self, equation: Any, operands: list[Origin], by_ops: str
     ) -> list[Origin]:
         del by_ops
-        return [self._reduce(equation, each) for each in operands]
+        return [self._reduce(equation, operand) for operand in operands]
 
     def follow_exchange(self, equation: Any, operands: list[Origin]) -> list[Origin]:
         del operands
@@ -156,8 +158,8 @@ class _Draws(ReplicaDataflow[Origin]):
             if operand.is_own:
                 continue
             for line, axis in operand.numbers:
-                moved = axes_of_result(equation, index, axis)
-                numbers.update((line, each) for each in moved)
+                for new_axis in axes_of_result(equation, index, axis):
+                    numbers.add((line, new_axis))
         if not both.is_own:
             return both._replace(numbers=frozenset(numbers), is_gradient=is_gradient)
 

@@ -63,7 +63,7 @@ def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
     elif name in _REMOVED:
         removed = params[_REMOVED[name]]
         if place not in removed:
-            num_before = sum(each < place for each in removed)
+            num_before = sum(gone < place for gone in removed)
             yield place - num_before - len(result)
     elif len(shape) == len(result):
         # Any operation with such shapes works on each number alone, or along an axis.

@@ -108,28 +108,28 @@ def find_lost(
         is_report: Whether it multiplies a scalar by the number of replicas.
     """
     both = join_facts(operands)
-    own = [each for each in operands if each.reasons]
+    own = [operand for operand in operands if operand.reasons]
     lost: set[Label] = set()
     if own and not is_backward:
         # A product of an equal gradient and a differing value is not a gradient:
         # for example, the slope in a line search.
         lost |= both.only(LabelKind.OF_REDUCED) - join_facts(own).labels
-    if not all(each.find(LabelKind.DRAWN) for each in own):
+    if not all(operand.find(LabelKind.DRAWN) for operand in own):
         lost |= both.only(LabelKind.DRAWN)
 
     if name in ADDITIONS:
         # Equal operands do not count, such as the zeros that a sum begins with.
         kinds = (LabelKind.OF_REDUCED, LabelKind.DIVIDED)
-        is_all = all(each.only(*kinds) for each in own)
+        is_all = all(operand.only(*kinds) for operand in own)
         return lost if is_all else both.only(LabelKind.OF_REDUCED)
 
-    divided = [each for each in operands if each.find(LabelKind.DIVIDED)]
+    divided = [operand for operand in operands if operand.find(LabelKind.DIVIDED)]
     is_by_divisor = name == "div" and operands[1].find(LabelKind.DIVISOR)
-    if is_by_divisor or not all(each.find(LabelKind.REDUCED) for each in divided):
+    if is_by_divisor or not all(operand.find(LabelKind.REDUCED) for operand in divided):
         lost |= both.only(LabelKind.REDUCED)  # divided after it was reduced
     is_square = name in PRODUCTS and len(divided) == len(operands)
     if (is_report or is_square) and not is_backward:
         lost |= both.only(LabelKind.DIVIDED)
-    if name in PRODUCTS and all(each.find(LabelKind.NOISED) for each in operands):
+    if name in PRODUCTS and all(operand.find(LabelKind.NOISED) for operand in operands):
         lost |= both.only(LabelKind.NOISED)
     return lost

@@ -104,7 +104,7 @@ def find_positions(
         axis_name: The axis of replicas.
     """
     # Most steps neither gather examples nor choose rows.
-    names = {each.primitive.name for each in walk_equations(program)}
+    names = {equation.primitive.name for equation in walk_equations(program)}
     if not any(name.startswith(("all_gather", "gather")) for name in names):
         return []
     inputs = [
@@ -113,7 +113,9 @@ def find_positions(
     ]
     search = _Search(axis_name)
     search.run(program, inputs)
-    return sorted(search.found, key=lambda each: (type(each).__name__, each.line))
+    return sorted(
+        search.found, key=lambda finding: (type(finding).__name__, finding.line)
+    )
 
 
 def _place_of_share(value: Any) -> Place:
@@ -153,14 +155,18 @@ class _Search(ReplicaDataflow[Place]):
         if len(several) < 2:
             return several.pop() if several else _CONSTANT
         axes = {
-            name: frozenset().union(*(getattr(each, name) for each in several))
+            name: frozenset().union(
+                *(getattr(row_facts, name) for row_facts in several)
+            )
             for name in _AXES
         }
         return Place(
             **axes,
-            is_constant=all(each.is_constant for each in several),
-            is_index=all(each.is_index or each.is_constant for each in several),
-            is_row=any(each.is_row for each in several),
+            is_constant=all(row_facts.is_constant for row_facts in several),
+            is_index=all(
+                row_facts.is_index or row_facts.is_constant for row_facts in several
+            ),
+            is_row=any(row_facts.is_row for row_facts in several),
         )
 
     def decide(self, equation: Any, decides: Place) -> Place:
@@ -181,7 +187,9 @@ class _Search(ReplicaDataflow[Place]):
             return [_INPUT] * len(equation.outvars)
         self._num_replicas = equation.params["axis_size"]
         pairs = zip(equation.invars, operands, strict=True)
-        return [_gather(equation, each.aval.ndim, facts) for each, facts in pairs]
+        return [
+            _gather(equation, variable.aval.ndim, facts) for variable, facts in pairs
+        ]
 
     def follow_exchange(self, equation: Any, operands: list[Place]) -> list[Place]:
         del operands
@@ -290,7 +298,7 @@ def _varies(value: np.ndarray, axis: int) -> bool:
 def _join_views(equation: Any, operands: list[Place]) -> frozenset[int]:
     """Returns the axis along which several views of the examples were concatenated."""
     axis = equation.params["dimension"] - equation.invars[0].aval.ndim
-    num_views = sum(axis in each.own for each in operands)
+    num_views = sum(axis in operand.own for operand in operands)
     return frozenset({axis} if num_views > 1 else ())
 
 
@@ -326,7 +334,8 @@ def _number_rows(equation: Any) -> Place:
 def _move(equation: Any, index: int, facts: Place) -> Place:
     """Returns the facts about an operand along the axes of the result."""
     # A token has no shape.
-    if not any(getattr(facts, each) for each in _AXES):
+    has_axes = any(getattr(facts, kind) for kind in _AXES)
+    if not has_axes:
         return facts
     name = equation.primitive.name
     shape = equation.invars[index].aval.shape
@@ -338,8 +347,8 @@ def _move(equation: Any, index: int, facts: Place) -> Place:
             if axis + len(shape) < 0:
                 continue
             found = [axis] if name == "split" else axes_of_result(equation, index, axis)
-            for each in found:
-                yield each, result[each] - shape[axis]
+            for new_axis in found:
+                yield new_axis, result[new_axis] - shape[axis]
 
     def keep(axes: Iterable[int]) -> frozenset[int]:
         return frozenset(axis for axis, gained in move(axes) if gained == 0)

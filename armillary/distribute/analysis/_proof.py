@@ -301,7 +301,7 @@ class Proof(ReplicaDataflow[Facts]):
 
         dtype = equation.outvars[0].aval.dtype
         is_backward = self.is_backward(equation)
-        kept = {each for each in labels if goes_through(each, name, dtype, reasons)}
+        kept = {label for label in labels if goes_through(label, name, dtype, reasons)}
         if not keeps_scale(name) and not is_backward:
             kept -= both.only(LabelKind.AVERAGED)
         kept |= follow_keys(name, both)
@@ -333,8 +333,10 @@ class Proof(ReplicaDataflow[Facts]):
         With the aggregate of differential privacy, a mean is wrong, too: it divides the
         numbers by the examples of one replica.
         """
-        drawn = [each for each in operands if each.find(LabelKind.DRAWN)]
-        own = [each for each in operands if each.reasons and each not in drawn]
+        drawn = [operand for operand in operands if operand.find(LabelKind.DRAWN)]
+        own = [
+            operand for operand in operands if operand.reasons and operand not in drawn
+        ]
         is_addition = equation.primitive.name in ADDITIONS
         adds_noise = is_addition and bool(drawn) and bool(own)
         if not adds_noise or self.is_backward(equation):
@@ -342,8 +344,8 @@ class Proof(ReplicaDataflow[Facts]):
         if is_made_by(equation, _PRIVATE):
             error = explain_noise(self.line(equation), self._counts[0])
             self._errors[self._place(equation)] = error
-        is_equal = not any(each.reasons for each in drawn)
-        if is_equal and any(each.find(LabelKind.GRADIENT) for each in own):
+        is_equal = not any(operand.reasons for operand in drawn)
+        if is_equal and any(operand.find(LabelKind.GRADIENT) for operand in own):
             return self._labels(LabelKind.NOISED, equation)
         return frozenset()
 

@@ -184,7 +184,8 @@ def _as_kinds(paths: Iterable[str], kind: str = "none") -> str:
         parent, _, name = path.rpartition("/")
         names.setdefault(parent, []).append(re.escape(name))
     entries = [
-        f'r"{_pattern_of(parent, each)}": "{kind}"' for parent, each in names.items()
+        f'r"{_pattern_of(parent, children)}": "{kind}"'
+        for parent, children in names.items()
     ]
     if len(entries) > _MOST_PATTERNS:
         entries = [*entries[:_MOST_PATTERNS], "..."]

@@ -139,23 +139,27 @@ def keep_totals(equation: Any, operands: list[Share]) -> frozenset[Total]:
     The quotient of two totals, such as the mean of a cluster, has the right scale.
     """
     name = equation.primitive.name
-    found = frozenset().union(*(each.totals for each in operands))
+    found = frozenset().union(*(operand.totals for operand in operands))
     if not found or name in LINEAR or name == "select_n":
         return found
     if name == "div" and is_of_mean(equation):
-        return frozenset(each._replace(is_mean=True) for each in found)
+        return frozenset(total._replace(is_mean=True) for total in found)
     divisors = divisors_in(equation)
-    numbers = [each for each in map(read_real, equation.invars) if each is not None]
+    numbers = [
+        number for number in map(read_real, equation.invars) if number is not None
+    ]
     is_scaled = name == "mul" or (name == "div" and bool(operands[0].totals))
     if not is_scaled or not numbers:
         return frozenset()
-    return frozenset(each._replace(divisors=each.divisors | divisors) for each in found)
+    return frozenset(
+        total._replace(divisors=total.divisors | divisors) for total in found
+    )
 
 
 def bends(equation: Any, operands: list[Share]) -> bool:
     """Returns whether an operation is not linear in what differs between replicas."""
     name = equation.primitive.name
-    num_own = sum(each.reach is not Reach.EQUAL for each in operands)
+    num_own = sum(operand.reach is not Reach.EQUAL for operand in operands)
     if name in PRODUCTS:
         return num_own > 1
     if name == "div":
@@ -192,25 +196,26 @@ def weighs_examples(equation: Any, operands: list[Share]) -> bool:
     product with the reciprocal of one, such as the weights of classes by their number.
     """
     name = equation.primitive.name
-    statistics = [each for each in operands if each.reach is Reach.REDUCED]
-    has_examples = any(each.reach is Reach.EXAMPLES for each in operands)
+    statistics = [operand for operand in operands if operand.reach is Reach.REDUCED]
+    has_examples = any(operand.reach is Reach.EXAMPLES for operand in operands)
     if not statistics or not has_examples:
         return False
-    causes = frozenset().union(*(each.causes for each in statistics))
-    is_of_sum = all(each.operation in _RECIPROCALS for each in causes)
+    causes = frozenset().union(*(operand.causes for operand in statistics))
+    is_of_sum = all(cause.operation in _RECIPROCALS for cause in causes)
     if name == "div":
         return operands[1].reach is Reach.REDUCED and is_of_sum
-    has_reciprocal = any(each.operation in ("div", "integer_pow") for each in causes)
+    has_reciprocal = any(cause.operation in ("div", "integer_pow") for cause in causes)
     return name in ("mul", "dot_general", "gather") and is_of_sum and has_reciprocal
 
 
 def uses_gradient(operands: list[Share]) -> bool:
     """Returns whether examples meet a gradient of the share before its reduction."""
     has_gradient = any(
-        each.reach is Reach.REDUCED and each.is_gradient for each in operands
+        operand.reach is Reach.REDUCED and operand.is_gradient for operand in operands
     )
     has_examples = any(
-        each.reach is Reach.EXAMPLES and not each.is_gradient for each in operands
+        operand.reach is Reach.EXAMPLES and not operand.is_gradient
+        for operand in operands
     )
     return has_gradient and has_examples
 
@@ -252,7 +257,7 @@ def keeps_differences(equation: Any) -> bool:
     operands = equation.invars
     if name == "mul":
         is_square = operands[0] is operands[1]
-        return is_square or any(read_real(each) is not None for each in operands)
+        return is_square or any(read_real(operand) is not None for operand in operands)
     is_divided = name == "div" and read_real(operands[1]) is not None
     return is_divided or name in (*_KEEPING, *_SQUARES)
 
@@ -300,8 +305,8 @@ def as_stack(facts: Share, num_axes: int) -> Share:
 def leave_loop(facts: Share, line: str) -> Share:
     """Returns the facts about a result of a loop over examples."""
     causes = {
-        each._replace(line=line) if each.kind is CauseKind.LOOP else each
-        for each in facts.causes
+        cause._replace(line=line) if cause.kind is CauseKind.LOOP else cause
+        for cause in facts.causes
     }
     return facts._replace(causes=frozenset(causes), is_carried=False)
 
@@ -314,4 +319,4 @@ def first_of(causes: Iterable[Cause]) -> Cause:
     kinds = [*LASTING, *(kind for kind in CauseKind if kind not in LASTING)]
     kinds.remove(CauseKind.QUOTIENT)
     kinds.append(CauseKind.QUOTIENT)
-    return min(causes, key=lambda each: (kinds.index(each.kind), each[1:]))
+    return min(causes, key=lambda cause: (kinds.index(cause.kind), cause[1:]))

@@ -53,7 +53,7 @@ def find_counters(
             # The number of examples, of tokens, and so on.
             sizes.update(itertools.accumulate(shape, operator.mul))
     # Most steps have no such sum, so the analysis need not run.
-    if not any(_grows_by(each) in sizes for each in walk_equations(program)):
+    if not any(_grows_by(equation) in sizes for equation in walk_equations(program)):
         return []
 
     inputs: list[frozenset[ShareCounter]] = []
@@ -63,7 +63,7 @@ def find_counters(
         inputs.append(frozenset({counter} if is_number else ()))
     results = _Counters().run(program, inputs)
     found = frozenset().union(*results)
-    return sorted(each for each in found if each.size in sizes)
+    return sorted(counter for counter in found if counter.size in sizes)
 
 
 class _Counters(Dataflow[frozenset[ShareCounter]]):
@@ -83,14 +83,14 @@ class _Counters(Dataflow[frozenset[ShareCounter]]):
         if name in _OF_RINGS:
             # Before the sum, a choice gives each replica its part of a total.
             values = operands[1:] if name == "select_n" else operands[:1]
-            return [frozenset(each for each in self.join(values) if each.size)]
+            return [frozenset(counter for counter in self.join(values) if counter.size)]
         size = _grows_by(equation)
         if size is None:
             return [self.nothing] * len(equation.outvars)
         grown = {
-            ShareCounter(each.slot, size, self.line(equation))
-            for each in self.join(operands)
-            if each.size == 0
+            ShareCounter(counter.slot, size, self.line(equation))
+            for counter in self.join(operands)
+            if counter.size == 0
         }
         return [frozenset(grown)]
 
@@ -99,6 +99,8 @@ def _grows_by(equation: Any) -> int | None:
     """Returns the whole number that a sum adds to something else, if it is one."""
     if equation.primitive.name not in _SUMS:
         return None
-    numbers = [each for each in map(read_real, equation.invars) if each is not None]
+    numbers = [
+        number for number in map(read_real, equation.invars) if number is not None
+    ]
     is_whole = len(numbers) == 1 and numbers[0].is_integer()
     return int(numbers[0]) if is_whole else None

@@ -179,7 +179,7 @@ class _Search(ReplicaDataflow[Share]):
         """Returns the finding if a value of the state is smaller than on one device."""
         if is_averaged and not value.is_gradient and self._is_sum(value):
             return StateOfSum(result, "", max(value.sizes))
-        for total in sorted(value.totals, key=lambda each: each.line):
+        for total in sorted(value.totals, key=lambda total: total.line):
             summed = Share(Reach.REDUCED, divisors=total.divisors, sizes=total.sizes)
             if total.is_mean and self._is_sum(summed):
                 return StateOfSum(result, total.line, max(total.sizes))
@@ -207,22 +207,22 @@ class _Search(ReplicaDataflow[Share]):
         """
         if not self._exchanges:
             return causes
-        return {each for each in causes if each.kind is not CauseKind.PAIRS}
+        return {cause for cause in causes if cause.kind is not CauseKind.PAIRS}
 
     def join(self, facts: Iterable[Share]) -> Share:
         several = set(facts)
         if len(several) < 2:
             return several.pop() if several else EQUAL
         return Share(
-            reach=max(each.reach for each in several),
-            axes=frozenset().union(*(each.axes for each in several)),
-            causes=frozenset().union(*(each.causes for each in several)),
-            divisors=frozenset().union(*(each.divisors for each in several)),
-            sizes=frozenset().union(*(each.sizes for each in several)),
-            is_gradient=any(each.is_gradient for each in several),
-            is_carried=any(each.is_carried for each in several),
-            combined=frozenset().union(*(each.combined for each in several)),
-            totals=frozenset().union(*(each.totals for each in several)),
+            reach=max(share.reach for share in several),
+            axes=frozenset().union(*(share.axes for share in several)),
+            causes=frozenset().union(*(share.causes for share in several)),
+            divisors=frozenset().union(*(share.divisors for share in several)),
+            sizes=frozenset().union(*(share.sizes for share in several)),
+            is_gradient=any(share.is_gradient for share in several),
+            is_carried=any(share.is_carried for share in several),
+            combined=frozenset().union(*(share.combined for share in several)),
+            totals=frozenset().union(*(share.totals for share in several)),
         )
 
     def decide(self, equation: Any, decides: Share) -> Share:
@@ -254,7 +254,7 @@ class _Search(ReplicaDataflow[Share]):
     def follow_exchange(self, equation: Any, operands: list[Share]) -> list[Share]:
         is_of_groups = equation.primitive.name.startswith(REDUCTIONS)
         if not is_of_groups and not self.is_backward(equation):
-            has_examples = any(each.reach is Reach.EXAMPLES for each in operands)
+            has_examples = any(operand.reach is Reach.EXAMPLES for operand in operands)
             self._exchanges = self._exchanges or has_examples
         return [UNKNOWN] * len(equation.outvars)
 
@@ -263,7 +263,7 @@ class _Search(ReplicaDataflow[Share]):
         return UNKNOWN
 
     def follow_draw(self, equation: Any, operands: list[Share]) -> list[Share] | None:
-        if not any(each.reach for each in operands):
+        if not any(operand.reach for operand in operands):
             return None
         return [UNKNOWN] * len(equation.outvars)
 
@@ -318,9 +318,9 @@ class _Search(ReplicaDataflow[Share]):
         line = self.line(equation)
         # Means of statistics, as of batch normalization, are accepted: see above.
         causes = {
-            each
-            for each in operand.causes
-            if operand.is_gradient or each.kind in LASTING
+            cause
+            for cause in operand.causes
+            if operand.is_gradient or cause.kind in LASTING
         }
         if causes:
             self._reductions.setdefault(line, set()).update(causes)
@@ -368,7 +368,9 @@ class _Search(ReplicaDataflow[Share]):
         first = num_whole + num_carry
         variables = equation.invars[first:]
         pairs = zip(variables, operands[first:], strict=True)
-        is_over_examples = any(-each.aval.ndim in facts.axes for each, facts in pairs)
+        is_over_examples = any(
+            -variable.aval.ndim in facts.axes for variable, facts in pairs
+        )
         if not is_over_examples:
             return self._follow_scan(equation, operands)
 
@@ -377,7 +379,7 @@ class _Search(ReplicaDataflow[Share]):
         carry = operands[num_whole:first]
         while True:
             handed = [
-                each._replace(is_carried=True) if each.reach else each for each in carry
+                fact._replace(is_carried=True) if fact.reach else fact for fact in carry
             ]
             inputs = [*operands[:num_whole], *handed, *operands[first:]]
             made = self._enter(equation, body, inputs)
@@ -389,7 +391,7 @@ class _Search(ReplicaDataflow[Share]):
         pairs = zip(made[num_carry:], stacked, strict=True)
         results = [
             *(as_total(facts, equation.params["length"]) for facts in carry),
-            *(as_stack(facts, each.aval.ndim) for facts, each in pairs),
+            *(as_stack(facts, variable.aval.ndim) for facts, variable in pairs),
         ]
         return [leave_loop(facts, line) for facts in results]
 
@@ -416,12 +418,14 @@ class _Search(ReplicaDataflow[Share]):
             return self._mix_reduced(equation, operands, both)
         # Statistics of a share may normalize examples, also after a dropout, which is
         # not followed.
-        kept = {each for each in both.causes if each.kind in LASTING}
-        if not any(each.reach is Reach.EXAMPLES for each in operands):
-            unknown = (each for each in operands if each.reach is Reach.UNKNOWN)
+        kept = {cause for cause in both.causes if cause.kind in LASTING}
+        if not any(operand.reach is Reach.EXAMPLES for operand in operands):
+            unknown = (
+                operand for operand in operands if operand.reach is Reach.UNKNOWN
+            )
             kept |= self.join(unknown).causes
         if keeps_differences(equation):
-            kept |= {each for each in both.causes if each.kind is CauseKind.VARIANCE}
+            kept |= {cause for cause in both.causes if cause.kind is CauseKind.VARIANCE}
         both = both._replace(causes=frozenset(kept), combined=frozenset())
         if both.reach is Reach.EXAMPLES:
             if not self.is_backward(equation):
@@ -453,14 +457,14 @@ class _Search(ReplicaDataflow[Share]):
             return self._with_cause(both, CauseKind.LOSS, equation)
         if is_backward and made.shape:
             # The derivative of a product with statistics, as of batch normalization.
-            gradients = [each for each in operands if each.is_gradient]
+            gradients = [operand for operand in operands if operand.is_gradient]
             if 0 < len(gradients) < len(operands) and name in (*PRODUCTS, "div"):
                 return both._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
         if is_backward and not made.shape:
             of_loss = {
-                each if each.kind in LASTING else each._replace(kind=CauseKind.LOSS)
-                for each in both.causes
+                cause if cause.kind in LASTING else cause._replace(kind=CauseKind.LOSS)
+                for cause in both.causes
             }
             both = both._replace(causes=frozenset(of_loss))
             if bends(equation, operands):

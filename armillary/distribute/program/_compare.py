@@ -76,10 +76,10 @@ def _find_differing(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, 
         own: The values of this process, by name.
     """
     everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
-    names = dict.fromkeys(name for each in everyone for name in each)
+    names = dict.fromkeys(name for peer in everyone for name in peer)
     differing: dict[str, str] = {}
     for name in names:
-        found = [each.get(name) for each in everyone]
+        found = [peer.get(name) for peer in everyone]
         if len(set(found)) > 1:
             differing[name] = ", ".join(
                 f"process {index} has {'no such array' if text is None else text}"

@@ -110,7 +110,7 @@ class FlatState:
         # Some strategies keep arrays elsewhere between programs, such as on the host.
         placement = strategy.placement
         self._shardings = list(placement.state_shardings(state))
-        self._homes = [placement.home or each for each in self._shardings]
+        self._homes = [placement.home or sharding for sharding in self._shardings]
         self._moves = self._homes != self._shardings
 
         self._use = _Use((), self.types)
@@ -360,7 +360,7 @@ class FlatState:
         self._peers = None
         arrays = map(as_array, self.state.read())
         pairs = zip(self.state.paths, arrays, strict=True)
-        whole = {path: each for path, each in pairs if each.is_fully_addressable}
+        whole = {path: array for path, array in pairs if array.is_fully_addressable}
         check_same(peers, "state", whole)
 
     def _separate(self) -> set[int]:
@@ -421,8 +421,8 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     """Copies arrays on their devices, without compiling a program for each shape."""
     # `device_put` with `may_alias=False` copies only to the same devices: a move may
     # share memory. It also moves keys to the first device, so they are copied alone.
-    plain = [each for each in arrays if not is_key(each)]
+    plain = [array for array in arrays if not is_key(array)]
     # For an array that spans processes, the sharding must be passed.
-    homes = [None if each.is_fully_addressable else each.sharding for each in plain]
+    homes = [None if array.is_fully_addressable else array.sharding for array in plain]
     copied = iter(jax.device_put(plain, homes, may_alias=False))
-    return [each.copy() if is_key(each) else next(copied) for each in arrays]
+    return [array.copy() if is_key(array) else next(copied) for array in arrays]

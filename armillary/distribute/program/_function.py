@@ -215,7 +215,9 @@ class CompiledFunction:
 
 def _adopt(programs: Programs[FunctionProgram], state: State) -> None:
     """Continues with a newly found state."""
-    returns_objects = any(each.returns_objects for each in programs.current.values())
+    returns_objects = any(
+        program.returns_objects for program in programs.current.values()
+    )
     programs.adopt(state)
     if returns_objects:
         programs.doubt("it returns objects of its state, which are new objects now")

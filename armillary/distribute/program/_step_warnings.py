@@ -69,7 +69,8 @@ class MetricWarnings:
         num_slots = len(state.paths)
         # The first axes of a batch: the replicas, if it has them, and the examples.
         count = 2 if get_strategy().layout.stacked else 1
-        sizes = [each.shape[:count] for each in types[num_slots:]]
+        batch_types = types[num_slots:]
+        sizes = [aval.shape[:count] for aval in batch_types]
         self._batches.add((active, *sizes))
         policies = policies_of(state, types[:num_slots])
         summed = {i for i in step.changed if policies[i] is Policy.SUM}
@@ -152,7 +153,7 @@ class _Additions(Dataflow[_Facts]):
         name = equation.primitive.name
         if name in ("max", "min") and _HELD in facts:
             return facts | {("extreme", self.line(equation))}
-        shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
+        shapes = [getattr(variable.aval, "shape", ()) for variable in equation.outvars]
         is_of_numbers = max(map(math.prod, shapes), default=0) <= 1
         if not is_of_numbers:
             return frozenset(fact for fact in facts if fact[0] in ("held", "extreme"))

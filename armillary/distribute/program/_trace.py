@@ -232,7 +232,7 @@ def _without_unchanged(
 
     For example, `nnx.remat` writes all variables of its function, changed or not.
     """
-    is_written = [not each for each in find_unchanged(program, changed)]
+    is_written = [not is_same for is_same in find_unchanged(program, changed)]
     if all(is_written):
         return program, changed
 

@@ -85,7 +85,7 @@ def _check_results(ops: Any, values: list[Any], found: Any) -> None:
 
 
 def _describe(arrays: Iterable[Any]) -> str:
-    return ", ".join(f"{each.dtype}{list(each.shape)}" for each in arrays)
+    return ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
 
 
 def _check_same(

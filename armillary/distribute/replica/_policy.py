@@ -118,7 +118,7 @@ def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
 def check_annotations(state: State) -> None:
     """Raises if the enums on a variable are wrong, or do not go together."""
     for slot, start, stop in state.ranges:
-        given = [each.aggregation for each in state.kinds[start:stop]]
+        given = [leaf_kind.aggregation for leaf_kind in state.kinds[start:stop]]
         _check_annotation(slot, "aggregation", VariableAggregation, given)
         when = slot.annotations.get("synchronization")
         _check_annotation(slot, "synchronization", VariableSynchronization, [when])

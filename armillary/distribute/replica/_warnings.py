@@ -95,11 +95,11 @@ def _explain_draws(
 ) -> Iterator[tuple[Finding, str]]:
     """Yields equal random numbers that replicas use for different examples."""
     origins: list[Origin] = []
-    for variable, each in zip(program.jaxpr.invars, inputs, strict=True):
-        if each.is_split:
+    for variable, program_input in zip(program.jaxpr.invars, inputs, strict=True):
+        if program_input.is_split:
             origins.append(of_batch(variable.aval.ndim))
         else:
-            origins.append(MEANT if each.is_meant else SHARED)
+            origins.append(MEANT if program_input.is_meant else SHARED)
     for draw in find_shared_draws(program, origins, axis_name):
         yield (
             draw,
@@ -138,7 +138,7 @@ def _explain_counters(
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:
     """Yields numbers of the state that count the examples of one replica."""
-    is_split = [each.is_split for each in inputs]
+    is_split = [program_input.is_split for program_input in inputs]
     for found in find_counters(program, is_split):
         yield (
             found,
@@ -156,7 +156,7 @@ def _explain_positions(
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:
     """Yields rows of one replica that stand for rows of the whole batch."""
-    is_split = [each.is_split for each in inputs]
+    is_split = [program_input.is_split for program_input in inputs]
     for found in find_positions(program, is_split, axis_name):
         yield found, explain_position(found, num_replicas)
 
@@ -170,7 +170,7 @@ def _explain_shares(
     kept: Mapping[int, tuple[int, bool]],
 ) -> Iterator[tuple[Finding, str]]:
     """Yields numbers that depend on how replicas share the examples."""
-    is_split = [each.is_split for each in inputs]
+    is_split = [program_input.is_split for program_input in inputs]
     is_averaged = {result: of_step for result, (_, of_step) in kept.items()}
     for found in find_shares(program, is_split, axis_name, is_averaged):
         is_in_state = isinstance(found, StateOfSum)
