@@ -31,16 +31,16 @@ from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import ProcessPlan, is_loopback, split_address
 from armillary.errors import ClusterError, PeerError
-from armillary.lifeline._ending import JOIN, START, Phase, put_off_aborts
+from armillary.lifeline._ending import JOIN, START, Phase, delay_aborts
 from armillary.lifeline._lifeline import Lifeline, get_lifeline, set_lifeline
 from armillary.lifeline._lines import find_line
 from armillary.lifeline._tree import (
     Ends,
-    attend,
     connect,
     find_neighbors,
     listen,
-    receive_all,
+    receive_arrivals,
+    wait_for_arrivals,
 )
 
 _LIFELINE_KEY = "armillary/lifeline"
@@ -274,14 +274,14 @@ def _meet(
     host, port = split_address(address)
     count = arguments["num_processes"]
     if index:
-        late = attend(host, port, index, seconds, note)
+        late = wait_for_arrivals(host, port, index, seconds, note)
     else:
         interface = host if "coordinator_bind_address" in arguments else None
         try:
             listener = listen(interface, port)
         except OSError:
             return  # JAX needs the port too, and raises an error about it.
-        late = receive_all(listener, count, seconds, note)
+        late = receive_arrivals(listener, count, seconds, note)
     note(late)
     if not late:
         return
@@ -395,7 +395,7 @@ def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline
             f"{host}:{port} ({type(error).__name__}: {error}). {_REACH}"
         ) from error
 
-    put_off_aborts()
+    delay_aborts()
     lifeline = Lifeline(index, count, Ends(connection, listener, token))
     set_lifeline(lifeline)
     lifeline.start()

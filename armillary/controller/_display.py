@@ -125,9 +125,9 @@ class Display:
             if line is not None:
                 line.show(self._describe(category, seconds))
             else:
-                self._say_if_long(category, seconds)
+                self._log_if_long(category, seconds)
 
-    def _say_if_long(self, category: Category, seconds: float) -> None:
+    def _log_if_long(self, category: Category, seconds: float) -> None:
         """Logs that a phase takes long: after 30 seconds, then 60, 120, and so on."""
         threshold = self._thresholds.get(category, _LONG_SECONDS)
         if seconds >= threshold:

@@ -142,10 +142,11 @@ def _check_signature(
         if is_needed and parameter.name not in known:
             unknown.append(parameter.name)
     if unknown:
+        shown = ", ".join(f"`{argument}`" for argument in known)
         raise EstimatorError(
-            f"`{name}` has the argument `{unknown[0]}`, but it can have "
-            f"{', '.join(map('`{}`'.format, known))}. Rename it, or give it a "
-            "default value; numbers of your own go into `params`."
+            f"`{name}` has the argument `{unknown[0]}`, but it can have {shown}. "
+            "Rename it, or give it a default value; numbers of your own go into "
+            "`params`."
         )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None

@@ -176,7 +176,7 @@ class Group:
             failed = Ending(returncode=1, seconds=0.0)
             absence = ""
             if not self._is_evaluator:
-                absence = self._job.machines.miss([len(self.children)])
+                absence = self._job.machines.note_missing([len(self.children)])
             return Attempt(ExitCode.FAILED, failed, str(error), absence)
         finally:
             await self._clean_up()
@@ -212,7 +212,7 @@ class Group:
         if self._is_in_vain:
             # The missing workers failed while the others waited for them.
             missing = [i for i in endings if not endings[i].is_asked]
-            absence = self._job.machines.miss(missing)
+            absence = self._job.machines.note_missing(missing)
         is_lost = ending.is_asked or ending.cause is ExitCode.OK
         cause = ExitCode.RESTART_REQUESTED if is_lost else ending.cause
         words, _, _ = self._find_words(self.children[first]).partition("\n")
@@ -272,17 +272,17 @@ class Group:
         child = machines.start(label, index, arguments, environment)
         self.children.append(child)
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
-        child.listen(functools.partial(self._hear, child))
+        child.listen(functools.partial(self._receive, child))
 
-    def _hear(self, child: LaunchedProcess, word: str, *values: Any) -> None:
+    def _receive(self, child: LaunchedProcess, word: str, *values: Any) -> None:
         """Handles a message of a process."""
         # A late message belongs to an earlier attempt.
         if child not in self.children:
             return
         sender = self.children.index(child)
-        self.restarts.hear(word, *values)
+        self.restarts.receive(word, *values)
         if word == "joined":
-            self._job.machines.meet(sender)
+            self._job.machines.note_present(sender)
         elif word == "caused_by" and values[0] != sender:
             self._named.add(values[0])
         elif word == "stopped" and not self._is_evaluator:

@@ -265,13 +265,13 @@ class LaunchedProcess(ABC):
         """True while the process waits for the other workers to join."""
         return "joining" in self.told and "joined" not in self.told
 
-    def listen(self, hear: Callable[..., None]) -> None:
-        """Keeps the messages of the process, and calls `hear` with each of them."""
+    def listen(self, receive: Callable[..., None]) -> None:
+        """Keeps the messages of the process, and calls `receive` with each of them."""
         loop = self.ended.get_loop()
 
         def note(word: str, *values: Any) -> None:
             self.told[word] = values[0] if values else True
-            hear(word, *values)
+            receive(word, *values)
 
         def read() -> None:
             # The event loop of the launcher may have ended meanwhile.
@@ -352,7 +352,7 @@ class Machines:
         # The places whose worker did not come, with the time when that began.
         self._away: dict[int, float] = {}
         self._places: list[int] = []
-        self._is_tired = False
+        self._has_waited_enough = False
         self._cache: TemporaryDirectory[str] | None = None
 
     async def reserve(self, say: Say) -> tuple[list[str], str]:
@@ -362,8 +362,8 @@ class Machines:
             Their addresses, and the end of the message about the start.
         """
         # After an attempt without some of the places, the next one uses all again.
-        away = self._away if self._is_tired else {}
-        self._is_tired = False
+        away = self._away if self._has_waited_enough else {}
+        self._has_waited_enough = False
         self._places = [i for i in range(self._num_workers) if i not in away]
         if self._all_gpus:
             chosen = [self._all_gpus[place] for place in self._places]
@@ -372,7 +372,7 @@ class Machines:
             self.devices = dataclasses.replace(self.devices, gpus=tuple(chosen))
         return find_addresses(len(self._places)), ""
 
-    def miss(self, indices: Collection[int]) -> str:
+    def note_missing(self, indices: Collection[int]) -> str:
         """Notes that workers did not come; returns a message about the next attempt.
 
         The message is empty if the job cannot continue without them.
@@ -387,12 +387,12 @@ class Machines:
         who = f"{len(self._away)} of {self._num_workers} workers did not come"
         waited_seconds = now - min(self._away.values(), default=now)
         seconds_left = self._wait_seconds - waited_seconds
-        self._is_tired = seconds_left <= 0
-        if self._is_tired:
+        self._has_waited_enough = seconds_left <= 0
+        if self._has_waited_enough:
             return f"{who}, so it continues with {left}"
         return f"{who}, and may for {seconds_left:.0f} s more"
 
-    def meet(self, index: int) -> None:
+    def note_present(self, index: int) -> None:
         """Notes that a worker has come."""
         self._away.pop(self._places[index], None)
 

@@ -226,11 +226,11 @@ class RayMachines(Machines):
         assert index is not None
         return _RayWorker(self._ray, label, self._found[index], arguments, environment)
 
-    def miss(self, indices: Collection[int]) -> str:
+    def note_missing(self, indices: Collection[int]) -> str:
         """Does nothing, because Ray knows the machines that are missing."""
         return ""
 
-    def meet(self, index: int) -> None:
+    def note_present(self, index: int) -> None:
         """Does nothing, because Ray knows the machines that are present."""
 
     def release(self) -> None:

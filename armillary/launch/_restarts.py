@@ -103,7 +103,7 @@ class Restarts:
         longest = max(MAX_PAUSE_SECONDS, self._first_seconds)
         return min(seconds, longest)
 
-    def hear(self, word: str, *values: Any) -> None:
+    def receive(self, word: str, *values: Any) -> None:
         """Handles a message of a process."""
         if word == "saved":
             number = values[0]

@@ -39,7 +39,7 @@ _PAUSE_SECONDS = 0.05
 _ABORT_HANDLER = "sleep"
 """The function of the C library that an abort waits for. Its argument is the number of
 the signal, 6."""
-MOST_TOLD = 1000
+MOST_CHARACTERS = 1000
 """The most characters of an error that the launcher gets."""
 
 OUTSIDE = "outside of loops"
@@ -264,7 +264,7 @@ def end_process(reason: str) -> None:
     """Prints the reason, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
     _is_ending = True
-    notify_launcher("failed", reason[:MOST_TOLD])
+    notify_launcher("failed", reason[:MOST_CHARACTERS])
     code = ExitCode.RESTART_REQUESTED
     who = get_process()
     ends = f"ends with exit code {code.value} ({code.name})."
@@ -297,7 +297,7 @@ def leave(code: ExitCode) -> NoReturn:
     os._exit(code)
 
 
-def put_off_aborts() -> None:
+def delay_aborts() -> None:
     """Makes an abort of this process wait for six seconds."""
     # When process 0 ends, JAX immediately aborts the others in C++, and does not name
     # it. The handler is a function of the C library that is safe in a signal handler.
@@ -311,7 +311,7 @@ def put_off_aborts() -> None:
             library.signal(signal.SIGABRT, handler)
 
 
-os.register_at_fork(after_in_child=_watchdog.let_go)
+os.register_at_fork(after_in_child=_watchdog.release_in_child)
 
 
 @atexit.register

@@ -20,7 +20,7 @@ from armillary._launcher import notify_launcher
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
     END,
-    MOST_TOLD,
+    MOST_CHARACTERS,
     OUTSIDE,
     Pace,
     Phase,
@@ -208,7 +208,7 @@ class Lifeline:
             return
         self._has_failed = True
         text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-        notify_launcher("failed", text[:MOST_TOLD])
+        notify_launcher("failed", text[:MOST_CHARACTERS])
         self._call(self._note_failure, self._index, text)
 
     def report_end(self) -> None:
@@ -526,8 +526,8 @@ def set_lifeline(lifeline: Lifeline) -> None:
     _current = lifeline
 
 
-def _let_go_in_child() -> None:
-    _current._tree.let_go()
+def _release_in_child() -> None:
+    _current._tree.release_in_child()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

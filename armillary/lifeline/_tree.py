@@ -81,7 +81,7 @@ class Tree:
 
     def answer(self, spans: list[Span]) -> None:
         """Ends the round in all processes below, and gives them its entries."""
-        self._hand_down(spans, json.dumps(["all", spans]).encode())
+        self._send_down(spans, json.dumps(["all", spans]).encode())
 
     def find_missing(self) -> list[int]:
         """Returns the processes without an entry in this round."""
@@ -96,7 +96,7 @@ class Tree:
         if kind == "entries":
             self._add(value)
         elif kind == "all":
-            self._hand_down(value, line)
+            self._send_down(value, line)
         else:
             self.note(index, kind, value)
 
@@ -107,7 +107,7 @@ class Tree:
             if connection is not None:
                 connection.close()
 
-    def let_go(self) -> None:
+    def release_in_child(self) -> None:
         """Ends the connections of a forked child, which would outlive a dead parent."""
         links = self.links.values()
         sockets = [link.get_extra_info("socket") for link in links]
@@ -131,7 +131,7 @@ class Tree:
         else:
             self.pass_on()
 
-    def _hand_down(self, spans: list[Span], line: bytes) -> None:
+    def _send_down(self, spans: list[Span], line: bytes) -> None:
         # ORDER: the next round begins here before it begins in a child.
         self._entries = []
         self._num_entries = 0
@@ -163,12 +163,12 @@ class _Connection(asyncio.Protocol):
             self._tree.links[self._index] = transport
         else:
             loop = asyncio.get_running_loop()
-            loop.call_later(_GREETING_SECONDS, self._show_out)
+            loop.call_later(_GREETING_SECONDS, self._close_if_unknown)
 
     def data_received(self, data: bytes) -> None:
         self._data += data
         if self._index is None:
-            self._welcome()
+            self._accept_child()
         if self._index is not None and b"\n" in self._data:
             *lines, self._data = self._data.split(b"\n")
             for line in lines:
@@ -179,7 +179,7 @@ class _Connection(asyncio.Protocol):
             del self._tree.links[self._index]
             self._tree.note(self._index, "gone", None)
 
-    def _welcome(self) -> None:
+    def _accept_child(self) -> None:
         """Accepts a child that sends its number and the token, once both are there."""
         token = self._tree.ends.token.encode()
         size = _INDEX_DIGITS + len(token)
@@ -190,13 +190,13 @@ class _Connection(asyncio.Protocol):
         index = int(number) if number.isdigit() else -1
         is_missed = index in self._tree.children and index not in self._tree.links
         if not hmac.compare_digest(received, token) or not is_missed:
-            self._show_out()
+            self._close_if_unknown()
             return
         self._index = index
         self._data = self._data[size:]
         self._tree.links[index] = self._transport
 
-    def _show_out(self) -> None:
+    def _close_if_unknown(self) -> None:
         if self._index is None:
             self._transport.close()
 
@@ -244,7 +244,7 @@ def connect(host: str, port: int, token: str, index: int) -> socket.socket:
     return connection
 
 
-def receive_all(
+def receive_arrivals(
     listener: socket.socket,
     count: int,
     seconds: float,
@@ -298,7 +298,7 @@ def _receive_number(link: socket.socket) -> bytes:
         return b""
 
 
-def attend(
+def wait_for_arrivals(
     host: str,
     port: int,
     index: int,

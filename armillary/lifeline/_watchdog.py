@@ -57,7 +57,7 @@ class Watchdog:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._pipe, f"{limit_seconds} {who}\n".encode())
 
-    def let_go(self) -> None:
+    def release_in_child(self) -> None:
         """Leaves the watchdog to the parent, in a process that was forked."""
         if self._pipe is not None:
             os.close(self._pipe)

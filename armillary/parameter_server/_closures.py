@@ -207,7 +207,7 @@ def ship(
             optimizers[id(optimizer)] = optimizer, make(optimizer)
         return [*optimizers].index(id(optimizer))
 
-    class Pickler(cloudpickle.CloudPickler):
+    class TaskPickler(cloudpickle.CloudPickler):
         def persistent_id(self, obj: Any) -> Any:
             return places.get(id(obj))
 
@@ -224,7 +224,7 @@ def ship(
 
     buffer = io.BytesIO()
     try:
-        Pickler(buffer, protocol=5).dump(task)
+        TaskPickler(buffer, protocol=5).dump(task)
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
             "A scheduled function cannot be sent to workers, since something that it "
@@ -239,7 +239,7 @@ def ship(
 def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
     """Returns an optimizer for parameter servers, without the values of variables."""
 
-    class Pickler(cloudpickle.CloudPickler):
+    class OptimizerPickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if is_leaf_variable(obj):
                 held = {**vars(obj), "_value": None}
@@ -250,5 +250,5 @@ def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
             return super().reducer_override(obj)
 
     buffer = io.BytesIO()
-    Pickler(buffer, protocol=5).dump(tuple(transformation))
+    OptimizerPickler(buffer, protocol=5).dump(tuple(transformation))
     return buffer.getvalue()

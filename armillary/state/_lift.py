@@ -76,11 +76,11 @@ class State:
         """The annotation of each array for its sharding, in the order of `paths`."""
         return [names for slot in self.slots for names in slot.axis_names()]
 
-    def place_of(self, index: int) -> str:
+    def display_name(self, index: int) -> str:
         """Returns the name of an array in messages."""
         for slot, start, stop in self.ranges:
             if start <= index < stop:
-                return slot.places()[index - start]
+                return slot.display_names()[index - start]
         raise IndexError(index)
 
     @property

@@ -363,7 +363,7 @@ class Slot:
         """Returns the annotation of each array for its sharding, if it has one."""
         return [None] * len(self.paths)
 
-    def places(self) -> list[str]:
+    def display_names(self) -> list[str]:
         """Returns the arrays' names in messages, in the order of `paths`."""
         return list(self.paths)
 

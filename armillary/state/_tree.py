@@ -45,12 +45,12 @@ class Leaf(NamedTuple):
         """Returns the path in checkpoints, such as `state/params/kernel`."""
         return join_keys(root, self.keys)
 
-    def place(self, root: str) -> str:
+    def expression(self, root: str) -> str:
         """Returns the expression in Python, such as `state.params['kernel']`."""
-        return place_of(root, self.keys)
+        return expression_of(root, self.keys)
 
 
-def place_of(root: str, keys: Sequence[Any]) -> str:
+def expression_of(root: str, keys: Sequence[Any]) -> str:
     """Returns the Python expression that some keys stand for."""
     shown = jax.tree_util.keystr(tuple(keys))
     return root + re.sub(r"\[<flat index (\d+)>\]", r"[\1]", shown)
@@ -156,7 +156,7 @@ class PureSlot(TreeSlot):
     def is_of_optimizer(self) -> list[bool]:
         return [_is_of_optimizer(leaf) for leaf in self._leaves()]
 
-    def places(self) -> list[str]:
+    def display_names(self) -> list[str]:
         return [self.owner._place_of_leaf(leaf) for leaf in self._leaves()]
 
 
@@ -182,7 +182,7 @@ class PureStateOwner:
 
     def _place_of_leaf(self, leaf: Leaf) -> str:
         """Returns the name of a leaf of the state in messages."""
-        return leaf.place(PURE_STATE)
+        return leaf.expression(PURE_STATE)
 
 
 def pure_path_of(slot: Slot, path: str) -> str | None:

@@ -86,7 +86,7 @@ def _find_growing(
     lines: list[str] = []
     for place, old, new in zip(places, types, after, strict=True):
         if old.dtype != new.dtype:
-            shown = leaves[place].place(PURE_STATE)
+            shown = leaves[place].expression(PURE_STATE)
             cast = f"`{shown}.astype({str(new.dtype)!r})`"
             lines.append(f"{shown}: {old.dtype} became {new.dtype}, so give {cast}")
     return lines

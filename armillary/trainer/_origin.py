@@ -22,7 +22,7 @@ from armillary.trainer._step_guard import is_bad
 
 # Programs that are part of the one around them.
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
-_NOBODY = np.int32(2**31 - 1)
+_NO_CAUSE = np.int32(2**31 - 1)
 
 _Value = tuple[Any, Any]  # an array, and the number of the cause of its bad values
 _Path = tuple[Any, ...]  # an equation, after the equations around it
@@ -44,8 +44,8 @@ def find_origin(
 
     def run(slots: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
         # Values that were bad before the step are not a cause.
-        inputs = [(array, _NOBODY) for array in slots]
-        inputs += [_blame(array, number) for number, array in enumerate(batches)]
+        inputs = [(array, _NO_CAUSE) for array in slots]
+        inputs += [_with_cause(array, number) for number, array in enumerate(batches)]
         outputs = _interpret(step.program, inputs, (), causes)
         numbers = dict(
             zip(step.changed, [number for _, number in outputs], strict=False)
@@ -54,7 +54,7 @@ def find_origin(
 
     numbers = jax.jit(run)(slots, batches)
     first = min(map(int, numbers))
-    return None if first == _NOBODY else _describe(causes[first])
+    return None if first == _NO_CAUSE else _describe(causes[first])
 
 
 def _interpret(
@@ -62,12 +62,12 @@ def _interpret(
 ) -> list[_Value]:
     """Returns the results of a program, and adds its operations to `causes`."""
     jaxpr = getattr(program, "jaxpr", program)
-    constants = [(value, _NOBODY) for value in getattr(program, "consts", ())]
+    constants = [(value, _NO_CAUSE) for value in getattr(program, "consts", ())]
     variables = [*jaxpr.constvars, *jaxpr.invars]
     known = dict(zip(variables, [*constants, *inputs], strict=True))
 
     def read(atom: Any) -> _Value:
-        return (atom.val, _NOBODY) if isinstance(atom, core.Literal) else known[atom]
+        return (atom.val, _NO_CAUSE) if isinstance(atom, core.Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         operands = list(map(read, equation.invars))
@@ -134,15 +134,15 @@ def _apply(
     smallest = number
     for _, inherited in operands:
         smallest = jnp.minimum(smallest, inherited)
-    return [_blame(array, smallest) for array in results]
+    return [_with_cause(array, smallest) for array in results]
 
 
-def _blame(array: Any, number: Any) -> _Value:
+def _with_cause(array: Any, number: Any) -> _Value:
     """Returns an array, with the number of the cause if it has bad values."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
-        return array, _NOBODY
+        return array, _NO_CAUSE
     has_bad = jnp.any(is_bad(array))
-    return array, jnp.where(has_bad, number, _NOBODY)
+    return array, jnp.where(has_bad, number, _NO_CAUSE)
 
 
 def _describe(cause: Any) -> str:

@@ -114,22 +114,28 @@ def test_a_job_does_without_a_worker_that_stays_away_and_tries_it_again(monkeypa
         return gpus
 
     assert reserve() == "01234"
-    assert machines.miss([1]) == "1 of 4 workers did not come, and may for 9 s more"
+    assert (
+        machines.note_missing([1])
+        == "1 of 4 workers did not come, and may for 9 s more"
+    )
     assert reserve() == "01234"
     now += 10
-    assert machines.miss([1]) == "1 of 4 workers did not come, so it continues with 3"
+    assert (
+        machines.note_missing([1])
+        == "1 of 4 workers did not come, so it continues with 3"
+    )
     # The evaluator keeps its own.
     assert reserve() == "0234"
     # Whatever ends that attempt, all are tried again, and waited for no longer.
     assert reserve() == "01234"
-    assert machines.miss([1]).endswith("so it continues with 3")
+    assert machines.note_missing([1]).endswith("so it continues with 3")
     assert reserve() == "0234"
     assert reserve() == "01234"
     for index in range(4):
-        machines.meet(index)
-    assert machines.miss([1, 3]).endswith("and may for 9 s more")
+        machines.note_present(index)
+    assert machines.note_missing([1, 3]).endswith("and may for 9 s more")
     # Fewer than allowed: it is a failure as any other.
-    assert machines.miss([0, 1, 3]) == ""
+    assert machines.note_missing([0, 1, 3]) == ""
     assert reserve() == "01234"
 
 
@@ -214,7 +220,7 @@ def test_exit_codes_that_a_restart_cannot_change_are_final(code):
 def test_progress_renews_the_budget_and_a_lost_machine_costs_none():
     restarts = Restarts(1, 1.0)
     for number in range(4):
-        restarts.hear("saved", number, f"/run/checkpoint_{number}")
+        restarts.receive("saved", number, f"/run/checkpoint_{number}")
         assert judge(restarts, -9)[:2] == (None, "restart 1 of 1")
         assert restarts.pause_seconds == 1.0
         assert judge(restarts, -9, loss="on vm: gone")[:2] == (None, "restart")
@@ -222,7 +228,7 @@ def test_progress_renews_the_budget_and_a_lost_machine_costs_none():
         assert restarts.pause_seconds == 4.0
     assert restarts.count == 12
     # An older one, saved again, is no progress.
-    restarts.hear("saved", 2, "/run/checkpoint_2.1")
+    restarts.receive("saved", 2, "/run/checkpoint_2.1")
     assert judge(restarts, -9)[0] is ExitCode.TOO_MANY_RESTARTS
 
 
@@ -248,14 +254,14 @@ def test_the_same_failure_three_times_ends_the_job_with_its_words():
 
 def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
     restarts = Restarts(10, 1.0)
-    restarts.hear("saved", 8, "/run/checkpoint_8")
+    restarts.receive("saved", 8, "/run/checkpoint_8")
     assert judge(restarts)[0] is None
     # It trained well at first: not the checkpoint's doing.
-    restarts.hear("restored", "/run/checkpoint_8")
-    restarts.hear("trained")
+    restarts.receive("restored", "/run/checkpoint_8")
+    restarts.receive("trained")
     assert judge(restarts, words="other")[0] is None
     for num_crashes in (1, 2):
-        restarts.hear("restored", "/run/checkpoint_8")
+        restarts.receive("restored", "/run/checkpoint_8")
         code, _, why = judge(restarts)
         assert (code, restarts.skipped) == (
             None,
@@ -263,18 +269,18 @@ def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
         )
     assert why == "the first steps after `/run/checkpoint_8` failed twice: without it"
     # The one before fails in the same way: it is not the checkpoint.
-    restarts.hear("restored", "/run/checkpoint_4")
+    restarts.receive("restored", "/run/checkpoint_4")
     assert judge(restarts)[0] is ExitCode.TOO_MANY_RESTARTS
-    restarts.hear("saved", 9, "/run/checkpoint_9")
+    restarts.receive("saved", 9, "/run/checkpoint_9")
     assert restarts.skipped == ""
 
 
 def test_the_evaluator_continues_with_each_checkpoint_that_it_takes_up():
     restarts = Restarts(1, 1.0, is_evaluator=True)
     for number in range(3):
-        restarts.hear("restored", f"/run/checkpoint_{number}")
+        restarts.receive("restored", f"/run/checkpoint_{number}")
         assert judge(restarts)[:2] == (None, "restart 1 of 1")
-    restarts.hear("restored", "/run/checkpoint_2")
+    restarts.receive("restored", "/run/checkpoint_2")
     assert judge(restarts)[0] is ExitCode.TOO_MANY_RESTARTS
     assert restarts.skipped == ""
 

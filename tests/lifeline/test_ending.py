@@ -52,7 +52,7 @@ def test_a_main_thread_that_has_ended_is_not_waited_for():
         from armillary.lifeline import _ending
 
         _ending._UNWIND_SECONDS = 10_000
-        _ending.tell = lambda *_: time.sleep(1)  # a launcher that is slow to hear
+        _ending.notify_launcher = lambda *_: time.sleep(1)  # a slow launcher
         threading.Thread(
             target=_ending.end_process, args=("no more",), daemon=True
         ).start()
@@ -70,7 +70,7 @@ def test_an_abort_waits_until_the_reason_is_printed():
         import ctypes, threading, time
         from armillary.lifeline import _ending
 
-        _ending.put_off_aborts()
+        _ending.delay_aborts()
         _ending._UNWIND_SECONDS = 0.2
         threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
         time.sleep(0.5)
@@ -87,7 +87,7 @@ def test_an_abort_with_no_reason_still_ends_the_process():
         import os
         from armillary.lifeline import _ending
 
-        _ending.put_off_aborts()
+        _ending.delay_aborts()
         os.abort()
     """)
     assert ended.returncode == -6

@@ -24,11 +24,11 @@ from armillary.lifeline._lifeline import Lifeline
 from armillary.lifeline._lines import COMPILER, Line
 from armillary.lifeline._tree import (
     Ends,
-    attend,
     connect,
     find_neighbors,
     listen,
-    receive_all,
+    receive_arrivals,
+    wait_for_arrivals,
 )
 from tests.patience import patience, wait_until
 from tests.tiers import slow_after_first
@@ -339,14 +339,14 @@ def test_missing_processes_are_named_to_all_others(monkeypatch):
     address = "127.0.0.1", listener.getsockname()[1]
     with ThreadPoolExecutor() as pool:
         news: list[list[int]] = []
-        first = pool.submit(attend, *address, 1, patience(120), news.append)
+        first = pool.submit(wait_for_arrivals, *address, 1, patience(120), news.append)
         # One that dies while it waits is missing again; a stranger is nobody.
         for greeting in (b"00000003", b"GET / HTTP/1.1"):
             with socket.create_connection(address, patience(120)) as connection:
                 connection.sendall(greeting)
         own_news: list[list[int]] = []
         seconds = patience(1.0)
-        assert receive_all(listener, 4, seconds, own_news.append) == [2, 3]
+        assert receive_arrivals(listener, 4, seconds, own_news.append) == [2, 3]
         assert first.result() == [2, 3]
         assert news[-1] == own_news[-1] == [2, 3]
 
@@ -354,7 +354,7 @@ def test_missing_processes_are_named_to_all_others(monkeypatch):
 def test_a_late_process_continues_where_the_service_of_jax_is():
     with listen("127.0.0.1") as listener, ThreadPoolExecutor() as pool:
         port = listener.getsockname()[1]
-        waiting = pool.submit(attend, "127.0.0.1", port, 1, patience(120))
+        waiting = pool.submit(wait_for_arrivals, "127.0.0.1", port, 1, patience(120))
         listener.accept()[0].close()  # All have met.
         with listener.accept()[0] as connection:
             connection.sendall(b"\x00\x00\x18\x04")

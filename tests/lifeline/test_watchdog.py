@@ -94,7 +94,7 @@ def test_a_fork_leaves_the_watchdog_to_its_parent():
     pipe = watchdog._pipe
     assert pipe is not None
 
-    watchdog.let_go()
+    watchdog.release_in_child()
 
     assert watchdog._pipe is None
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -116,7 +116,7 @@ def test_two_threads_start_one_watchdog(monkeypatch):
         thread.join()
 
     assert len(started) == 1
-    watchdog.let_go()
+    watchdog.release_in_child()
 
 
 def test_a_program_that_cannot_start_a_watchdog_continues(

@@ -50,8 +50,8 @@ class Gather:
             return batch
         numbers = batch[_ROWS]
 
-        def take_later(path: Any, array: np.ndarray) -> _Rows:
-            return _Rows(show_path(path), array, numbers)
+        def take_later(path: Any, array: np.ndarray) -> _LazyRows:
+            return _LazyRows(show_path(path), array, numbers)
 
         if later:
             rows = jax.tree_util.tree_map_with_path(take_later, self.arrays)
@@ -171,7 +171,7 @@ def make_gather(
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _LazyRows:
     """Rows of an array, from which a process takes only the rows for its devices."""
 
     path: str

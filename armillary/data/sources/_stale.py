@@ -14,27 +14,27 @@ _DELETED = "has been deleted"
 """Part of JAX's messages on an array that was donated to a program."""
 
 
-class _Local(threading.local):
+class _Reading(threading.local):
     is_ahead = False
 
 
-_local = _Local()
+_reading = _Reading()
 
 
 @contextlib.contextmanager
 def reading_ahead() -> Iterator[None]:
     """Marks a block in which this thread reads batches ahead of training steps."""
-    before = _local.is_ahead
-    _local.is_ahead = True
+    before = _reading.is_ahead
+    _reading.is_ahead = True
     try:
         yield
     finally:
-        _local.is_ahead = before
+        _reading.is_ahead = before
 
 
 def check_state_is_current(name: str) -> None:
     """Raises if the state of a trainer is read for a batch of a later step."""
-    if _local.is_ahead:
+    if _reading.is_ahead:
         raise StaleStateError(
             f"The training data reads `{name}`, but batches are read ahead, so this "
             f"batch would be made with the state of an earlier step. {_FIX}"

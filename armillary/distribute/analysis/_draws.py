@@ -75,12 +75,12 @@ def find_shared_draws(
         equation.primitive.name in DRAWS for equation in walk_equations(program)
     ):
         return []
-    analysis = _Draws(axis_name)
+    analysis = _DrawDataflow(axis_name)
     analysis.run(program, inputs)
     return sorted(analysis.found)
 
 
-class _Draws(ReplicaDataflow[Origin]):
+class _DrawDataflow(ReplicaDataflow[Origin]):
     """Follows random numbers and examples through the program of one replica.
 
     Attributes:

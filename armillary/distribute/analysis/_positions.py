@@ -38,7 +38,7 @@ _OF_INDICES = (
 )
 
 
-class Place(NamedTuple):
+class RowFacts(NamedTuple):
     """The known facts about the rows of a value.
 
     Axes are counted from the last axis, -1. So they stay the same if a loop takes a
@@ -68,8 +68,8 @@ class Place(NamedTuple):
 
 
 _AXES = ("own", "joined", "gathered", "mixed", "picked", "numbers")
-_INPUT = Place()
-_CONSTANT = Place(is_constant=True)
+_INPUT = RowFacts()
+_CONSTANT = RowFacts(is_constant=True)
 
 
 class OwnNumbers(NamedTuple):
@@ -108,24 +108,24 @@ def find_positions(
     if not any(name.startswith(("all_gather", "gather")) for name in names):
         return []
     inputs = [
-        _place_of_share(variable.aval) if is_own else _INPUT
+        _facts_of_share(variable.aval) if is_own else _INPUT
         for variable, is_own in zip(program.jaxpr.invars, is_split, strict=True)
     ]
-    search = _Search(axis_name)
+    search = _PositionDataflow(axis_name)
     search.run(program, inputs)
     return sorted(
         search.found, key=lambda finding: (type(finding).__name__, finding.line)
     )
 
 
-def _place_of_share(value: Any) -> Place:
+def _facts_of_share(value: Any) -> RowFacts:
     if not value.shape or value.shape[0] < 2:
         return _INPUT
     is_whole = jnp.issubdtype(value.dtype, jnp.integer)
-    return Place(own=frozenset({-len(value.shape)}), is_index=is_whole)
+    return RowFacts(own=frozenset({-len(value.shape)}), is_index=is_whole)
 
 
-class _Search(ReplicaDataflow[Place]):
+class _PositionDataflow(ReplicaDataflow[RowFacts]):
     """Follows rows through the program of one replica.
 
     Attributes:
@@ -138,10 +138,10 @@ class _Search(ReplicaDataflow[Place]):
         super().__init__(axis_name)
         self._num_replicas = 1
         # For the indices of several axes, the facts about the index of each axis.
-        self._columns: dict[Any, list[Place]] = {}
+        self._columns: dict[Any, list[RowFacts]] = {}
         self.found: set[PositionFinding] = set()
 
-    def fact_of(self, constant: Any) -> Place:
+    def fact_of(self, constant: Any) -> RowFacts:
         if not isinstance(constant, np.ndarray):
             return _INPUT
         num_axes = constant.ndim
@@ -150,7 +150,7 @@ class _Search(ReplicaDataflow[Place]):
         }
         return _CONSTANT._replace(numbers=frozenset(numbers))
 
-    def join(self, facts: Iterable[Place]) -> Place:
+    def join(self, facts: Iterable[RowFacts]) -> RowFacts:
         several = set(facts)
         if len(several) < 2:
             return several.pop() if several else _CONSTANT
@@ -160,7 +160,7 @@ class _Search(ReplicaDataflow[Place]):
             )
             for name in _AXES
         }
-        return Place(
+        return RowFacts(
             **axes,
             is_constant=all(row_facts.is_constant for row_facts in several),
             is_index=all(
@@ -169,19 +169,21 @@ class _Search(ReplicaDataflow[Place]):
             is_row=any(row_facts.is_row for row_facts in several),
         )
 
-    def decide(self, equation: Any, decides: Place) -> Place:
+    def decide(self, equation: Any, decides: RowFacts) -> RowFacts:
         del equation
         return _CONSTANT if decides.is_constant else _INPUT
 
-    def transfer(self, equation: Any, operands: list[Place]) -> list[Place] | None:
+    def transfer(
+        self, equation: Any, operands: list[RowFacts]
+    ) -> list[RowFacts] | None:
         if equation.primitive.name.startswith("scatter"):
             # Its program combines single numbers.
             return [self.mix(equation, operands)] * len(equation.outvars)
         return super().transfer(equation, operands)
 
     def follow_reduction(
-        self, equation: Any, operands: list[Place], by_ops: str
-    ) -> list[Place]:
+        self, equation: Any, operands: list[RowFacts], by_ops: str
+    ) -> list[RowFacts]:
         is_gather = equation.primitive.name.startswith("all_gather")
         if by_ops or not is_gather:
             return [_INPUT] * len(equation.outvars)
@@ -191,19 +193,21 @@ class _Search(ReplicaDataflow[Place]):
             _gather(equation, variable.aval.ndim, facts) for variable, facts in pairs
         ]
 
-    def follow_exchange(self, equation: Any, operands: list[Place]) -> list[Place]:
+    def follow_exchange(
+        self, equation: Any, operands: list[RowFacts]
+    ) -> list[RowFacts]:
         del operands
         return [_INPUT] * len(equation.outvars)
 
-    def follow_source(self, equation: Any, operands: list[Place]) -> Place:
+    def follow_source(self, equation: Any, operands: list[RowFacts]) -> RowFacts:
         del equation, operands
         return _INPUT
 
-    def follow_draw(self, equation: Any, operands: list[Place]) -> list[Place]:
+    def follow_draw(self, equation: Any, operands: list[RowFacts]) -> list[RowFacts]:
         del operands
         return [_INPUT] * len(equation.outvars)
 
-    def mix(self, equation: Any, operands: list[Place]) -> Place:
+    def mix(self, equation: Any, operands: list[RowFacts]) -> RowFacts:
         name = equation.primitive.name
         if name == "iota":
             return _number_rows(equation)
@@ -231,7 +235,7 @@ class _Search(ReplicaDataflow[Place]):
         )
 
     def _look_at(
-        self, equation: Any, operands: list[Place], moved: list[Place]
+        self, equation: Any, operands: list[RowFacts], moved: list[RowFacts]
     ) -> None:
         """Notes an operation that takes rows of a share for rows of the batch.
 
@@ -251,7 +255,7 @@ class _Search(ReplicaDataflow[Place]):
         elif any(_pairs_by_number(a, b) for a in moved for b in moved if a is not b):
             self.found.add(OwnNumbers(line))
 
-    def _cuts_mixed(self, equation: Any, rows: Place) -> bool:
+    def _cuts_mixed(self, equation: Any, rows: RowFacts) -> bool:
         """Returns whether rows of several replicas are cut off, as if for one view."""
         before = equation.invars[0].aval.shape
         after = equation.outvars[0].aval.shape
@@ -262,7 +266,9 @@ class _Search(ReplicaDataflow[Place]):
                 return True
         return False
 
-    def _look_at_indices(self, equation: Any, operands: list[Place], line: str) -> None:
+    def _look_at_indices(
+        self, equation: Any, operands: list[RowFacts], line: str
+    ) -> None:
         """Notes constant indices that choose a gathered row for each other row."""
         table = operands[0]
         num_axes = equation.invars[0].aval.ndim
@@ -278,7 +284,7 @@ class _Search(ReplicaDataflow[Place]):
                 elif table.mixed and place not in columns:
                     self.found.add(MixedRows(line))
 
-    def _columns_of(self, equation: Any, indices: Place) -> dict[int, Place]:
+    def _columns_of(self, equation: Any, indices: RowFacts) -> dict[int, RowFacts]:
         """Returns the facts about the indices along each axis of a table, if known."""
         numbers = equation.params["dimension_numbers"]
         is_gather = equation.primitive.name == "gather"
@@ -295,14 +301,14 @@ def _varies(value: np.ndarray, axis: int) -> bool:
     return value.shape[axis] > 1 and bool((value != value.take([0], axis)).any())
 
 
-def _join_views(equation: Any, operands: list[Place]) -> frozenset[int]:
+def _join_views(equation: Any, operands: list[RowFacts]) -> frozenset[int]:
     """Returns the axis along which several views of the examples were concatenated."""
     axis = equation.params["dimension"] - equation.invars[0].aval.ndim
     num_views = sum(axis in operand.own for operand in operands)
     return frozenset({axis} if num_views > 1 else ())
 
 
-def _gather(equation: Any, num_axes: int, facts: Place) -> Place:
+def _gather(equation: Any, num_axes: int, facts: RowFacts) -> RowFacts:
     """Returns the facts about a value whose examples all replicas have gathered."""
     params = equation.params
     along = params["all_gather_dimension"]
@@ -320,10 +326,10 @@ def _gather(equation: Any, num_axes: int, facts: Place) -> Place:
         gathered.add(place - num_result)
         if axis in facts.joined:
             mixed.add(place - num_result)
-    return Place(gathered=frozenset(gathered), mixed=frozenset(mixed))
+    return RowFacts(gathered=frozenset(gathered), mixed=frozenset(mixed))
 
 
-def _number_rows(equation: Any) -> Place:
+def _number_rows(equation: Any) -> RowFacts:
     shape = equation.outvars[0].aval.shape
     axis = equation.params["dimension"]
     if shape[axis] == 1:
@@ -331,7 +337,7 @@ def _number_rows(equation: Any) -> Place:
     return _CONSTANT._replace(numbers=frozenset({axis - len(shape)}))
 
 
-def _move(equation: Any, index: int, facts: Place) -> Place:
+def _move(equation: Any, index: int, facts: RowFacts) -> RowFacts:
     """Returns the facts about an operand along the axes of the result."""
     # A token has no shape.
     has_axes = any(getattr(facts, kind) for kind in _AXES)
@@ -369,7 +375,7 @@ def _move(equation: Any, index: int, facts: Place) -> Place:
     )
 
 
-def _chooses_rows(equation: Any, operands: list[Place]) -> bool:
+def _chooses_rows(equation: Any, operands: list[RowFacts]) -> bool:
     """Returns whether numbers of the batch choose among the rows of this replica."""
     rows, indices = operands
     axes = equation.params["dimension_numbers"].start_index_map
@@ -378,7 +384,7 @@ def _chooses_rows(equation: Any, operands: list[Place]) -> bool:
     return axes[0] - equation.invars[0].aval.ndim in rows.own
 
 
-def _finds_row(equation: Any, operands: list[Place]) -> bool:
+def _finds_row(equation: Any, operands: list[RowFacts]) -> bool:
     """Returns whether an operation finds the number of a gathered row."""
     if equation.primitive.name not in ("argmax", "argmin"):
         return False
@@ -388,7 +394,7 @@ def _finds_row(equation: Any, operands: list[Place]) -> bool:
     )
 
 
-def _pairs_by_number(rows: Place, other: Place) -> bool:
+def _pairs_by_number(rows: RowFacts, other: RowFacts) -> bool:
     """Returns whether an operation pairs own rows with gathered rows by their number.
 
     Args:
@@ -402,7 +408,7 @@ def _pairs_by_number(rows: Place, other: Place) -> bool:
 
 
 def _rows_of_indices(
-    equation: Any, columns: dict[int, Place]
+    equation: Any, columns: dict[int, RowFacts]
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Yields the axes of a table with a row for each index, and the index's axis."""
     numbers = equation.params["dimension_numbers"]

@@ -138,7 +138,7 @@ class Proof(ReplicaDataflow[Facts]):
         for number in differing:
             index = mirrored[number]
             role = state.kinds[index].role.value
-            place = f"{state.place_of(index)} ({role}, mirrored)"
+            place = f"{state.display_name(index)} ({role}, mirrored)"
             lines.append(f"{place}{self._where_written(number)}")
             pure_path = pure_path_of(state.owners[index], state.paths[index])
             if pure_path is not None:

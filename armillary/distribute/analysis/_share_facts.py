@@ -92,7 +92,7 @@ class Total(NamedTuple):
     is_mean: bool
 
 
-class Share(NamedTuple):
+class ShareFacts(NamedTuple):
     """The known facts about a value.
 
     Attributes:
@@ -118,13 +118,13 @@ class Share(NamedTuple):
     totals: frozenset[Total] = frozenset()
 
 
-EQUAL = Share()
-UNKNOWN = Share(Reach.UNKNOWN)
+EQUAL = ShareFacts()
+UNKNOWN = ShareFacts(Reach.UNKNOWN)
 # A reduction over replicas may be any number, such as a count of tokens.
-COMBINED = Share(divisors=frozenset({ANY}))
+COMBINED = ShareFacts(divisors=frozenset({ANY}))
 
 
-def as_combined(operand: Share) -> Share:
+def as_combined(operand: ShareFacts) -> ShareFacts:
     """Returns the facts about the sum or mean of a value over replicas.
 
     The mean of gradients gets a warning of its own.
@@ -133,7 +133,7 @@ def as_combined(operand: Share) -> Share:
     return COMBINED._replace(combined=operand.combined | causes)
 
 
-def keep_totals(equation: Any, operands: list[Share]) -> frozenset[Total]:
+def keep_totals(equation: Any, operands: list[ShareFacts]) -> frozenset[Total]:
     """Returns the totals that stay in the result, scaled by known numbers at most.
 
     The quotient of two totals, such as the mean of a cluster, has the right scale.
@@ -156,7 +156,7 @@ def keep_totals(equation: Any, operands: list[Share]) -> frozenset[Total]:
     )
 
 
-def bends(equation: Any, operands: list[Share]) -> bool:
+def bends(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether an operation is not linear in what differs between replicas."""
     name = equation.primitive.name
     num_own = sum(operand.reach is not Reach.EQUAL for operand in operands)
@@ -168,7 +168,7 @@ def bends(equation: Any, operands: list[Share]) -> bool:
     return name in NONLINEAR and equation.params.get("y") != 1
 
 
-def divides_by_own(equation: Any, operands: list[Share]) -> bool:
+def divides_by_own(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether an operation divides by a number of the replica's own."""
     name = equation.primitive.name
     is_power = name == "integer_pow" and equation.params["y"] < 0
@@ -189,7 +189,7 @@ def divisors_in(equation: Any) -> set[int]:
     return found
 
 
-def weighs_examples(equation: Any, operands: list[Share]) -> bool:
+def weighs_examples(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether an operation gives examples weights that a sum has normalized.
 
     That is a division by a sum over the share, such as `mask / mask.sum()`, or a
@@ -208,7 +208,7 @@ def weighs_examples(equation: Any, operands: list[Share]) -> bool:
     return name in ("mul", "dot_general", "gather") and is_of_sum and has_reciprocal
 
 
-def uses_gradient(operands: list[Share]) -> bool:
+def uses_gradient(operands: list[ShareFacts]) -> bool:
     """Returns whether examples meet a gradient of the share before its reduction."""
     has_gradient = any(
         operand.reach is Reach.REDUCED and operand.is_gradient for operand in operands
@@ -220,7 +220,7 @@ def uses_gradient(operands: list[Share]) -> bool:
     return has_gradient and has_examples
 
 
-def is_of_statistics(equation: Any, operands: list[Share]) -> bool:
+def is_of_statistics(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether an operation of a backward pass begins at statistics.
 
     The derivative of a nonlinear function of means is a product with these means. It
@@ -241,7 +241,7 @@ def is_of_statistics(equation: Any, operands: list[Share]) -> bool:
     return has_statistics
 
 
-def is_difference(equation: Any, operands: list[Share]) -> bool:
+def is_difference(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether an operation subtracts a mean over the share from examples."""
     is_of_examples = operands[0].reach is Reach.EXAMPLES
     return (
@@ -262,7 +262,7 @@ def keeps_differences(equation: Any) -> bool:
     return is_divided or name in (*_KEEPING, *_SQUARES)
 
 
-def depends_on_order(equation: Any, operands: list[Share]) -> bool:
+def depends_on_order(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether a result depends on the order of numbers of the examples.
 
     An order of indices is no cause: it may move examples and move them back.
@@ -287,7 +287,7 @@ def _find_ordered_axis(equation: Any, num_axes: int) -> int | None:
     return equation.params["dimension"] if is_of_values else None
 
 
-def as_total(facts: Share, num_examples: int) -> Share:
+def as_total(facts: ShareFacts, num_examples: int) -> ShareFacts:
     """Returns the facts about a value that a loop has carried over all examples."""
     is_of_one = facts.reach is Reach.EXAMPLES and not facts.axes
     if not is_of_one:
@@ -295,14 +295,14 @@ def as_total(facts: Share, num_examples: int) -> Share:
     return facts._replace(reach=Reach.REDUCED, sizes=facts.sizes | {num_examples})
 
 
-def as_stack(facts: Share, num_axes: int) -> Share:
+def as_stack(facts: ShareFacts, num_axes: int) -> ShareFacts:
     """Returns the facts about the values that a loop has made for all examples."""
     if facts.reach is not Reach.EXAMPLES:
         return facts
     return facts._replace(axes=facts.axes | {-num_axes})
 
 
-def leave_loop(facts: Share, line: str) -> Share:
+def leave_loop(facts: ShareFacts, line: str) -> ShareFacts:
     """Returns the facts about a result of a loop over examples."""
     causes = {
         cause._replace(line=line) if cause.kind is CauseKind.LOOP else cause

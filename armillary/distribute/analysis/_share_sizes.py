@@ -61,12 +61,12 @@ def find_counters(
         is_number = not is_own and not variable.aval.shape
         counter = ShareCounter(slot, size=0, line="")
         inputs.append(frozenset({counter} if is_number else ()))
-    results = _Counters().run(program, inputs)
+    results = _CounterDataflow().run(program, inputs)
     found = frozenset().union(*results)
     return sorted(counter for counter in found if counter.size in sizes)
 
 
-class _Counters(Dataflow[frozenset[ShareCounter]]):
+class _CounterDataflow(Dataflow[frozenset[ShareCounter]]):
     """Follows the numbers of the state through one sum with a constant."""
 
     nothing = frozenset()

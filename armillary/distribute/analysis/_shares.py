@@ -50,7 +50,7 @@ from armillary.distribute.analysis._share_facts import (
     Cause,
     CauseKind,
     Reach,
-    Share,
+    ShareFacts,
     Total,
     as_combined,
     as_stack,
@@ -137,18 +137,18 @@ def find_shares(
         kept: For each result that is a new value of the state, by its number, whether
             the end of the step takes the mean over replicas.
     """
-    inputs: list[Share] = []
+    inputs: list[ShareFacts] = []
     sizes: set[int] = set()
     for variable, is_own in zip(program.jaxpr.invars, is_split, strict=True):
         shape = variable.aval.shape
         if is_own and shape:
             sizes.add(shape[0])
-            inputs.append(Share(Reach.EXAMPLES, frozenset({-len(shape)})))
+            inputs.append(ShareFacts(Reach.EXAMPLES, frozenset({-len(shape)})))
         elif is_own:
             inputs.append(UNKNOWN)
         else:
             inputs.append(EQUAL if shape else COMBINED)
-    search = _Search(axis_name, sizes)
+    search = _ShareDataflow(axis_name, sizes)
     results = search.run(program, inputs)
     in_state = [
         search.find_sum(result, results[result], is_averaged)
@@ -158,7 +158,7 @@ def find_shares(
     return [*search.findings(), *list(filter(None, in_state))[:1]]
 
 
-class _Search(ReplicaDataflow[Share]):
+class _ShareDataflow(ReplicaDataflow[ShareFacts]):
     nothing = EQUAL
 
     def __init__(self, axis_name: str, sizes: set[int]) -> None:
@@ -174,13 +174,15 @@ class _Search(ReplicaDataflow[Share]):
         self._exchanges = False
 
     def find_sum(
-        self, result: int, value: Share, is_averaged: bool
+        self, result: int, value: ShareFacts, is_averaged: bool
     ) -> StateOfSum | None:
         """Returns the finding if a value of the state is smaller than on one device."""
         if is_averaged and not value.is_gradient and self._is_sum(value):
             return StateOfSum(result, "", max(value.sizes))
         for total in sorted(value.totals, key=lambda total: total.line):
-            summed = Share(Reach.REDUCED, divisors=total.divisors, sizes=total.sizes)
+            summed = ShareFacts(
+                Reach.REDUCED, divisors=total.divisors, sizes=total.sizes
+            )
             if total.is_mean and self._is_sum(summed):
                 return StateOfSum(result, total.line, max(total.sizes))
         return None
@@ -209,11 +211,11 @@ class _Search(ReplicaDataflow[Share]):
             return causes
         return {cause for cause in causes if cause.kind is not CauseKind.PAIRS}
 
-    def join(self, facts: Iterable[Share]) -> Share:
+    def join(self, facts: Iterable[ShareFacts]) -> ShareFacts:
         several = set(facts)
         if len(several) < 2:
             return several.pop() if several else EQUAL
-        return Share(
+        return ShareFacts(
             reach=max(share.reach for share in several),
             axes=frozenset().union(*(share.axes for share in several)),
             causes=frozenset().union(*(share.causes for share in several)),
@@ -225,11 +227,13 @@ class _Search(ReplicaDataflow[Share]):
             totals=frozenset().union(*(share.totals for share in several)),
         )
 
-    def decide(self, equation: Any, decides: Share) -> Share:
+    def decide(self, equation: Any, decides: ShareFacts) -> ShareFacts:
         del equation
         return UNKNOWN if decides.reach else EQUAL
 
-    def transfer(self, equation: Any, operands: list[Share]) -> list[Share] | None:
+    def transfer(
+        self, equation: Any, operands: list[ShareFacts]
+    ) -> list[ShareFacts] | None:
         name = equation.primitive.name
         if name == "scan":
             return self._follow_examples(equation, operands)
@@ -239,8 +243,8 @@ class _Search(ReplicaDataflow[Share]):
         return super().transfer(equation, operands)
 
     def follow_reduction(
-        self, equation: Any, operands: list[Share], by_ops: str
-    ) -> list[Share]:
+        self, equation: Any, operands: list[ShareFacts], by_ops: str
+    ) -> list[ShareFacts]:
         is_by_psum = equation.primitive.name.startswith("psum")
         if not by_ops and not is_by_psum:
             return [COMBINED] * len(equation.outvars)
@@ -251,27 +255,31 @@ class _Search(ReplicaDataflow[Share]):
             for operand in operands
         ]
 
-    def follow_exchange(self, equation: Any, operands: list[Share]) -> list[Share]:
+    def follow_exchange(
+        self, equation: Any, operands: list[ShareFacts]
+    ) -> list[ShareFacts]:
         is_of_groups = equation.primitive.name.startswith(REDUCTIONS)
         if not is_of_groups and not self.is_backward(equation):
             has_examples = any(operand.reach is Reach.EXAMPLES for operand in operands)
             self._exchanges = self._exchanges or has_examples
         return [UNKNOWN] * len(equation.outvars)
 
-    def follow_source(self, equation: Any, operands: list[Share]) -> Share:
+    def follow_source(self, equation: Any, operands: list[ShareFacts]) -> ShareFacts:
         del equation, operands
         return UNKNOWN
 
-    def follow_draw(self, equation: Any, operands: list[Share]) -> list[Share] | None:
+    def follow_draw(
+        self, equation: Any, operands: list[ShareFacts]
+    ) -> list[ShareFacts] | None:
         if not any(operand.reach for operand in operands):
             return None
         return [UNKNOWN] * len(equation.outvars)
 
-    def follow_mark(self, equation: Any, operand: Share) -> Share:
+    def follow_mark(self, equation: Any, operand: ShareFacts) -> ShareFacts:
         self._look_at_mark(equation, operand)
         return operand
 
-    def _look_at_mark(self, equation: Any, metric: Share) -> None:
+    def _look_at_mark(self, equation: Any, metric: ShareFacts) -> None:
         """Notes a metric that the step returns, or a part of one."""
         name = equation.params["name"]
         causes = metric.causes | metric.combined
@@ -290,7 +298,7 @@ class _Search(ReplicaDataflow[Share]):
         if name == SUMMED and self._is_mean(metric):
             self._sums_of_means.add(self.line(equation))
 
-    def _is_equal_number(self, equation: Any, metric: Share) -> bool:
+    def _is_equal_number(self, equation: Any, metric: ShareFacts) -> bool:
         """Returns whether a number is equal on all replicas, and no size of a share.
 
         The size of a share is a constant, too, and its sum is right.
@@ -303,7 +311,7 @@ class _Search(ReplicaDataflow[Share]):
         return not is_size
 
     def _look_at_reduction(
-        self, equation: Any, operand: Share, by_ops: str, made: Any
+        self, equation: Any, operand: ShareFacts, by_ops: str, made: Any
     ) -> None:
         """Notes a sum or a mean over replicas.
 
@@ -329,7 +337,9 @@ class _Search(ReplicaDataflow[Share]):
         if is_mean and operand.is_gradient and self._is_sum(operand):
             self._means_of_sums[line] = max(operand.sizes)
 
-    def _combine(self, equation: Any, operand: Share, *, is_mean: bool) -> Share:
+    def _combine(
+        self, equation: Any, operand: ShareFacts, *, is_mean: bool
+    ) -> ShareFacts:
         """Returns the facts about the sum or the mean of a value over replicas."""
         result = as_combined(operand)
         if operand.is_gradient or not self._is_sum(operand):
@@ -338,7 +348,7 @@ class _Search(ReplicaDataflow[Share]):
         total = Total(line, operand.sizes, operand.divisors, is_mean)
         return result._replace(totals=frozenset({total}))
 
-    def _is_mean(self, metric: Share) -> bool:
+    def _is_mean(self, metric: ShareFacts) -> bool:
         """Returns whether a number was summed over a share, and divided by its size."""
         is_scaled = any(
             divisor % size == 0
@@ -347,7 +357,7 @@ class _Search(ReplicaDataflow[Share]):
         )
         return metric.reach is Reach.REDUCED and is_scaled
 
-    def _is_sum(self, value: Share) -> bool:
+    def _is_sum(self, value: ShareFacts) -> bool:
         """Returns whether a value was summed, and divided by no number of rows."""
         is_followed = value.reach is Reach.REDUCED and value.sizes
         divisors = value.divisors
@@ -362,7 +372,9 @@ class _Search(ReplicaDataflow[Share]):
                 return False
         return True
 
-    def _follow_examples(self, equation: Any, operands: list[Share]) -> list[Share]:
+    def _follow_examples(
+        self, equation: Any, operands: list[ShareFacts]
+    ) -> list[ShareFacts]:
         """Follows a scan, which may take examples one by one."""
         num_whole, num_carry = count_scan_operands(equation)
         first = num_whole + num_carry
@@ -395,7 +407,7 @@ class _Search(ReplicaDataflow[Share]):
         ]
         return [leave_loop(facts, line) for facts in results]
 
-    def mix(self, equation: Any, operands: list[Share]) -> Share:
+    def mix(self, equation: Any, operands: list[ShareFacts]) -> ShareFacts:
         name = equation.primitive.name
         both = self.join(operands)
         divisors = both.divisors | divisors_in(equation)
@@ -434,8 +446,8 @@ class _Search(ReplicaDataflow[Share]):
         return both._replace(axes=frozenset())
 
     def _look_at_statistics(
-        self, equation: Any, operands: list[Share], both: Share
-    ) -> Share:
+        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+    ) -> ShareFacts:
         """Adds the cause that lies in how examples meet statistics of their share."""
         if weighs_examples(equation, operands):
             return self._with_cause(both, CauseKind.WEIGHTS, equation)
@@ -447,7 +459,9 @@ class _Search(ReplicaDataflow[Share]):
             return self._with_cause(both, CauseKind.VARIANCE, equation)
         return both
 
-    def _mix_reduced(self, equation: Any, operands: list[Share], both: Share) -> Share:
+    def _mix_reduced(
+        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+    ) -> ShareFacts:
         name = equation.primitive.name
         made = equation.outvars[0].aval
         if made.dtype == jnp.bool_:
@@ -478,7 +492,9 @@ class _Search(ReplicaDataflow[Share]):
         is_kept = is_choice or is_linear
         return both if is_kept else both._replace(reach=Reach.UNKNOWN)
 
-    def _mix_examples(self, equation: Any, operands: list[Share], both: Share) -> Share:
+    def _mix_examples(
+        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+    ) -> ShareFacts:
         name = equation.primitive.name
         moved: list[frozenset[int]] = []
         sizes: set[int] = set()
@@ -501,7 +517,7 @@ class _Search(ReplicaDataflow[Share]):
         if not sizes:
             # A loop has taken the examples apart, so this is one of them.
             return both._replace(axes=frozenset())
-        reduced = Share(
+        reduced = ShareFacts(
             Reach.REDUCED,
             causes=both.causes,
             divisors=both.divisors,
@@ -515,6 +531,8 @@ class _Search(ReplicaDataflow[Share]):
             return self._with_cause(reduced, CauseKind.EXTREME, equation)
         return reduced._replace(reach=Reach.UNKNOWN)
 
-    def _with_cause(self, facts: Share, kind: CauseKind, equation: Any) -> Share:
+    def _with_cause(
+        self, facts: ShareFacts, kind: CauseKind, equation: Any
+    ) -> ShareFacts:
         cause = Cause(kind, equation.primitive.name, self.line(equation))
         return facts._replace(causes=facts.causes | {cause})

@@ -34,7 +34,7 @@ _DENOMINATORS = (
 )
 
 
-class _Rows(NamedTuple):
+class _PerExample(NamedTuple):
     """A value for each example of a batch.
 
     Attributes:
@@ -76,12 +76,12 @@ def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> Non
     """
     facts: list[_Facts] = [frozenset()] * num_slots
     for array in program.in_avals[num_slots:]:
-        rows: set[_Rows] = set()
+        rows: set[_PerExample] = set()
         if array.ndim > axis and array.shape[axis] > 1:
-            rows.add(_Rows(axis - array.ndim, array.shape[axis]))
+            rows.add(_PerExample(axis - array.ndim, array.shape[axis]))
         facts.append(frozenset(rows))
 
-    search = _Search()
+    search = _BatchSumDataflow()
     search.run(program, facts)
 
     sums = {name: line for name, line in search.metrics.items() if line}
@@ -124,7 +124,7 @@ def _is_denominator(name: str) -> bool:
     return any(part in name.lower() for part in _DENOMINATORS)
 
 
-class _Search(Dataflow[_Facts]):
+class _BatchSumDataflow(Dataflow[_Facts]):
     """Follows the examples of a batch to the metrics of a step.
 
     Attributes:
@@ -169,7 +169,7 @@ class _Search(Dataflow[_Facts]):
         if not facts:
             return self.nothing
         has_sum = any(isinstance(fact, _Sum) for fact in facts)
-        has_rows = any(isinstance(fact, _Rows) for fact in facts)
+        has_rows = any(isinstance(fact, _PerExample) for fact in facts)
         if facts & _SCALED or (has_sum and has_rows):
             return _SCALED
         if has_sum:
@@ -189,7 +189,7 @@ class _Search(Dataflow[_Facts]):
         counts = {rows.num_examples for rows in self.join(operands)}
         if _divides_by(counts, equation):
             return _SCALED
-        kept: set[_Rows] = set()
+        kept: set[_PerExample] = set()
         for index, facts in enumerate(operands):
             for rows in facts:
                 if rows.axis + equation.invars[index].aval.ndim < 0:

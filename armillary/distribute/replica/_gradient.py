@@ -36,7 +36,7 @@ class _AccumulatingStep:
     num_uses: int = 0
 
 
-class _Local(threading.local):
+class _Accumulation(threading.local):
     def __init__(self) -> None:
         # The steps of this thread, the innermost one last.
         self.steps: list[_AccumulatingStep] = []
@@ -44,18 +44,18 @@ class _Local(threading.local):
         self.num_parts = 1
 
 
-_local = _Local()
+_accumulation = _Accumulation()
 
 
 @contextlib.contextmanager
 def accumulating(count: int, step_name: str) -> Iterator[None]:
     """Makes a step accumulate gradients over `count` parts of its batch."""
     step = _AccumulatingStep(count)
-    _local.steps.append(step)
+    _accumulation.steps.append(step)
     try:
         yield
     finally:
-        _local.steps.pop()
+        _accumulation.steps.pop()
     if count > 1 and step.num_uses == 0:
         raise ValueError(
             f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
@@ -67,7 +67,7 @@ def accumulating(count: int, step_name: str) -> Iterator[None]:
 
 def num_parts() -> int:
     """Returns the number of parts of the batch whose loss is being computed."""
-    return _local.num_parts
+    return _accumulation.num_parts
 
 
 @hides_frames
@@ -190,8 +190,8 @@ def value_and_grad(
 def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
     """Returns the number of parts to divide the batch into, and counts the call."""
     count = 1
-    if _local.steps:
-        step = _local.steps[-1]
+    if _accumulation.steps:
+        step = _accumulation.steps[-1]
         step.num_uses += batch is not None
         count = step.count
     if accumulate_steps is not None:
@@ -272,12 +272,12 @@ def _accumulate(
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
 
     def run(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
-        outer = _local.num_parts
-        _local.num_parts = count
+        outer = _accumulation.num_parts
+        _accumulation.num_parts = count
         try:
             return differentiate(slots, part)
         finally:
-            _local.num_parts = outer
+            _accumulation.num_parts = outer
 
     first = jax.tree.map(lambda rows: rows[0], parts)
     program, types = jax.make_jaxpr(run, return_shape=True)({}, first)

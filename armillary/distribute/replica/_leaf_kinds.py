@@ -92,7 +92,7 @@ class StateKinds:
     def place_of(self, leaf: Leaf) -> str:
         """Returns the name of a leaf in messages, with its name in its library."""
         known = self._variables.get(leaf.path(PURE_STATE))
-        place = leaf.place(PURE_STATE)
+        place = leaf.expression(PURE_STATE)
         if known is None:
             return place
         return f"{place} ({known.name!r} of {known.library})"
@@ -162,12 +162,13 @@ def _check_found(rule: _Rule, leaves: list[Leaf]) -> None:
         )
     if any(map(rule.fits, found)):
         return
-    leaf = found[0]
+    place = found[0].expression(PURE_STATE)
+    dtype = _value_of(found[0]).dtype
     kind = rule.aggregation.name.lower()
     raise ValueError(
-        f"`kinds` has {_shown(rule.key)}: {kind!r}, but {leaf.place(PURE_STATE)} holds "
-        f"{_value_of(leaf).dtype}, which has no {kind}. Hold an array of integers or "
-        f"floats, or leave {_shown(rule.key)} out."
+        f"`kinds` has {_shown(rule.key)}: {kind!r}, but {place} holds {dtype}, which "
+        f"has no {kind}. Hold an array of integers or floats, or leave "
+        f"{_shown(rule.key)} out."
     )
 
 

@@ -27,9 +27,9 @@ from armillary.state._tree import (
     PURE_STATE,
     Leaf,
     children_with_keys,
+    expression_of,
     is_object,
     leaves_of,
-    place_of,
 )
 from armillary.typing import PyTree
 
@@ -76,7 +76,7 @@ def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
             continue
         # The state may have the same module twice, such as for an average.
         module = leaf.keys[: depths[0]]
-        place = leaf.place(PURE_STATE)
+        place = leaf.expression(PURE_STATE)
         first = places.setdefault((module, id(leaf.above[-1])), place)
         if first != place:
             raise ValueError(
@@ -164,7 +164,7 @@ def check_state(before: PyTree, after: PyTree) -> None:
 
 def _find_changes(before: Any, after: Any, keys: tuple[Any, ...]) -> Iterator[str]:
     """Yields a text for each difference between two nodes, or below them."""
-    place = place_of(PURE_STATE, keys)
+    place = expression_of(PURE_STATE, keys)
     old = children_with_keys(before)
     new = children_with_keys(after)
     if old is None and new is None:
@@ -188,9 +188,9 @@ def _compare_children(
     """Yields the differences below a node with new or lost children."""
     for own in dict.fromkeys([*old, *new]):
         if own not in new:
-            yield f"`{place_of(PURE_STATE, (*keys, *own))}` is gone"
+            yield f"`{expression_of(PURE_STATE, (*keys, *own))}` is gone"
         elif own not in old:
-            yield f"`{place_of(PURE_STATE, (*keys, *own))}` is new"
+            yield f"`{expression_of(PURE_STATE, (*keys, *own))}` is new"
         else:
             yield from _find_changes(old[own], new[own], (*keys, *own))
 

@@ -217,7 +217,7 @@ class _MappedCall(Call):
             self._inputs(),
             self._strategy,
             self._context,
-            self._state.place_of,
+            self._state.display_name,
             kept,
         )
         return proof
@@ -256,7 +256,7 @@ class _MappedCall(Call):
                 may_be_key = is_plain and self.before[i].dtype == jnp.uint32
                 if may_be_key and not is_of_optimizer:
                     pure_path = pure_path_of(slot, state.paths[i])
-                    label = Label(LabelKind.RAW_KEY, state.place_of(i), pure_path)
+                    label = Label(LabelKind.RAW_KEY, state.display_name(i), pure_path)
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
 

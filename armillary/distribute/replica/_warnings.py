@@ -56,7 +56,7 @@ def warn_of_step(
     inputs: Sequence[ProgramInput],
     strategy: "Strategy",
     context: "ReplicaContext",
-    place_of: Callable[[int], str],
+    display_name: Callable[[int], str],
     kept: Mapping[int, tuple[int, bool]],
 ) -> None:
     """Warns of the findings in a step, once each for a strategy.
@@ -66,7 +66,7 @@ def warn_of_step(
         inputs: Its inputs.
         strategy: The strategy, which knows the findings it has warned of.
         context: The replica, which knows how many replicas hold examples.
-        place_of: Returns the name of an input that is a part of the state.
+        display_name: Returns the name of an input that is a part of the state.
         kept: For the results that are new values of the state, by their number, the
             number of the old value, and whether the end of the step takes the mean.
     """
@@ -76,10 +76,10 @@ def warn_of_step(
     for finding, message in (
         *_explain_draws(program, inputs, strategy.axis_name, num_replicas),
         *_explain_idle(program, strategy.axis_name, num_replicas, context),
-        *_explain_counters(program, inputs, place_of, num_replicas),
+        *_explain_counters(program, inputs, display_name, num_replicas),
         *_explain_positions(program, inputs, strategy.axis_name, num_replicas),
         *_explain_shares(
-            program, inputs, strategy.axis_name, num_replicas, place_of, kept
+            program, inputs, strategy.axis_name, num_replicas, display_name, kept
         ),
     ):
         if finding not in strategy.warned:
@@ -134,15 +134,16 @@ def _explain_idle(
 def _explain_counters(
     program: core.ClosedJaxpr,
     inputs: Sequence[ProgramInput],
-    place_of: Callable[[int], str],
+    display_name: Callable[[int], str],
     num_replicas: int,
 ) -> Iterator[tuple[Finding, str]]:
     """Yields numbers of the state that count the examples of one replica."""
     is_split = [program_input.is_split for program_input in inputs]
     for found in find_counters(program, is_split):
+        name = display_name(found.slot)
         yield (
             found,
-            f"`{place_of(found.slot)}` grows by {found.size} at {found.line}. That is "
+            f"`{name}` grows by {found.size} at {found.line}. That is "
             f"the size of the share of one of {num_replicas} replicas, so it counts "
             f"1 of {num_replicas} examples. To count the examples of all replicas, add "
             '`armillary.all_reduce("sum", size)` in place of `size`.',
@@ -166,7 +167,7 @@ def _explain_shares(
     inputs: Sequence[ProgramInput],
     axis_name: str,
     num_replicas: int,
-    place_of: Callable[[int], str],
+    display_name: Callable[[int], str],
     kept: Mapping[int, tuple[int, bool]],
 ) -> Iterator[tuple[Finding, str]]:
     """Yields numbers that depend on how replicas share the examples."""
@@ -174,5 +175,5 @@ def _explain_shares(
     is_averaged = {result: of_step for result, (_, of_step) in kept.items()}
     for found in find_shares(program, is_split, axis_name, is_averaged):
         is_in_state = isinstance(found, StateOfSum)
-        place = place_of(kept[found.result][0]) if is_in_state else ""
+        place = display_name(kept[found.result][0]) if is_in_state else ""
         yield found, explain(found, num_replicas, place)

@@ -137,7 +137,7 @@ def _as_adapter(dataset: DistributedDataset) -> Any:
 
     base: Any = data_adapter.DataAdapter
 
-    class Adapter(base):
+    class SourceAdapter(base):
         """Reads the source of a distributed dataset, one pass for each epoch."""
 
         has_own_arrays = True  # Nobody writes to its batches.
@@ -158,4 +158,4 @@ def _as_adapter(dataset: DistributedDataset) -> Any:
             if self.num_batches is None:
                 self._epoch += 1
 
-    return Adapter()
+    return SourceAdapter()
