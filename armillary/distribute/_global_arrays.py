@@ -6,7 +6,7 @@ is an array that is divided between the processes, if a program needs all of it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,11 @@ def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def make_auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
+    """Returns a mesh over whose axes XLA divides a program itself."""
+    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
 def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
     """Returns a mesh with `num_replicas` replicas over the same devices.
 
@@ -42,7 +47,7 @@ def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
     devices = mesh.devices.reshape(num_replicas, -1)
     # The two axes of a mesh need different names.
     copies = "copy" if axis != "copy" else "copies"
-    return Mesh(devices, (axis, copies), axis_types=(AxisType.Auto,) * 2)
+    return make_auto_mesh(devices, (axis, copies))
 
 
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
@@ -120,8 +125,7 @@ def with_auto_axes(leaf: Any) -> Any:
     mesh = sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return leaf
-    kinds = (AxisType.Auto,) * len(mesh.axis_names)
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    auto = make_auto_mesh(mesh.devices, mesh.axis_names)
     return jax.device_put(leaf, NamedSharding(auto, sharding.spec))
 
 

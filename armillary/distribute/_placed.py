@@ -77,10 +77,9 @@ class Placed(OfOneProcess):
         return self.placement.layout
 
     @property
-    def peers(self) -> Peers | None:
-        """The processes that this strategy spans; `None` for a single process."""
-        peers = self.placement.peers
-        return None if peers.is_alone else peers
+    def peers(self) -> Peers:
+        """The processes that this strategy spans, of which one may be alone."""
+        return self.placement.peers
 
     @property
     def home(self) -> Sharding | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 from armillary._checks import (
     check_callable,
@@ -24,7 +23,7 @@ from armillary._checks import (
     check_positive_int,
     list_lines,
 )
-from armillary.distribute._global_arrays import is_key
+from armillary.distribute._global_arrays import is_key, make_auto_mesh
 from armillary.distribute._strategy import Strategy
 from armillary.plan._compile_worker import compile_exported
 from armillary.plan._compiler import export_loop
@@ -357,9 +356,8 @@ def find_collectives(
         )
     with described(trainer, count, _PLATFORM) as loop:
         program = export_loop(loop, _PLATFORM)
-    axis_types = (AxisType.Auto,) * len(loop.mesh.axis_names)
-    shape = np.asarray(devices[:count]).reshape(loop.mesh.axis_sizes)
-    mesh = Mesh(shape, loop.mesh.axis_names, axis_types=axis_types)
+    arranged = np.asarray(devices[:count]).reshape(loop.mesh.axis_sizes)
+    mesh = make_auto_mesh(arranged, loop.mesh.axis_names)
     compiled = compile_exported(program, mesh, _PLATFORM, loop.compiler_options)
     traffic = find_traffic(compiled.as_text(), loop.depth, count)
     return [collective for collective in traffic.collectives if collective.is_of_step]

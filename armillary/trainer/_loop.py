@@ -374,7 +374,7 @@ class Loop:
         if not self.feed.is_repositionable:
             return None
         self.feed.seek(position)
-        if self._strategy.peers is not None:
+        if not self._strategy.peers.is_alone:
             return None
         try:
             return self._find_origin(bad)

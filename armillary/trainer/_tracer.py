@@ -259,7 +259,7 @@ class StepPrograms(Programs[Program]):
             )
 
         peers = method.strategy.peers
-        if peers is not None:
+        if not peers.is_alone:
             check_same_program(peers, method.name, step.program, method.fn)
         is_slow = has_slow_loop(
             step.program, flat.platform, is_partitioned=flat.split is not None

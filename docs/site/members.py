@@ -62,6 +62,7 @@ INTERNAL = {
         "input_context",
         "layout",
         "leave_program_mesh",
+        "peers",
     ),
     "SummaryManager": ("resume_at",),
 }

@@ -50,7 +50,7 @@ def test_a_single_process_takes_options_that_its_platform_can_follow(monkeypatch
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     options = CommunicationOptions(implementation="RING", timeout_seconds=5)
     strategy = armillary.MultiWorkerMirroredStrategy(communication_options=options)
-    assert strategy.peers is None
+    assert strategy.peers.is_alone
 
 
 def test_an_evaluator_takes_the_options_of_the_workers():
@@ -58,7 +58,7 @@ def test_an_evaluator_takes_the_options_of_the_workers():
     resolver = SimpleClusterResolver(cluster, "evaluator", 0)
     options = CommunicationOptions(implementation="NCCL")
     strategy = armillary.MultiWorkerMirroredStrategy(resolver, options)
-    assert strategy.peers is None
+    assert strategy.peers.is_alone
 
 
 def test_packs_are_too_late_when_devices_have_been_used(monkeypatch):

@@ -144,7 +144,7 @@ def test_an_evaluator_joins_nobody_and_leaves_the_workers_positions_alone():
     def make_dataset(*task):
         resolver = armillary.cluster.SimpleClusterResolver(*task)
         strategy = armillary.MultiWorkerMirroredStrategy(resolver)
-        assert strategy.peers is None
+        assert strategy.peers.is_alone
         assert strategy.layout == armillary.MirroredStrategy().layout
         source = armillary.data.from_arrays({"x": np.arange(8.0)}, batch_size=1)
         return strategy.distribute_datasets_from_function(lambda context: source)
@@ -250,7 +250,7 @@ FIRST = """
         _kind = "cpu"
 
     strategy = OnCPU(armillary.cluster.TPUClusterResolver(tpu=""))
-    assert strategy.peers is None
+    assert strategy.peers.is_alone
     assert not jax.distributed.is_initialized()
     strategy.run(lambda: None)
     print(strategy)

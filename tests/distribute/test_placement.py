@@ -24,7 +24,7 @@ def test_a_strategy_shows_its_placement(strategy):
     assert strategy.layout == placement.layout
     assert strategy.num_replicas_in_sync == placement.num_replicas
     assert strategy.platform == placement.platform == "cpu"
-    assert strategy.peers is None
+    assert strategy.peers.is_alone
     assert placement.peers.is_alone
     assert strategy.home is placement.home
 

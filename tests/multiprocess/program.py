@@ -75,7 +75,7 @@ def fit_keras(strategy: Any, seeds: tuple[int, ...] = (0, 0)) -> dict[str, Any]:
     """Fits, evaluates and asks a Keras model, with uneven batches."""
     import keras
 
-    index = 0 if strategy.peers is None else strategy.peers.index
+    index = strategy.peers.index
     inputs = np.random.default_rng(0).normal(size=(37, 3)).astype("float32")
     targets = inputs[:, :1] * 2
     with jax.numpy_rank_promotion("allow"):
@@ -310,7 +310,7 @@ def odd(strategy: Any) -> dict[str, Any]:
         "local": local,
         "totals": totals,
         "resident": [float(adder.total), int(adder.num_steps)],
-        "refused": "" if strategy.peers is None else catch(lambda: iter(own)),
+        "refused": "" if strategy.peers.is_alone else catch(lambda: iter(own)),
     }
 
 

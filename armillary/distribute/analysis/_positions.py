@@ -133,6 +133,7 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
     """
 
     nothing = _CONSTANT
+    mixes_scatters = True
 
     def __init__(self, axis_name: str) -> None:
         super().__init__(axis_name)
@@ -172,14 +173,6 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
     def decide(self, equation: Any, decides: RowFacts) -> RowFacts:
         del equation
         return _CONSTANT if decides.is_constant else _INPUT
-
-    def transfer(
-        self, equation: Any, operands: list[RowFacts]
-    ) -> list[RowFacts] | None:
-        if equation.primitive.name.startswith("scatter"):
-            # Its program combines single numbers.
-            return [self.mix(equation, operands)] * len(equation.outvars)
-        return super().transfer(equation, operands)
 
     def follow_reduction(
         self, equation: Any, operands: list[RowFacts], by_ops: str

@@ -27,6 +27,13 @@ class ReplicaDataflow(Dataflow[Fact]):
         axis_name: The axis of replicas.
     """
 
+    mixes_scatters = False
+    """Whether a scatter mixes its operands.
+
+    Otherwise, facts go through its program, which combines single numbers. There, facts
+    about axes are lost.
+    """
+
     def __init__(self, axis_name: str) -> None:
         super().__init__()
         self.axis_name = axis_name
@@ -62,6 +69,8 @@ class ReplicaDataflow(Dataflow[Fact]):
         num_results = len(equation.outvars)
         if name == "name":
             return [self.follow_mark(equation, operands[0])]
+        if self.mixes_scatters and name.startswith("scatter"):
+            return [self.mix(equation, operands)] * num_results
         if name in DRAWS:
             return self.follow_draw(equation, operands)
         if name in SOURCES:

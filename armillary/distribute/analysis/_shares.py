@@ -160,6 +160,7 @@ def find_shares(
 
 class _ShareDataflow(ReplicaDataflow[ShareFacts]):
     nothing = EQUAL
+    mixes_scatters = True
 
     def __init__(self, axis_name: str, sizes: set[int]) -> None:
         super().__init__(axis_name)
@@ -234,12 +235,8 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
     def transfer(
         self, equation: Any, operands: list[ShareFacts]
     ) -> list[ShareFacts] | None:
-        name = equation.primitive.name
-        if name == "scan":
+        if equation.primitive.name == "scan":
             return self._follow_examples(equation, operands)
-        if name.startswith("scatter"):
-            # Its program combines single numbers.
-            return [self.mix(equation, operands)] * len(equation.outvars)
         return super().transfer(equation, operands)
 
     def follow_reduction(

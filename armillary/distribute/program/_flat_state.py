@@ -97,7 +97,8 @@ class FlatState:
         self.strategy = strategy
         self.split = strategy.split
         self.platform: str = strategy.platform
-        self._peers = strategy.peers
+        # A process that is alone has no other state to compare with.
+        self._is_compared = strategy.peers.is_alone
         self._dispatch = strategy.dispatch
 
         self.signature = state.signature()
@@ -354,14 +355,13 @@ class FlatState:
 
     def _check_first_state(self) -> None:
         """Raises if processes begin with different states, at the first program."""
-        peers = self._peers
-        if peers is None:
+        if self._is_compared:
             return
-        self._peers = None
+        self._is_compared = True
         arrays = map(as_array, self.state.read())
         pairs = zip(self.state.paths, arrays, strict=True)
         whole = {path: array for path, array in pairs if array.is_fully_addressable}
-        check_same(peers, "state", whole)
+        check_same(self.strategy.peers, "state", whole)
 
     def _separate(self) -> set[int]:
         """Copies arrays that are in two slots, if one of these will be donated."""

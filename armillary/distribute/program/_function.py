@@ -200,9 +200,10 @@ class CompiledFunction:
         warn_if_compiled_often(function.fn, function.name)
 
         strategy = flat.strategy
-        if strategy.peers is not None:
+        peers = strategy.peers
+        if not peers.is_alone:
             arguments = treedef.unflatten(leaves)
-            check_same_function(strategy.peers, function, step, arguments)
+            check_same_function(peers, function, step, arguments)
         if old is not None and old.step.is_same(step):
             return old
 

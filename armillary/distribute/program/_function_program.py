@@ -163,7 +163,7 @@ def _without_arrays(leaves: list[Any]) -> list[Any]:
 
 def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
     """Returns the arrays of arguments, moved to a strategy; `None` if none moved."""
-    if strategy.peers is not None:
+    if not strategy.peers.is_alone:
         return None
     layout = strategy.layout
     is_moved = False

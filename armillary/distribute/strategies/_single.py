@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from armillary._checks import check_instance
 from armillary.cluster._peers import ALONE, Peers
@@ -17,6 +17,7 @@ from armillary.cluster.resolvers._resolver import check_is_no_server
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._data_methods import OPTIONS_FIX
+from armillary.distribute._global_arrays import make_auto_mesh
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import FunctionCache
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
@@ -158,7 +159,7 @@ class MirroredStrategy(Strategy):
         if cross_device_ops is not None:
             cross_device_ops._check_replicas(len(found))
         self.cross_device_ops = cross_device_ops
-        mesh = Mesh(np.asarray(found), (axis_name,), axis_types=(AxisType.Auto,))
+        mesh = make_auto_mesh(np.asarray(found), [axis_name])
         super().__init__(ReplicaPlacement.on(mesh, self._peers), axis_name)
         self._functions = FunctionCache()
 
