@@ -5,7 +5,7 @@ each array lies, and the constructor is compiled for these places. So no device 
 holds more than its part, and random numbers are the same as on one device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -65,7 +65,9 @@ def make_in_place(
             )
             raise
         _check_places(made, fn)
-        arrays, after = _build(strategy, program, before, made)
+        roots = [(fn, ""), (args, ""), (kwargs, "")]
+        shardings = _choose_shardings(strategy, made, (holder, ""), roots)
+        arrays, after = _build(strategy, program, before, shardings)
 
     outside_now = list(before)
     for i, value in zip(changed, after, strict=True):
@@ -76,15 +78,45 @@ def make_in_place(
     return holder[""]
 
 
+def _choose_shardings(
+    strategy: "Strategy",
+    made: State,
+    root: tuple[Any, str],
+    others: Sequence[tuple[Any, str]],
+) -> list[Any]:
+    """Returns the shardings of the arrays of a result.
+
+    An optimizer follows its parameters, so the objects that its constructor has read
+    count, too, if it returns no parameters itself.
+    """
+    decide = strategy.placement.state_shardings
+    pairs = list(zip(made.read(), made.of_optimizer, strict=True))
+    has_parameters = any(leaf.ndim and not is_follower for leaf, is_follower in pairs)
+    has_followers = any(is_follower for _, is_follower in pairs)
+    if has_parameters or not has_followers:
+        return list(decide(made, is_whole=False))
+
+    both = State([root, *others])
+    chosen = list(decide(both, is_whole=False))
+    starts = {slot.key: start for slot, start, _ in both.ranges}
+    shardings: list[Any] = []
+    for slot, start, stop in made.ranges:
+        first = starts[slot.key]
+        shardings += chosen[first : first + stop - start]
+    return shardings
+
+
 def _build(
-    strategy: "Strategy", program: core.ClosedJaxpr, before: list[Any], made: State
+    strategy: "Strategy",
+    program: core.ClosedJaxpr,
+    before: list[Any],
+    shardings: list[Any],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs the program of a constructor, with each result on its devices.
 
     Returns:
         The arrays of the result, and those that the constructor has changed elsewhere.
     """
-    shardings = list(strategy.placement.state_shardings(made, is_whole=False))
 
     # Arrays that the constructor has read are inputs: as constants, they would be in
     # the text of the program.

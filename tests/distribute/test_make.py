@@ -281,6 +281,57 @@ def test_a_rule_may_match_only_in_the_step():
     assert models["second"].kernel[...].sharding.spec == PartitionSpec(None, "fsdp")
 
 
+def make_layer():
+    init = nnx.with_partitioning(nnx.initializers.ones, (None, "fsdp"))
+    return nnx.Linear(SIZE, SIZE, kernel_init=init, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("place", ["argument", "captured"])
+def test_an_optimizer_that_is_made_later_follows_its_parameter(place):
+    strategy = MAKERS["sharded"]()
+    model = strategy.make(make_layer)
+    adam = optax.adam(1e-2)
+    if place == "argument":
+        optimizer = strategy.make(nnx.Optimizer, model, adam, wrt=nnx.Param)
+    else:
+        optimizer = strategy.make(
+            lambda: nnx.Optimizer(model, adam, wrt=nnx.Param),
+        )
+
+    moment = optimizer.opt_state[0].mu.kernel[...]
+    # The automatic rule would divide the first axis.
+    assert moment.sharding.spec == PartitionSpec(None, "fsdp")
+    assert moment.sharding.is_equivalent_to(model.kernel[...].sharding, 2)
+
+
+@pytest.mark.parametrize("place", ["argument", "captured"])
+def test_a_state_of_optax_that_is_made_later_follows_its_parameter(place):
+    strategy = ShardedStrategy({"fsdp": 8}, {"kernel": PartitionSpec(None, "fsdp")})
+    params = strategy.make(lambda: {"first": {"kernel": jnp.ones((SIZE, SIZE))}})
+    init = optax.adam(1e-2).init
+    if place == "argument":
+        state = strategy.make(init, params)
+    else:
+        state = strategy.make(lambda: init(params))
+
+    moment = state[0].mu["first"]["kernel"]
+    assert moment.sharding.spec == PartitionSpec(None, "fsdp")
+
+
+def test_a_model_that_is_read_from_another_one_lies_by_its_own_rules():
+    strategy = MAKERS["sharded"]()
+    teacher = strategy.make(make_layer)
+
+    def make_student():
+        student = nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(1))
+        student.kernel[...] = teacher.kernel[...]
+        return student, nnx.Optimizer(student, optax.adam(1e-2), wrt=nnx.Param)
+
+    student, optimizer = strategy.make(make_student)
+    for kernel in (student.kernel, optimizer.opt_state[0].mu.kernel):
+        assert kernel[...].sharding.spec == PartitionSpec("fsdp")
+
+
 def test_a_constructor_may_name_axes_of_the_mesh():
     spec = PartitionSpec(None, "fsdp")
 
