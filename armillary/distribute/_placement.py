@@ -72,6 +72,14 @@ class Placement:
         """The division of examples, if XLA divides a step between devices itself."""
         return None
 
+    @property
+    def reason(self) -> str:
+        """The place of each array in words, if none of them is divided."""
+        if self.home is not None:
+            (device,) = self.home.device_set
+            return f"on {device.platform}:{device.id} between programs"
+        return "on the only device" if self.mesh is None else "a copy on each device"
+
     def state_shardings(
         self, state: State, *, is_whole: bool = True
     ) -> Sequence[Sharding | None]:
@@ -83,7 +91,7 @@ class Placement:
 
     def decide(self, state: State) -> Sequence[Place]:
         """Returns the place of each array, in the order of the paths of a state."""
-        return [Place(PartitionSpec(), 1, "a copy on each device")] * len(state.paths)
+        return [Place(PartitionSpec(), 1, self.reason)] * len(state.paths)
 
     def abstract(self, num_devices: int, platform: str) -> Self:
         """Returns the same placement on devices that are not present.

@@ -18,6 +18,7 @@ from armillary.cluster.resolvers._resolver import (
     TFConfigClusterResolver,
 )
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
+from armillary.distribute.strategies._placements import DevicePlacement
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ClusterError, StateStructureError
 from armillary.parameter_server._loop import AsynchronousLoop
@@ -25,6 +26,14 @@ from armillary.parameter_server._node import check_cluster, has_joined, name_res
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree
+
+
+class ServerPlacement(DevicePlacement):
+    """State in this process, except while workers train."""
+
+    @property
+    def reason(self) -> str:
+        return "on parameter servers while workers train"
 
 
 class ParameterServerStrategy(SingleStrategy):
@@ -83,6 +92,7 @@ class ParameterServerStrategy(SingleStrategy):
         axis_name: str = DEFAULT_AXIS_NAME,
     ) -> None:
         super().__init__(axis_name=check_axis_name(axis_name))
+        self.placement = ServerPlacement.on(None)
         fix = 'Use a dictionary of options of Ray, such as `{"num_cpus": 1}`.'
         check_instance("worker_options", worker_options, dict | None, fix)
         check_instance("ps_options", ps_options, dict | None, fix)

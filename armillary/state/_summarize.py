@@ -17,7 +17,7 @@ from armillary._checks import check_methods
 from armillary._format import as_text, format_bytes, make_table
 from armillary._traceback import hides_frames
 from armillary.state._adapters import Adapter, adapter_of
-from armillary.state._holders import attributes_of, held_by
+from armillary.state._holders import attributes_of, held_by, is_claimed
 from armillary.state._lift import State
 from armillary.state._slots import Slot, join_keys
 from armillary.state._walk import Walk
@@ -231,14 +231,37 @@ def find_placement(model: Any) -> Any:
 def find_placed_rows(model: Any, placement: Any) -> Iterator[ArrayRow]:
     """Yields all arrays of a state, with the place of each on the devices."""
     known = {row.path: row for row in _find_rows(model)}
-    # The empty name adds nothing to the paths.
-    state = State([({"": model}, "")])
-    places = placement.decide(state)
-    for path, array, place in zip(state.paths, state.read(), places, strict=True):
+    for path, array, place in _find_places(model, placement):
         row = known.get(path) or _row(path, array, "array", False)
         spec, num_parts, reason = place
         own = ArrayPlace(tuple(spec), row.bytes // num_parts, reason)
         yield replace(row, place=own)
+
+
+def _find_places(model: Any, placement: Any) -> list[tuple[str, Any, Any]]:
+    """Returns the path, the array and the place of each array of a model.
+
+    The arrays of a pytree may be abstract or of NumPy. A state holds arrays of JAX, so
+    they become the arrays of a trace.
+    """
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_claimed)
+    kinds = np.ndarray | jax.ShapeDtypeStruct
+    others = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)}
+    found: list[tuple[str, Any, Any]] = []
+
+    def find(arrays: dict[int, jax.Array]) -> None:
+        for i, array in arrays.items():
+            leaves[i] = array
+        # The empty name adds nothing to the paths.
+        state = State([({"": treedef.unflatten(leaves)}, "")])
+        places = placement.decide(state)
+        found.extend(zip(state.paths, state.read(), places, strict=True))
+
+    if others:
+        jax.eval_shape(find, others)
+    else:
+        find({})
+    return found
 
 
 def _find_rows(model: Any) -> Iterator[ArrayRow]:

@@ -95,6 +95,44 @@ def test_a_model_or_a_pytree_has_places_with_a_strategy():
     assert whole["w"].decided_by == "a copy on each device"
 
 
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: armillary.OneDeviceStrategy("cpu:1"), "on the only device"),
+        (
+            lambda: armillary.distribute.CentralStorageStrategy(
+                jax.devices()[:2], parameter_device="cpu:3"
+            ),
+            "on cpu:3 between programs",
+        ),
+        (armillary.ParameterServerStrategy, "on parameter servers while workers train"),
+    ],
+    ids=["one device", "central", "server"],
+)
+def test_the_place_of_undivided_arrays_is_named(make, reason):
+    (place,) = places_of(armillary.summarize({"w": jnp.ones(3)}, make())).values()
+    assert place.decided_by == reason
+    assert place.spec == ()
+
+
+def test_shapes_and_arrays_of_numpy_have_places():
+    def make():
+        params = {"kernel": jnp.ones((8, 128)), "bias": jnp.ones(8)}
+        return {"params": params, "moments": optax.adam(1.0).init(params)}
+
+    strategy = armillary.ShardedStrategy(
+        {"fsdp": 4, "tensor": 2}, {"kernel": PartitionSpec("tensor", "fsdp")}
+    )
+    expected = places_of(armillary.summarize(make(), strategy))
+    assert expected["moments/0/mu/kernel"].spec == ("tensor", "fsdp")
+    assert expected["moments/0/mu/kernel"].decided_by == "like params/kernel"
+
+    shapes = jax.eval_shape(make)
+    assert places_of(armillary.summarize(shapes, strategy)) == expected
+    numbers = jax.tree.map(np.asarray, make())
+    assert places_of(armillary.summarize(numbers, strategy)) == expected
+
+
 def test_no_strategy_is_an_error():
     with pytest.raises(TypeError, match="`strategy` is 'fsdp'"):
         armillary.summarize(jnp.ones(3), "fsdp")
