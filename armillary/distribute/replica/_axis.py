@@ -38,6 +38,17 @@ def check_axis_name(axis_name: Any, taken: Collection[str] = ()) -> str:
     return axis_name
 
 
+def find_free_name(axis_name: str, taken: Collection[str]) -> str:
+    """Returns the name of the axis of replicas beside the axes of a user's mesh.
+
+    The default name gives way to an axis of the mesh. Any other name stays.
+    """
+    name = axis_name
+    while axis_name == DEFAULT_AXIS_NAME and name in taken:
+        name += "_"
+    return name
+
+
 def explain_unbound_axis(error: Exception, strategy: "Strategy") -> str | None:
     """Returns a note on an axis that JAX does not know; `None` for other errors.
 

@@ -9,12 +9,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
+from armillary.distribute.replica._program_mesh import keeping_program_mesh
 from armillary.errors import ReplicaContextError
 from armillary.state._adapters import follow_strategies
 from armillary.state._lift import State
@@ -124,10 +126,12 @@ def set_strategy(strategy: "Strategy | None") -> None:
             "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "
             "which already decide the strategy. Call it at the top of the program."
         )
+    own_mesh = None if _ambient.chosen is None else _ambient.chosen.mesh
     _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
 
     if _ambient.settings is not None:
-        _ambient.settings.__exit__(None, None, None)
+        with keeping_program_mesh(own_mesh):
+            _ambient.settings.__exit__(None, None, None)
         _ambient.settings = None
     if strategy is not None:
         _ambient.settings = strategy.jax_settings()
@@ -161,9 +165,15 @@ class Scope:
         self._entered.append(settings)
         return self._frame.strategy
 
-    def __exit__(self, *_: object) -> None:
-        self._entered.pop().__exit__(None, None, None)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         _ambient.frames.pop()
+        # They may add a note to the error.
+        self._entered.pop().__exit__(kind, error, traceback)
 
 
 @contextlib.contextmanager

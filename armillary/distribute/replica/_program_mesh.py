@@ -28,6 +28,19 @@ def without_program_mesh(own: Any = None) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def keeping_program_mesh(own: Any) -> Iterator[None]:
+    """Restores the mesh of the program at the end, unless it is `own`.
+
+    A strategy that is no longer in effect takes its mesh away. If the program has set
+    another mesh in the meantime, it stays.
+    """
+    mesh = jax.sharding.get_mesh()
+    yield
+    if mesh != own and mesh != jax.sharding.get_mesh():
+        jax.set_mesh(mesh)
+
+
+@contextmanager
 def within_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Returns a context with a mesh, also in a trace.
 

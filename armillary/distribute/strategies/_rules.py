@@ -25,6 +25,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from armillary._checks import check_instance, list_lines
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute._new_arrays import is_new
+from armillary.distribute.strategies._axis_names import (
+    explain_unknown_name,
+    find_program_rules,
+)
 from armillary.state._lift import State, as_array
 from armillary.state._slots import AxisNames, LeafKind, Role, describe
 
@@ -221,14 +225,13 @@ class Rules:
                 return axes_of(axes)
         if name in self._logical_rules:
             return axes_of(self._logical_rules[name])
+        for own, axes in find_program_rules():
+            if own == name:
+                return axes_of(axes)
         if name in mesh.axis_names:
             return (name,)
-        raise ValueError(
-            f"{path} is annotated with {annotation.names}, but {name!r} is not an axis "
-            f"of the mesh, which has {list(mesh.axis_names)}. Write "
-            f'`logical_rules={{"{name}": "{mesh.axis_names[-1]}"}}` to choose an axis, '
-            f'or `{{"{name}": None}}` to leave it whole.'
-        )
+        reason = explain_unknown_name(name, mesh.axis_names)
+        raise ValueError(f"{path} is annotated with {annotation.names}, but {reason}")
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

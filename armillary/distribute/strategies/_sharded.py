@@ -14,7 +14,11 @@ from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import FunctionCache
-from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_name
+from armillary.distribute.replica._axis import (
+    DEFAULT_AXIS_NAME,
+    check_axis_name,
+    find_free_name,
+)
 from armillary.distribute.replica._context import lifted_shardings, lifted_state
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._program_mesh import (
@@ -88,7 +92,8 @@ class ShardedStrategy(JoinedStrategy):
         communication_options: The way to exchange values between processes, and the
             time that processes wait for each other.
         axis_name: As for `MirroredStrategy`. The axis has length 1 here, because there
-            is one replica. It is not an axis of the mesh.
+            is one replica. It is not an axis of the mesh. If the mesh has an axis
+            `replica`, the default is `"replica_"`.
         logical_rules: A dictionary from the names in a model's annotations, such as
             `"embed"`, to an axis of the mesh, several axes, or `None` to leave an axis
             of the array whole. The name of an axis of the mesh needs no rule.
@@ -138,6 +143,8 @@ class ShardedStrategy(JoinedStrategy):
         check_mesh(argument, given, devices, dcn)
         self._join(cluster_resolver, communication_options)
         made = make_mesh(argument, given, devices, dcn, self._peers)
+        check_axis_name(axis_name)
+        axis_name = find_free_name(axis_name, made.axis_names)
         check_axis_name(axis_name, made.axis_names)
         axes = choose_batch_axes(made, batch_axes)
         self._logical_rules = check_logical_rules(made, logical_rules)
@@ -162,7 +169,8 @@ class ShardedStrategy(JoinedStrategy):
     def jax_settings(self) -> Iterator[None]:
         """Sets the mesh of this strategy, and its names for axes of models."""
         mesh = self.placement.mesh
-        with within_mesh(mesh), with_axis_names(self._logical_rules):
+        names = with_axis_names(self._logical_rules, mesh.axis_names)
+        with within_mesh(mesh), names:
             yield
 
     def _run(
