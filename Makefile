@@ -90,6 +90,7 @@ bench: .venv/dev-installed
 	$(BIN)/python -m benchmarks.memory --json bench.json
 	$(BIN)/python -m benchmarks.sources --json bench.json
 	$(BIN)/python -m benchmarks.checkpoint_cost --json bench.json
+	$(BIN)/python -m benchmarks.joint_saves --json bench.json
 	$(BIN)/python -m benchmarks.boundary_cost --json bench.json
 	$(BIN)/python -m benchmarks.scaling --topologies 4 16 64 256 512 --json bench.json
 

@@ -60,8 +60,8 @@ def test_a_model_alone_is_read_for_inference(saved, monkeypatch):
     monkeypatch.setattr(
         _reader,
         "read_arrays",
-        lambda folder, shardings: (
-            asked.extend(shardings) or read_arrays(folder, shardings)
+        lambda folder, shardings, specs: (
+            asked.extend(shardings) or read_arrays(folder, shardings, specs)
         ),
     )
     model = Net(1, num_classes=10)
