@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import armillary
 from armillary.data import from_arrays
@@ -188,9 +189,14 @@ def read_state(root: Any) -> dict[str, np.ndarray]:
 
 
 def to_numpy(leaf: Any) -> np.ndarray:
-    """Returns a copy of an array, or of the data of random keys."""
+    """Returns a copy of an array, or of the data of random keys.
+
+    If processes share the array, all of them must call it.
+    """
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.array(leaf)
 
 

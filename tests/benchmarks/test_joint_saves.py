@@ -24,8 +24,8 @@ def test_saves_of_several_processes_are_measured(tmp_path, capsys):
 
 def test_the_slowest_process_of_each_round_counts():
     def process(*seconds: float) -> dict[str, dict[str, list[float]]]:
-        keys = joint_saves._COLUMN_NAMES
-        return {"orbax": dict.fromkeys(keys, list(seconds))}
+        values = {key: list(seconds) for key in joint_saves._COLUMN_NAMES}
+        return {"orbax": values}
 
     found = joint_saves.summarize([process(1.0, 5.0, 3.0), process(2.0, 4.0, 9.0)])
 

@@ -70,6 +70,7 @@ class Bomb:
         faults = plan["evaluator" if name == "evaluator" else "workers"][attempt:]
         mine = faults and faults[0]["target"] == name
         self.num_steps, self.name = plan["num_steps"], name
+        self.is_sharded = plan["is_sharded"]
         self._fault: dict[str, Any] | None = faults[0] if mine else None
         self._lock = threading.Lock()
 
@@ -126,6 +127,17 @@ def log(text: str, seen: set[str] = set()) -> None:  # noqa: B006
             file.write(f"{time.time()} {text}\n")
 
 
+def make_sharded(options: Any) -> Any:
+    """Returns a strategy that divides the wide arrays between all processes."""
+    from jax.sharding import PartitionSpec
+
+    import armillary
+
+    return armillary.ShardedStrategy(
+        rules={"kernel": PartitionSpec("fsdp")}, communication_options=options
+    )
+
+
 def run(name: str, attempt: int) -> None:
     """Trains, or evaluates what the workers save; writes how it ended."""
     bomb = Bomb(name, attempt)
@@ -148,7 +160,12 @@ def run(name: str, attempt: int) -> None:
         strategy: Any = armillary.MirroredStrategy()
     else:
         options = armillary.cluster.CommunicationOptions(timeout_seconds=JOIN_SECONDS)
-        strategy = armillary.MultiWorkerMirroredStrategy(communication_options=options)
+        if bomb.is_sharded:
+            strategy = make_sharded(options)
+        else:
+            strategy = armillary.MultiWorkerMirroredStrategy(
+                communication_options=options
+            )
         # A power cut strikes here, because saves of process 0 end in these calls.
         os.fsync = sync_and_mark
     trainer = program.Trainer(strategy, bomb.num_steps)

@@ -32,7 +32,7 @@ from tests.launch.conftest import Launcher
 from tests.patience import patience
 from tests.recovery.faults import FAULTS, PHASES
 
-TOPOLOGIES = ("1", "2", "4", "1 --evaluator")
+TOPOLOGIES = ("1", "2", "4", "1 --evaluator", "2 sharded", "4 sharded")
 FAULTS_PER_JOB = 12
 # The time that a fault may cost, and more if a limit has to pass first.
 PATIENCE_SECONDS = 120.0
@@ -98,14 +98,18 @@ def make_faults(seed: int, topologies: Sequence[str] = TOPOLOGIES) -> Iterator[F
         cases.sort(key=lambda case: [next(numbers[case[1]])])
         for topology, kind, phase in cases:
             target: object = chance.randrange(int(topology[0]))
-            if kind == "full disk":
-                target = 0
+            is_sharded = "sharded" in topology
+            if kind == "full disk" and not is_sharded:
+                target = 0  # The other processes write no files.
             elif "evaluator" in topology:
                 target = "evaluator"
-            # Process 0 is hit at any sync of a file, others when they read the state.
+            # Process 0 is hit at any sync of a file. Other processes are hit when they
+            # read the state, or at a sync of their own files.
             most = {"step": 2, "save": 3, "grace": 1}
             if target == 0:
                 most |= {"save": 40, "grace": 10}
+            elif is_sharded:
+                most |= {"save": 20, "grace": 5}
             is_early = phase in ("import", "join")
             yield {
                 "number": number,
@@ -191,11 +195,17 @@ class Job:
         fired = [i for i, each in enumerate(self._faults) if self._find_time(each)]
         left = self._faults[max(fired, default=-1) + 1 :]
         group = "evaluator" if "evaluator" in self._topology else "workers"
-        plan = {"num_steps": 16 * (FAULTS_PER_JOB + 1), "workers": [], "evaluator": []}
+        plan = {
+            "num_steps": 16 * (FAULTS_PER_JOB + 1),
+            "is_sharded": "sharded" in self._topology,
+            "workers": [],
+            "evaluator": [],
+        }
         (self._folder / "plan.json").write_text(json.dumps({**plan, group: left}))
+        workers = self._topology.removesuffix(" sharded")
         process = self._launcher.start(
             SCRIPT,
-            f"--workers {self._topology} --max-restarts 20 --pause-seconds 0.1 "
+            f"--workers {workers} --max-restarts 20 --pause-seconds 0.1 "
             f"--grace-seconds {patience(15):g}",
             stdout=subprocess.DEVNULL,
             PYTHONPATH=str(REPOSITORY),

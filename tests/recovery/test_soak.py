@@ -1,4 +1,4 @@
-"""Tests of twenty faults, with each kind among them; `make soak` injects 1,000."""
+"""Tests of some faults, with each kind among them; `make soak` injects 1,000."""
 
 from itertools import islice
 
@@ -9,6 +9,12 @@ from tests.recovery.soak import make_faults, soak
 
 # Most with one process, which starts again in half the time.
 SOME = list(islice(make_faults(54, (*"1111", "2")), 20))
+# Each process writes a part of a checkpoint.
+SHARDED = [
+    fault
+    for fault in islice(make_faults(3, ["2 sharded"]), 60)
+    if fault["phase"] in ("save", "grace")
+]
 
 
 @pytest.mark.slow
@@ -19,3 +25,10 @@ def test_a_job_with_faults_ends_like_a_job_without_faults(topology, tmp_path):
     table, problems = soak(faults, tmp_path, print)
     assert not problems, "\n".join(problems)
     assert f"| all | {len(faults)} |" in table
+
+
+@pytest.mark.slow
+def test_faults_in_saves_of_a_divided_state_change_nothing(tmp_path):
+    faults = SHARDED[:6]
+    _, problems = soak(faults, tmp_path, print)
+    assert not problems, "\n".join(problems)
