@@ -43,7 +43,7 @@ help:
 	@echo "For one subject, or before a release:"
 	@echo "make versions     make test with the oldest and the newest JAX; 20 minutes"
 	@echo "make nightly      make test with the JAX of today, for a scheduled job"
-	@echo "make libraries    test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
+	@echo "make libraries    test tf.data, PyTorch, Hugging Face, gs:// (installs 2 GB)"
 	@echo "make plans        compile for TPUs and GPUs that are not there (installs 0.4 GB)"
 	@echo "make differential compare 700 constructs with plain JAX; about an hour"
 	@echo "make soak         inject 1,000 faults into jobs; hours (KILLS=60: ten minutes)"
@@ -208,18 +208,21 @@ test-slow: .venv/dev-installed
 	$(BIN)/python $(TESTS) -m slow --durations=20
 
 # Not in the environment of the tests: these are large, and PyTorch for GPUs does not go
-# with the pins of JAX for GPUs.
+# with the pins of JAX for GPUs. The emulator is a local server that acts as Google's
+# object store.
 .venv-libraries/installed: pyproject.toml constraints.txt
-	@echo "Installing TensorFlow, PyTorch and datasets (a few minutes) ..."
+	@echo "Installing TensorFlow, PyTorch, datasets and gcsfs (a few minutes) ..."
 	@$(PYTHON) -m venv $(@D)
 	@grep -v '^nvidia' constraints.txt > $(@D)/constraints.txt
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt pip
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install \
-	  -c $(@D)/constraints.txt -e '.[tfdata,torch,huggingface]' --group dev
+	  -c $(@D)/constraints.txt -e '.[tfdata,torch,huggingface,gcs]' --group dev \
+	  gcp-storage-emulator
 	@touch $@
 
 libraries: .venv-libraries/installed
-	.venv-libraries/bin/python -m pytest -n 0 tests/data/test_libraries.py
+	.venv-libraries/bin/python -m pytest -n 0 -m "" tests/data/test_libraries.py \
+	  tests/checkpoint/test_object_store.py
 
 # The compilers for TPUs and GPUs are not in the environment of the tests: they are large,
 # and with them `import jax` is slow. The versions are those that the pins of JAX ask for.

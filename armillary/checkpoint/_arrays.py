@@ -20,9 +20,9 @@ import numpy as np
 from etils import epath
 
 from armillary._process import get_process
-from armillary.checkpoint._checksums import find_files
 from armillary.checkpoint._content import LeafSpec
 from armillary.checkpoint._folder import as_plain
+from armillary.checkpoint._storage import find_files
 
 _ARRAYS = "arrays"
 # If an array has copies on several devices, each of them writes a part of at least this

@@ -17,7 +17,7 @@ from armillary._checks import printable
 from armillary._json_values import find_numbers
 from armillary._records import write_whole
 from armillary.checkpoint._folder import Saved, read_header
-from armillary.checkpoint._sync import sync_name
+from armillary.checkpoint._storage import sync_name
 
 _FILE_NAME = "BEST"
 

@@ -22,6 +22,7 @@ from armillary.checkpoint._content import Content, describe_leaves
 from armillary.checkpoint._folder import (
     Saved,
     as_absolute,
+    as_place,
     describe_new,
     find_all,
     number_after,
@@ -242,7 +243,7 @@ class Checkpoint(OfOneProcess):
             TypeError: If `file_prefix` is not a path.
             CheckpointError: If the files cannot be written.
         """
-        prefix = as_absolute("file_prefix", file_prefix)
+        prefix = as_place("file_prefix", file_prefix)
 
         def choose() -> Saved:
             number = number_after(prefix)
@@ -266,7 +267,7 @@ class Checkpoint(OfOneProcess):
             TypeError: If `file_prefix` is not a path.
             CheckpointError: If the folder exists, or the files cannot be written.
         """
-        path = as_absolute("file_prefix", file_prefix)
+        path = as_place("file_prefix", file_prefix)
         return self._write(lambda: describe_new(path, number=0))
 
     def _write(self, choose: Callable[[], Saved]) -> str:

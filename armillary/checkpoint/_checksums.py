@@ -7,15 +7,14 @@ manipulation.
 """
 
 import json
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 from etils import epath
 
-from armillary.checkpoint._sync import NUM_THREADS
+from armillary.checkpoint._storage import NUM_THREADS, find_files, list_entries
 from armillary.cluster._peers import ALONE, Peers
 
 CHECKSUM_FILE = "checksums.json"
@@ -53,7 +52,7 @@ def write_checksums(
     """
     # Files next to the items are left out, because nobody reads them.
     sums = dict(known)
-    for item in folder.iterdir():
+    for item in list_entries(folder):
         if item.is_dir():
             files = find_files(item)
             names = {file.relative_to(folder).as_posix(): file for file in files}
@@ -173,13 +172,3 @@ def measure(file: epath.Path) -> Sum:
             size += len(block)
             crc = zlib.crc32(block, crc)
     return size, crc
-
-
-def find_files(folder: epath.Path) -> Iterator[epath.Path]:
-    """Yields all files below a folder."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        # Armillary makes no links to folders, and they might lead in a circle.
-        if path.is_dir() and not os.path.islink(path):
-            yield from find_files(path)
-        else:
-            yield path

@@ -38,8 +38,9 @@ from armillary.checkpoint._checksums import (
 )
 from armillary.checkpoint._content import MANIFEST, Content
 from armillary.checkpoint._folder import HEADER, Saved
+from armillary.checkpoint._folder import complete as complete_folder
 from armillary.checkpoint._leaves import as_stored
-from armillary.checkpoint._sync import is_remote, sync_files, sync_tree
+from armillary.checkpoint._storage import sync_files, sync_tree
 from armillary.cluster._peers import Peers
 from armillary.distribute.replica._program_mesh import without_program_mesh
 
@@ -95,8 +96,7 @@ def write_folder(
         sync_tree(folder)
         for thread in earlier:
             thread.join()
-        if not is_remote(folder):
-            folder.rename(header.path)
+        complete_folder(folder, header.path)
 
     return complete
 

@@ -7,8 +7,8 @@ header, which counts saves. Saving a number again makes
 checkpoint exists at every moment, and no folder is overwritten.
 
 A checkpoint is written below an unfinished name, and renamed when it is complete. An
-object store cannot rename folders. There, a checkpoint counts once its last file, the
-list of checksums, exists.
+object store cannot rename folders. There, a checkpoint counts once the list of
+checksums exists, which is written last.
 """
 
 import atexit
@@ -29,13 +29,14 @@ from typing import Any
 from etils import epath
 
 from armillary._checks import check_path
+from armillary._optional import import_optional
 from armillary.checkpoint._checksums import (
     BAD_JSON,
     CHECKSUM_FILE,
     compare,
     read_checksums,
 )
-from armillary.checkpoint._sync import is_remote
+from armillary.checkpoint._storage import is_remote, list_entries
 from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
@@ -44,6 +45,8 @@ _READABLE = (2, VERSION)
 HEADER = "header/header.json"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
 _UNFINISHED = ".orbax-checkpoint-tmp"
+# Marks a checkpoint in an object store that is not complete yet.
+_UNFINISHED_FILE = "unfinished"
 _REMOVED_SUFFIX = ".armillary-removed"
 _LEFTOVER = re.compile(
     rf"{_NAME.pattern}({re.escape(_UNFINISHED)}.*|{re.escape(_REMOVED_SUFFIX)})"
@@ -71,6 +74,27 @@ class Saved:
 def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
     """Returns a path that stays valid when the working directory changes."""
     return epath.Path(check_path(name, path))
+
+
+def as_place(name: str, path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the absolute path of checkpoints.
+
+    Raises:
+        ImportError: If the package for the object store is missing.
+        ValueError: If checkpoints cannot be written there.
+    """
+    place = as_absolute(name, path)
+    if not is_remote(place):
+        return place
+    scheme, _, _ = str(place).partition("://")
+    if scheme != "gs":
+        raise ValueError(
+            f"`{name}` is {str(place)!r}, but Orbax writes checkpoints only to file "
+            "systems and to `gs://`. Mount the bucket as a file system, or use a "
+            "folder of this machine and copy it."
+        )
+    import_optional("gcsfs", f"`gcsfs`, which `{name}={str(place)!r}` needs,", "gcs")
+    return place
 
 
 def as_plain(path: epath.Path) -> epath.Path:
@@ -130,7 +154,7 @@ def list_directory(
     """Returns complete checkpoints in the order of saving, and problems of others."""
     saved: list[Saved] = []
     broken: dict[epath.Path, str] = {}
-    for path in directory.iterdir() if directory.is_dir() else ():
+    for path in list_entries(directory):
         name = _NAME.fullmatch(path.name)
         if name is None:
             continue
@@ -166,7 +190,7 @@ def find_checkpoints(directory: epath.Path) -> list[Saved]:
 def find_all(directory: epath.Path) -> list[Saved]:
     """Returns the complete checkpoints with any name, in the order of saving."""
     found: list[Saved] = []
-    for path in directory.iterdir() if directory.is_dir() else ():
+    for path in list_entries(directory):
         is_leftover = _UNFINISHED in path.name or _REMOVED_SUFFIX in path.name
         if is_leftover or not (path / HEADER).exists():
             continue
@@ -181,7 +205,7 @@ def number_after(prefix: epath.Path) -> int:
     rule = re.compile(rf"{re.escape(prefix.name)}-(\d+)(\..*)?")
     folder = prefix.parent
     last = 0
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in list_entries(folder):
         match = rule.fullmatch(path.name)
         if match is not None:
             last = max(last, int(match[1]))
@@ -211,6 +235,7 @@ def describe_new(path: epath.Path, number: int) -> Saved:
 def make_unfinished(path: epath.Path) -> epath.Path:
     """Makes the folder in which a checkpoint is written until it is complete."""
     if is_remote(path):
+        (path / _UNFINISHED_FILE).write_text("")
         return path
     folder = path.parent / f"{path.name}{_UNFINISHED}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
@@ -219,9 +244,26 @@ def make_unfinished(path: epath.Path) -> epath.Path:
 
 def remove_unfinished(path: epath.Path) -> None:
     """Removes the files that a failed save of this folder has left."""
-    for left in list(path.parent.iterdir()):
+    if _is_unfinished(path):
+        path.rmtree()
+    for left in list_entries(path.parent):
         if left.name.startswith(path.name + _UNFINISHED):
             left.rmtree()
+
+
+def _is_unfinished(path: epath.Path) -> bool:
+    """Returns whether a folder of an object store is of an interrupted save."""
+    if not is_remote(path) or (path / CHECKSUM_FILE).exists():
+        return False
+    return (path / _UNFINISHED_FILE).exists()
+
+
+def complete(unfinished: epath.Path, path: epath.Path) -> None:
+    """Gives a folder its final name, once all of its files are on the disk."""
+    if is_remote(path):
+        (path / _UNFINISHED_FILE).unlink()
+    else:
+        unfinished.rename(path)
 
 
 def choose_path(
@@ -243,14 +285,20 @@ def choose_path(
 
 def remove(path: epath.Path) -> None:
     """Removes a checkpoint so that its name never stands for half a checkpoint."""
+    if is_remote(path):
+        # ORDER: an interrupted removal must look like an interrupted save.
+        (path / _UNFINISHED_FILE).write_text("")
+        (path / CHECKSUM_FILE).unlink()
+        path.rmtree()
+        return
     renamed = path.parent / (path.name + _REMOVED_SUFFIX)
     path.rename(renamed)
     renamed.rmtree()
 
 
-def remove_leftovers(directory: epath.Path, of: str = "checkpoint_") -> None:
-    """Removes leftovers of interrupted saves and removals, with names that begin so."""
-    for path in list(directory.iterdir()):
-        is_ours = path.name.startswith(of) and _LEFTOVER.fullmatch(path.name)
-        if is_ours and path.is_dir():
+def remove_leftovers(directory: epath.Path) -> None:
+    """Removes leftovers of interrupted saves and removals."""
+    for path in list_entries(directory):
+        is_left = _NAME.fullmatch(path.name) and _is_unfinished(path)
+        if (is_left or _LEFTOVER.fullmatch(path.name)) and path.is_dir():
             path.rmtree()

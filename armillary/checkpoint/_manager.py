@@ -21,7 +21,7 @@ from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._content import Content
-from armillary.checkpoint._folder import as_absolute, find_checkpoints
+from armillary.checkpoint._folder import as_absolute, as_place, find_checkpoints
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, Selection, as_paths
 from armillary.checkpoint._writer import Writer, agree_on, announcing_errors
@@ -45,8 +45,8 @@ class CheckpointManager(OfOneProcess):
 
     Args:
         checkpoint: The objects to save.
-        directory: Directory of the checkpoints. The first save makes it if it does not
-            exist.
+        directory: Directory of the checkpoints, in a file system or in `gs://`. The
+            first save makes it if it does not exist.
         max_to_keep: The number of newest checkpoints to keep; `None` keeps all.
         keep_checkpoint_every_n_hours: Keeps some of the checkpoints that `max_to_keep`
             would remove forever: each checkpoint that was saved at least this many
@@ -78,8 +78,10 @@ class CheckpointManager(OfOneProcess):
             that does not fit keeps all values of the program, with a warning.
 
     Raises:
+        ImportError: If `directory` is in an object store whose package is missing.
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range or a path of `may_differ` is empty. Also
+        ValueError: If a number is out of range, a path of `may_differ` is empty, or
+            `directory` is in an object store other than `gs://`. Also
             if `keep_best` is given without `higher_is_better`, or differs from the
             directory.
     """
@@ -126,7 +128,7 @@ class CheckpointManager(OfOneProcess):
         """The `Checkpoint` that is saved."""
         self.checkpoint_interval = interval
         """Steps between saves with `check_interval`; `"auto"` changes the number."""
-        self._directory = as_absolute("directory", directory)
+        self._directory = as_place("directory", directory)
         self.directory = str(self._directory)
         """The absolute path of the directory."""
         self._init_fn = init_fn

@@ -31,7 +31,7 @@ from armillary.checkpoint._best import Mark, read_best, write_best
 from armillary.checkpoint._commit import PartError, write_folder
 from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import Saved
-from armillary.checkpoint._sync import sync_name
+from armillary.checkpoint._storage import sync_name
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError
@@ -294,7 +294,7 @@ class Writer:
         self._has_cleaned = False
         with contextlib.suppress(OSError):
             if is_first():
-                _folder.remove_leftovers(self._directory, f"{path.name}.")
+                _folder.remove_unfinished(path)
         failure = CheckpointError(
             f"Saving `{path}` failed: {_explain(error)}. It is not complete, and "
             "earlier checkpoints are unchanged. Make room, and start again. A program "

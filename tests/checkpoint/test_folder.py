@@ -101,7 +101,7 @@ def test_leftovers_go_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint_7.orbax-checkpoint-tmp").touch()
 
-    _folder.remove_leftovers(epath.Path(tmp_path), "checkpoint_5.1.")
+    _folder.remove_unfinished(epath.Path(tmp_path) / "checkpoint_5.1")
     assert len(list(tmp_path.iterdir())) == 6
     _folder.remove_leftovers(epath.Path(tmp_path))
 

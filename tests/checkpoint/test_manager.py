@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import threading
 import time
 import types
@@ -228,3 +229,27 @@ def test_the_newest_is_stepped_over_if_the_launcher_says_so(
     assert f"`{newest}` is skipped, but not removed" in caplog.text
     assert manager.checkpoints == [only, newest]
     assert manager.restore(newest) == newest
+
+
+@pytest.mark.parametrize(
+    ("directory", "error", "text"),
+    [
+        (
+            "s3://bucket/run",
+            ValueError,
+            r"'s3://bucket/run', but Orbax writes .*`gs://`",
+        ),
+        ("gs://bucket/run", ImportError, r"`gcsfs`, .* Install the extra `gcs`"),
+    ],
+)
+def test_an_object_store_that_cannot_be_used_is_refused(
+    monkeypatch, directory, error, text
+):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    checkpoint = Checkpoint(state={"x": jnp.zeros(3)})
+    with pytest.raises(error, match=text) as raised:
+        CheckpointManager(checkpoint, directory)
+    assert "`directory" in str(raised.value)
+    with pytest.raises(error, match=text) as raised:
+        checkpoint.save(directory)
+    assert "`file_prefix" in str(raised.value)

@@ -8,7 +8,7 @@ import pytest
 from tests.checkpoint.test_power_cut import NUM_CUTS
 from tests.meta.test_docs import DOCUMENTS, REPOSITORY, name_of
 from tests.recovery.faults import FAULTS
-from tests.recovery.test_soak import SOME
+from tests.recovery.test_soak import SHARDED, SOME
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 [COMPATIBILITY] = (REPOSITORY / "docs").rglob("compatibility.md")
@@ -49,7 +49,7 @@ def find_numbers(path, rule: str) -> set[int]:
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_counts_are_counts_of_the_code(path):
     constructs = count("constructs")
-    faults = {read_default("KILLS"), len(SOME)}
+    faults = {read_default("KILLS"), len(SOME) + len(SHARDED)}
     assert find_numbers(path, "constructs") <= {constructs, round(constructs, -2)}
     assert find_numbers(path, "trainings") <= {count("trainings compared")}
     assert find_numbers(path, "(?:injected )?faults") <= faults

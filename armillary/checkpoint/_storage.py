@@ -1,13 +1,15 @@
-"""Waits until files are on the disk, so that they survive a power cut.
+"""The differences between a file system and an object store, such as `gs://bucket/run`.
 
-A file survives once `fsync` has been called for it, and for each folder up to the root.
-In an object store, a file is on disk once the write has returned.
+In a file system, a file survives a power cut once `fsync` has been called for it, and
+for each folder up to the root. In an object store, a file is on disk once the write has
+returned. An object store has no folders: a folder exists as long as files are in it,
+and it cannot be renamed.
 """
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +22,26 @@ NUM_THREADS = 8
 def is_remote(path: epath.Path) -> bool:
     """Returns whether a path is in an object store, such as `gs://bucket/run`."""
     return "://" in str(path)
+
+
+def list_entries(folder: epath.Path) -> list[epath.Path]:
+    """Returns the entries of a folder; none if it does not exist."""
+    try:
+        entries = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    # Some object stores also list the folder itself.
+    return [entry for entry in entries if entry != folder]
+
+
+def find_files(folder: epath.Path) -> Iterator[epath.Path]:
+    """Yields all files below a folder."""
+    for path in list_entries(folder):
+        # Armillary makes no links to folders, and they might lead in a circle.
+        if path.is_dir() and not os.path.islink(path):
+            yield from find_files(path)
+        else:
+            yield path
 
 
 def sync_files(files: Iterable[epath.Path]) -> None:
