@@ -423,10 +423,12 @@ def answer_names(namespace: dict[str, Any]) -> None:
             continue
         is_ours = kind.__module__.startswith("armillary.")
         if is_ours and "__getattr__" not in vars(kind):
-            _answer_attributes(kind)
+            answer_attributes(kind)
 
 
-def _answer_attributes(kind: type) -> None:
+def answer_attributes(kind: type) -> None:
+    """Makes objects of a class give answers for unknown names."""
+
     def find_attribute(self: Any, name: str) -> Any:
         try:
             # Python's own error, or an error inside a property.

@@ -119,7 +119,7 @@ class LoopRunner:
             self._epoch = ""
         if is_reached(step, target):
             log_line("train", step, f"already at step {step}, nothing to train.")
-        else:
+        elif not stop.is_agreed():  # A run that was stopped early trains nothing.
             self._begin(step, target)
 
         while not (is_reached(step, target) or stop.is_agreed()):

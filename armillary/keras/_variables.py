@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.core import Tracer
 
+from armillary._foreign_names import answer_attributes
 from armillary._optional import KERAS_ON_JAX, loaded_keras
 from armillary.errors import StateStructureError
 from armillary.state._adapters import Adapter
@@ -209,6 +210,7 @@ class KerasAdapter(Adapter):
 
     def follow_strategies(self) -> None:
         if loaded_keras() is not None:
+            answer_names()
             importlib.import_module("armillary.keras._fit").follow()
 
 
@@ -224,6 +226,19 @@ class _Guards(threading.local):
 
 
 _guards = _Guards()
+
+
+@functools.cache
+def answer_names() -> None:
+    """Makes optimizers and metrics of Keras show the names to write instead of Flax'.
+
+    A program may use such a name outside of Armillary's calls, for example in
+    `Controller(global_step=optimizer.step)`.
+    """
+    keras = sys.modules["keras"]
+    for kind in (keras.optimizers.Optimizer, keras.metrics.Metric):
+        if not hasattr(kind, "__getattr__"):
+            answer_attributes(kind)
 
 
 @functools.cache

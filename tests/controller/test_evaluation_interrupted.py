@@ -342,6 +342,18 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
         assert Program(tmp_path, **FIXED).best.best_value == min(LOSSES[: step // 5])
 
 
+def test_a_run_that_was_stopped_early_does_not_log_that_it_trains(tmp_path, caplog):
+    caplog.set_level("INFO", "armillary")
+    Program(tmp_path, **{**FIXED, "patience": 1}).run()
+    assert "training until step" in caplog.text
+    caplog.clear()
+    Program(tmp_path, **{**FIXED, "patience": 1}).run()
+    lines = [record.getMessage() for record in caplog.records]
+    assert "restored from checkpoint" in caplog.text
+    assert not any("training until" in line for line in lines)
+    assert lines[-1].startswith("stopped at step 15: ")
+
+
 def test_actions_that_forget_are_reported(tmp_path, caplog):
     step = armillary.create_global_step()
     best = NewBestMetric("loss", higher_is_better=False)

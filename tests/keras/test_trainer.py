@@ -200,3 +200,15 @@ def test_a_trainer_reduces_in_the_way_of_its_strategy(problem):
     for found, expected in pairs:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     assert calls and set(calls) == {4}
+
+
+def test_a_name_of_flax_is_an_error_with_the_name_of_keras(problem):
+    model = problem.make_model()
+    trainer = armillary.keras.KerasTrainer(model, make_data(problem, repeat=True))
+    with pytest.raises(AttributeError, match=r"step.*Write `optimizer\.iterations`"):
+        armillary.Controller(
+            trainer=trainer, global_step=model.optimizer.step, steps_per_loop=1
+        )
+    assert not hasattr(model.optimizer, "step")
+    with pytest.raises(AttributeError, match=r"Write `metric\.result\(\)`"):
+        model.metrics[0].compute()
