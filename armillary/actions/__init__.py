@@ -1,7 +1,7 @@
 """Actions: code that a controller runs after training loops and evaluations.
 
 An action is any function of an output. You can combine the actions here: a condition,
-and an action to run if it is true. `docs/train/early_stopping.md` has an
+and an action to run if it is true. `docs/train/actions.md` has an
 example.
 
 Every process of a run calls the actions with the same output. So an action of your own

@@ -23,6 +23,7 @@ LISTS = (
     "docs/long_runs/watching.md",
     "docs/machines/cluster.md",
     "docs/machines/launch.md",
+    "docs/migrate/from_keras_or_lightning.md",
     "docs/migrate/from_plain_jax.md",
     "docs/migrate/from_tensorflow.md",
     "docs/recipes/index.md",
