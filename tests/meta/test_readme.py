@@ -9,11 +9,13 @@ import textwrap
 import pytest
 
 from tests.meta.test_docs import REPOSITORY, find_blocks, find_missing
+from tests.meta.test_site import load
 from tests.patience import patience
 from tests.recovery.faults import FAULTS
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
+chart = load("chart")
 REDUCTION = "    gradients = armillary.all_reduce("
 # Settings of the test suite that a reader of the README does not have.
 OF_THE_TESTS = (
@@ -113,12 +115,14 @@ def test_the_numbers_of_comparisons_are_the_numbers_of_the_compatibility_table()
 
 
 def read_ratios():
-    """Returns the ratios of Armillary in the table of results."""
-    page = (DOCS / "long_runs" / "performance.md").read_text()
-    table = page.partition("| Armillary |")[2].partition("\n\n")[0]
-    rows = [line.split(" | ") for line in table.splitlines()[2:]]
-    # One row shows a loop that is slow because it lacks a setting.
-    return [float(row[3].split()[0]) for row in rows if "without" not in row[0]]
+    """Returns the ratios of Armillary in the tables of results."""
+    return [median for _, median, _, _ in chart.read_results()]
+
+
+def test_the_chart_shows_the_table_of_results():
+    text = chart.CHART.read_text()
+    assert text == chart.draw_chart(), "Run `python docs/site/chart.py`."
+    assert all(f">{ratio:.2f}</text>" in text for ratio in read_ratios())
 
 
 def read_platforms(page):
