@@ -24,6 +24,7 @@ WITH_KERAS = (
     "docs/keras/custom_loop.md",
     "docs/keras/index.md",
     "docs/keras/orbit.md",
+    "docs/migrate/custom_training.md",
     "docs/migrate/from_tensorflow.md",
     # Workers of Ray keep the environment of the page that starts it.
     "docs/advanced/parameter_server.md",

@@ -1,8 +1,9 @@
 """Every name in the five guides resolves here, or its error has the line to write.
 
-`docs/migrate/from_tensorflow.md` and `docs/migrate/from_orbit.md` follow these guides:
-Orbit with `tf.distribute`, Orbit's tutorial of BERT, TensorFlow's guide to distributed
-training, its tutorial of custom training, and the template of a program. A name is
+`from_tensorflow.md`, `custom_training.md` and `from_orbit.md` of `docs/migrate/` follow
+these guides: Orbit with `tf.distribute`, Orbit's tutorial of BERT, TensorFlow's guide
+to distributed training, its tutorial of custom training, and the template of a
+program. A name is
 looked up where a reader would write it: `tf.distribute.X` is `armillary.distribute.X`,
 and `tf.X` and `orbit.X` are `armillary.X`.
 """
