@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import from_arrays
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.patience import patience
 from tests.problems import (
     CNN,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.estimator import program
 from tests.estimator.problems import make_strategy
 from tests.patience import patience

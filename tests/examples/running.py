@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from tests.conftest import forget_devices
+from tests.environment import forget_devices
 from tests.examples.loading import EXAMPLES
 from tests.patience import patience
 

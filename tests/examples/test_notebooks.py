@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import forget_devices
+from tests.environment import forget_devices
 from tests.examples.loading import EXAMPLES
 from tests.patience import patience
 

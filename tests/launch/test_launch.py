@@ -19,7 +19,7 @@ from armillary.launch import ExitCode, _process
 from armillary.launch._group import Job
 from armillary.launch._process import Child, DevicePlan, LaunchedProcess, Machines
 from armillary.launch._supervisor import run_job
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.launch.conftest import is_running
 from tests.patience import patience, wait_until
 from tests.tiers import slow_after_first

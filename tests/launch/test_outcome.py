@@ -27,7 +27,7 @@ from armillary.launch._restarts import (
     find_first,
     find_stop_code,
 )
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 
 DOCUMENT = REPOSITORY / "docs" / "machines" / "exit_codes.md"
 OK, SAVED, FAILED = ExitCode.OK, ExitCode.PREEMPTED, ExitCode.FAILED

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from armillary.launch import ExitCode
-from tests.conftest import DEVICE_COUNT_FLAG, REPOSITORY
+from tests.environment import DEVICE_COUNT_FLAG, REPOSITORY
 from tests.launch.conftest import is_running
 from tests.patience import patience, wait_until
 

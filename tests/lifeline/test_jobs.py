@@ -11,7 +11,7 @@ import pytest
 
 from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
-from tests.conftest import JAX_RELEASE
+from tests.environment import JAX_RELEASE
 from tests.multiprocess.conftest import DEADLINE, Job
 from tests.patience import patience, wait_until
 from tests.tiers import slow_after_first

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from armillary.launch._process import DevicePlan, find_addresses, make_environment
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.patience import patience
 
 DEADLINE = 180.0

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from armillary.actions import NewBestMetric
 from armillary.checkpoint._best import read_best
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.multiprocess import roles
 from tests.patience import patience
 from tests.problems import make_strategy

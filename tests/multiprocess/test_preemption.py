@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from armillary.launch import ExitCode
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.multiprocess import program
 from tests.multiprocess.conftest import run_job
 from tests.patience import patience

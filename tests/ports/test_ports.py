@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import armillary
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.patience import patience
 from tests.ports import (
     byol,

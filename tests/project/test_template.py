@@ -10,7 +10,7 @@ import pytest
 
 from armillary import _cli
 from armillary.project._command import check_new_folder, write_project
-from tests.conftest import REPOSITORY, forget_devices
+from tests.environment import REPOSITORY, forget_devices
 from tests.patience import patience
 from tests.tiers import slow_after_first
 

@@ -27,7 +27,7 @@ from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.conftest import REPOSITORY, forget_devices
+from tests.environment import REPOSITORY, forget_devices
 from tests.launch.conftest import Launcher
 from tests.patience import patience
 from tests.recovery.faults import FAULTS, PHASES

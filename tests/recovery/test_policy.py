@@ -8,7 +8,7 @@ import pytest
 
 from armillary.launch import ExitCode
 from tests.checkpoint.soak_program import Plain, train
-from tests.conftest import REPOSITORY, forget_devices
+from tests.environment import REPOSITORY, forget_devices
 from tests.launch.conftest import launcher as launcher
 from tests.problems import make_strategy
 

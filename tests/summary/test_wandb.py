@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from armillary.summary import Image, SummaryManager, WandbWriter
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.patience import wait_until
 
 PIXELS = np.linspace(0, 1, 12, dtype=np.float32).reshape(2, 2, 3)

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from armillary.xla import use_compilation_cache
-from tests.conftest import CAN_CACHE, OPTIMIZE_LESS, forget_devices
+from tests.environment import CAN_CACHE, OPTIMIZE_LESS, forget_devices
 from tests.patience import patience
 
 TESTS = Path(__file__).resolve().parents[1]
