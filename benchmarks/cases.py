@@ -47,7 +47,7 @@ class Case:
 
 
 def default_cases(platform: str) -> list[Case]:
-    """Returns the matrix that `python -m benchmarks` measures; its `--help` tells it.
+    """Returns the matrix that `python -m benchmarks` measures and its `--help` lists.
 
     Args:
         platform: JAX's name of the platform, such as `"cpu"`.

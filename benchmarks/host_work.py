@@ -1,21 +1,21 @@
-"""Measures what one loop costs the host, at 400 parameters, and who takes it.
+"""Measures the processor time of the host for each loop, with 400 parameters.
 
     python -m benchmarks.host_work
 
-Each loop of the `Controller` is one program here. Counted is the processor time of the
-thread that runs the loops, from one start of a program to the next: so neither waiting
-for the device counts, nor what other programs do meanwhile. It is told apart into what
-is Armillary's own, what the user's `train_loop_begin` and `train_loop_end` take (a Flax
-metric is reset and computed), and what JAX takes to start a program.
+Each loop of the `Controller` is one program here. The benchmark counts the processor
+time of the thread that runs the loops, from the start of one program to the start of
+the next. Waiting for the device does not count, and neither do other programs. The time
+has three parts: Armillary's own work, the user's hooks (a Flax metric is reset and
+computed), and JAX's work to start a program.
 
-A thread that has slept, as this one does while the device runs, finds its processor
-slowed down and its caches empty: the same Python takes three to four times as long. So
-the handling of state, which is all of Armillary's work that grows with the number of
-arrays, is timed once more without programs between: finding out whether anything of the
-user's has changed, laying out the arrays, and writing them back.
+The thread sleeps while the device runs. Afterwards, its processor is slowed down and its
+caches are empty, so the same Python takes three to four times as long. Therefore, the
+handling of state is timed once more without programs in between. It is the part of
+Armillary's work that grows with the number of arrays: looking for changes of the user's
+objects, laying out the arrays, and writing them back.
 
-The optimizer is SGD, without momentum, so that there are about as many arrays as
-parameters; with `--optimizer adam` there are three times as many.
+The optimizer is SGD without momentum, so there are about as many arrays as parameters.
+With `--optimizer adam`, there are three times as many.
 """
 
 import dataclasses

@@ -68,8 +68,8 @@ def measure_case(
 ) -> dict[str, Any]:
     """Measures one case.
 
-    Contestants that cannot run the case, or fail, are left out with their reason; the
-    others go on.
+    Contestants that cannot run the case, or fail, are left out with their reason. The
+    others continue.
 
     Args:
         case: The case to run.

@@ -1,7 +1,7 @@
 """The messages between the parent and its workers: one JSON object a line.
 
-A worker first says `{"event": "ready", ...}`. Then, for each `{"run": steps}` that it
-reads, it runs that many steps to their end and says `{"event": "ran", "steps": ...,
+A worker first sends `{"event": "ready", ...}`. Then, for each `{"run": steps}` that it
+reads, it runs that many steps to their end and sends `{"event": "ran", "steps": ...,
 "seconds": ..., "loss": ...}`. `{"quit": true}` or the end of its input ends it. An
 error is `{"event": "error", "message": ..., "skip": ...}`. With `skip`, the contestant
 does not support the case, which is not a failure.

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def replying() -> Iterator[IO[str]]:
-    """Yields where to answer the parent, and tells it of errors of the code inside."""
+    """Yields the stream to the parent, and reports errors of the code inside to it."""
     # Libraries print to standard output; the protocol keeps the real one to itself.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -64,7 +64,7 @@ def main() -> None:
         train, batch_size=32, shuffle_seed=0, drop_remainder=True
     )
     train_dataset = strategy.distribute_dataset(train_data)
-    # The last batch is filled up, and `batch["mask"]` says which rows are real.
+    # The last batch is filled up, and `batch["mask"]` is true for real rows.
     test_dataset = strategy.distribute_dataset(
         armillary.data.from_arrays(test, batch_size=64),
         armillary.data.InputOptions(remainder="pad"),

@@ -104,7 +104,7 @@ class Trainer(armillary.StandardTrainer):
         self.accuracy.update(is_right=jnp.concatenate([on_real > 0, on_fake <= 0]))
 
     def train_generator(self) -> None:
-        # No batch tells how many images are this replica's share.
+        # There is no batch that shows how many images this replica should draw.
         batch_size = BATCH_SIZE // self.strategy.num_replicas_in_sync
         noise = self.rngs.normal((batch_size, NOISE_SIZE))
 

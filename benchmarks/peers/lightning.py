@@ -13,7 +13,7 @@ from benchmarks.tasks import SEED, Task
 class LightningContestant(Peer):
     """One module and optimizer; a burst is one `fit` of so many steps.
 
-    Lightning has no loop of several steps, so that `steps_per_loop` only says how often
+    Lightning has no loop of several steps, so `steps_per_loop` only sets how often
     the loss is read. The loss is the mean of the last such loop.
     """
 

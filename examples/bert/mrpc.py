@@ -13,7 +13,7 @@ COLUMNS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 
 
 def read_pairs(path: Path) -> tuple[list[tuple[str, str]], np.ndarray]:
-    """Returns the pairs of a file, and 1 for each that says the same, else 0."""
+    """Returns the pairs of a file, and 1 for each pair with one meaning, else 0."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing. The folder needs `msr_paraphrase_train.txt` and "

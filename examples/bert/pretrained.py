@@ -247,7 +247,7 @@ def name_in_file(place: tuple[Any, ...]) -> str:
 
 
 def find_preset(arrays: dict[str, np.ndarray]) -> str:
-    """Returns a sentence that says of which size the model in a file is."""
+    """Returns a sentence about the size of the model in a file."""
     found = {int(n) for n in re.findall(r"encoder/layer_(\d+)/", " ".join(arrays))}
     words = arrays.get("embeddings/word_embeddings")
     if not found or words is None:
