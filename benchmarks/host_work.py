@@ -8,8 +8,8 @@ the next. Waiting for the device does not count, and neither do other programs. 
 has three parts: Armillary's own work, the user's hooks (a Flax metric is reset and
 computed), and JAX's work to start a program.
 
-The thread sleeps while the device runs. Afterwards, its processor is slowed down and its
-caches are empty, so the same Python takes three to four times as long. Therefore, the
+The thread sleeps while the device runs. Afterwards, its processor is slowed down and
+its caches are empty, so the same Python takes three to four times as long. So the
 handling of state is timed once more without programs in between. It is the part of
 Armillary's work that grows with the number of arrays: looking for changes of the user's
 objects, laying out the arrays, and writing them back.

@@ -63,6 +63,13 @@ def test_continuous_integration_runs_on_each_python_of_the_project():
     assert ".ci/run" in [step.get("run") for step in check["steps"]]
 
 
+def test_a_change_gets_a_quick_answer_first():
+    jobs = read(GITHUB / "workflows" / "ci.yml")["jobs"]
+    quick = [step.get("run") for step in jobs["quick"]["steps"]]
+    assert quick[-2:] == ["make check", "make test"]
+    assert jobs["check"]["needs"] == "quick"
+
+
 def test_each_command_of_a_workflow_exists():
     targets = set(
         re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
