@@ -117,7 +117,7 @@ def test_an_index_that_lies_outside_is_named_with_the_line_of_the_user():
     message = train(use)
 
     assert re.search(
-        r"is `gather`, at \S+test_origin.py:\d+ \(use\)\. One of its "
+        r"is `gather`, at \S+test_first_nan.py:\d+ \(use\)\. One of its "
         "indices is out of range: for example, a label that is not a class.",
         message,
     ), message
