@@ -30,7 +30,7 @@ PAGES = {
     "compatibility table": "docs/internals/compatibility.md",
     "compilation cache": "docs/long_runs/startup.md",
     "context parallelism": "docs/recipes/ring_attention.md",
-    "convolutions": "docs/internals/performance.md",
+    "convolutions": "docs/internals/convolutions.md",
     "ctrl-c": "docs/train/early_stopping.md",
     "custom training loops": "docs/keras/custom_loop.md",
     "damaged checkpoints": "docs/checkpoints/safe_saves.md",
