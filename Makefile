@@ -93,6 +93,7 @@ bench: .venv/dev-installed
 	$(BIN)/python -m benchmarks.checkpoint_cost --json bench.json
 	$(BIN)/python -m benchmarks.joint_saves --json bench.json
 	$(BIN)/python -m benchmarks.boundary_cost --json bench.json
+	$(BIN)/python -m benchmarks.sharded --json bench.json
 	$(BIN)/python -m benchmarks.scaling --topologies 4 16 64 256 512 --json bench.json
 
 # Other libraries, each in its own environment: their requirements differ.
