@@ -218,3 +218,25 @@ def test_a_name_that_the_user_has_chosen_stays(call, error, message):
     assert make_with_replica(axis_name="batch").axis_name == "batch"
     with pytest.raises(error, match=message):
         call()
+
+
+class Holder:
+    """Holds a strategy where a function does not look for it."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        self.weights = nnx.Param(jnp.eye(64) / 2)
+
+    def step(self, x):
+        return self.strategy.run(descend, args=(self.weights, x))
+
+
+def test_a_function_may_run_a_step_under_a_strategy_that_it_does_not_reach():
+    holder = Holder(ShardedStrategy(SIZES))
+    compiled = armillary.function(lambda x: holder.step(x))
+
+    losses = [float(compiled(X)) for _ in range(3)]
+
+    expected, _ = train(armillary.OneDeviceStrategy("cpu:0"), descend)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert holder.weights[...].sharding.spec == PartitionSpec("fsdp")

@@ -210,6 +210,8 @@ class ShardedStrategy(JoinedStrategy):
         shardings = lifted_shardings()
         if shardings is None or state is not lifted_state():
             return self._placement.specs(state)
+        if None in shardings:  # The step runs under no strategy.
+            return self._placement.specs(state)
         # Inside the step, the arrays are tracers, which do not show where they lie.
         return [sharding.spec for sharding in shardings]
 
