@@ -7,6 +7,10 @@ the attention, positions begin again with each paragraph, and padding has no wei
 
     python examples/gpt.py --strategy sharded --devices 2 --run-dir runs/gpt
 
+Blocks run in a loop, so devices that share the parameters (FSDP) collect one block at a
+time. `--mesh fsdp=4,tensor=2` also divides each block (tensor parallelism), by the
+names that the model gives its axes. `--remat` and `--parts` need less memory.
+
 It prints the loss and the perplexity of each 100 steps, then both on paragraphs that
 were held out, and a paragraph that the model has written. Run the same command again,
 and training continues from the last checkpoint, also with another strategy.
@@ -27,7 +31,23 @@ import armillary
 LENGTH = 128  # tokens in a row
 BATCH_SIZE = 16
 EDGE = 0  # the token before and after each paragraph
+LOGICAL_RULES = {
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "tokens": None,
+    "blocks": None,
+}
+"""The axis of the mesh for each name of an axis of the model."""
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def make_dense(before: str, after: str, sizes: dict, rngs: nnx.Rngs) -> nnx.Linear:
+    """Returns a dense layer whose kernel has a name for each axis."""
+    kernel_init = nnx.with_partitioning(
+        nnx.initializers.lecun_normal(), (before, after)
+    )
+    return nnx.Linear(sizes[before], sizes[after], kernel_init=kernel_init, rngs=rngs)
 
 
 class Block(nnx.Module):
@@ -36,10 +56,13 @@ class Block(nnx.Module):
     def __init__(self, width: int, num_heads: int, rngs: nnx.Rngs) -> None:
         self.num_heads = num_heads
         self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
-        self.attention_in = nnx.Linear(width, 3 * width, rngs=rngs)
-        self.attention_out = nnx.Linear(width, width, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        sizes = {"embed": width, "heads": 3 * width, "mlp": 4 * width}
+        self.attention_in = make_dense("embed", "heads", sizes, rngs)
+        self.attention_out = make_dense(
+            "heads", "embed", {**sizes, "heads": width}, rngs
+        )
+        self.up = make_dense("embed", "mlp", sizes, rngs)
+        self.down = make_dense("mlp", "embed", sizes, rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns the next activations, of the same shape: `(batch, length, width)`."""
@@ -53,17 +76,28 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A decoder-only transformer. With `remat`, blocks compute activations twice."""
+    """A decoder-only transformer. With `remat`, blocks compute activations twice.
+
+    The blocks are one module, whose arrays have a first axis of `depth`. The embedding
+    of tokens is also the last layer.
+    """
 
     def __init__(
         self, num_tokens: int, width: int, depth: int, remat: bool, rngs: nnx.Rngs
     ) -> None:
         self.remat = remat
-        self.token = nnx.Embed(num_tokens, width, rngs=rngs)
-        self.position = nnx.Embed(LENGTH, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, 4, rngs) for _ in range(depth)])
+        init = nnx.initializers.normal(width**-0.5)
+        names = {"embedding_init": nnx.with_partitioning(init, ("tokens", "embed"))}
+        self.token = nnx.Embed(num_tokens, width, rngs=rngs, **names)
+        self.position = nnx.Embed(LENGTH, width, rngs=rngs, **names)
         self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.head = nnx.Linear(width, num_tokens, rngs=rngs)
+
+        @nnx.split_rngs(splits=depth)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "blocks"})
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(width, 4, rngs)
+
+        self.blocks = make_blocks(rngs)
 
     def __call__(
         self, tokens: jax.Array, segments: jax.Array, positions: jax.Array
@@ -73,10 +107,14 @@ class GPT(nnx.Module):
         is_same = segments[:, :, None] == segments[:, None, :]
         mask = (is_same & is_earlier[None])[:, None]
         x = self.token(tokens) + self.position(positions)
-        run_block = nnx.remat(Block.__call__) if self.remat else Block.__call__
-        for block in self.blocks:
-            x = run_block(block, x, mask)
-        return self.head(self.norm(x))
+        graph, blocks = nnx.split(self.blocks)
+
+        def run_block(x: jax.Array, block: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, block)(x, mask), None
+
+        body = jax.checkpoint(run_block) if self.remat else run_block
+        x, _ = jax.lax.scan(body, x, blocks)
+        return self.token.attend(self.norm(x))
 
 
 def pack(paragraphs: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -135,6 +173,24 @@ def load_data() -> tuple[dict, dict, str]:
     return pack(paragraphs), pack(held_out), characters
 
 
+def make_optimizer(num_steps: int) -> optax.GradientTransformation:
+    """Returns AdamW with clipping and a schedule, which decays only kernels."""
+
+    def find_kernels(parameters: nnx.State) -> nnx.State:
+        def is_kernel(path: tuple, _: jax.Array) -> bool:
+            return "kernel" in jax.tree_util.keystr(path)
+
+        return jax.tree_util.tree_map_with_path(is_kernel, parameters)
+
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 2e-3, warmup_steps=num_steps // 10, decay_steps=num_steps, end_value=2e-4
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, weight_decay=0.1, mask=find_kernels),
+    )
+
+
 def compute_losses(model: GPT, batch: dict) -> tuple[jax.Array, jax.Array]:
     """Returns the loss and the weight of each token: 0 for padding."""
     logits = model(batch["tokens"], batch["segments"], batch["positions"])
@@ -145,6 +201,83 @@ def compute_losses(model: GPT, batch: dict) -> tuple[jax.Array, jax.Array]:
 def add_perplexity(metrics: dict, state: dict) -> dict:
     del state
     return {"perplexity": np.exp(metrics["loss"])}
+
+
+def split(batch: dict, num_parts: int) -> dict:
+    """Returns a batch with a first axis of parts.
+
+    A part takes every `num_parts`-th row, so each device has rows of each part.
+    """
+
+    def split_rows(rows: jax.Array) -> jax.Array:
+        parts = rows.reshape(-1, num_parts, *rows.shape[1:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    return jax.tree.map(split_rows, batch)
+
+
+def make_step(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, num_parts: int
+):
+    """Returns the step, which accumulates the gradients of parts of each batch."""
+
+    def step(state: dict, batch: dict) -> tuple[dict, dict]:
+        parameters = state["parameters"]
+        # Replicas and parts hold different numbers of tokens, and each token counts
+        # once.
+        num_tokens = jnp.sum(batch["segments"] > 0)
+        total = armillary.all_reduce("sum", num_tokens).astype(jnp.float32)
+
+        def add_part(gradients: nnx.State, part: dict) -> tuple[nnx.State, tuple]:
+            def loss_fn(parameters: nnx.State) -> tuple[jax.Array, tuple]:
+                losses, weights = compute_losses(nnx.merge(graph, parameters), part)
+                return jnp.sum(losses * weights) / total, (losses, weights)
+
+            new, aux = jax.grad(loss_fn, has_aux=True)(parameters)
+            return jax.tree.map(jnp.add, gradients, new), aux
+
+        zeros = jax.tree.map(jnp.zeros_like, parameters)
+        parts = split(batch, num_parts)
+        gradients, (losses, weights) = jax.lax.scan(add_part, zeros, parts)
+        gradients = armillary.all_reduce("sum", gradients)
+        updates, moments = optimizer.update(gradients, state["moments"], parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        metrics = {"loss": armillary.metrics.WeightedMean(losses, weights)}
+        return {"parameters": parameters, "moments": moments}, metrics
+
+    return step
+
+
+def make_trainer(
+    strategy: armillary.distribute.Strategy,
+    rows: dict,
+    model_options: dict,
+    num_steps: int,
+    num_parts: int = 1,
+) -> tuple[armillary.StepTrainer, nnx.GraphDef]:
+    """Returns a trainer, and the structure of its model.
+
+    Args:
+        strategy: The strategy. Each array is made where it belongs.
+        rows: The rows to train on.
+        model_options: The arguments of `GPT`, except `rngs`.
+        num_steps: The length of the schedule.
+        num_parts: The number of parts in which each batch is differentiated.
+    """
+    model = strategy.make(lambda: GPT(**model_options, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(model)
+    optimizer = make_optimizer(num_steps)
+    moments = strategy.make(optimizer.init, parameters)
+    trainer = armillary.StepTrainer(
+        make_step(graph, optimizer, num_parts),
+        {"parameters": parameters, "moments": moments},
+        armillary.data.from_arrays(
+            rows, batch_size=BATCH_SIZE, shuffle_seed=0, repeat=True
+        ),
+        strategy=strategy,
+        loop_end=add_perplexity,
+    )
+    return trainer, graph
 
 
 def sample(model: GPT, characters: str, seed: int = 0) -> str:
@@ -164,6 +297,12 @@ def sample(model: GPT, characters: str, seed: int = 0) -> str:
     return text.split(characters[EDGE])[0]
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """Returns the axes of a mesh, from text such as `fsdp=4,tensor=2`."""
+    pairs = [axis.split("=") for axis in text.split(",")]
+    return {name: int(size) for name, size in pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a small GPT on packed text.")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/gpt"))
@@ -172,53 +311,38 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="a multiple of 4")
     parser.add_argument("--depth", type=int, default=2, help="number of blocks")
     parser.add_argument("--remat", action="store_true", help="save memory")
+    parser.add_argument("--parts", type=int, default=1, help="of a batch; saves memory")
     parser.add_argument(
         "--strategy", choices=["mirrored", "sharded"], default="sharded"
     )
+    parser.add_argument("--mesh", type=parse_mesh, help="such as fsdp=4,tensor=2")
     parser.add_argument("--devices", type=int, default=2, help="virtual CPU devices")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
     if options.strategy == "sharded":
-        strategy = armillary.ShardedStrategy(devices=jax.devices("cpu"))
+        strategy = armillary.ShardedStrategy(
+            options.mesh, devices=jax.devices("cpu"), logical_rules=LOGICAL_RULES
+        )
     else:
         strategy = armillary.MirroredStrategy(jax.devices("cpu"))
     train, held_out, characters = load_data()
     share = np.mean(train["segments"] > 0)
     print(f"{len(train['tokens'])} rows, {share:.1%} of the tokens are text")
-    model = GPT(
-        len(characters), options.width, options.depth, options.remat, nnx.Rngs(0)
+    model_options = {
+        "num_tokens": len(characters),
+        "width": options.width,
+        "depth": options.depth,
+        "remat": options.remat,
+    }
+    trainer, graph = make_trainer(
+        strategy, train, model_options, options.steps, options.parts
     )
-    graph, parameters = nnx.split(model)
-    optimizer = optax.adamw(2e-3)
-
-    def step(state: dict, batch: dict) -> tuple[dict, dict]:
-        def loss_fn(parameters):
-            losses, weights = compute_losses(nnx.merge(graph, parameters), batch)
-            # Replicas hold different numbers of tokens, and each token counts once.
-            return armillary.weighted_mean(losses, weights), (losses, weights)
-
-        parameters = state["parameters"]
-        gradients, (losses, weights) = jax.grad(loss_fn, has_aux=True)(parameters)
-        gradients = armillary.all_reduce("mean", gradients)
-        updates, moments = optimizer.update(gradients, state["moments"], parameters)
-        parameters = optax.apply_updates(parameters, updates)
-        metrics = {"loss": armillary.metrics.WeightedMean(losses, weights)}
-        return {"parameters": parameters, "moments": moments}, metrics
 
     def evaluate(state: dict, batch: dict) -> dict:
         losses, weights = compute_losses(nnx.merge(graph, state["parameters"]), batch)
         return {"loss": armillary.metrics.WeightedMean(losses, weights)}
 
-    trainer = armillary.StepTrainer(
-        step,
-        {"parameters": parameters, "moments": optimizer.init(parameters)},
-        armillary.data.from_arrays(
-            train, batch_size=BATCH_SIZE, shuffle_seed=0, repeat=True
-        ),
-        strategy=strategy,
-        loop_end=add_perplexity,
-    )
     controller = armillary.Controller(
         trainer=trainer,
         evaluator=armillary.StepEvaluator(

@@ -1,5 +1,6 @@
 """Packing loses no token, and packed paragraphs do not see each other."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import armillary
 from tests.examples.loading import load_example
 from tests.examples.running import read_steps, run_well
 
@@ -20,7 +22,8 @@ def make_paragraphs(*lengths):
 
 
 def make_model(remat=False):
-    return gpt.GPT(9, width=8, depth=2, remat=remat, rngs=nnx.Rngs(0))
+    with nnx.use_eager_sharding(False):
+        return gpt.GPT(9, width=8, depth=2, remat=remat, rngs=nnx.Rngs(0))
 
 
 def test_packing_holds_every_token_once():
@@ -104,3 +107,71 @@ def test_training_continues_with_another_strategy(tmp_path):
     assert read_steps(second.stderr) == [40, 60]
     assert float(after) < float(before)
     assert float(after) == pytest.approx(np.exp(float(loss)), rel=0.01)
+
+
+def test_only_kernels_decay_after_a_warm_up():
+    with nnx.use_eager_sharding(False):
+        parameters = nnx.state(make_model(), nnx.Param)
+    optimizer = gpt.make_optimizer(20)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    state = optimizer.init(parameters)
+    first, state = optimizer.update(zeros, state, parameters)
+    second, _ = optimizer.update(zeros, state, parameters)
+    # The rate of the first step is 0.
+    assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(first))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(second):
+        assert np.any(np.asarray(leaf)) == ("kernel" in jax.tree_util.keystr(path))
+
+
+def test_parts_of_a_batch_hold_each_row_once():
+    rows = jnp.arange(12.0).reshape(6, 2)
+    parts = gpt.split({"x": rows}, 3)["x"]
+    assert parts.shape == (3, 2, 2)
+    np.testing.assert_array_equal(jnp.sort(parts.ravel()), rows.ravel())
+    np.testing.assert_array_equal(parts[1], rows[1::3])
+
+
+MODEL = {"num_tokens": 9, "width": 16, "depth": 2, "remat": True}
+NUM_STEPS = 4
+STRATEGIES = {
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:0"),
+    "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
+    "fsdp": lambda: armillary.ShardedStrategy(logical_rules=gpt.LOGICAL_RULES),
+    "fsdp and tensor": lambda: armillary.ShardedStrategy(
+        {"fsdp": 4, "tensor": 2}, logical_rules=gpt.LOGICAL_RULES
+    ),
+    "data and fsdp": lambda: armillary.ShardedStrategy(
+        {"data": 2, "fsdp": 4}, logical_rules=gpt.LOGICAL_RULES
+    ),
+}
+
+SHARES = {
+    "one device": (2, 16, 64),
+    "mirrored": (2, 16, 64),
+    "fsdp": (2, 2, 64),
+    "fsdp and tensor": (2, 4, 32),
+    "data and fsdp": (2, 4, 64),
+}
+"""The part of a kernel on a device."""
+
+
+@functools.cache
+def train(name, num_parts):
+    """Returns the loss of each step, and the state."""
+    rows = gpt.pack(make_paragraphs(*range(20, 180)))
+    trainer, _ = gpt.make_trainer(STRATEGIES[name](), rows, MODEL, NUM_STEPS, num_parts)
+    losses = [float(trainer.train(1)["loss"]) for _ in range(NUM_STEPS)]
+    return losses, trainer.state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_losses_are_the_losses_of_one_device(name, num_parts):
+    expected, _ = train("one device", 1)
+    losses, state = train(name, num_parts)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert losses[-1] < losses[0]
+    kernel = state["parameters"]["blocks"]["up"]["kernel"][...]
+    assert kernel.shape == (2, 16, 64)
+    assert kernel.sharding.shard_shape(kernel.shape) == SHARES[name]
