@@ -81,10 +81,10 @@ def _without_alias(name: str | None) -> str | None:
     return name and name.removeprefix(ALIAS)
 
 
-def draw(seed: int) -> Drawn:
-    """Returns a model and a mesh."""
+def draw(seed: int, sizes: dict[str, int] | None = None) -> Drawn:
+    """Returns a model, and a mesh if no mesh is given."""
     source = random.Random(seed)
-    sizes = source.choice(MESHES)
+    sizes = sizes or source.choice(MESHES)
     axes = list(sizes)
 
     def draw_names(num_axes: int) -> Names:
