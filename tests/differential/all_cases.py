@@ -10,8 +10,10 @@ from tests.differential.harness import check
 from tests.differential.suite import CASES, groups, name_group
 
 REPLICAS = (0, 1, 2, 4)  # 0: without a strategy.
+# Older releases lack some constructs.
+HERE = [case for case in CASES if case.is_here]
 
 
-@pytest.mark.parametrize("cases", groups(CASES), ids=name_group)
+@pytest.mark.parametrize("cases", groups(HERE), ids=name_group)
 def test_constructs_equal_plain_jax(cases):
     check(cases, REPLICAS)
