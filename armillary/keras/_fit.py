@@ -40,7 +40,7 @@ from armillary.distribute.replica._cross_device import NcclAllReduce
 from armillary.errors import PeerError
 from armillary.keras._datasets import STEPS, adapt_datasets, copy_generated
 from armillary.keras._generators import copy_batches
-from armillary.keras._variables import check_backend, is_unset, set_value, value_of
+from armillary.keras._values import check_backend, is_unset, set_value, value_of
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.state._lift import State
 from armillary.xla._compile import partition

@@ -20,7 +20,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute.replica._context import get_strategy, without_strategy
 from armillary.keras._trainer import as_keras_tensors
-from armillary.keras._variables import set_value
+from armillary.keras._values import set_value
 from armillary.parameter_server._closures import RemoteValue
 from armillary.parameter_server._coordinator import ClusterCoordinator
 from armillary.parameter_server._strategy import ParameterServerStrategy

@@ -21,12 +21,8 @@ from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._context import get_strategy, require_replica_context
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._reductions import all_reduce
-from armillary.keras._variables import (
-    answer_names,
-    check_backend,
-    set_value,
-    value_of,
-)
+from armillary.keras._values import check_backend, set_value, value_of
+from armillary.keras._variables import answer_names
 from armillary.state._slots import Trait, with_trait
 from armillary.trainer._hook_code import without_python
 from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions

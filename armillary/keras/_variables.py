@@ -14,14 +14,15 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.core import Tracer
 
 from armillary._foreign_names import answer_attributes
-from armillary._optional import KERAS_ON_JAX, loaded_keras
+from armillary._optional import loaded_keras
 from armillary.errors import StateStructureError
+from armillary.keras._values import check_backend, is_unset, set_value
 from armillary.state._adapters import Adapter
-from armillary.state._holders import Contents, Part, Way, look_at_items, part_of
+from armillary.state._holders import look_at_items, part_of
+from armillary.state._parts import Contents, Part, Way
 from armillary.state._slots import AxisNames, Role, Slot, join
 
 if TYPE_CHECKING:
@@ -75,30 +76,6 @@ class KerasSlot(Slot):
         spec = getattr(layout, "spec", names)
         found = AxisNames(tuple(spec)) if spec else None
         return [found] * len(self.paths)
-
-
-def check_backend() -> None:
-    """Raises if the loaded Keras does not run on JAX."""
-    backend = sys.modules["keras"].config.backend()
-    if backend != "jax":
-        raise ImportError(
-            f"Keras runs on the backend {backend!r}, but Armillary needs JAX. "
-            f"{KERAS_ON_JAX}"
-        )
-
-
-def is_unset(variable: "keras.Variable") -> bool:
-    """Returns whether a variable has no value yet."""
-    return getattr(variable, "_value", None) is None
-
-
-def value_of(variable: "keras.Variable") -> Any:
-    return variable._value
-
-
-def set_value(variable: "keras.Variable", value: jax.Array) -> None:
-    """Puts an array into a variable without moving it to another device."""
-    variable._value = value
 
 
 def _look_at_attributes(source: dict[str, Any]) -> Contents:

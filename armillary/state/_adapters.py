@@ -12,11 +12,10 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from armillary.state._holders import Part, Way
-    from armillary.state._slots import AxisNames, LeafKind, Role, Slot
+from armillary.state._parts import Part, Way
+from armillary.state._slots import AxisNames, LeafKind, Role, Slot
 
 # The module of the adapter, by the name of the library. If an object belongs to two
 # libraries, the first one counts.
@@ -50,7 +49,7 @@ class Adapter:
     title: str
     are_pytrees = False
     records_names = False
-    attributes: "Way"
+    attributes: Way
 
     def is_variable_type(self, kind: type) -> bool:
         """Returns whether instances of a class are variables of this library."""
@@ -60,14 +59,12 @@ class Adapter:
         """Returns whether instances of a class are nodes of this library."""
         raise NotImplementedError
 
-    # Variables.
-
-    def make_slot(self, variable: Any, path: str) -> "Slot | None":
+    def make_slot(self, variable: Any, path: str) -> Slot | None:
         """Returns the slot of a variable, or `None` if it has no value yet."""
         raise NotImplementedError
 
-    def parts_of_variable(self, variable: Any) -> "list[Part]":
-        """Returns what a variable holds apart from its value."""
+    def parts_of_variable(self, variable: Any) -> list[Part]:
+        """Returns the parts of a variable other than its value."""
         raise NotImplementedError
 
     def read(self, variables: Sequence[Any]) -> list[Any]:
@@ -91,11 +88,11 @@ class Adapter:
         """Returns the name that the library itself gave a variable."""
         raise NotImplementedError
 
-    def kind_of(self, variable: Any, held_by: Any) -> "LeafKind":
+    def kind_of(self, variable: Any, held_by: Any) -> LeafKind:
         """Returns the kind of a variable that is a node of a pytree."""
         raise NotImplementedError
 
-    def axis_names(self, variable: Any) -> "AxisNames | None":
+    def axis_names(self, variable: Any) -> AxisNames | None:
         """Returns the annotation of a variable that is a node of a pytree."""
         del variable
         return None
@@ -127,14 +124,12 @@ class Adapter:
         del lifted, explain
         return contextlib.nullcontext()
 
-    # Nodes.
-
     def is_internal(self, name: Any) -> bool:
         """Returns whether an attribute of a node belongs to the library alone."""
         del name
         return False
 
-    def roles_below(self, node: Any, parts: "Sequence[Part]") -> "dict[int, Role]":
+    def roles_below(self, node: Any, parts: Sequence[Part]) -> dict[int, Role]:
         """Returns the roles that a node gives variables that it holds, by `id`."""
         del node, parts
         return {}
@@ -175,7 +170,7 @@ class Adapter:
         return []
 
     def summarize(
-        self, slots: Sequence["Slot"], nodes: Iterable[Any]
+        self, slots: Sequence[Slot], nodes: Iterable[Any]
     ) -> dict[Any, tuple[str, bool]]:
         """Returns rows for a table of a model's arrays, by the key of each slot.
 
@@ -183,8 +178,6 @@ class Adapter:
         part of the model are left out.
         """
         raise NotImplementedError
-
-    # The library.
 
     def follow_strategies(self) -> None:
         """Makes the loops of the library run under the strategy in effect."""

@@ -14,7 +14,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,12 +22,12 @@ from jax.core import Tracer
 
 from armillary._owners import Owner, owner_of_class, owner_of_function
 from armillary.state._adapters import is_object_type, node_adapter, variable_adapter
+from armillary.state._parts import Contents, Part, Way
 from armillary.state._slots import (
     ABSENT,
     PLAIN,
     Trait,
     has_own_trait,
-    join,
     join_keys,
 )
 
@@ -51,39 +51,6 @@ FUNCTION_TYPES = (
 )
 # Entries of a function that lead to an inner function, and are not part of a path.
 _INNER = ("function", "wrapped")
-
-
-Contents: TypeAlias = tuple[list[Any], list[Any]]
-"""The names of places, and the values there."""
-
-
-class Way(NamedTuple):
-    """One way in which objects hold others; without `put`, arrays are constants."""
-
-    look: Callable[[Any], Contents]
-    get: Callable[[Any, Any], Any] = operator.getitem
-    put: Callable[[Any, Any, Any], None] | None = None
-    join: Callable[[str, Any], str] = join
-
-
-class Part(NamedTuple):
-    """The names and values that an object held in one way when it was looked at.
-
-    `source` is the object or its `__dict__`.
-    """
-
-    source: Any
-    way: Way
-    names: list[Any]
-    values: list[Any]
-
-    @property
-    def pairs(self) -> list[tuple[Any, Any]]:
-        return list(zip(self.names, self.values, strict=True))
-
-    @property
-    def held(self) -> dict[Any, Any]:
-        return dict(self.pairs)
 
 
 def join_captured(path: str, name: str) -> str:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from armillary.state._adapters import Adapter, NodePart
-from armillary.state._holders import ATTRIBUTES, METADATA, Part, part_of
+from armillary.state._holders import ATTRIBUTES, METADATA, part_of
+from armillary.state._parts import Part
 from armillary.state._slots import AxisNames, Hook, LeafKind, Role, Slot
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ from armillary.state._adapters import node_adapter, variable_adapter
 from armillary.state._holders import (
     ATTRIBUTES,
     COMPILED_FUNCTION,
-    Part,
     children_of,
     global_names,
     is_claimed,
     is_mutable_leaf,
     parts_of,
 )
+from armillary.state._parts import Part
 from armillary.state._slots import (
     PLAIN,
     Role,

@@ -21,10 +21,10 @@ from armillary.state._holders import (
     ITEMS,
     METADATA,
     SEQUENCE,
-    Part,
     is_unchanging,
     part_of,
 )
+from armillary.state._parts import Part
 from armillary.state._slots import ABSENT, is_equal
 from armillary.state._walk import Node, Walk
 
