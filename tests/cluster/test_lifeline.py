@@ -38,7 +38,7 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch) -> None:
-    monkeypatch.setattr(module, "put_off_aborts", lambda: None)
+    monkeypatch.setattr(module, "delay_aborts", lambda: None)
     monkeypatch.setattr(module, "set_lifeline", lambda lifeline: None)
 
 

@@ -15,6 +15,7 @@ import armillary
 from armillary import ShardedStrategy
 from armillary.distribute.strategies._rules import _Leaders
 from armillary.state._lift import State
+from tests.distribute.identity import IdentityTrainer
 from tests.tiers import slow_after_first
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -30,37 +31,9 @@ def make_linear(names, **options):
         return nnx.Linear(SIZE, SIZE, kernel_init=init, rngs=nnx.Rngs(0))
 
 
-class Trainer(armillary.StandardTrainer):
-    """Trains a layer to return its input."""
-
-    def __init__(self, strategy, model):
-        super().__init__(
-            armillary.data.from_arrays({"x": X}, batch_size=16, repeat=True)
-        )
-        self.strategy = strategy
-        self.model = model
-        self.optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        self.loss = nnx.metrics.Average("loss")
-
-    def train_step(self, iterator):
-        def step_fn(batch):
-            def loss_fn(model):
-                return ((model(batch["x"]) - batch["x"]) ** 2).mean()
-
-            loss, gradients = nnx.value_and_grad(loss_fn)(self.model)
-            gradients = armillary.all_reduce("mean", gradients)
-            self.optimizer.update(self.model, gradients)
-            self.loss.update(loss=loss)
-
-        self.strategy.run(step_fn, args=(next(iterator),))
-
-    def train_loop_end(self):
-        return {"loss": self.loss.compute()}
-
-
 def train(strategy, model):
     """Returns the loss after some steps, and the divisions of kernel and moment."""
-    trainer = Trainer(strategy, model)
+    trainer = IdentityTrainer(strategy, model, X)
     loss = trainer.train(4)["loss"]
     moment = trainer.optimizer.opt_state[0].mu.kernel[...]
     kernel = trainer.model.kernel[...]
@@ -94,7 +67,8 @@ def test_the_annotation_of_a_model_divides_it_and_changes_no_number(names, expec
 
 
 def train_alone(names):
-    trainer = Trainer(armillary.OneDeviceStrategy("cpu:0"), make_linear(names))
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    trainer = IdentityTrainer(strategy, make_linear(names), X)
     return float(trainer.train(4)["loss"]), None
 
 

@@ -7,7 +7,6 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -15,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import armillary
 from armillary import ShardedStrategy
 from armillary.distribute.strategies._mesh import _arrange
+from tests.distribute.identity import IdentityTrainer
 from tests.mistakes import mistakes
 from tests.tiers import slow_after_first
 
@@ -50,38 +50,9 @@ def make_net(*names, dtype=jnp.float32):
         return Net(*names, dtype=dtype)
 
 
-class Trainer(armillary.StandardTrainer):
-    """Trains a model to return its input, with batches that differ in size."""
-
-    def __init__(self, strategy, model, **options):
-        super().__init__(
-            armillary.data.from_arrays({"x": X}, batch_size=16, repeat=True),
-            options=armillary.StandardTrainerOptions(**options),
-        )
-        self.strategy = strategy
-        self.model = model
-        self.optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        self.loss = nnx.metrics.Average("loss")
-
-    def train_step(self, iterator):
-        def step_fn(batch):
-            def loss_fn(model):
-                return ((model(batch["x"]) - batch["x"]) ** 2).mean()
-
-            loss, gradients = nnx.value_and_grad(loss_fn)(self.model)
-            gradients = armillary.all_reduce("mean", gradients)
-            self.optimizer.update(self.model, gradients)
-            self.loss.update(loss=loss.astype(jnp.float32))
-
-        self.strategy.run(step_fn, args=(next(iterator),))
-
-    def train_loop_end(self):
-        return {"loss": self.loss.compute()}
-
-
 def train(strategy, model, **options):
     """Returns the loss after some steps, and the divisions of the two kernels."""
-    trainer = Trainer(strategy, model, **options)
+    trainer = IdentityTrainer(strategy, model, X, **options)
     loss = float(trainer.train(4)["loss"])
     moments = trainer.optimizer.opt_state[0].mu
     specs = []
@@ -413,7 +384,7 @@ def test_arrays_on_a_mesh_with_explicit_axes_may_be_arguments(place):
     assert "Pass the array as an argument" in "\n".join(caught.value.__notes__)
 
 
-class EagerTrainer(Trainer):
+class EagerTrainer(IdentityTrainer):
     """Names an axis of the mesh in its step and in a hook."""
 
     def train_step(self, iterator):
@@ -436,7 +407,7 @@ def test_steps_and_hooks_name_axes_compiled_or_not(compile_step):
     model = make_net(None, None)
     expected = np.abs(np.asarray(model.up.kernel[...])).sum()
     trainer = EagerTrainer(
-        strategy, model, compile_step=compile_step, compile_loop=compile_step
+        strategy, model, X, compile_step=compile_step, compile_loop=compile_step
     )
     with strategy.scope():
         found = trainer.train(2)["sum"]
@@ -452,7 +423,7 @@ def test_a_controller_saves_and_restores_within_the_scope(tmp_path):
     strategy = ShardedStrategy(make_mesh(AxisType.Auto))
     with strategy.scope():
         for steps in (2, 4):
-            trainer = Trainer(strategy, make_net((None, "model"), None))
+            trainer = IdentityTrainer(strategy, make_net((None, "model"), None), X)
             controller = armillary.Controller(
                 trainer=trainer,
                 global_step=trainer.optimizer.step,

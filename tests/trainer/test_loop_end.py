@@ -11,7 +11,7 @@ from armillary.data import from_arrays
 from armillary.errors import NonFiniteError
 from tests.mistakes import mistakes
 from tests.tiers import slow_after_first
-from tests.trainer.test_step_metrics import DATA, NUM, STRATEGIES, expect
+from tests.trainer.metric_steps import DATA, NUM, STRATEGIES, expect
 
 
 def step(state, batch):

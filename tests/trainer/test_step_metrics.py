@@ -1,86 +1,27 @@
 """Tests that metrics of pure steps are exact under every strategy."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sklearn.metrics import f1_score
 
 import armillary
 from armillary import metrics
 from armillary.data import from_arrays
 from armillary.errors import DoubleReductionError
 from tests.tiers import slow_after_first
-
-RNG = np.random.default_rng(0)
-NUM = 52  # in batches of 16, of which the last has 4 examples
-DATA = {
-    "loss": RNG.normal(size=(NUM, 6)).astype("float32"),
-    # The number of tokens grows, so that batches weigh different amounts.
-    "weight": (RNG.uniform(size=(NUM, 6)) < np.linspace(0.1, 1, NUM)[:, None]),
-    "score": RNG.normal(size=(NUM, 3)).astype("float32"),
-    "label": RNG.integers(0, 3, NUM).astype("int32"),
-    "length": RNG.integers(-5, 10**6, NUM).astype("int32"),
-}
-STRATEGIES = {
-    "4 replicas": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
-    "one device": lambda: armillary.OneDeviceStrategy("cpu:0"),
-    "4 devices, sharded": lambda: armillary.ShardedStrategy(
-        {"data": 4}, devices=jax.devices()[:4]
-    ),
-}
-
-
-def measure(batch):
-    accuracy = nnx.metrics.Accuracy()
-    accuracy.update(logits=batch["score"], labels=batch["label"])
-    f1 = metrics.F1Score(num_classes=3)
-    f1.update(logits=batch["score"], labels=batch["label"])
-    several = nnx.MultiMetric(loss=nnx.metrics.Average(), squares=metrics.Sum())
-    several.update(values=batch["loss"])
-    weighted = batch["loss"] * batch["weight"]
-    return {
-        "of each": batch["loss"],
-        "correct": batch["score"].argmax(-1) == batch["label"],
-        "number": {"mean": jnp.mean(batch["loss"]), "rate": 0.1},
-        "length": batch["length"],
-        "tokens": metrics.Sum(batch["weight"]),
-        "characters": metrics.Sum(batch["length"]),
-        "ratio": metrics.Ratio(weighted.sum(), batch["weight"].sum()),
-        "weighted": metrics.WeightedMean(batch["loss"], batch["weight"]),
-        "by length": metrics.WeightedMean(batch["loss"], batch["length"]),
-        "accuracy": accuracy,
-        "f1": f1,
-        "several": several,
-    }
-
-
-def expect(rows):
-    """Returns the same in NumPy, in 64 bits, over all rows at once."""
-    loss = DATA["loss"][rows].astype("float64")
-    weight, length = DATA["weight"][rows], DATA["length"][rows]
-    is_right = DATA["score"][rows].argmax(-1) == DATA["label"][rows]
-    lengths = np.broadcast_to(length[:, None], loss.shape)
-    return {
-        "of each": loss.mean(),
-        "correct": is_right.mean(),
-        "number": {"mean": loss.mean(), "rate": 0.1},
-        "length": length.mean(),
-        "tokens": weight.sum(),
-        "characters": length.sum(),
-        "ratio": loss[weight].mean(),
-        "weighted": loss[weight].mean(),
-        "by length": np.average(loss, weights=lengths),
-        "accuracy": is_right.mean(),
-        "f1": f1_score(
-            DATA["label"][rows], DATA["score"][rows].argmax(-1), average="macro"
-        ),
-        "several": {"loss": loss.mean(), "squares": loss.sum()},
-    }
+from tests.trainer.metric_steps import (
+    DATA,
+    NUM,
+    STRATEGIES,
+    expect,
+    make_trainer,
+    measure,
+    step,
+)
 
 
 def check(output, expected):
@@ -88,20 +29,6 @@ def check(output, expected):
     pairs = zip(jax.tree.leaves(output), jax.tree.leaves(expected), strict=True)
     for found, right in pairs:
         np.testing.assert_allclose(found, right, rtol=2e-6)
-
-
-def step(state, batch):
-    return state + 1, measure(batch)
-
-
-def make_trainer(strategy, train=step, data=DATA, **arguments):
-    return armillary.StepTrainer(
-        train,
-        jnp.zeros((), jnp.int32),
-        from_arrays(data, batch_size=16),
-        strategy=strategy,
-        **arguments,
-    )
 
 
 @slow_after_first("strategy", STRATEGIES)
@@ -422,127 +349,3 @@ def test_a_ratio_of_two_reduced_sums_is_right():
     output = make_trainer(STRATEGIES["4 replicas"](), train).train(4)
     expected = expect(np.arange(NUM))["ratio"]
     assert output["ratio"] == pytest.approx(expected, rel=1e-6)
-
-
-def get_questions(caplog):
-    return [
-        each.getMessage()
-        for each in caplog.records
-        if "counts as the mean over its batch" in each.getMessage()
-    ]
-
-
-@slow_after_first("strategy", STRATEGIES)
-def test_sums_that_are_returned_as_numbers_are_asked_about_once(strategy, caplog):
-    def evaluate(state, batch):
-        total = jnp.sum(batch["loss"] * batch["weight"])
-        return {"loss": total, "denominator": jnp.sum(batch["weight"])}
-
-    trainer = make_trainer(STRATEGIES[strategy]())
-    data = from_arrays(DATA, batch_size=16)
-    evaluator = armillary.StepEvaluator(evaluate, trainer, data)
-    with caplog.at_level(logging.WARNING):
-        evaluator.evaluate(-1)
-        evaluator.evaluate(-1)
-    (question,) = get_questions(caplog)
-    assert "returns `loss` (" in question
-    assert "as a plain number" in question
-    assert '`"loss": armillary.metrics.Ratio(loss, denominator)`' in question
-    assert "test_step_metrics.py" in question
-
-
-def test_all_sums_are_named(caplog):
-    def step(state, batch):
-        return state, {"loss": batch["loss"].sum(), "right": batch["label"].sum()}
-
-    with caplog.at_level(logging.WARNING):
-        make_trainer(STRATEGIES["one device"](), step).train(1)
-    (question,) = get_questions(caplog)
-    assert "`loss` (" in question
-    assert "and `right` (" in question
-    assert '`"right": armillary.metrics.Ratio(right, denominator)`' in question
-
-
-def flax_lm1b(batch):
-    """Sums of weighted losses, over examples and replicas."""
-    losses = jnp.where(batch["weight"], batch["loss"], 0)
-    sums = {"loss": losses.sum(), "denominator": batch["weight"].sum()}
-    return jax.lax.psum(sums, "replica")
-
-
-def in_function(batch):
-    @jax.jit
-    def total(loss):
-        return -0.5 * jnp.sum(loss.reshape(-1))
-
-    return {"elbo": total(batch["loss"] / 255.0)}
-
-
-SUMS = {
-    "psum": flax_lm1b,
-    "a function": in_function,
-    "a dot product": lambda b: {"x": jnp.vdot(b["loss"][:, 0], b["loss"][:, 1])},
-    "a vmap": lambda b: {"x": jax.vmap(jnp.sum)(b["loss"]).sum()},
-    "correct": lambda b: {"x": jnp.sum(b["score"].argmax(-1) == b["label"])},
-    "cross entropy": lambda b: {"x": cross_entropy(b).sum()},
-    "by parts": lambda b: {"x": sum_in_parts(b["loss"].T)},
-}
-RIGHT = {
-    "a mean": lambda b: {"x": jnp.mean(b["loss"]), "y": cross_entropy(b).mean()},
-    "a sum over a count": lambda b: {"x": b["loss"].sum() / b["loss"].size},
-    "a masked mean": lambda b: {
-        "x": (b["loss"] * b["weight"]).sum() / b["weight"].sum()
-    },
-    "normal weights": lambda b: {"x": normalized(b)},
-    "divided losses": lambda b: {"x": (b["loss"] / b["loss"].size).sum()},
-    "averaged by Armillary": lambda b: {
-        "x": armillary.compute_average_loss(b["loss"]),
-        "y": armillary.weighted_mean(b["loss"], b["weight"]),
-    },
-    "a norm": lambda b: {"x": jnp.linalg.norm(b["loss"]), "y": gradient_norm(b)},
-    "a maximum": lambda b: {"x": b["loss"].max(), "y": jax.nn.logsumexp(b["loss"])},
-    "a deviation": lambda b: {"x": b["loss"].std(), "y": b["loss"].var(0).sum()},
-    "contrast over a batch": lambda b: {"x": jax.nn.softmax(b["loss"], 0).max()},
-    "each example": lambda b: {"x": b["loss"].sum(1)},
-    "objects": lambda b: {"x": metrics.Sum(b["loss"])},
-    "a batch statistic": lambda b: {"x": jnp.mean(centered(b) ** 2)},
-    "a number of the state": lambda b: {"x": jnp.float32(3), "n": b["loss"].shape[0]},
-}
-
-
-def cross_entropy(batch):
-    logits = jax.nn.log_softmax(batch["score"])
-    return -jnp.take_along_axis(logits, batch["label"][:, None], axis=1)[:, 0]
-
-
-def sum_in_parts(rows):
-    _, sums = jax.lax.scan(lambda sum_, row: (sum_, row.sum()), 0.0, rows)
-    return sums.sum()
-
-
-def normalized(batch):
-    weights = batch["weight"] / batch["weight"].sum()
-    return (batch["loss"] * weights).sum()
-
-
-def centered(batch):
-    return batch["loss"] - batch["loss"].mean(0, keepdims=True)
-
-
-def gradient_norm(batch):
-    def loss_fn(w):
-        return jnp.mean((batch["score"] @ w["a"] + w["b"] - 1) ** 2)
-
-    gradients = jax.grad(loss_fn)({"a": jnp.ones(3), "b": jnp.zeros(())})
-    return sum((leaf**2).sum() for leaf in jax.tree.leaves(gradients))
-
-
-@slow_after_first("name", [*SUMS, *RIGHT])
-def test_only_sums_over_a_batch_are_asked_about(name, caplog):
-    measure = {**SUMS, **RIGHT}[name]
-    trainer = make_trainer(
-        STRATEGIES["one device"](), lambda state, batch: (state, measure(batch))
-    )
-    with caplog.at_level(logging.WARNING):
-        trainer.train(1)
-    assert bool(get_questions(caplog)) == (name in SUMS)
