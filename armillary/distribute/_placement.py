@@ -17,7 +17,7 @@ from armillary.xla._lowerings import Split
 
 
 class Place(NamedTuple):
-    """The place of one array, and what has decided it.
+    """The place of one array, and the rule that decided it.
 
     Attributes:
         spec: The axes of the mesh along each axis of the array.

@@ -211,8 +211,6 @@ class Loop:
         gather = self.feed.readers[0].data.gather
         self._programs.trace([gather.types(piece)], (piece.active,))
 
-    # Loops with the hooks of the trainer
-
     @_collection_paused()
     def count_loops(self, num_steps: int, num_loops: int) -> int:
         """Finds the state; returns the number of loops that `run_loops` can run.
@@ -240,8 +238,6 @@ class Loop:
         with flat.writing_back():
             arrays = self._start(flat, chunk, num_steps * num_loops, num_loops)
         return arrays, functools.partial(hooks.outputs, num_loops)
-
-    # Steps alone
 
     def run(self, num_steps: int) -> int:
         """Runs up to `num_steps` steps; returns the number of steps that had data."""

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from armillary import AbstractEvaluator, AbstractTrainer, Controller
 from armillary.actions import SaveCheckpointIfPreempted
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.cluster import TerminationConfig
-from armillary.controller._controller import Controller
 from armillary.errors import CheckpointError
 from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
-from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from tests.patience import patience
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
+from armillary import AbstractEvaluator, AbstractTrainer, Controller
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.controller._controller import Controller
-from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 
 
 class Run(AbstractTrainer, AbstractEvaluator):

@@ -16,8 +16,8 @@ from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import armillary
+from armillary import Controller
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.controller._controller import Controller
 from armillary.errors import CheckpointError
 from tests.controller.checkpoint_runs import Run, make_controller, saved_steps
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from armillary.controller._controller import Controller
+from armillary import AbstractEvaluator, AbstractTrainer, Controller
 from armillary.errors import GlobalStepError
 from armillary.summary import read_metrics
-from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 
 
 class Trainer(AbstractTrainer):

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary import _logging, _process
+from armillary import AbstractTrainer, Controller, _logging, _process
 from armillary._format import format_seconds
 from armillary.controller import _display, _live_line
-from armillary.controller._controller import Controller
 from armillary.controller._display import Display
 from armillary.controller._live_line import LiveLine
 from armillary.goodput import Category, _stopwatch
 from armillary.goodput._stopwatch import Stopwatch
-from armillary.trainer._contract import AbstractTrainer
 from tests.goodput.conftest import FakeClock
 from tests.patience import patience, wait_until
 from tests.screen import open_screen
@@ -281,8 +279,8 @@ def test_a_terminal_that_is_gone_is_no_error(monkeypatch):
 PROGRAM = """
 import os, sys, time
 import jax, jax.numpy as jnp
-from armillary.controller._controller import Controller
-from armillary.trainer._contract import AbstractTrainer
+from armillary import Controller
+from armillary import AbstractTrainer
 
 seconds = 1.5 * float(os.environ["ARMILLARY_TEST_PATIENCE"])
 

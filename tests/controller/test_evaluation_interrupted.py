@@ -32,7 +32,7 @@ from armillary.actions import (
 )
 from armillary.checkpoint._writer import Writer, find_running
 from armillary.data import from_arrays
-from armillary.summary._metrics_file import read_metrics
+from armillary.summary import read_metrics
 from tests.tiers import slow_after_first
 
 STEPS = 40

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 import armillary
+from armillary import Controller
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.controller import _directory
-from armillary.controller._controller import Controller
 from armillary.errors import CheckpointDamageError
 from tests.controller.checkpoint_runs import Run, make_controller, saved_steps
 

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary import create_global_step
-from armillary.controller._controller import Controller
+from armillary import (
+    Controller,
+    StandardTrainer,
+    StandardTrainerOptions,
+    create_global_step,
+)
 from armillary.controller._loops import AwaitedLoops
 from armillary.controller._outputs import format_output
 from armillary.data import from_arrays
-from armillary.trainer._options import StandardTrainerOptions
-from armillary.trainer._standard_trainer import StandardTrainer
 from tests.controller.loops import make_controller
 from tests.patience import patience
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from armillary._process import ExitCode
+from armillary.cluster import ExitCode
 from tests.patience import patience
 
 

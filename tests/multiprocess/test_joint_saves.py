@@ -11,8 +11,8 @@ import pytest
 from etils import epath
 
 import armillary
-from armillary._process import ExitCode
 from armillary.checkpoint import _checksums
+from armillary.cluster import ExitCode
 from tests.multiprocess import joint_saves
 from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
 

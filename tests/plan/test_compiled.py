@@ -15,10 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import armillary
 from armillary.errors import PlanError
-from armillary.plan import Plan
+from armillary.plan import Plan, plan
 from armillary.plan._compiler import compile_loop, find_wheels
 from armillary.plan._costs import count_rounds
-from armillary.plan._plan import plan
 from armillary.plan._targets import parse_topology
 from armillary.trainer._described import described
 from tests.plan.digits_mlp import NUM_PARAMETERS, cross_entropy, make_trainer

@@ -2,7 +2,8 @@
 
 import pytest
 
-from armillary.plan._costs import Collective, count_rounds
+from armillary.plan import Collective
+from armillary.plan._costs import count_rounds
 from armillary.plan._traffic import count_bytes, find_traffic
 
 # A loop over four rows: a slice, a product, a sum that runs during another product, and

@@ -157,7 +157,7 @@ def keep_totals(equation: Any, operands: list[ShareFacts]) -> frozenset[Total]:
 
 
 def bends(equation: Any, operands: list[ShareFacts]) -> bool:
-    """Returns whether an operation is not linear in what differs between replicas."""
+    """Returns whether an operation is nonlinear in values that differ by replica."""
     name = equation.primitive.name
     num_own = sum(operand.reach is not Reach.EQUAL for operand in operands)
     if name in PRODUCTS:

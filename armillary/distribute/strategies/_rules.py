@@ -41,7 +41,7 @@ _NO_LEADER = "no parameter has this shape"
 
 
 class Decision(NamedTuple):
-    """The division of an array, and what has decided it, in words."""
+    """The division of an array, and the words for the rule that decided it."""
 
     spec: PartitionSpec
     reason: str
