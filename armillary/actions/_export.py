@@ -178,6 +178,10 @@ class ExportModel:
         logger.info("exported the model to %s.", path)
 
     def _export(self, state: State, leaves: Sequence[Any]) -> export.Exported:
+        """Returns the exported program of the model, with the state as constants.
+
+        Raises an error if the model changes its state, which an export cannot do.
+        """
         device = jax.local_devices()[0]
         constants = [jax.device_put(leaf, device) for leaf in leaves]
 

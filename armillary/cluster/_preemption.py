@@ -123,6 +123,7 @@ def _make_handler(
 def _poll(
     reference: "weakref.ref[PreemptionNotice]", watcher: Callable[[], bool]
 ) -> None:
+    """Runs in a thread: calls the watcher every second, while the notice is in use."""
     has_failed = False
     was_taken = False
     while (notice := reference()) is not None and not notice.is_closed:

@@ -42,6 +42,7 @@ _EVALUATOR = (
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises if an argument of a controller is wrong, before anything is restored."""
     trainer = arguments["trainer"]
     evaluator = arguments["evaluator"]
     if trainer is None and evaluator is None:

@@ -65,6 +65,10 @@ def _held_by_thread(directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
+    """Holds the lock of a directory, so that a second program is refused.
+
+    The kernel frees the lock when the process ends, also after `kill -9`.
+    """
     if "://" in directory:
         yield
         return

@@ -306,6 +306,7 @@ class LoopRunner:
         )
 
     def _fetch_first(self) -> None:
+        """Waits for the loops that were started first, and queues their outputs."""
         loops = self._pending[0]
         try:
             with self._run.goodput.phase(Category.STEPPING), waiting():

@@ -392,6 +392,7 @@ def _linear_optimizer(
 def _network(
     hidden_units: Any, activation_fn: Any, dropout: Any
 ) -> Callable[..., _Network]:
+    """Checks the arguments of a network; returns a function that makes it."""
     check_callable("activation_fn", activation_fn)
     sizes = tuple(hidden_units) if isinstance(hidden_units, list | tuple) else ()
     if not sizes or not all(map(is_positive_int, sizes)):

@@ -106,6 +106,7 @@ def _predict_many(logits: jax.Array) -> dict[str, jax.Array]:
 
 
 def _evaluate_two(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns the losses and the metrics of a classifier of two classes."""
     labels = _as_labels(labels, 1).astype(jnp.float32)
     predictions = _predict_two(logits)
     class_ids = predictions["class_ids"]

@@ -224,6 +224,7 @@ def _add(times: Sequence[Times]) -> Times:
 
 
 def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler | None:
+    """Returns the process that is much slower than the others, if there is one."""
     candidates = [index for index in range(len(times)) if index not in named]
     if len(times) < 2 or not candidates:
         return None

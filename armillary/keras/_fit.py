@@ -352,6 +352,7 @@ def _mesh_of(strategy: "Strategy") -> Mesh:
 
 @functools.lru_cache(maxsize=16)
 def _make_distribution(strategy: "Strategy") -> Any:
+    """Returns the distribution of Keras that stands for a strategy."""
     import keras
 
     base: Any = keras.distribution.DataParallel

@@ -64,6 +64,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    """Checks all arguments; returns a function that runs the job."""
     if sys.platform != "linux":
         raise ValueError(
             f"the platform is {sys.platform!r}, but `armillary launch` works on Linux, "

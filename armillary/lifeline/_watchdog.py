@@ -64,6 +64,7 @@ class Watchdog:
         self.__init__()
 
     def _start(self) -> None:
+        """Starts the watchdog, a second process, with a pipe to it."""
         if _DUMP_SIGNAL:
             faulthandler.register(_DUMP_SIGNAL, file=2, all_threads=True)
         read, self._pipe = os.pipe()

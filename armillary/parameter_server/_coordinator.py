@@ -229,6 +229,7 @@ class ClusterCoordinator:
     def _get_task(
         self, fn: Callable[..., Any], leaves: list[Any], tree: Any
     ) -> ScheduledTask:
+        """Returns the task of a function; a new one if a value it reads changed."""
         inner = getattr(fn, "armillary_function", None)
         if inner is not None:
             owner = getattr(fn, "__self__", None)

@@ -105,6 +105,7 @@ class Scheduler:
     # The threads of users call these methods.
 
     def add(self, task: ScheduledTask, inputs: list[Any]) -> RemoteValue:
+        """Queues a call; it fails immediately if a result that it takes has failed."""
         with self._changed:
             if self.is_stopped:
                 raise RuntimeError(
@@ -163,6 +164,7 @@ class Scheduler:
     # The thread of a worker calls these methods.
 
     def _serve(self, worker: _ServedWorker) -> None:
+        """Runs in the thread of one worker until `stop`, also if the worker is lost."""
         while not self.is_stopped:
             try:
                 self._proceed(worker)

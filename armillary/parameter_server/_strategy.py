@@ -170,6 +170,7 @@ class ParameterServerStrategy(SingleStrategy):
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
+        """Runs a function here, and warns once if it trains while workers are idle."""
         if self._has_warned_of_run:
             return super()._run(state, fn, *args, **kwargs)
 

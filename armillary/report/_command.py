@@ -30,6 +30,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    """Checks the paths and makes the page; returns a function that writes it."""
     output: Path = namespace.output
     if output.is_dir():
         raise ValueError(

@@ -151,6 +151,7 @@ def _draw_curves(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
 def _draw_curve(
     runs: Sequence[RecordedRun], sources: Sequence[str], metric: str, plotly: Any
 ) -> Any:
+    """Draws one metric of several runs, or several sources of one run."""
     figure = plotly.Figure()
     is_alone = len(runs) == 1
     num_hidden = 0

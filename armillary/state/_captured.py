@@ -190,6 +190,7 @@ def _error(
     owner: str,
     verb: str,
 ) -> CapturedStateError:
+    """Returns the error for variables that a step uses, and its owner lacks."""
     lines: list[str] = []
     roots: list[str] = []
     for variable in variables:

@@ -67,6 +67,7 @@ class Code:
                 self._spaces.setdefault(id(base), base)
 
     def _add_function(self, function: Any) -> None:
+        """Follows the names in the code of a function that the user wrote."""
         if id(function) in self._functions:
             return
         self._functions.add(id(function))

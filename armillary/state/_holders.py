@@ -141,6 +141,10 @@ def parts_of(value: Any) -> list[Part]:
 
 @functools.lru_cache(maxsize=4096)
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
+    """Returns the function that lists the parts of the instances of a class.
+
+    A walk meets few classes and many objects, so the rules are applied once per class.
+    """
     if _is_leaf(kind):
         return lambda _: []
     adapter = variable_adapter(kind)
@@ -311,6 +315,7 @@ def global_names(fn: Any) -> frozenset[str]:
 
 
 def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
+    """Returns the code, the closure, the defaults and the globals of a function."""
     entries: dict[str, Any] = {"code": fn.__code__}
     cells = fn.__closure__ or ()
     for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):

@@ -64,6 +64,7 @@ def hold_no_arrays(values: Collection[object]) -> bool:
 
 
 def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> bool:
+    """Returns whether values are plain, or nests of these types with plain values."""
     seen: set[int] = set()  # A list can hold itself.
     for _ in range(_MOST_LEVELS):
         kinds = set(map(type, values))

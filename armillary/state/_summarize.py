@@ -265,6 +265,7 @@ def _find_places(model: Any, placement: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _find_rows(model: Any) -> Iterator[ArrayRow]:
+    """Yields a row for each array of a model: variables, or else leaves of a pytree."""
     walk = Walk([(model, "")])
     slots = walk.slots.values()
     has_variables = any(slot.variable is not None for slot in slots)

@@ -106,6 +106,7 @@ class Walk:
             self.slots[key].role = self._roles[key]
 
     def _visit(self, task: _Task) -> None:
+        """Adds the slots of one value, and a node if it can hold other values."""
         value = task.value
         if type(value) in PLAIN:
             return

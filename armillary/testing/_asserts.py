@@ -169,6 +169,7 @@ def _record(
 
 
 def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str | None:
+    """Returns a text on how two arrays differ, or `None` if they agree."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{b.dtype} {b.shape} instead of {a.dtype} {a.shape}"
     if a.size == 0 or np.array_equal(a, b):

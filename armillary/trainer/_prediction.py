@@ -89,6 +89,7 @@ def _at_beginning(dataset: Any, strategy: Strategy) -> DistributedDataset:
 def _predict(
     fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
 ) -> Iterator[PyTree]:
+    """Yields the outputs of each batch, with one piece in progress on the device."""
     step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
     feed: Feed[Piece] = open_feed([dataset], in_pieces=True)
     feed.start(place_pieces, dataset.prefetch)

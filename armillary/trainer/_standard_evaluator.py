@@ -135,6 +135,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         return self._evaluate(num_steps)
 
     def _evaluate(self, num_steps: int) -> Output:
+        """Runs one evaluation under the strategy in effect."""
         setup = self._get_eval()
         with claimed(self, "evaluates"), self._in_strategy() as strategy:
             state = self.eval_begin()

@@ -241,6 +241,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         return find_loop(setup, method)
 
     def _start(self, num_steps: int, num_loops: int) -> "LoopsOnDevice":
+        """Starts one loop or several, with the hooks in the program or around it."""
         check_positive_int("num_steps", num_steps)
         setup = self._get_train()
         with claimed(self, "trains"), self._in_strategy() as strategy:

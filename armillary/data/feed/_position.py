@@ -65,6 +65,7 @@ def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _encode(value: Any, kind: str) -> Any:
+    """Returns a value of a source in types of JSON, with a tag if its type is lost."""
     match value:
         case None | bool() | int() | float() | str():
             return value

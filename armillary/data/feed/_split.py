@@ -157,6 +157,7 @@ class Splitter:
         return full + [empty] * num_missing
 
     def _split_global_batch(self, arrays: PyTree) -> list[tuple[PyTree, int]]:
+        """Returns the pieces of a batch, with the number of replicas that have data."""
         count = self._num_replicas
         num_rows = count_rows(arrays)
         num_left = num_rows % count

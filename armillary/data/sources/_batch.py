@@ -58,6 +58,7 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def _find_problem(batch: Batch, name: str) -> Exception:
+    """Returns the error for the first rule that a refused batch breaks."""
     named = _named_leaves(batch)
     wrong: list[str] = []
     fixes: list[str] = []
@@ -157,6 +158,7 @@ def _narrow(leaf: Any) -> Any:
 
 
 def _find_misfits(arrays: PyTree, numbers: np.ndarray | None) -> list[str]:
+    """Returns a line for each leaf with a value that a device cannot hold."""
     lines: list[str] = []
     for path, leaf in _named_leaves(arrays):
         if not isinstance(leaf, np.ndarray):

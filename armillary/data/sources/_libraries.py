@@ -154,6 +154,7 @@ def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
 
 
 def _from_tf_data(dataset: Any, kind: str) -> IterableSource:
+    """Returns the source of a `tf.data.Dataset`, if its elements are dense tensors."""
     # It has no positions, because TensorFlow would save an iterator as files, with the
     # contents of its buffers, after each batch.
     specs = jax.tree_util.tree_leaves_with_path(dataset.element_spec)

@@ -14,6 +14,10 @@ from armillary.errors import TFRecordError
 def read_values(
     stored: Mapping[str, Any], name: str, feature: FixedLenFeature
 ) -> np.ndarray:
+    """Returns the values of one feature of an example, checked against its description.
+
+    Errors begin with a verb, because the caller puts the name of the record before it.
+    """
     kind = stored[name].WhichOneof("kind") if name in stored else None
     if kind is None:
         if feature.default_value is None:

@@ -148,6 +148,7 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
         return Origin(lines=lines)
 
     def mix(self, equation: Any, operands: list[Origin]) -> Origin:
+        """Returns the origin of a result; notes numbers along an axis of examples."""
         both = self.join(operands)
         is_gradient = both.is_gradient or self.is_backward(equation)
         numbers: set[tuple[str, int]] = set()

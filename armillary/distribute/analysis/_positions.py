@@ -201,6 +201,7 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         return [_INPUT] * len(equation.outvars)
 
     def mix(self, equation: Any, operands: list[RowFacts]) -> RowFacts:
+        """Returns the facts of a result, and notes rows that are confused."""
         name = equation.primitive.name
         if name == "iota":
             return _number_rows(equation)

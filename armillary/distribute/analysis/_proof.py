@@ -286,6 +286,7 @@ class Proof(ReplicaDataflow[Facts]):
         self._errors[self._place(equation), made] = error
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
+        """Returns all reasons of the operands, and the labels that the result keeps."""
         both = self.join(operands)
         reasons = both.reasons
         labels = both.labels | self._new_labels(equation, both)

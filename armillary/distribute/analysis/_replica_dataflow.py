@@ -28,7 +28,7 @@ class ReplicaDataflow(Dataflow[Fact]):
     """
 
     mixes_scatters = False
-    """Whether a scatter mixes its operands.
+    """If true, a scatter mixes its operands.
 
     Otherwise, facts go through its program, which combines single numbers. There, facts
     about axes are lost.
@@ -65,6 +65,7 @@ class ReplicaDataflow(Dataflow[Fact]):
         return self.mix(equation, [operand])
 
     def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
+        """Sorts operations by their meaning for replicas; `None` for all others."""
         name = equation.primitive.name
         num_results = len(equation.outvars)
         if name == "name":

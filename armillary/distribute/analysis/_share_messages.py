@@ -187,6 +187,7 @@ def _explain_reduction(found: ReductionOfShare, num_replicas: int) -> str:
 
 
 def _explain_metric(found: MetricOfShare, num_replicas: int) -> str:
+    """Returns the warning about a metric that depends on the share."""
     is_plain = found.name.startswith("`")
     key = found.name.strip("`").rpartition("/")[2] if is_plain else "metric"
     fixes = {

@@ -77,6 +77,7 @@ class _CounterDataflow(Dataflow[frozenset[ShareCounter]]):
     def transfer(
         self, equation: Any, operands: list[frozenset[ShareCounter]]
     ) -> list[frozenset[ShareCounter]] | None:
+        """Follows a number of the state through copies, and through one sum."""
         name = equation.primitive.name
         if any(programs_in(equation)) or name in _COPIES:
             return None

@@ -405,6 +405,11 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
         return [leave_loop(facts, line) for facts in results]
 
     def mix(self, equation: Any, operands: list[ShareFacts]) -> ShareFacts:
+        """Returns the facts of a result: how it depends on the share, and why.
+
+        Only statistics of a share carry causes. Values of single examples lose them,
+        except for the lasting causes, because normalization is accepted.
+        """
         name = equation.primitive.name
         both = self.join(operands)
         divisors = both.divisors | divisors_in(equation)
@@ -459,6 +464,7 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
     def _mix_reduced(
         self, equation: Any, operands: list[ShareFacts], both: ShareFacts
     ) -> ShareFacts:
+        """Returns the facts of an operation on statistics of a share."""
         name = equation.primitive.name
         made = equation.outvars[0].aval
         if made.dtype == jnp.bool_:
@@ -492,6 +498,7 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
     def _mix_examples(
         self, equation: Any, operands: list[ShareFacts], both: ShareFacts
     ) -> ShareFacts:
+        """Returns the facts of an operation on examples, which may reduce over them."""
         name = equation.primitive.name
         moved: list[frozenset[int]] = []
         sizes: set[int] = set()

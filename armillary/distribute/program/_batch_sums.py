@@ -90,6 +90,7 @@ def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> Non
 
 
 def _explain(step_name: str, sums: dict[str, str], names: list[str]) -> str:
+    """Returns the question about metrics that are sums over a batch."""
     divisors = [name for name in names if _is_denominator(name)]
     dividends = [name for name in sums if name not in divisors]
     # Without a dividend, the sums are only numbers such as a count of tokens.

@@ -131,6 +131,7 @@ class FlatState:
         self._bind(state)
 
     def _bind(self, state: State) -> None:
+        """Reads the places of a state, sorted so that one pass reads a library."""
         self.state = state
         # Variables of one array come first, because one pass reads all of a library.
         by_library: dict[Adapter, list[_Place]] = {}

@@ -158,6 +158,11 @@ class CompiledFunction:
     def _call(
         self, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Runs the program for arguments like these, and makes it first if needed.
+
+        Programs are kept by the structure and the types of the arguments, and by the
+        settings of JAX that change a trace.
+        """
         fn, body, _ = self._function
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         if strategy.mesh is not None:

@@ -177,6 +177,7 @@ def written_policy_of(slot: Slot) -> Policy | None:
 def _policy_of(
     slot: Slot, kind: LeafKind, leaf: jax.Array, is_of_optimizer: bool
 ) -> Policy:
+    """Returns the policy of one array; raises if its aggregation does not fit it."""
     given = kind.aggregation
     policy = Policy[_aggregation_of(kind).name]
     is_typed_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

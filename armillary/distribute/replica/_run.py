@@ -63,6 +63,11 @@ def run_in_replicas(
     kwargs: dict[str, Any],
     state: State,
 ) -> PyTree:
+    """Runs a function once per replica, by a `shard_map` over the mesh.
+
+    If several devices are one replica, their results may round differently, so the
+    result of the first device counts.
+    """
     call = _MappedCall(strategy, fn, args, kwargs, state)
     mesh = narrow_mesh(mesh, call.num_replicas)
     is_traced = is_in_trace()

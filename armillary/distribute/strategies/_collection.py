@@ -125,6 +125,11 @@ class _Editor:
         return edited
 
     def _edit(self, jaxpr: Any, inputs: Sequence[Fact]) -> _Edited:
+        """Returns a program with constraints, and the facts of its results.
+
+        An operation that takes a full parameter gets a constraint right before it.
+        `early` has the constants to collect before a loop around the program.
+        """
         if not any(inputs):
             return _Edited(jaxpr, [None] * len(jaxpr.outvars), frozenset())
         known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -168,6 +173,7 @@ class _Editor:
         return _Edited(edited, list(map(read, outputs)), frozenset(early))
 
     def _edit_equation(self, equation: Any, facts: list[Fact]) -> _Call:
+        """Returns an operation with edited inner programs, and the facts it needs."""
         nothing: list[Fact] = [None] * len(equation.outvars)
         name = equation.primitive.name
         calls: dict[str, Callable[[Any, list[Fact]], _Call]] = {
@@ -234,6 +240,7 @@ class _Editor:
         )
 
     def _edit_while(self, equation: Any, facts: list[Fact]) -> _Call:
+        """Edits the body of a loop, until the facts about its carry are stable."""
         params = equation.params
         num_tested = params["cond_nconsts"]
         num_constants = params["body_nconsts"]
@@ -254,6 +261,7 @@ class _Editor:
         return _Call(edited, [*tested, *inputs], inputs[num_constants:])
 
     def _edit_scan(self, equation: Any, facts: list[Fact]) -> _Call:
+        """Edits the body of a scan; a stack of parameters is collected row by row."""
         num_constants, num_carry = count_scan_operands(equation)
         num_whole = num_constants + num_carry
         rows: list[Fact] = []

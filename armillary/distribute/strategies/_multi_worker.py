@@ -48,6 +48,7 @@ class JoinedStrategy(Strategy):
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,
     ) -> None:
+        """Joins the processes of the job, before anything uses a device."""
         _check_no_implementation(cluster_resolver)
         fix = "Use one of `armillary.cluster`, or leave it out."
         kind = ClusterResolver | None
@@ -74,6 +75,10 @@ class JoinedStrategy(Strategy):
             check_same_data(self._peers, dataset)
 
     def _collect(self, value: PyTree) -> PyTree:
+        """Returns values of all processes as arrays of this process.
+
+        Values that replicas share are compared first: no error would show a difference.
+        """
         if not self._peers.is_alone and not is_in_trace():
             flat = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
             arrays = [(f"value{jax.tree_util.keystr(k)}", array_of(x)) for k, x in flat]
