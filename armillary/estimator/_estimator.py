@@ -384,7 +384,6 @@ class Estimator:
         eval_hooks = calls.eval_hooks
         trainer = None
         evaluator = None
-        manager = None
 
         if calls.train_input_fn is not None:
             trainer, position = self._make_trainer(calls)
@@ -408,19 +407,7 @@ class Estimator:
             hooks=hooks,
             eval_hooks=eval_actions,
         )
-        if self._path is not None:
-            checkpoint.read(self._path, only=("model", "optimizer/step"))
-        else:
-            manager = ListenedManager(
-                checkpoint,
-                self.model_dir,
-                calls.saving_listeners,
-                max_to_keep=config.keep_checkpoint_max or None,
-                keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
-                checkpoint_interval=config.save_checkpoints_steps,
-                init_fn=self._make_init_fn(checkpoint),
-                may_differ="input",
-            )
+        manager = self._make_manager(calls, checkpoint)
 
         # A loop without actions need not wait for the output of the loop before.
         train_actions: list[Action] = [hooks] if train_hooks else []
@@ -443,11 +430,41 @@ class Estimator:
             eval_summary_dir=eval_summary_dir,
             checkpoint_manager=manager,
         )
+        with self._running(controller, manager):
+            yield controller
+
+    def _make_manager(
+        self, calls: "Calls", checkpoint: Checkpoint
+    ) -> ListenedManager | None:
+        """Returns the manager of the model's directory.
+
+        If the user named a checkpoint, it is read instead, and there is no manager.
+        """
+        if self._path is not None:
+            checkpoint.read(self._path, only=("model", "optimizer/step"))
+            return None
+        config = self.config
+        return ListenedManager(
+            checkpoint,
+            self.model_dir,
+            calls.saving_listeners,
+            max_to_keep=config.keep_checkpoint_max or None,
+            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
+            checkpoint_interval=config.save_checkpoints_steps,
+            init_fn=self._make_init_fn(checkpoint),
+            may_differ="input",
+        )
+
+    @contextlib.contextmanager
+    def _running(
+        self, controller: Controller, manager: ListenedManager | None
+    ) -> Iterator[None]:
+        """Notes the controller that runs, and closes its files at the end."""
         self._controller = controller
         self._stop_reason = None
         try:
             with self._adding_notes():
-                yield controller
+                yield
         finally:
             self._controller = None
             if manager is not None:

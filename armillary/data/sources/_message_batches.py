@@ -7,7 +7,7 @@ are left for the parser (`_message.py`).
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,17 +66,35 @@ def parse_examples(
     return batch, np.flatnonzero(~is_read)
 
 
-def _find_lists(
-    data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns whether messages are plain, and kind, begin and end of their lists."""
-    # All messages together, one field at a time. A field must end inside its message.
-    words = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
-    places = {name.encode(): place for place, name in enumerate(names)}
-    lists = np.zeros((len(names), 3, len(begins)), np.int64)
+class _Entries(NamedTuple):
+    """One entry of the map of features in each of many messages.
 
-    def read(at: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+    Attributes:
+        is_plain: Whether an entry has a name and one list of packed values.
+        key_begin: The begin of its name.
+        key_end: The end of its name.
+        kind: The number of the field of its list.
+        begin: The begin of its packed values.
+        stop: The end of the entry, where its values end, too.
+    """
+
+    is_plain: np.ndarray
+    key_begin: np.ndarray
+    key_end: np.ndarray
+    kind: np.ndarray
+    begin: np.ndarray
+    stop: np.ndarray
+
+
+class _Fields:
+    """Reads one field of many messages together."""
+
+    def __init__(self, data: bytes) -> None:
+        self._words = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))
+
+    def read(self, at: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
         """Returns the tags of fields, and the begin and end of their contents."""
+        words = self._words
         word: Any = words[np.minimum(at, len(words) - 1)]
         first = int(word[0])
         mask, _, _ = _split(first)
@@ -87,48 +105,86 @@ def _find_lists(
         end = begin + np.int64(length) + np.int64(mask == 0) * _TOO_LONG
         return word & 0xFF, begin, end
 
-    # The message: its map of features.
-    tag, at, end = read(begins)
+    def read_entries(self, at: np.ndarray, ends: np.ndarray) -> _Entries:
+        """Returns the entries that begin at these places, in messages with these ends.
+
+        An entry holds a key and a feature. The feature holds a list, and the list holds
+        packed values. Each of them must end where the entry ends.
+        """
+        tag, inside, stop = self.read(at)
+        is_entry = (tag == _FIRST) & (stop <= ends)
+
+        tag, key_begin, key_end = self.read(inside)
+        is_key = (tag == _FIRST) & (key_begin < key_end) & (key_end <= stop)
+
+        tag, inside, end = self.read(key_end)
+        is_feature = (tag == _SECOND) & (end == stop)
+
+        # The number of the field is the kind of the list.
+        tag_of_list, inside, end = self.read(inside)
+        has_length = tag_of_list & 7 == 2
+        is_known = (tag_of_list >= _FIRST) & (tag_of_list <= _THIRD)
+        is_list = has_length & is_known & (end == stop)
+
+        tag, begin, end = self.read(inside)
+        is_packed = (tag == _FIRST) & (end == stop)
+        return _Entries(
+            is_plain=is_entry & is_key & is_feature & is_list & is_packed,
+            key_begin=key_begin,
+            key_end=key_end,
+            kind=np.broadcast_to(tag_of_list >> 3, at.shape),
+            begin=begin,
+            stop=stop,
+        )
+
+
+def _find_lists(
+    data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns whether messages are plain, and kind, begin and end of their lists."""
+    fields = _Fields(data)
+    places = {name.encode(): place for place, name in enumerate(names)}
+    lists = np.zeros((len(names), 3, len(begins)), np.int64)
+
+    # The message holds a map of features.
+    tag, at, end = fields.read(begins)
     is_plain = (tag == _FIRST) & (end == ends)
     while len(rows := np.flatnonzero(is_plain & (at < ends))):
-        # An entry of the map.
-        tag, inner, stop = read(at[rows])
-        fine = (tag == _FIRST) & (stop <= ends[rows])
-        # Its key, the name of a feature.
-        tag, key, key_end = read(inner)
-        fine &= (tag == _FIRST) & (key < key_end) & (key_end <= stop)
-        # Its value, a feature.
-        tag, inner, end = read(key_end)
-        fine &= (tag == _SECOND) & (end == stop)
-        # The list of the feature; the number of the field is the kind of the list.
-        kind, inner, end = read(inner)
-        fine &= (kind & 7 == 2) & (kind >= _FIRST) & (kind <= _THIRD) & (end == stop)
-        # The packed values.
-        tag, inner, end = read(inner)
-        is_plain[rows] = fine & (tag == _FIRST) & (end == stop)
-        at[rows] = stop
-        kind = np.broadcast_to(kind >> 3, rows.shape)
+        entries = fields.read_entries(at[rows], ends[rows])
+        is_plain[rows] = entries.is_plain
+        at[rows] = entries.stop
 
-        left = np.flatnonzero(is_plain[rows])
+        left = np.flatnonzero(entries.is_plain)
         while len(left):  # Once for each name that comes at this place.
             first = left[0]
-            name = data[key[first] : key_end[first]]
-            is_same = key_end[left] - key[left] == len(name)
-            shape = len(data) - len(name) + 1
-            texts = np.ndarray(shape, f"S{len(name)}", data, strides=(1,))
-            is_same[is_same] = texts[key[left[is_same]]] == name
-            same = left[is_same]
-            left = left[~is_same]
+            name = data[entries.key_begin[first] : entries.key_end[first]]
+            has_name = _have_name(data, entries, left, name)
+            same = left[has_name]
+            left = left[~has_name]
+            found = rows[same]
             place = places.get(name)
             if place is not None:
-                found = rows[same]
                 # A message with the same feature twice is not plain.
                 is_plain[found] &= lists[place, 0, found] == 0
-                lists[place][:, found] = kind[same], inner[same], stop[same]
+                lists[place][0, found] = entries.kind[same]
+                lists[place][1, found] = entries.begin[same]
+                lists[place][2, found] = entries.stop[same]
             elif name.decode(errors="ignore").encode() != name:
                 # Not a text of UTF-8, which the parser refuses.
-                is_plain[rows[same]] = False
+                is_plain[found] = False
     return is_plain, lists
+
+
+def _have_name(
+    data: bytes, entries: _Entries, indices: np.ndarray, name: bytes
+) -> np.ndarray:
+    """Returns which of some entries have a name."""
+    begins = entries.key_begin[indices]
+    is_same = entries.key_end[indices] - begins == len(name)
+    num_texts = len(data) - len(name) + 1
+    texts = np.ndarray(num_texts, f"S{len(name)}", data, strides=(1,))
+    is_same[is_same] = texts[begins[is_same]] == name
+    return is_same
 
 
 def _split(word: Any) -> tuple[Any, Any, Any]:
