@@ -13,8 +13,9 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._process import ExitCode
+from armillary.launch._environment import find_gpus, plan_devices
 from armillary.launch._group import EVALUATOR, Job
-from armillary.launch._process import Machines, find_gpus, plan_devices
+from armillary.launch._machines import Machines
 from armillary.launch._supervisor import run_job
 
 _EPILOG = """\

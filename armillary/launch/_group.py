@@ -13,14 +13,10 @@ from typing import Any
 
 from armillary._checks import counted
 from armillary._process import ExitCode
+from armillary.launch._environment import make_environment
+from armillary.launch._machines import Machines
 from armillary.launch._output import LabeledOutput
-from armillary.launch._process import (
-    Ending,
-    LaunchedProcess,
-    Machines,
-    make_environment,
-    name_signal,
-)
+from armillary.launch._process import Ending, LaunchedProcess, name_signal
 from armillary.launch._restarts import (
     Attempt,
     Restarts,

@@ -16,15 +16,9 @@ from typing import Any, NamedTuple
 from armillary._checks import counted
 from armillary._optional import import_ray
 from armillary.launch import _process
-from armillary.launch._process import (
-    DevicePlan,
-    LaunchedProcess,
-    Machines,
-    Say,
-    can_use_gpus,
-    end_group,
-    start_tied,
-)
+from armillary.launch._environment import DevicePlan, can_use_gpus
+from armillary.launch._machines import Machines, Say
+from armillary.launch._process import LaunchedProcess, end_group, start_tied
 
 _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 20.0

@@ -22,7 +22,7 @@ from armillary.cluster import (
 from armillary.cluster._join import keep_gloo_on
 from armillary.controller._stop_request import StopRequest
 from armillary.errors import ClusterError
-from armillary.launch._process import find_addresses
+from armillary.launch._environment import find_addresses
 from tests.patience import patience
 
 TWO = SimpleClusterResolver({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 1)

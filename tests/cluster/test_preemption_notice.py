@@ -13,7 +13,7 @@ import pytest
 
 from armillary.cluster import TerminationConfig, _preemption
 from armillary.cluster._preemption import PreemptionNotice
-from armillary.launch._process import find_addresses
+from armillary.launch._environment import find_addresses
 from tests.patience import patience, wait_until
 
 

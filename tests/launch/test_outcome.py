@@ -11,16 +11,16 @@ import pytest
 
 import armillary
 from armillary.cluster import TFConfigClusterResolver
-from armillary.launch import ExitCode, _process
-from armillary.launch._process import (
+from armillary.launch import ExitCode, _environment, _machines
+from armillary.launch._environment import (
     DevicePlan,
-    Ending,
-    Machines,
     find_addresses,
     find_gpus,
     make_environment,
     plan_devices,
 )
+from armillary.launch._machines import Machines
+from armillary.launch._process import Ending
 from armillary.launch._restarts import (
     Attempt,
     Restarts,
@@ -103,7 +103,7 @@ def test_addresses_are_different_and_on_loopback():
 
 def test_a_job_does_without_a_worker_that_stays_away_and_tries_it_again(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(_process.time, "monotonic", lambda: now)
+    monkeypatch.setattr(_machines.time, "monotonic", lambda: now)
     plan = plan_devices(list("01234"), 5, 1)
     machines = Machines(4, plan, fewest=2, wait_seconds=9.0)
 
@@ -177,12 +177,12 @@ def test_too_few_gpus_are_an_error(count, share):
 )
 def test_gpus_are_found_as_jax_would_find_them(variables, names, tmp_path, monkeypatch):
     plugin = EntryPoint("xla_cuda13", "jax_plugins.xla_cuda13", "jax_plugins")
-    monkeypatch.setattr(_process, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(_environment, "entry_points", lambda group: [plugin])
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(_process, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(_environment, "Path", lambda path: tmp_path)
     assert find_gpus(variables) == names
-    monkeypatch.setattr(_process, "entry_points", lambda group: [])
+    monkeypatch.setattr(_environment, "entry_points", lambda group: [])
     assert find_gpus(variables) == []
 
 

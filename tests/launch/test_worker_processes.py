@@ -11,11 +11,13 @@ import time
 
 import pytest
 
-from armillary.launch import ExitCode, _process
+from armillary.launch import ExitCode, _machines, _process
+from armillary.launch._environment import DevicePlan
 from armillary.launch._group import Job
-from armillary.launch._process import Child, DevicePlan, LaunchedProcess, Machines
+from armillary.launch._machines import Machines
+from armillary.launch._process import Child, LaunchedProcess
 from armillary.launch._supervisor import run_job
-from tests.conftest import REPOSITORY
+from tests.environment import REPOSITORY
 from tests.launch.conftest import is_running
 from tests.patience import patience, wait_until
 from tests.tiers import slow_after_first
@@ -228,7 +230,7 @@ def test_a_process_that_cannot_start_is_a_failure(
         started[label] = Child(label, arguments, environment)
         return started[label]
 
-    monkeypatch.setattr(_process, "Child", start)
+    monkeypatch.setattr(_machines, "Child", start)
     is_worker = missing != "evaluator"
     program = SLEEP if is_worker else "print('trained')"
     job = make_job(["-c", program], num_workers, has_evaluator=not is_worker)
@@ -268,6 +270,6 @@ def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, sto
         def send_signal(self, number):
             pass
 
-    monkeypatch.setattr(_process, "Child", Scripted)
+    monkeypatch.setattr(_machines, "Child", Scripted)
     code = run_job(make_job([]))
     assert code is (ExitCode.TERMINATED if stop else ExitCode.FAILED)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from armillary.launch._process import DevicePlan, find_addresses, make_environment
+from armillary.launch._environment import DevicePlan, find_addresses, make_environment
 from tests.environment import REPOSITORY
 from tests.patience import patience
 
