@@ -19,7 +19,7 @@ from armillary.cluster import (
     _communication,
     _join,
 )
-from armillary.cluster._join import keep_gloo_on
+from armillary.cluster._gloo import keep_gloo_on
 from armillary.controller._stop_request import StopRequest
 from armillary.errors import ClusterError
 from armillary.launch._environment import find_addresses
