@@ -22,8 +22,8 @@ from armillary.errors import StateStructureError
 from armillary.keras._values import check_backend, is_unset, set_value
 from armillary.state._adapters import Adapter
 from armillary.state._holders import look_at_items, part_of
-from armillary.state._parts import Contents, Part, Way
-from armillary.state._slots import AxisNames, Role, Slot, join
+from armillary.state._parts import Contents, Part, Way, join
+from armillary.state._slots import AxisNames, Role, Slot
 
 if TYPE_CHECKING:
     import keras

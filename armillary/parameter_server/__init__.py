@@ -4,13 +4,8 @@
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.parameter_server._loop import AsynchronousLoop as _AsynchronousLoop
 from armillary.parameter_server._strategy import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
-
-# The loop calls the coordinator, which calls the strategy. So the strategy gets the
-# class of its loops here, above all three.
-ParameterServerStrategy.loop_class = _AsynchronousLoop
 
 _mark_public(globals())

@@ -21,6 +21,7 @@ from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME, check_axis_nam
 from armillary.distribute.strategies._placements import DevicePlacement
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ClusterError, StateStructureError
+from armillary.parameter_server._loop import AsynchronousLoop
 from armillary.parameter_server._node import check_cluster, has_joined, name_resource
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
@@ -75,6 +76,8 @@ class ParameterServerStrategy(SingleStrategy):
             or `TF_CONFIG` describes, or `axis_name` is empty.
         ClusterError: If the cluster lacks a job, or this process is not the chief.
     """
+
+    loop_class = AsynchronousLoop
 
     def __init__(
         self,

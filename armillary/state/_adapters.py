@@ -12,10 +12,12 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from armillary.state._parts import Part, Way
-from armillary.state._slots import AxisNames, LeafKind, Role, Slot
+# `import armillary` reads this module, so it must not import JAX.
+if TYPE_CHECKING:
+    from armillary.state._parts import Part, Way
+    from armillary.state._slots import AxisNames, LeafKind, Role, Slot
 
 # The module of the adapter, by the name of the library. If an object belongs to two
 # libraries, the first one counts.
@@ -49,7 +51,7 @@ class Adapter:
     title: str
     are_pytrees = False
     records_names = False
-    attributes: Way
+    attributes: "Way"
 
     def is_variable_type(self, kind: type) -> bool:
         """Returns whether instances of a class are variables of this library."""
@@ -59,11 +61,11 @@ class Adapter:
         """Returns whether instances of a class are nodes of this library."""
         raise NotImplementedError
 
-    def make_slot(self, variable: Any, path: str) -> Slot | None:
+    def make_slot(self, variable: Any, path: str) -> "Slot | None":
         """Returns the slot of a variable, or `None` if it has no value yet."""
         raise NotImplementedError
 
-    def parts_of_variable(self, variable: Any) -> list[Part]:
+    def parts_of_variable(self, variable: Any) -> "list[Part]":
         """Returns the parts of a variable other than its value."""
         raise NotImplementedError
 
@@ -88,11 +90,11 @@ class Adapter:
         """Returns the name that the library itself gave a variable."""
         raise NotImplementedError
 
-    def kind_of(self, variable: Any, held_by: Any) -> LeafKind:
+    def kind_of(self, variable: Any, held_by: Any) -> "LeafKind":
         """Returns the kind of a variable that is a node of a pytree."""
         raise NotImplementedError
 
-    def axis_names(self, variable: Any) -> AxisNames | None:
+    def axis_names(self, variable: Any) -> "AxisNames | None":
         """Returns the annotation of a variable that is a node of a pytree."""
         del variable
         return None
@@ -129,7 +131,7 @@ class Adapter:
         del name
         return False
 
-    def roles_below(self, node: Any, parts: Sequence[Part]) -> dict[int, Role]:
+    def roles_below(self, node: Any, parts: "Sequence[Part]") -> "dict[int, Role]":
         """Returns the roles that a node gives variables that it holds, by `id`."""
         del node, parts
         return {}
@@ -170,7 +172,7 @@ class Adapter:
         return []
 
     def summarize(
-        self, slots: Sequence[Slot], nodes: Iterable[Any]
+        self, slots: Sequence["Slot"], nodes: Iterable[Any]
     ) -> dict[Any, tuple[str, bool]]:
         """Returns rows for a table of a model's arrays, by the key of each slot.
 

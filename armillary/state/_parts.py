@@ -4,10 +4,13 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from armillary.state._slots import join
-
 Contents: TypeAlias = tuple[list[Any], list[Any]]
 """The names of places, and the values there."""
+
+
+def join(path: str, name: object) -> str:
+    """Returns the path of `name` below `path`."""
+    return f"{path}/{name}" if path else str(name)
 
 
 class Way(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary.errors import StateStructureError
+from armillary.state._parts import join
 from armillary.typing import PyTree
 
 _LEAF = jax.tree.structure(0)
@@ -405,11 +406,6 @@ def is_same_raw(a: Any, b: Any) -> bool:
     if not (isinstance(a, Held) and isinstance(b, Held)):
         return a is b
     return a.treedef == b.treedef and all(map(operator.is_, a.leaves, b.leaves))
-
-
-def join(path: str, name: object) -> str:
-    """Returns the path of `name` below `path`."""
-    return f"{path}/{name}" if path else str(name)
 
 
 def join_keys(path: str, keys: Iterable[Any]) -> str:
