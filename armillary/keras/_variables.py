@@ -169,6 +169,15 @@ class KerasAdapter(Adapter):
             map(id, node.non_trainable_variables), Role.BATCH_STATISTIC
         )
 
+    def explain_dtype(self, node: Any, compute: str) -> tuple[str, str] | None:
+        if not isinstance(node, sys.modules["keras"].Layer) or not node.weights:
+            return None
+        fix = (
+            f'For Keras, write `keras.config.set_dtype_policy("mixed_{compute}")` '
+            "before you make the model, and leave `precision` out."
+        )
+        return f"the policy {node.dtype_policy.name!r}", fix
+
     def may_be_missing(self, node: Any) -> bool:
         # The metrics that a model was compiled with.
         return type(node).__name__ == "CompileMetrics"

@@ -166,6 +166,13 @@ class Adapter:
         del kind, part
         return False
 
+    def explain_dtype(self, node: Any, compute: str) -> tuple[str, str] | None:
+        """Returns the reason why a layer has a dtype of its own, and what to write.
+
+        Returns `None` if the layer leaves its dtype open, or computes in `compute`.
+        """
+        del node, compute
+
     def draw_counts(self, node: Any) -> list[Any]:
         """Returns the variables that count the draws of a dropout layer."""
         del node

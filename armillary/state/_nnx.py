@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from armillary.state._adapters import Adapter, NodePart
 from armillary.state._holders import ATTRIBUTES, METADATA, part_of
@@ -226,6 +227,27 @@ class NnxAdapter(Adapter):
         if not isinstance(node, nnx.Dropout) or not node.rngs:
             return []
         return [node.rngs.count]
+
+    def explain_dtype(self, node: Any, compute: str) -> tuple[str, str] | None:
+        from flax import nnx
+
+        values = vars(node)
+        dtype = values.get("dtype")
+        # An embedding always has the dtype of its table, and multiplies nothing.
+        is_open = dtype is None or isinstance(node, nnx.Embed)
+        if is_open or jnp.dtype(dtype) == compute:
+            return None
+        # Others, such as a normalization, compute no products.
+        has_matrix = any(
+            isinstance(value, nnx.Param)
+            and getattr(self.value_of(value), "ndim", 0) > 1
+            for value in values.values()
+        )
+        fix = (
+            "Leave `dtype` out there. To keep a layer in float32, write `precision="
+            '"highest"` instead of its `dtype`.'
+        )
+        return (f"`dtype={jnp.dtype(dtype).name}`", fix) if has_matrix else None
 
     def summarize(
         self, slots: Sequence[Slot], nodes: Iterable[Any]

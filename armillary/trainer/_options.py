@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
+from armillary.xla._precision import parse_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class LoopOptions:
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
     max_shapes: int = 1
+    precision: str | None = None
     # Options that only trainers have are off here.
     on_non_finite: str | None = field(default=None, init=False, repr=False)
     check_replicas_every: int | None = field(default=None, init=False, repr=False)
@@ -34,6 +36,19 @@ class LoopOptions:
         if (options := self.compiler_options) is not None:
             fix = 'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.'
             check_instance("compiler_options", options, Mapping, fix)
+        if self.precision is not None:
+            parse_precision(self.precision)
+            if not self.compile_step:
+                raise ValueError(
+                    f"`compile_step` is False, but `precision` is {self.precision!r}, "
+                    "which changes compiled steps. Leave one of them out."
+                )
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """The dtype of products in a step; `None` if they keep their dtypes."""
+        dtype = None if self.precision is None else parse_precision(self.precision)
+        return None if dtype == "float32" else dtype
 
     @property
     def hooks_in_program(self) -> bool | None:
@@ -73,6 +88,11 @@ class StandardTrainerOptions(LoopOptions):
             examples does not count. One program is compiled for each shape, when it
             appears first. More shapes are a `RetraceError`. Only consecutive steps with
             batches of one shape are one device program; results do not depend on that.
+        precision: Mixed precision. With `"bf16"`, matrix products and convolutions of
+            the step compute in bfloat16, and add up in float32. All other operations
+            keep float32, and so do parameters, gradients, losses and the optimizer.
+            The long form is `"params=f32,compute=bf16,output=f32"`. `"f16"` needs loss
+            scaling (`docs/recipes/mixed_precision.md`).
         on_non_finite: The reaction to a step after which an array of the state has more
             values that are infinite or not a number than before. `"raise"` undoes the
             step, runs no further step, and raises `NonFiniteError`; state and data are
@@ -105,8 +125,9 @@ class StandardTrainerOptions(LoopOptions):
     counts it.
 
     Raises:
-        ValueError: If a number is below 1, or `on_non_finite` is not one of its values.
-            Also if steps that are not compiled are to be checked, or if
+        TypeError: If an option is of the wrong type.
+        ValueError: If a number is below 1, or `on_non_finite` or `precision` is not one
+            of its values. Also if steps that are not compiled are to be checked, or if
             `steps_per_chunk` is above 1 without `read_ahead`.
     """
 
@@ -142,7 +163,7 @@ class StandardTrainerOptions(LoopOptions):
 class StandardEvaluatorOptions(LoopOptions):
     """Options of a `StandardEvaluator`.
 
-    The options for compilation, chunks and shapes are the same as in
+    The options for compilation, chunks, shapes and precision are the same as in
     `StandardTrainerOptions`. With `steps_per_chunk=None`, a complete evaluation uses
     chunks of 20 steps.
 

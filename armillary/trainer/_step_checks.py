@@ -17,6 +17,7 @@ from armillary.state._adapters import (
 )
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
+from armillary.trainer._options import LoopOptions
 
 _RATES = {"learning_rate", "lr"}
 
@@ -123,3 +124,25 @@ def check_training(name: str, state: State, changed: Sequence[int]) -> None:
 
 def _list(state: State, indices: Sequence[int]) -> str:
     return list_lines((state.paths[i] for i in indices), most=10)
+
+
+def check_precision(name: str, state: State, options: LoopOptions) -> None:
+    """Raises if a layer has a dtype of its own, which `precision` cannot change."""
+    compute = options.compute_dtype
+    assert compute is not None
+    lines: list[str] = []
+    fixes: list[str] = []
+    for node in state.nodes:
+        adapter = node_adapter(type(node.value))
+        found = adapter and adapter.explain_dtype(node.value, compute)
+        if found:
+            reason, fix = found
+            lines.append(f"{node.path}: {reason}")
+            if fix not in fixes:
+                fixes.append(fix)
+    if lines:
+        raise ValueError(
+            f"`precision` is {options.precision!r}, but {counted(len(lines), 'layer')} "
+            f"that `{name}` reaches have a dtype of their own:\n"
+            f"{list_lines(lines, most=5)}\n{' '.join(fixes)}"
+        )

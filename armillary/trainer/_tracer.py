@@ -37,6 +37,7 @@ from armillary.trainer._program import Program
 from armillary.trainer._recorded_reads import recorded_reads
 from armillary.trainer._step_checks import (
     check_evaluation,
+    check_precision,
     check_training,
     warn_of_rates,
 )
@@ -44,6 +45,7 @@ from armillary.trainer._step_method import StepMethod
 from armillary.trainer._work import Work, measure_work
 from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
+from armillary.xla._precision import compute_in
 
 _MAX_BATCHES_PER_STEP = 64
 
@@ -208,6 +210,8 @@ class StepPrograms(Programs[Program]):
                 "library calls the step again until the data ends."
             ) from None
 
+        if method.options.compute_dtype is not None:
+            step = self._with_precision(step, flat)
         warn_of_rates(flat.state)
         drops_results = bool(returned) and not method.keep_results
         if drops_results and not self._has_warned_of_results:
@@ -215,6 +219,21 @@ class StepPrograms(Programs[Program]):
             self._warn_of_results()
         check_taken(method.name, taken)
         return _Trace(step, tuple(taken))
+
+    def _with_precision(self, step: TracedStep, flat: FlatState) -> TracedStep:
+        """Returns a step whose products compute in the dtype of the options."""
+        name = self._method.name
+        options = self._method.options
+        assert options.compute_dtype is not None
+        check_precision(name, flat.state, options)
+        edited = compute_in(step.program, options.compute_dtype, flat.platform)
+        if edited.num_products == 0:
+            raise ValueError(
+                f"`precision` is {options.precision!r}, but `{name}` has no product of "
+                "float32 matrices, so it would change nothing. Leave `precision` out, "
+                "or the `dtype` and the `precision` of the layers."
+            )
+        return step.with_program(edited.program)
 
     def _warn_of_results(self) -> None:
         end = "`train_loop_end`"

@@ -38,6 +38,10 @@ class TracedStep(NamedTuple):
         num_changed = len(self.changed)
         return outputs[:num_changed], outputs[num_changed:]
 
+    def with_program(self, program: core.ClosedJaxpr) -> "TracedStep":
+        """Returns the step with a program of the same inputs and outputs."""
+        return self._replace(program=program, fingerprint=Fingerprint(program))
+
     @property
     def result_types(self) -> list[Any]:
         """Shapes and dtypes of the arrays among the results."""
