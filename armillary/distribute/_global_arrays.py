@@ -126,7 +126,19 @@ def with_auto_axes(leaf: Any) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return leaf
     auto = make_auto_mesh(mesh.devices, mesh.axis_names)
-    return jax.device_put(leaf, NamedSharding(auto, sharding.spec))
+    kind = sharding.memory_kind
+    return jax.device_put(leaf, NamedSharding(auto, sharding.spec, memory_kind=kind))
+
+
+PINNED_HOST = "pinned_host"
+"""The memory of the host from which devices copy directly, as JAX names it."""
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns whether a user has put an array into the memory of the host."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return False
+    return leaf.sharding.memory_kind == PINNED_HOST
 
 
 def is_divided(leaf: Any) -> bool:

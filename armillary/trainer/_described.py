@@ -14,7 +14,7 @@ from armillary.data._layout import BatchLayout, first_replicas
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.data.feed._split import count_rows
-from armillary.distribute._global_arrays import everywhere
+from armillary.distribute._global_arrays import PINNED_HOST, everywhere
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.strategies._layouts import SingleLayout
 from armillary.trainer._datasets import distribute, flatten_datasets
@@ -170,4 +170,5 @@ def _count_held(types: PyTree) -> int:
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(types)
+        if leaf.sharding.memory_kind != PINNED_HOST
     )

@@ -36,7 +36,7 @@ def run_eagerly(
         state = State([(method.owner, "")])
         flat = FlatState(state, method.strategy)
         every = tuple(range(len(state.paths)))
-        state.write(flat.join(every, *flat.take(every)))
+        state.write(flat.bring(flat.join(every, *flat.take(every))))
         taken: list[list[Any]] = [[] for _ in feed.readers]
         pairs = zip(feed.readers, taken, strict=True)
         iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
@@ -50,6 +50,8 @@ def run_eagerly(
         except MoreBatches:
             feed.note_ends(with_rest=True)
             return
+        finally:
+            state.write(flat.send_back(every, state.read()))
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)
         FlatState(state, method.strategy).settle(())

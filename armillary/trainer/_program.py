@@ -195,10 +195,12 @@ class Program:
     def _one_step(
         self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
     ) -> tuple[list[Any], list[Any], Any]:
+        slots = self._flat.bring(slots)
         new, results = self.step.call(slots, self.batches(chunk, index))
         if self._guard is not None:
             old = [slots[i] for i in self.step.changed]
             new, health = self._guard.check(old, new, health)
+        new = self._flat.send_back(self.step.changed, new)
         return new, results if self._keep_results else [], health
 
     def _run(
@@ -254,7 +256,7 @@ class Program:
         def body(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             changed, outputs = carry
             now = _replace(slots, self.changed, changed)
-            now, _ = _call_if(has_hooks, hooks.begin, now)
+            now, _ = self._call_if(has_hooks, hooks.begin, now)
 
             first = inputs.start + number * size
             of_step = [now[i] for i in self.step.changed]
@@ -262,7 +264,7 @@ class Program:
             end = self._run_steps(now, inputs.chunk, begin, first + size)
             now = _replace(now, self.step.changed, end.changed)
 
-            now, values = _call_if(has_hooks, hooks.end, now)
+            now, values = self._call_if(has_hooks, hooks.end, now)
             changed = [now[i] for i in self.changed]
             return changed, _put(outputs, values, number)
 
@@ -271,6 +273,22 @@ class Program:
         if self.most_loops == 1:  # because XLA compiles a nested loop more slowly
             return body(0, (changed, outputs))
         return jax.lax.fori_loop(0, count, body, (changed, outputs))
+
+    def _call_if(
+        self, is_due: Any, hook: TracedStep, slots: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the slots after a hook and its results; zeros if it is not due."""
+
+        def call() -> tuple[list[Any], list[Any]]:
+            new, results = hook.call(self._flat.bring(slots), [])
+            return self._flat.send_back(hook.changed, new), results
+
+        def skip() -> tuple[list[Any], list[Any]]:
+            zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
+            return [slots[i] for i in hook.changed], zeros
+
+        new, results = jax.lax.cond(is_due, call, skip)
+        return _replace(slots, hook.changed, new), results
 
 
 def _count_room(hooks: Hooks) -> int:
@@ -298,19 +316,6 @@ def _replace(slots: Sequence[Any], indices: Sequence[int], values: Any) -> list[
     for index, value in zip(indices, values, strict=True):
         now[index] = value
     return now
-
-
-def _call_if(
-    is_due: Any, hook: TracedStep, slots: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Returns the slots after a hook and its results; zeros if it is not due."""
-
-    def skip() -> tuple[list[Any], list[Any]]:
-        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
-        return [slots[i] for i in hook.changed], zeros
-
-    new, results = jax.lax.cond(is_due, lambda: hook.call(slots, []), skip)
-    return _replace(slots, hook.changed, new), results
 
 
 def take_batches(

@@ -12,6 +12,7 @@ import jax
 
 from armillary._logging import logger
 from armillary.data.feed._chunks import Chunk
+from armillary.distribute._global_arrays import is_on_host
 from armillary.distribute._strategy import Strategy
 from armillary.xla._flops import count_model_flops
 
@@ -129,5 +130,7 @@ def measure_footprint(
 
 def _count_bytes(array: jax.Array) -> int:
     """Returns the bytes of an array on each device."""
+    if is_on_host(array):
+        return 0
     shape = array.sharding.shard_shape(array.shape)
     return math.prod(shape) * array.dtype.itemsize

@@ -1,5 +1,8 @@
 """Holds a state as one flat list of arrays, on the devices that a strategy uses.
 
+A user may keep arrays in the memory of the host (`pinned_host`), such as the state of
+an optimizer. They stay there between steps, and each step moves them to its devices.
+
 A program may donate only arrays that come from our own programs, or that
 `strategy.make` has made. All other arrays are copied first, so no array that a user has
 made is deleted. Scalars are never donated.
@@ -15,9 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.sharding import NamedSharding
 
 from armillary.distribute._dispatch import uninterrupted
-from armillary.distribute._global_arrays import as_global, is_key
+from armillary.distribute._global_arrays import (
+    PINNED_HOST,
+    as_global,
+    is_key,
+    is_on_host,
+)
 from armillary.distribute._new_arrays import is_new
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same
@@ -110,7 +119,11 @@ class FlatState:
 
         # Some strategies keep arrays elsewhere between programs, such as on the host.
         placement = strategy.placement
-        self._shardings = list(placement.state_shardings(state))
+        self._in_step = list(placement.state_shardings(state))
+        self._shardings = list(self._in_step)
+        self._on_host: list[int] = []
+        if placement.home is None:
+            self._keep_on_host(state.read())
         self._homes = [placement.home or sharding for sharding in self._shardings]
         self._moves = self._homes != self._shardings
 
@@ -123,6 +136,17 @@ class FlatState:
         # The values in the places, and the places whose values are not in `arrays`.
         self._held = self._read()
         self._stale = set(range(len(self._places)))
+
+    def _keep_on_host(self, leaves: Sequence[Any]) -> None:
+        """Finds the arrays that the user keeps in the memory of the host.
+
+        Programs take and return them there, and a step moves them to the devices.
+        """
+        for i, leaf in enumerate(leaves):
+            if is_on_host(leaf):
+                self._on_host.append(i)
+                sharding = self._in_step[i] or leaf.sharding
+                self._shardings[i] = sharding.with_memory_kind(PINNED_HOST)
 
     def rebind(self, state: State) -> None:
         """Continues with the values that a new search for the same places has found."""
@@ -189,7 +213,18 @@ class FlatState:
             expected = self.types[i]
             if array.shape != expected.shape or array.dtype != expected.dtype:
                 return False
-        return True
+        return not self._may_keep(arrays)
+
+    def serves(self, state: State) -> bool:
+        """Returns whether programs for this state are also correct for another one."""
+        is_alike = state.signature() == self.signature
+        return is_alike and not self._may_keep(enumerate(state.read()))
+
+    def _may_keep(self, arrays: Iterable[tuple[int, Any]]) -> bool:
+        """Returns whether the user has moved one of some arrays to the host."""
+        if self.strategy.placement.home is not None:
+            return False
+        return any(is_on_host(leaf) and i not in self._on_host for i, leaf in arrays)
 
     @contextlib.contextmanager
     def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
@@ -248,12 +283,30 @@ class FlatState:
 
     @property
     def all_shardings(self) -> Sequence[Any]:
-        """The sharding of each array in programs; `None` for any device."""
-        return self._shardings
+        """The sharding of each array in a step; `None` for any device."""
+        return self._in_step
 
     def shardings(self, indices: Sequence[int]) -> list[Any]:
-        """Returns the shardings of arrays in programs; `None` for any device."""
+        """Returns the shardings of outputs of programs; `None` for any device."""
         return [self._shardings[i] for i in indices]
+
+    def bring(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns all arrays in the memory of the devices, for a step."""
+        brought = list(arrays)
+        for i in self._on_host:
+            brought[i] = _move(brought[i], self._in_step[i], jax.memory.Space.Device)
+        return brought
+
+    def send_back(self, indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+        """Returns the arrays with these indices in their memory, after a step."""
+        if not self._on_host:
+            return list(arrays)
+        sent: list[Any] = []
+        for i, array in zip(indices, arrays, strict=True):
+            is_kept = i in self._on_host
+            space = jax.memory.Space.Host
+            sent.append(_move(array, self._shardings[i], space) if is_kept else array)
+        return sent
 
     def types_to_take(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         """Returns the result of `take` as shapes and shardings; nothing is placed."""
@@ -382,6 +435,14 @@ class FlatState:
         for i in moved:
             arrays[i] = arrays[i].copy()
         return moved
+
+
+def _move(array: Any, sharding: Any, space: Any) -> Any:
+    """Moves an array to another memory of its devices."""
+    # XLA divides a moved array only as its sharding says. On a single device, JAX takes
+    # no sharding here in a program.
+    is_named = isinstance(sharding, NamedSharding)
+    return jax.device_put(array, sharding if is_named else space)
 
 
 def _put(

@@ -85,7 +85,8 @@ class FunctionProgram:
             donated: Sequence[Any], others: Sequence[Any], arrays: list[Any]
         ) -> Any:
             slots = flat.join(step.changed, donated, others)
-            new, results = step.call(slots, arrays)
+            new, results = step.call(flat.bring(slots), arrays)
+            new = flat.send_back(step.changed, new)
             # The last result is a token: it is ready when the program has ended.
             return new, results, jnp.zeros(())
 

@@ -54,7 +54,7 @@ class Programs(Generic[P]):
         flat = self.flat
         # The signature that `flat` had when it was made: the structure of its slots may
         # have changed since then.
-        if flat is None or state.signature() != flat.signature:
+        if flat is None or not flat.serves(state):
             self.current.clear()
             self.doubted.clear()
             self.flat = FlatState(state, self._strategy)
