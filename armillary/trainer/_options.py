@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
 from armillary.xla._precision import parse_precision
+from armillary.xla._remat import Remat, find_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class LoopOptions:
     check_replicas_every: int | None = field(default=None, init=False, repr=False)
     compile_hooks: bool | None = field(default=False, init=False, repr=False)
     accumulate_steps: int = field(default=1, init=False, repr=False)
+    remat: Remat | None = field(default=None, init=False, repr=False)
     read_ahead: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,11 @@ class StandardTrainerOptions(LoopOptions):
             There is one update. The gradients, summed over replicas once, equal the
             gradients of the whole batch. The examples of a replica must be a multiple
             of this number.
+        remat: Rematerialization (activation checkpointing), which saves memory: the
+            values that `armillary.value_and_grad` keeps for the backward pass. All
+            others are computed again. `"dots_saveable"` keeps the results of products,
+            and `"full"` only the inputs of parts of the model (`docs/train/remat.md`).
+            It may be any policy of `jax.checkpoint_policies`.
         read_ahead: Whether batches may be read while earlier steps run. If `False`,
             each batch is read right before its step, in the thread that trains, with
             the state after the previous step. Use this for data that depends on the
@@ -126,15 +133,17 @@ class StandardTrainerOptions(LoopOptions):
 
     Raises:
         TypeError: If an option is of the wrong type.
-        ValueError: If a number is below 1, or `on_non_finite` or `precision` is not one
-            of its values. Also if steps that are not compiled are to be checked, or if
-            `steps_per_chunk` is above 1 without `read_ahead`.
+        ValueError: If a number is below 1, or `on_non_finite`, `precision` or `remat`
+            is not one of its values. Also if steps that are not compiled are to be
+            checked, or have a `precision`, or if `steps_per_chunk` is above 1 without
+            `read_ahead`.
     """
 
     on_non_finite: Literal["raise", "skip"] | None = None
     check_replicas_every: int | None = None
     compile_hooks: bool | None = None
     accumulate_steps: int = 1
+    remat: Remat | None = None
     read_ahead: bool = True
 
     def __post_init__(self) -> None:
@@ -148,6 +157,8 @@ class StandardTrainerOptions(LoopOptions):
             )
         check_one_of("on_non_finite", self.on_non_finite, (None, "raise", "skip"))
         check_positive_int("accumulate_steps", self.accumulate_steps)
+        if self.remat is not None:
+            find_policy(self.remat)
         check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
         if self.check_replicas_every is not None:
             check_positive_int("check_replicas_every", self.check_replicas_every)

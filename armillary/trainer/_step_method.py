@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.replica._gradient import accumulating
+from armillary.distribute.replica._gradient import differentiating
 from armillary.trainer._no_data import NoBatches, takes
 from armillary.trainer._options import LoopOptions
 from armillary.typing import PyTree
@@ -26,7 +26,8 @@ class StepMethod(NamedTuple):
         if iterators is None:
             argument = "eval_dataset" if self.is_evaluation else "train_dataset"
             iterators = NoBatches(argument, self.name)
-        with accumulating(self.options.accumulate_steps, self.name):
+        options = self.options
+        with differentiating(options.accumulate_steps, options.remat, self.name):
             return self.fn(iterators)
 
     @property

@@ -157,6 +157,12 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "batches, use `optax.MultiSteps(optimizer, every_k_schedule=k)`. To "
                 "accumulate over parts of one batch, use `jax.lax.scan` in the step."
             )
+        if options is not None and options.remat is not None:
+            raise ValueError(
+                f"`remat` is {options.remat!r:.60}, but a pure step makes its "
+                "gradients itself. In the step, or around each layer, write `jax"
+                ".checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable)`."
+            )
         if not has_data(state):
             raise ValueError(
                 f"`state` is {state!r:.80}, which has no array, so no step could "

@@ -21,42 +21,59 @@ from armillary.errors import BatchSizeError, CapturedStateError
 from armillary.state._adapters import is_variable, node_adapter
 from armillary.state._lift import State, strong
 from armillary.typing import PyTree
+from armillary.xla._remat import Remat, find_policy, rematerialized
 
 
 @dataclasses.dataclass
-class _AccumulatingStep:
-    """A step that is being traced, and accumulates gradients.
+class _Step:
+    """A step that is being traced, and the options for its gradients.
 
     Attributes:
         count: The number of parts of its batch.
-        num_uses: The calls of `value_and_grad` so far that took a batch in parts.
+        remat: The policy of rematerialization, or `None`.
+        num_accumulated: The calls of `value_and_grad` so far that took a batch in
+            parts.
+        num_gradients: All calls of `value_and_grad` so far.
     """
 
     count: int
-    num_uses: int = 0
+    remat: Remat | None
+    num_accumulated: int = 0
+    num_gradients: int = 0
 
 
-class _Accumulation(threading.local):
+class _Gradients(threading.local):
     def __init__(self) -> None:
         # The steps of this thread, the innermost one last.
-        self.steps: list[_AccumulatingStep] = []
+        self.steps: list[_Step] = []
         # The number of parts of the batch whose loss is being computed.
         self.num_parts = 1
 
 
-_accumulation = _Accumulation()
+_gradients = _Gradients()
 
 
 @contextlib.contextmanager
-def accumulating(count: int, step_name: str) -> Iterator[None]:
-    """Makes a step accumulate gradients over `count` parts of its batch."""
-    step = _AccumulatingStep(count)
-    _accumulation.steps.append(step)
+def differentiating(count: int, remat: Remat | None, step_name: str) -> Iterator[None]:
+    """Gives the gradients of a step their options.
+
+    They are accumulated over `count` parts of its batch, and rematerialized by the
+    policy `remat`.
+    """
+    step = _Step(count, remat)
+    _gradients.steps.append(step)
     try:
         yield
     finally:
-        _accumulation.steps.pop()
-    if count > 1 and step.num_uses == 0:
+        _gradients.steps.pop()
+    if remat is not None and step.num_gradients == 0:
+        raise ValueError(
+            f"`remat` is {remat!r:.60}, but `{step_name}` makes no gradient with "
+            "`armillary.value_and_grad`, and the option changes no other gradient. "
+            "Write `armillary.value_and_grad(loss_fn, model)`, or leave `remat` out "
+            "and write `jax.checkpoint(loss_fn, policy=...)`."
+        )
+    if count > 1 and step.num_accumulated == 0:
         raise ValueError(
             f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
             "can be accumulated. Only `armillary.value_and_grad` accumulates, and not, "
@@ -67,7 +84,7 @@ def accumulating(count: int, step_name: str) -> Iterator[None]:
 
 def num_parts() -> int:
     """Returns the number of parts of the batch whose loss is being computed."""
-    return _accumulation.num_parts
+    return _gradients.num_parts
 
 
 @hides_frames
@@ -79,6 +96,7 @@ def value_and_grad(
     accumulate_steps: int | None = None,
     op: str | None = None,
     has_aux: bool = False,
+    remat: Remat | None = None,
 ) -> tuple[Any, Any]:
     """Returns a loss, and its gradients with respect to variables.
 
@@ -99,7 +117,7 @@ def value_and_grad(
     With `batch`, gradients can be accumulated: the parts of the batch are
     differentiated one after the other, which needs the memory of one part. The result
     is the loss and the gradients of this replica's whole share.
-    `docs/train/gradient_accumulation.md` has an example. If `loss_fn` writes to
+    `docs/train/gradient_gradients.md` has an example. If `loss_fn` writes to
     variables, it writes once for each part, in order.
 
     Accumulation is correct if the loss is a mean over examples, with or without
@@ -122,6 +140,8 @@ def value_and_grad(
         has_aux: Whether `loss_fn` returns a pair of the loss and something else, as in
             `jax.value_and_grad`. With several parts, that something must have a value
             for each example, and the values of all parts are joined.
+        remat: The values to keep for the backward pass, as in `StandardTrainerOptions`.
+            By default the value there.
 
     Returns:
         The result of `loss_fn`, and one gradient for each variable, in the order of
@@ -129,10 +149,11 @@ def value_and_grad(
         `nnx.value_and_grad` returns them.
 
     Raises:
-        TypeError: If `loss_fn` cannot be called, or one of `variables` is not a
-            variable.
+        TypeError: If `loss_fn` cannot be called, one of `variables` is not a variable,
+            or `remat` is neither a name nor a policy.
         ValueError: If `batch` is missing or has no such parts, `op` is neither `"mean"`
-            nor `"sum"` or does not fit, or `loss_fn` cannot be accumulated.
+            nor `"sum"` or does not fit, `loss_fn` cannot be accumulated, or `remat` is
+            not a policy of JAX.
         CapturedStateError: If the trainer does not reach one of the variables.
     """
     check_callable("loss_fn", loss_fn)
@@ -140,6 +161,7 @@ def value_and_grad(
     fix = "Use `op` for a mean or a sum over examples, or leave it out."
     check_one_of("op", op, (None, "mean", "sum"), fix)
     count = _count_parts(batch, accumulate_steps)
+    policy = _find_policy(remat)
     wanted, treedef = _variables_of(variables)
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
     ranges = [_find_range(state, variable) for variable in wanted]
@@ -164,7 +186,8 @@ def value_and_grad(
         return loss, (aux, changed)
 
     def differentiate(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
-        compute_both = jax.value_and_grad(compute, has_aux=True)
+        kept = compute if policy is None else rematerialized(compute, policy)
+        compute_both = jax.value_and_grad(kept, has_aux=True)
         (loss, (aux, new)), gradients = compute_both(values, slots, part)
         return _LossAndGradients(loss, aux, new, gradients)
 
@@ -190,9 +213,10 @@ def value_and_grad(
 def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
     """Returns the number of parts to divide the batch into, and counts the call."""
     count = 1
-    if _accumulation.steps:
-        step = _accumulation.steps[-1]
-        step.num_uses += batch is not None
+    if _gradients.steps:
+        step = _gradients.steps[-1]
+        step.num_gradients += 1
+        step.num_accumulated += batch is not None
         count = step.count
     if accumulate_steps is not None:
         count = accumulate_steps
@@ -204,6 +228,13 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
             "loss_fn, variables, batch=batch, ...)`."
         )
     return 1 if batch is None else count
+
+
+def _find_policy(remat: Remat | None) -> Callable[..., Any] | None:
+    """Returns the policy of a gradient, by default the policy of the step."""
+    if remat is None and _gradients.steps:
+        remat = _gradients.steps[-1].remat
+    return None if remat is None else find_policy(remat)
 
 
 def _variables_of(variables: Any) -> tuple[list[Any], Any]:
@@ -272,12 +303,12 @@ def _accumulate(
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
 
     def run(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
-        outer = _accumulation.num_parts
-        _accumulation.num_parts = count
+        outer = _gradients.num_parts
+        _gradients.num_parts = count
         try:
             return differentiate(slots, part)
         finally:
-            _accumulation.num_parts = outer
+            _gradients.num_parts = outer
 
     first = jax.tree.map(lambda rows: rows[0], parts)
     program, types = jax.make_jaxpr(run, return_shape=True)({}, first)
