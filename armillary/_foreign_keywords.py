@@ -139,7 +139,9 @@ ANSWERS = {
     "Controller.devices": _OF_THE_STRATEGY.format("MirroredStrategy(devices)"),
     "Controller.accelerator": _OF_THE_STRATEGY.format("MirroredStrategy()"),
     "Controller.num_nodes": _OF_THE_STRATEGY.format("MultiWorkerMirroredStrategy()"),
-    "Controller.precision": "Write `dtype=jnp.bfloat16` in the layers of the model.",
+    "Controller.precision": (
+        'The trainer takes it: `StandardTrainerOptions(precision="bf16")`.'
+    ),
     "Controller.verbose": "It is called `progress` here.",
     "Controller.enable_progress_bar": "It is called `progress` here.",
     "Controller.monitor": _KEEPS_BEST,

@@ -89,6 +89,31 @@ def test_four_replicas_are_one(problem, keras, case):
         assert evaluated == pytest.approx(expected, rel=1e-4)
 
 
+def make_scaled(keras):
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_loss_scale_that_overflows_shrinks_as_in_fit(problem, keras, num_replicas):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = problem.make_model(optimizer=make_scaled(keras))
+        fit(problem, model, 2)
+        with make_strategy(num_replicas).scope():
+            ours = problem.make_model(optimizer=make_scaled(keras))
+            data = make_data(problem, repeat=True)
+            trainer = armillary.keras.KerasTrainer(ours, data)
+            trainer.train(2 * STEPS)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    scales = [float(each.optimizer.dynamic_scale.value) for each in (model, ours)]
+    assert scales[0] == scales[1] < 2.0**20
+    for a, b in zip(problem.read(model), problem.read(ours), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
+
+
 def make_controller(problem, folder, strategy):
     with strategy.scope():
         model = problem.make_model()

@@ -155,3 +155,47 @@ def test_an_evaluation_that_changes_a_keras_model_is_refused(keras):
 
     with pytest.raises(StateStructureError, match=r"a Keras model with `training=Fal"):
         Evaluator().evaluate(1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_loss_scale_works_in_a_step_by_its_stateless_method(keras, num_replicas):
+    trainer = make_trainer(keras, num_replicas, LAYERS["dense"])
+    model = trainer.model
+    inner = keras.optimizers.Adam(1e-2)
+    scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**127)
+    scaled.build(model.trainable_variables)
+    trainer.optimizer = scaled
+
+    def train_step(iterator):
+        def step_fn(inputs, labels):
+            def loss_fn():
+                logits = model(inputs, training=True)
+                losses = trainer.loss_object(labels, logits) * 100
+                return scaled.scale_loss(armillary.compute_average_loss(losses))
+
+            variables = model.trainable_variables
+            _, gradients = armillary.value_and_grad(loss_fn, variables)
+            gradients = armillary.all_reduce("sum", gradients)
+            new, state = scaled.stateless_apply(
+                [each.value for each in scaled.variables],
+                gradients,
+                [each.value for each in variables],
+            )
+            values = [*new, *state]
+            for each, value in zip(
+                [*variables, *scaled.variables], values, strict=True
+            ):
+                each.assign(value)
+
+        trainer.strategy.run(step_fn, args=next(iterator))
+
+    trainer.train_step = train_step
+    before = read(model)
+    trainer.train(1)
+    for a, b in zip(before, read(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(scaled.dynamic_scale.value) == 2.0**126
+    trainer.train(NUM_STEPS * 3)
+    assert float(scaled.dynamic_scale.value) < 2.0**126
+    pairs = zip(before, read(model), strict=True)
+    assert not any(np.array_equal(a, b) for a, b in pairs)

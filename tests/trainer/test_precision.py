@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from jax.extend import core
 
@@ -23,6 +24,8 @@ DATA = {
     "y": RNG.normal(size=(64, 4)).astype("float32"),
 }
 WORDS = ["bf16", "bfloat16", "params=f32,compute=bf16,output=f32", "p=f32,c=bf16,o=f32"]
+A = jnp.asarray(RNG.normal(size=(8, 8)), "float32")
+V = A[0]
 BF16 = armillary.StandardTrainerOptions(precision="bf16")
 
 
@@ -186,16 +189,48 @@ def test_a_pure_step_takes_the_word_for_any_library(make):
     check_near(*outputs)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_float16_trains_with_a_dynamic_scale(num_replicas):
+    """Half precision overflows in the first steps, which change no parameter."""
+
+    def step(state, batch):
+        params, scale = state
+
+        def loss_fn(params):
+            return jnp.mean(
+                (jnp.tanh(batch["x"] @ params) @ A[:, :4] - batch["y"]) ** 2
+            )
+
+        gradient_fn = scale.value_and_grad(loss_fn, axis_name="replica")
+        scale, is_finite, loss, gradient = gradient_fn(params)
+        new = jnp.where(is_finite, params - 0.05 * gradient, params)
+        return (new, scale), {"loss": loss, "is_finite": is_finite}
+
+    params = jnp.full((8, 8), 0.1)
+    options = armillary.StandardTrainerOptions(precision="f16")
+    trainer = armillary.StepTrainer(
+        step,
+        (params, DynamicScale(scale=2.0**22)),
+        make_data(),
+        strategy=make_strategy(num_replicas),
+        options=options,
+    )
+    assert trainer.train(1)["is_finite"] == 0
+    np.testing.assert_array_equal(trainer.state[0], params)
+    assert trainer.state[1].scale == 2.0**21
+    outputs = [trainer.train(20) for _ in range(2)]
+    assert outputs[1]["is_finite"] == 1
+    assert outputs[1]["loss"] < outputs[0]["loss"]
+    assert trainer.state[1].scale < 2.0**21
+    assert trainer.state[0].dtype == "float32"
+
+
 def lower(fn, *arguments):
     """Returns the number of products that change, and the result after the change."""
     program = jax.make_jaxpr(fn)(*arguments)
     edited = compute_in(program, "bfloat16", "cpu")
     results = jax.jit(core.jaxpr_as_fun(edited.program))(*arguments)
     return edited.num_products, results[0]
-
-
-A = jnp.asarray(RNG.normal(size=(8, 8)), "float32")
-V = A[0]
 
 
 multiply_by_jvp = jax.custom_jvp(jnp.matmul)
@@ -383,9 +418,7 @@ def test_float32_changes_nothing():
     assert trainer.train(5)["loss"] == whole.train(5)["loss"]
 
 
-def test_the_policy_of_keras_is_named():
-    keras = pytest.importorskip("keras")
-    jax.config.update("jax_numpy_rank_promotion", "allow")
+def test_the_policy_of_keras_is_named(keras):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     model.compile("adam", "mse")
     data = from_arrays((DATA["x"], DATA["y"]), batch_size=16)

@@ -117,7 +117,7 @@ def value_and_grad(
     With `batch`, gradients can be accumulated: the parts of the batch are
     differentiated one after the other, which needs the memory of one part. The result
     is the loss and the gradients of this replica's whole share.
-    `docs/train/gradient_gradients.md` has an example. If `loss_fn` writes to
+    `docs/train/gradient_accumulation.md` has an example. If `loss_fn` writes to
     variables, it writes once for each part, in order.
 
     Accumulation is correct if the loss is a mean over examples, with or without
