@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 from pathlib import Path
 
 import jax
@@ -87,6 +88,8 @@ def test_python_blocks_run_and_print_what_the_page_shows(
 ):
     if name_of(path) in NEEDED:
         pytest.importorskip(NEEDED[name_of(path)])
+        # Qwix 0.1.8 calls methods of Flax that a later release will not have.
+        warnings.simplefilter("ignore", DeprecationWarning)
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO, logger="armillary")
     namespace: dict[str, object] = {"__name__": "document"}
