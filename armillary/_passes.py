@@ -10,6 +10,7 @@ from typing import Any
 
 _TRANSPOSED = "transpose("
 _REPEATED = "rematted_computation"
+_DIFFERENTIATED = "jvp("
 
 
 class Pass(enum.Enum):
@@ -36,6 +37,12 @@ def _find_pass(stack: str) -> Pass | None:
         elif is_outside and _REPEATED in part:
             found = Pass.FORWARD
     return found
+
+
+def is_differentiated(equation: Any) -> bool:
+    """Returns whether a name stack says that JAX differentiates an equation."""
+    stack = str(equation.source_info.name_stack)
+    return _DIFFERENTIATED in stack or _TRANSPOSED in stack
 
 
 def is_repeated(equation: Any) -> bool:

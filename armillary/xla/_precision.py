@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from armillary._jaxpr import IDENTITIES, Dataflow, programs_in
+from armillary._dataflow import Dataflow
+from armillary._jaxpr import IDENTITIES, programs_in
+from armillary._passes import is_differentiated
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -150,19 +152,13 @@ class _FindUpdates(Dataflow[bool]):
             return None
         name = equation.primitive.name
         if any(operands):
-            if name in _PRODUCTS and not self._is_differentiated(equation):
+            around = (equation, *self.within)
+            if name in _PRODUCTS and not any(map(is_differentiated, around)):
                 self.found.add(id(equation))
             is_same = name in IDENTITIES and len(operands) == len(equation.outvars)
             return operands if is_same else None
         is_gradient = self.is_backward(equation)
         return [True] * len(equation.outvars) if is_gradient else None
-
-    def _is_differentiated(self, equation: Any) -> bool:
-        for each in (equation, *self.within):
-            stack = str(each.source_info.name_stack)
-            if "jvp(" in stack or "transpose(" in stack:
-                return True
-        return False
 
 
 class _Dtype:
