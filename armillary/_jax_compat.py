@@ -19,6 +19,9 @@ try:
 except ImportError:  # JAX 0.8 and 0.9
     from jax.core import get_opaque_trace_state as _get_opaque_trace_state
 
+PROGRAMS_MOVE_MEMORY = jax.__version_info__ >= (0, 10, 2)
+"""True if a program on any devices can move arrays to the memory of the host."""
+
 XLA_LIMITS_PROGRAMS = jax.__version_info__ >= (0, 9, 2)
 """True if XLA has `xla_gpu_execution_terminate_timeout`; unknown flags are fatal."""
 

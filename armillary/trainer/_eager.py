@@ -51,7 +51,7 @@ def run_eagerly(
             feed.note_ends(with_rest=True)
             return
         finally:
-            state.write(flat.send_back(every, state.read()))
+            state.write(flat.at_home(state.read()))
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)
         FlatState(state, method.strategy).settle(())

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
+from armillary._jax_compat import PROGRAMS_MOVE_MEMORY
 from armillary.distribute._dispatch import uninterrupted
 from armillary.distribute._global_arrays import (
     PINNED_HOST,
@@ -121,11 +122,16 @@ class FlatState:
         placement = strategy.placement
         self._in_step = list(placement.state_shardings(state))
         self._shardings = list(self._in_step)
+        self._homes = [placement.home or sharding for sharding in self._shardings]
+        # Arrays that the user keeps in the memory of the host.
+        self._kept: set[int] = set()
+        # Among these, the arrays that programs take and return there.
         self._on_host: list[int] = []
         if placement.home is None:
             self._keep_on_host(state.read())
-        self._homes = [placement.home or sharding for sharding in self._shardings]
-        self._moves = self._homes != self._shardings
+        pairs = zip(self._homes, self._shardings, strict=True)
+        self._is_moved = [home != sharding for home, sharding in pairs]
+        self._moves = any(self._is_moved)
 
         self._use = _Use((), self.types)
         # Whether `arrays` are newer than the slots.
@@ -140,13 +146,20 @@ class FlatState:
     def _keep_on_host(self, leaves: Sequence[Any]) -> None:
         """Finds the arrays that the user keeps in the memory of the host.
 
-        Programs take and return them there, and a step moves them to the devices.
+        Programs take and return them there, and a step moves them to the devices. With
+        an earlier release of JAX, they are moved before and after a program.
         """
         for i, leaf in enumerate(leaves):
-            if is_on_host(leaf):
+            if not is_on_host(leaf):
+                continue
+            self._kept.add(i)
+            sharding = self._in_step[i] or leaf.sharding
+            self._homes[i] = sharding.with_memory_kind(PINNED_HOST)
+            if PROGRAMS_MOVE_MEMORY:
                 self._on_host.append(i)
-                sharding = self._in_step[i] or leaf.sharding
-                self._shardings[i] = sharding.with_memory_kind(PINNED_HOST)
+                self._shardings[i] = self._homes[i]
+            else:
+                self._shardings[i] = sharding.with_memory_kind("device")
 
     def rebind(self, state: State) -> None:
         """Continues with the values that a new search for the same places has found."""
@@ -224,7 +237,7 @@ class FlatState:
         """Returns whether the user has moved one of some arrays to the host."""
         if self.strategy.placement.home is not None:
             return False
-        return any(is_on_host(leaf) and i not in self._on_host for i, leaf in arrays)
+        return any(is_on_host(leaf) and i not in self._kept for i, leaf in arrays)
 
     @contextlib.contextmanager
     def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
@@ -243,7 +256,7 @@ class FlatState:
         if not self._moves:
             return donated, others
         # Copies, because a move may share memory with the array that stays at home.
-        copies = [True] * len(donated)
+        copies = use.pick_donated(self._is_moved)
         donated = _put(donated, use.pick_donated(self._shardings), copies)
         others = _put(others, use.pick_others(self._shardings))
         return donated, others
@@ -270,7 +283,7 @@ class FlatState:
             # A new trace may change an array that the last program only read, so it may
             # be the user's own.
             if self.arrays[i] is not None:
-                self.arrays[i] = self.arrays[i].copy()
+                [self.arrays[i]] = _copy([self.arrays[i]])
 
     def join(
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
@@ -296,6 +309,13 @@ class FlatState:
         for i in self._on_host:
             brought[i] = _move(brought[i], self._in_step[i], jax.memory.Space.Device)
         return brought
+
+    def at_home(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns all arrays in their memory, outside of a program."""
+        homes = [
+            home if i in self._kept else None for i, home in enumerate(self._homes)
+        ]
+        return _put(arrays, homes)
 
     def send_back(self, indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays with these indices in their memory, after a step."""
@@ -427,13 +447,13 @@ class FlatState:
             own.clear()
             for i in use.donated:
                 if id(arrays[i]) in own:
-                    arrays[i] = arrays[i].copy()
+                    [arrays[i]] = _copy([arrays[i]])
                 own.add(id(arrays[i]))
         if own.isdisjoint(map(id, use.pick_others(arrays))):
             return set()  # the usual case
         moved = {i for i in use.others if id(arrays[i]) in own}
         for i in moved:
-            arrays[i] = arrays[i].copy()
+            [arrays[i]] = _copy([arrays[i]])
         return moved
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import list_lines
+from armillary.distribute._global_arrays import is_on_host
 from armillary.distribute.replica._context import get_replica_context
 from armillary.errors import StateStructureError
 from armillary.state import _equinox
@@ -93,6 +94,8 @@ def _own(leaf: Leaf) -> Any:
         return value
     if is_leaf_variable(value):
         value = value_of(value)
+    if is_on_host(value):
+        return jax.device_put(value, value.sharding, may_alias=False)
     try:
         return jnp.array(value)
     except (OverflowError, TypeError) as error:
