@@ -14,6 +14,7 @@ from jax.extend import core
 
 from armillary._checks import list_lines
 from armillary._jaxpr import VALUE_ERRORS, call_program
+from armillary._planned import is_planning
 from armillary.distribute._global_arrays import with_auto_axes
 from armillary.distribute._new_arrays import note_new
 from armillary.errors import StateStructureError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 T = TypeVar("T")
+
+_MOST_BYTES = 2**28  # of temporaries, for the scalars of a plan
 
 
 def make_in_place(
@@ -66,12 +69,17 @@ def make_in_place(
             raise
         _check_places(made, fn)
         roots = [(fn, ""), (args, ""), (kwargs, "")]
+        # In a plan, too, an annotation or a rule that does not fit is an error.
         shardings = _choose_shardings(strategy, made, (holder, ""), roots)
-        arrays, after = _build(strategy, program, before, shardings)
+        if is_planning():
+            arrays, after = _describe(program, before, len(shardings))
+        else:
+            arrays, after = _build(strategy, program, before, shardings)
 
     outside_now = list(before)
     for i, value in zip(changed, after, strict=True):
-        outside_now[i] = jax.device_put(value, before[i].sharding)
+        is_type = isinstance(value, jax.ShapeDtypeStruct)
+        outside_now[i] = value if is_type else jax.device_put(value, before[i].sharding)
     outside.write(outside_now, set(changed))
     made.write(arrays)
     made.move_new(outside)
@@ -136,6 +144,44 @@ def _build(
         arrays = jax.device_put(arrays, home)
     note_new(arrays)
     return arrays, after
+
+
+def _describe(
+    program: core.ClosedJaxpr, before: list[Any], num_made: int
+) -> tuple[list[Any], list[Any]]:
+    """Returns the types of the arrays that a constructor makes, for a plan.
+
+    Scalars have their values, because a program may read a counter or a rate.
+    """
+    types: list[Any] = [
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in program.out_avals
+    ]
+    scalars = [i for i, kind in enumerate(types) if not kind.shape]
+    has_inputs = not any(isinstance(each, jax.ShapeDtypeStruct) for each in before)
+    if scalars and has_inputs:
+        values = _compute_some(program, before, scalars)
+        for i, value in zip(scalars, values, strict=False):
+            types[i] = value
+    return types[:num_made], types[num_made:]
+
+
+def _compute_some(
+    program: core.ClosedJaxpr, inputs: list[Any], numbers: list[int]
+) -> list[jax.Array]:
+    """Returns some results of a program; nothing if they need much memory.
+
+    XLA removes the operations that the other results need.
+    """
+
+    def run(inputs: list[Any]) -> list[Any]:
+        outputs = call_program(program, inputs, "make")
+        return [outputs[i] for i in numbers]
+
+    compiled = jax.jit(run).lower(inputs).compile()
+    memory = compiled.memory_analysis()
+    if memory is not None and memory.temp_size_in_bytes > _MOST_BYTES:
+        return []
+    return compiled(inputs)
 
 
 def _bring(strategy: "Strategy", value: Any) -> Any:

@@ -110,18 +110,17 @@ class Placed(OfOneProcess):
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Makes this strategy trace programs for devices that are not present.
 
-        The context manager gives the mesh of these devices.
+        The context manager gives the mesh of these devices. In a job of several
+        processes, each process may make the same plan, and needs no other process.
 
         Raises:
-            ValueError: If the strategy is for one device or spans several processes.
+            ValueError: If the strategy is for one device.
         """
         present = self.placement
-        if present.mesh is None or not present.peers.is_alone:
-            where = "one device" if present.mesh is None else "several processes"
+        if present.mesh is None:
             raise ValueError(
-                f"The strategy is {self!r}, which is for {where}. Plan with "
-                "`armillary.MirroredStrategy()` in one process, for any number of "
-                "devices."
+                f"The strategy is {self!r}, which is for one device. Plan with "
+                "`armillary.MirroredStrategy()`, for any number of devices."
             )
         self.placement = present.abstract(num_devices, platform)
         try:

@@ -4,8 +4,8 @@ A strategy decides how a step runs. Its placement says on which devices that hap
 plan for devices that are not present, a strategy gets another placement for a while.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from jax.sharding import PartitionSpec, Sharding
@@ -38,11 +38,13 @@ class Placement:
         layout: The place of the batches of a distributed dataset.
         mesh: The devices, a `Mesh` or an `AbstractMesh`; `None` for a single device.
         home: The place of state between programs; `None` if programs leave it in place.
+        dcn: The number of groups of devices along each axis that has slow links.
     """
 
     layout: BatchLayout
     mesh: Any = None
     home: Sharding | None = None
+    dcn: Mapping[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def platform(self) -> str:

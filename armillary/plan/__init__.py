@@ -7,7 +7,9 @@ devices exchange. See `docs/devices/plan.md`.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.plan._costs import Collective
-from armillary.plan._plan import Memory, Plan, plan
+from armillary.plan._peak import Tensor
+from armillary.plan._plan import plan
+from armillary.plan._record import Memory, Plan, Variant
 from armillary.plan._targets import Target, find_target
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "Memory",
     "Plan",
     "Target",
+    "Tensor",
+    "Variant",
     "find_target",
     "plan",
 ]

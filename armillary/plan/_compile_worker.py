@@ -4,14 +4,17 @@ It is a separate program, because the compilers for TPUs and GPUs make `import j
 and write to the terminal. It writes the answer next to the request::
 
     python _compile_worker.py FOLDER  # request.json, program.bin -> answer.json, hlo
+
+It also writes XLA's reports on memory, as `peak.txt`.
 """
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +25,137 @@ WITHOUT_DEVICE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": Fal
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     platform = request["platform"]
-    name = request["topology"]
-    details = {}
     options = request["compiler_options"]
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # XLA reads its flags when it begins, and writes its reports into this folder.
+    dump = folder / "dump"
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
     if platform == "cuda":
-        details = {"target_config": request["config"], "topology": name}
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     import jax
-    from jax.experimental import mesh_utils, topologies
 
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", request["num_devices"])
     jax.devices("cpu")  # This loads the plugins for other platforms too.
     if platform == "cuda":
         options = {**find_known(WITHOUT_DEVICE), **options}
-    topology = topologies.get_topology_desc(
-        platform=platform, topology_name=name, **details
-    )
-    if len(topology.devices) != request["num_devices"]:
-        raise ValueError(f"The topology has {len(topology.devices)} devices.")
-    shape = tuple(request["mesh_shape"])
-    # An axis of the mesh may be a part of an axis of the torus, such as 2 of 16.
-    devices = mesh_utils.create_device_mesh(
-        shape, list(topology.devices), allow_split_physical_axes=len(shape) > 1
-    )
+    found = find_devices(request)
+    if len(found) != request["num_devices"]:
+        raise ValueError(f"The topology has {len(found)} devices.")
+    devices, islands = arrange(found, request)
     mesh = jax.sharding.Mesh(devices, tuple(request["mesh_axes"]))
     began = time.perf_counter()
     program = (folder / "program.bin").read_bytes()
     compiled = compile_exported(program, mesh, platform, options)
     seconds = time.perf_counter() - began
     (folder / "hlo.txt").write_text(compiled.as_text())
-    found = compiled.memory_analysis()
+    (folder / "peak.txt").write_text(read_report(dump))
+    analysis = compiled.memory_analysis()
     memory = {
-        "arguments": found.argument_size_in_bytes,
-        "donated": found.alias_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "code": found.generated_code_size_in_bytes,
+        "arguments": analysis.argument_size_in_bytes,
+        "donated": analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "code": analysis.generated_code_size_in_bytes,
     }
-    answer = {"seconds": seconds, "memory": memory}
+    answer = {"seconds": seconds, "memory": memory, "islands": islands}
     (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def find_devices(request: Mapping[str, Any]) -> list[Any]:
+    """Returns the described devices; for CPUs, virtual devices of this process."""
+    import jax
+    from jax.experimental import topologies
+
+    platform = request["platform"]
+    name = request["topology"]
+    details = {}
+    if platform == "cpu":
+        return jax.devices("cpu")
+    if platform == "cuda":
+        details = {"target_config": request["config"], "topology": name}
+    if request["num_slices"] > 1:
+        details["num_slices"] = request["num_slices"]
+    topology = topologies.get_topology_desc(
+        platform=platform, topology_name=name, **details
+    )
+    return list(topology.devices)
+
+
+def arrange(
+    devices: Sequence[Any], request: Mapping[str, Any]
+) -> tuple[Any, list[int]]:
+    """Returns devices in the shape of the mesh, and the group of each of them.
+
+    The groups have slow links between them: slices of TPUs, or else hosts. If the
+    devices are one group, the list is empty.
+    """
+    from jax.experimental import mesh_utils
+
+    shape = tuple(request["mesh_shape"])
+    across = tuple(request["across"])
+    if request["platform"] == "cpu":
+        return arrange_stand_ins(devices, shape, across, request["num_groups"])
+
+    has_slices = request["num_slices"] > 1
+    attribute = "slice_index" if has_slices else "process_index"
+    if math.prod(across) > 1:
+        inside = [size // count for size, count in zip(shape, across, strict=True)]
+        arranged = mesh_utils.create_hybrid_device_mesh(
+            inside,
+            across,
+            devices,
+            process_is_granule=not has_slices,
+            allow_split_physical_axes=True,
+        )
+    else:
+        # An axis of the mesh may be a part of an axis of the torus, such as 2 of 16.
+        arranged = mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=len(shape) > 1
+        )
+    is_told = has_slices or math.prod(across) > 1
+    if request["platform"] == "tpu" and not is_told:
+        return arranged, []  # All chips of a slice have fast links.
+    return arranged, [getattr(device, attribute) for device in arranged.flat]
+
+
+def arrange_stand_ins(
+    devices: Sequence[Any],
+    shape: tuple[int, ...],
+    across: tuple[int, ...],
+    num_groups: int | None,
+) -> tuple[Any, list[int]]:
+    """Returns virtual devices as `arrange` does; consecutive ones form a group."""
+    import numpy as np
+
+    count = max(num_groups or 1, math.prod(across))
+    numbers = np.arange(len(devices))
+    if math.prod(across) > 1:
+        inside = [size // part for size, part in zip(shape, across, strict=True)]
+        # Each axis consists of its groups, and of the devices inside of each.
+        num_axes = len(shape)
+        order = [each for axis in range(num_axes) for each in (axis, num_axes + axis)]
+        numbers = numbers.reshape(*across, *inside).transpose(order)
+    arranged = np.asarray(devices)[numbers].reshape(shape)
+    islands = numbers.flatten() // (len(devices) // count)
+    return arranged, islands.tolist() if count > 1 else []
+
+
+def read_report(dump: Path) -> str:
+    """Returns XLA's reports on the memory of the largest program that it compiled."""
+    ending = "live-range.txt"
+    reports = sorted(dump.glob(f"*{ending}"), key=lambda each: each.stat().st_size)
+    if not reports:
+        return ""
+    of_values = reports[-1]
+    name = of_values.name.removesuffix(ending)
+    of_memory = of_values.with_name(f"{name}buffer-assignment.txt")
+    texts = [
+        each.read_text(errors="replace")
+        for each in (of_values, of_memory)
+        if each.exists()
+    ]
+    return "\n".join(texts)
 
 
 def find_known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,15 +28,28 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeds the limit"
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiler's report about a program."""
+    """The compiler's report about a program.
+
+    Attributes:
+        memory: Bytes on each device, by kind.
+        seconds: The time of the compiler.
+        islands: The group of each device of the mesh, if groups have slow links between
+            them; else empty.
+        text: The program.
+        report: XLA's reports on the memory of the program.
+    """
 
     memory: dict[str, int]
     seconds: float
+    islands: list[int]
     text: str
+    report: str
 
 
 def find_wheels(platform: str) -> str | None:
     """Returns the folder that has the compiler for a platform; `None` if installed."""
+    if platform == "cpu":
+        return None
     folder = os.environ.get(WHEELS_VARIABLE)
     names = _PACKAGES[platform]
     if folder and any((Path(folder) / name).is_dir() for name in names):
@@ -55,7 +68,8 @@ def find_wheels(platform: str) -> str | None:
         "or driver. Install the compiler into a separate folder:\n"
         f"  pip install --no-deps --target plan-wheels {package}\n"
         f"  export {WHEELS_VARIABLE}=plan-wheels\n"
-        "Or plan without a compiler: `abstract=True`, `--abstract`."
+        "Or plan for virtual CPU devices, such as `cpu:64`, whose compiler is here. Or "
+        "plan without a compiler: `abstract=True`, `--abstract`."
     )
 
 
@@ -103,6 +117,9 @@ def compile_loop(loop: DescribedLoop, topology: Topology) -> Compiled | None:
         "topology": topology.xla_name,
         "config": target.config,
         "num_devices": topology.num_devices,
+        "num_slices": topology.num_slices,
+        "num_groups": topology.num_groups,
+        "across": [loop.dcn.get(axis, 1) for axis in loop.mesh.axis_names],
         "mesh_shape": list(loop.mesh.axis_sizes),
         "mesh_axes": list(loop.mesh.axis_names),
         "compiler_options": loop.compiler_options,
@@ -122,7 +139,9 @@ def compile_loop(loop: DescribedLoop, topology: Topology) -> Compiled | None:
         )
         if process.returncode == 0:
             answer = json.loads((work / "answer.json").read_text())
-            return Compiled(**answer, text=(work / "hlo.txt").read_text())
+            text = (work / "hlo.txt").read_text()
+            report = (work / "peak.txt").read_text()
+            return Compiled(**answer, text=text, report=report)
     if any(words in process.stderr for words in _OUT_OF_MEMORY):
         return None
     raise PlanError(

@@ -1,9 +1,11 @@
 """The collectives in the traced program of a step."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from armillary._jaxpr import named_axes
 from armillary.xla._flops import count_runs, find_programs
 
 COLLECTIVE_KINDS = (
@@ -44,6 +46,7 @@ class Collective:
             Collectives of one round are independent, so a compiler may combine them.
             The compilers for TPUs and NVIDIA GPUs do so, but the compiler for CPUs
             does not. The number of rounds is the same for all compilers.
+        is_slow: True if devices of one of its groups have slow links between them.
     """
 
     kind: str
@@ -54,6 +57,7 @@ class Collective:
     group_size: int = 0
     is_asynchronous: bool = False
     round: int = 1
+    is_slow: bool = False
 
     @property
     def is_of_step(self) -> bool:
@@ -67,14 +71,25 @@ def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
 
 
 def find_traced(
-    program: Any, num_devices: int, times: int = 1, is_conditional: bool = False
+    program: Any,
+    sizes: Mapping[str, int],
+    dcn: Mapping[str, int],
+    times: int = 1,
+    is_conditional: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the collectives of a traced step, one for each array."""
+    """Yields the collectives of a traced step, one for each array.
+
+    `sizes` has the number of devices along each axis of the mesh, and `dcn` the number
+    of groups along the axes with slow links.
+    """
     for equation in getattr(program, "jaxpr", program).eqns:
         kind = _KIND_OF.get(equation.primitive.name)
-        if kind is not None and num_devices > 1:
+        axes = named_axes(equation) if kind is not None else ()
+        group_size = math.prod(sizes.get(axis, 1) for axis in axes)
+        if kind is not None and group_size > 1:
             groups = equation.params.get("axis_index_groups")
-            group_size = len(groups[0]) if groups else num_devices
+            if groups:
+                group_size = len(groups[0])
             variables = equation.outvars if kind == "all-gather" else equation.invars
             if kind == "ragged-all-to-all":
                 # The other operands are the place of the result, and sizes.
@@ -88,8 +103,9 @@ def find_traced(
                     times=times,
                     is_conditional=is_conditional,
                     group_size=group_size,
+                    is_slow=any(dcn.get(axis, 1) > 1 for axis in axes),
                 )
         runs = times * count_runs(equation)
         is_branch = is_conditional or equation.primitive.name == "cond"
         for inner in find_programs(equation):
-            yield from find_traced(inner, num_devices, runs, is_branch)
+            yield from find_traced(inner, sizes, dcn, runs, is_branch)

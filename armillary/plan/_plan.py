@@ -1,241 +1,31 @@
-"""Plans a training step for devices that are not there, and shows the plan."""
+"""Plans a training step for devices that are not there."""
 
-import json
+import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from armillary._checks import check_instance, check_one_of, check_positive_int
-from armillary._format import as_text, format_bytes, format_scaled, make_table
+from armillary._planned import planning
 from armillary._traceback import hides_frames
+from armillary.errors import ArmillaryError
 from armillary.plan._compiler import compile_loop, export_loop
-from armillary.plan._costs import (
-    COLLECTIVE_KINDS,
-    Collective,
-    count_rounds,
-    find_traced,
-)
+from armillary.plan._costs import find_traced
+from armillary.plan._peak import find_peak
+from armillary.plan._record import Memory, Plan, Variant
 from armillary.plan._targets import Target, Topology, parse_topology
 from armillary.plan._traffic import find_traffic
-from armillary.trainer._described import described
+from armillary.trainer._described import DescribedLoop, described
+from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.xla._flops import count_flops
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_WIDTH = 88
 _FINE_ENOUGH = 1 / 8  # of the largest batch
-_LONGER_NAMES = {
-    "held_bytes": "state_bytes_per_device",
-    "flops": "flops_per_step",
-}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each device.
-
-    Attributes:
-        arguments: The inputs of the program: the state, and the batches of its steps.
-        donated: The part of the arguments whose memory the outputs reuse.
-        temporaries: The memory that the program needs while it runs.
-        outputs: The results of the program.
-        code: The program itself.
-        batches_ahead: The batches of the next call, which wait on the device.
-    """
-
-    arguments: int
-    donated: int
-    temporaries: int
-    outputs: int
-    code: int
-    batches_ahead: int
-
-    @property
-    def total(self) -> int:
-        """The memory that a device must have."""
-        return sum(vars(self).values()) - 2 * self.donated
-
-
-@dataclass
-class Plan:
-    """Memory, time and traffic of a training step on devices that are not there.
-
-    `print(plan)` shows a table.
-
-    Attributes:
-        topology: The devices.
-        mesh: The number of devices along each axis of the strategy's mesh: `replica`
-            (or the strategy's `axis_name`), or `data`, `fsdp` and `tensor`.
-        per_replica_batch: Examples of each replica in a step; under `ShardedStrategy`,
-            of each part of the batch.
-        global_batch: Examples of a step on all devices.
-        steps_per_program: The largest number of steps in one call of the device.
-        state_bytes: Bytes of the state.
-        held_bytes: Bytes of the state that each device holds.
-        flops: Operations of one step on one device in products and convolutions, by
-            dtype. They are counted in the traced program, so operations that a compiler
-            repeats count once. Under `ShardedStrategy`, an equal share of the
-            operations of the step.
-        is_abstract: True if nothing was compiled.
-        accumulate_steps: Parts in which a step takes its batch.
-        collectives: The data that devices send each other.
-        host_transfers: Operations inside loops that reach the host.
-        memory: The memory that each device needs. `None` if nothing was compiled, or if
-            the compiler could not fit the program into the memory.
-        compile_seconds: The time of the compiler on this machine.
-        largest_batch: The largest batch of a replica that fits, if `find_batch` was
-            set.
-    """
-
-    topology: Topology
-    mesh: dict[str, int]
-    per_replica_batch: int
-    global_batch: int
-    steps_per_program: int
-    state_bytes: int
-    held_bytes: int
-    flops: dict[str, float]
-    is_abstract: bool = True
-    accumulate_steps: int = 1
-    collectives: tuple[Collective, ...] = ()
-    host_transfers: tuple[str, ...] = ()
-    memory: Memory | None = None
-    compile_seconds: float | None = None
-    largest_batch: int | None = None
-
-    @property
-    def fits(self) -> bool | None:
-        """True if the step fits into the memory of a device; `None` if unknown."""
-        if self.is_abstract or self.topology.target is None:
-            return None
-        if self.memory is None:
-            return False
-        return self.memory.total <= self.topology.target.memory_bytes
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas; one if the compiler divides the step."""
-        return 1 if self.is_divided else math.prod(self.mesh.values())
-
-    @property
-    def is_divided(self) -> bool:
-        """True if the compiler divides the step, as under `ShardedStrategy`."""
-        return len(self.mesh) > 1
-
-    def of_step(self, kind: str | None = None) -> list[Collective]:
-        """Returns the collectives of every step, of one kind or of all."""
-        of_step = [each for each in self.collectives if each.is_of_step]
-        if kind is None:
-            return of_step
-        return [each for each in of_step if each.kind == kind]
-
-    def as_json(self) -> str:
-        """Returns the plan as a text of JSON, with bytes, seconds and operations."""
-        target = self.topology.target
-        memory = self.memory
-        record = {_LONGER_NAMES.get(name, name): x for name, x in vars(self).items()}
-        record |= {
-            "topology": self.topology.text,
-            "device": target and target.name,
-            "memory_bytes": target and target.memory_bytes,
-            "num_replicas": self.num_replicas,
-            "fits": self.fits,
-            "memory": memory and {**asdict(memory), "total": memory.total},
-            "collectives": [asdict(each) for each in self.collectives],
-        }
-        return json.dumps(record, indent=2)
-
-    def __rich__(self) -> "Table":
-        state = "traced, not compiled" if self.is_abstract else "compiled, not run"
-        sections = (self._work(), self._memory(), self._traffic())
-        title = f"{self.topology.text}: {state}"
-        return make_table(["", ""], *filter(None, sections), title=title)
-
-    def __str__(self) -> str:
-        return as_text(self.__rich__(), _WIDTH)
-
-    def _work(self) -> list[tuple[str, str]]:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        replicas = f"1, over {sizes}" if self.is_divided else str(self.num_replicas)
-        batch = f"{self.per_replica_batch} each, {self.global_batch} global"
-        if self.accumulate_steps > 1:
-            batch += f", in {self.accumulate_steps} parts"
-        if not self.global_batch:
-            batch = "none: the steps make their own data"
-        held = f"{format_bytes(self.held_bytes)} on each device"
-        if self.held_bytes < self.state_bytes:
-            held = f"{format_bytes(self.state_bytes)}, {held}"
-        flops = [f"{format_scaled(n, 'FLOP')} {kind}" for kind, n in self.flops.items()]
-        return [
-            ("replicas", replicas),
-            ("batch", batch),
-            ("steps in a program", f"up to {self.steps_per_program}"),
-            ("state", held),
-            ("products, per device", f"{', '.join(flops) or '0 FLOP'} a step"),
-        ]
-
-    def _memory(self) -> list[tuple[str, str]]:
-        target = self.topology.target
-        memory = self.memory
-        if self.is_abstract or target is None:
-            return []
-        verdict = "fits" if self.fits else "does not fit"
-        need = format_bytes(memory.total) if memory else "the compiler needs more"
-        rows = [("memory", f"{verdict}: {need} of {format_bytes(target.memory_bytes)}")]
-        parts = asdict(memory) if memory else {}
-        for name, size in parts.items():
-            rows.append((f"  {name.replace('_', ' ')}", format_bytes(size)))
-        if self.largest_batch is not None:
-            rows.append(("largest batch", f"{self.largest_batch} on each replica"))
-        rows.append(("compiled in", f"{self.compile_seconds or 0.0:.1f} s here"))
-        return rows
-
-    def _traffic(self) -> list[tuple[str, str]]:
-        rows = []
-        for kind in COLLECTIVE_KINDS:
-            found = self.of_step(kind)
-            if found:
-                rows.append((kind, self._describe_kind(kind, found)))
-        others = self._describe_others()
-        if others:
-            rows.append(("not in every step", others))
-        if not rows:
-            is_unknown = self.is_abstract and self.is_divided
-            unknown = "not known before a compiler divides the step"
-            rows.append(("collectives", unknown if is_unknown else "none"))
-        if self.memory is not None:
-            hosts = ", ".join(self.host_transfers) or "none"
-            rows.append(("host, inside the loop", hosts))
-        return rows
-
-    def _describe_kind(self, kind: str, found: list[Collective]) -> str:
-        """Returns the bytes, the number and the order of collectives of one kind."""
-        size = format_bytes(sum(each.times * each.num_bytes for each in found))
-        count = sum(each.times for each in found)
-        how = "before a compiler combines them"
-        if not self.is_abstract:
-            num_asynchronous = sum(each.is_asynchronous for each in found)
-            rounds = count_rounds(found, kind)
-            how = f"{rounds} after each other; {num_asynchronous} asynchronous"
-        return f"{size} a step in {count}, {how}"
-
-    def _describe_others(self) -> str:
-        """Returns the collectives that run once a loop or call, or conditionally."""
-        counts: Counter[str] = Counter()
-        for each in self.collectives:
-            if not each.is_of_step:
-                when = "under a condition" if each.scope == "step" else each.scope
-                counts[f"{each.kind} {when}"] += 1
-        return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 @hides_frames
 def plan(
-    trainer: StandardTrainer,
+    trainer: StandardTrainer | Callable[[], Any],
     topology: str | int,
     *,
     steps_per_loop: int | None = None,
@@ -243,6 +33,7 @@ def plan(
     find_batch: bool = False,
     target: Target | None = None,
     abstract: bool = False,
+    variants: Sequence[Mapping[str, Any]] = (),
 ) -> Plan:
     """Compiles the loop of a trainer for devices that are not there.
 
@@ -252,10 +43,23 @@ def plan(
     `ShardedStrategy`, each part of a batch keeps its size in the same way: see
     `ShardedStrategy.described`.
 
+    Only the shapes of the state matter, so a `jax.ShapeDtypeStruct` counts as an array.
+    A function makes the trainer for the plan alone: in it, `strategy.make` makes shapes
+    and no arrays, so any model can be planned on any machine::
+
+        def make_trainer():
+            strategy = armillary.ShardedStrategy({"data": 2, "fsdp": 4})
+            model, optimizer = strategy.make(make_state)
+            return Trainer(strategy, model, optimizer)
+
+        print(armillary.plan.plan(make_trainer, "v5p:4x4x4"))
+
     Args:
-        trainer: The trainer, under a `MirroredStrategy` or a `ShardedStrategy`.
-        topology: A TPU slice such as `"v5e:16x16"`, or hosts by GPUs such as
-            `"h100:8x8"`. An abstract plan takes a number of devices too.
+        trainer: The trainer, under a `MirroredStrategy` or a `ShardedStrategy`; or a
+            function without arguments that makes the trainer or the `Controller`.
+        topology: A TPU slice such as `"v5e:16x16"`, several slices such as
+            `"4xv5e:16x16"`, hosts by GPUs such as `"h100:8x8"`, or virtual CPU devices
+            such as `"cpu:64"`. An abstract plan takes a number of devices too.
         steps_per_loop: As for the `Controller`. `None` uses the number of the last
             loop.
         per_replica_batch: Examples of each replica, or part of a batch, instead of the
@@ -265,16 +69,18 @@ def plan(
         target: The kind of device, if its name is not known.
         abstract: True to compile nothing. Then no compiler is needed, and the plan has
             no memory.
+        variants: Options of the trainer to compare, such as
+            `[{"accumulate_steps": 4}]`. The loop is compiled again for each dictionary
+            of fields of `StandardTrainerOptions`.
 
     Raises:
-        TypeError: If `trainer` is not a `StandardTrainer`.
-        ValueError: If `topology` describes no devices, the strategy is for one device,
-            `find_batch` is combined with `abstract`, or a batch is chosen for a trainer
-            without data.
+        TypeError: If `trainer` is not a `StandardTrainer`, and makes none.
+        ValueError: If `topology` describes no devices, its slices or hosts are not the
+            groups of the strategy's `dcn`, or the strategy is for one device. Also if
+            `find_batch` or `variants` is combined with `abstract`, if a batch is chosen
+            for a trainer without data, or if `variants` has an unknown option.
         PlanError: If there is no compiler for the devices, or it fails.
     """
-    fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
-    check_instance("trainer", trainer, StandardTrainer, fix)
     check_one_of("find_batch", find_batch, (True, False))
     check_one_of("abstract", abstract, (True, False))
     if steps_per_loop is not None:
@@ -288,65 +94,132 @@ def plan(
             "`find_batch` is True, but it compiles to see what fits, and with "
             "`abstract=True` nothing is compiled. Leave one of them out."
         )
-    if trainer.train_dataset is None and (find_batch or per_replica_batch is not None):
-        name = "find_batch" if find_batch else "per_replica_batch"
-        value = True if find_batch else per_replica_batch
-        raise ValueError(
-            f"`{name}` is {value}, but `train_dataset` of the trainer is None: its "
-            "steps make their own data and take no batch. Leave it out."
-        )
-
+    _check_variants(variants, abstract=abstract)
     devices = parse_topology(topology, target, abstract=abstract)
-    platform = "tpu" if devices.target is None else devices.target.platform
+    with planning():
+        if not isinstance(trainer, StandardTrainer) and callable(trainer):
+            made = trainer()
+            trainer = getattr(made, "trainer", made)
+            steps_per_loop = steps_per_loop or getattr(made, "steps_per_loop", None)
+        fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
+        check_instance("trainer", trainer, StandardTrainer, fix)
+        if trainer.train_dataset is None and (find_batch or per_replica_batch):
+            name = "find_batch" if find_batch else "per_replica_batch"
+            value = True if find_batch else per_replica_batch
+            raise ValueError(
+                f"`{name}` is {value}, but `train_dataset` of the trainer is None: its "
+                "steps make their own data and take no batch. Leave it out."
+            )
 
-    def make(batch: int | None) -> Plan:
-        with described(
-            trainer,
-            devices.num_devices,
-            platform,
-            steps_per_loop=steps_per_loop,
-            per_replica_batch=batch,
-        ) as loop:
-            if abstract:
-                export_loop(loop, platform)
-            compiled = None if abstract else compile_loop(loop, devices)
-            flops = count_flops(loop.step)
+        def make(batch: int | None, options: Mapping[str, Any]) -> Plan:
+            with described(
+                trainer,
+                devices.num_devices,
+                "tpu" if devices.target is None else devices.target.platform,
+                steps_per_loop=steps_per_loop,
+                per_replica_batch=batch,
+                options=options,
+            ) as loop:
+                _check_groups(loop, devices)
+                return _make(loop, devices, abstract=abstract)
 
-        made = Plan(
-            topology=devices,
-            mesh=dict(loop.mesh.shape),
-            per_replica_batch=loop.share_size,
-            global_batch=loop.share_size * loop.num_shares,
-            steps_per_program=loop.capacity,
-            state_bytes=loop.state_bytes,
-            held_bytes=loop.held_bytes,
-            flops=flops,
-            is_abstract=abstract,
-            accumulate_steps=loop.num_parts,
+        found = make(per_replica_batch, {})
+        found.variants = tuple(
+            _compare(options, lambda options: make(per_replica_batch, options))
+            for options in variants
         )
-        if made.is_divided:
-            # The traced program is the step of all devices together.
-            made.flops = {kind: n / devices.num_devices for kind, n in flops.items()}
-        if abstract:
-            made.collectives = tuple(find_traced(loop.step, devices.num_devices))
-        if compiled is not None:
-            traffic = find_traffic(compiled.text, loop.depth, devices.num_devices)
-            made.collectives = traffic.collectives
-            made.host_transfers = traffic.host_transfers
-            made.compile_seconds = compiled.seconds
-            made.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
-        return made
-
-    found = make(per_replica_batch)
-    if find_batch:
-
-        def fits(batch: int) -> bool:
-            return bool(make(batch).fits)
-
-        found.largest_batch = find_largest(
-            found.per_replica_batch, bool(found.fits), fits
-        )
+        if find_batch:
+            found.largest_batch = find_largest(
+                found.per_replica_batch,
+                bool(found.fits),
+                lambda batch: bool(make(batch, {}).fits),
+            )
     return found
+
+
+def _check_variants(variants: Sequence[Mapping[str, Any]], *, abstract: bool) -> None:
+    """Raises if `variants` is not a list of options of a trainer."""
+    fix = 'Write `variants=[{"accumulate_steps": 4}]`.'
+    is_list = isinstance(variants, Sequence) and not isinstance(variants, str)
+    check_instance("variants", variants if is_list else None, Sequence, fix)
+    if variants and abstract:
+        raise ValueError(
+            f"`variants` has {len(variants)} entries, which are compiled to be "
+            "compared, but with `abstract=True` nothing is compiled. Leave one of "
+            "them out."
+        )
+    fields = dataclasses.fields(StandardTrainerOptions)
+    known = [each.name for each in fields]
+    for options in variants:
+        check_instance("variants", options, Mapping, fix)
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ValueError(
+                f"`variants` has {unknown[0]!r}, which is not an option of a trainer. "
+                f"Use some of {known}."
+            )
+
+
+def _check_groups(loop: DescribedLoop, devices: Topology) -> None:
+    """Raises if the devices are not in the groups that the strategy's `dcn` names."""
+    wanted = math.prod(loop.dcn.values())
+    count = devices.num_groups
+    if not loop.dcn or count is None or count == wanted:
+        return
+    noun = "slices" if devices.num_slices > 1 else "hosts"
+    raise ValueError(
+        f"`dcn` of the strategy is {dict(loop.dcn)}, for {wanted} groups of devices "
+        f"with slow links between them, but {devices.text!r} has {count} {noun}. "
+        f"Choose sizes whose product is {count}, or plan for other devices."
+    )
+
+
+def _make(loop: DescribedLoop, devices: Topology, *, abstract: bool) -> Plan:
+    """Returns the plan of a loop, compiled unless it is to be abstract."""
+    platform = "tpu" if devices.target is None else devices.target.platform
+    if abstract:
+        export_loop(loop, platform)
+    compiled = None if abstract else compile_loop(loop, devices)
+    flops = count_flops(loop.step)
+    sizes = dict(loop.mesh.shape)
+    found = Plan(
+        topology=devices,
+        mesh=sizes,
+        per_replica_batch=loop.share_size,
+        global_batch=loop.share_size * loop.num_shares,
+        steps_per_program=loop.capacity,
+        state_bytes=loop.state_bytes,
+        held_bytes=loop.held_bytes,
+        flops=flops,
+        is_abstract=abstract,
+        accumulate_steps=loop.num_parts,
+        num_groups=math.prod(loop.dcn.values()),
+    )
+    if found.is_divided:
+        # The traced program is the step of all devices together.
+        found.flops = {kind: n / devices.num_devices for kind, n in flops.items()}
+    if abstract:
+        found.collectives = tuple(find_traced(loop.step, sizes, loop.dcn))
+    if compiled is not None:
+        islands = compiled.islands
+        found.num_groups = len(set(islands)) or 1
+        traffic = find_traffic(compiled.text, loop.depth, devices.num_devices, islands)
+        found.collectives = traffic.collectives
+        found.host_transfers = traffic.host_transfers
+        found.compile_seconds = compiled.seconds
+        found.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
+        found.peak = find_peak(compiled.report, compiled.text)
+    return found
+
+
+def _compare(
+    options: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Plan]
+) -> Variant:
+    """Returns a variant of a plan, compiled; or the reason why there is none."""
+    try:
+        return Variant(dict(options), make(options).memory)
+    except (ArmillaryError, TypeError, ValueError) as error:
+        return Variant(dict(options), None, str(error))
 
 
 def find_largest(size: int, is_small: bool, fits: Callable[[int], bool]) -> int:

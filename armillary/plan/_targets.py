@@ -1,5 +1,7 @@
 """The known devices, and the texts that describe them: `v5e:16x16`, `h100:8x8`.
 
+Several slices of TPUs are `4xv5e:16x16`, and virtual CPU devices are `cpu:64`.
+
 Sizes of memory are the published ones. The other properties of a GPU for XLA are from
 https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
 """
@@ -18,10 +20,10 @@ class Target:
 
     Args:
         name: Its name.
-        platform: `"tpu"` or `"cuda"`.
-        memory_bytes: Memory of one device.
+        platform: `"tpu"`, `"cuda"` or `"cpu"`.
+        memory_bytes: Memory of one device; `None` if it is not known.
         config: The properties that XLA's GPU compiler needs, as a
-            `GpuTargetConfigProto` in text. Not for TPUs.
+            `GpuTargetConfigProto` in text. Only for GPUs.
 
     Raises:
         TypeError: If `name` or `config` is not a string.
@@ -30,16 +32,17 @@ class Target:
     """
 
     name: str
-    platform: Literal["tpu", "cuda"]
-    memory_bytes: float
+    platform: Literal["tpu", "cuda", "cpu"]
+    memory_bytes: float | None
     config: str | None = None
 
     def __post_init__(self) -> None:
         fix = "See `armillary.plan.find_target` for the known devices."
         check_instance("name", self.name, str, fix)
         check_instance("config", self.config, str | None, fix)
-        check_one_of("platform", self.platform, ("tpu", "cuda"))
-        check_not_negative("memory_bytes", self.memory_bytes)
+        check_one_of("platform", self.platform, ("tpu", "cuda", "cpu"))
+        if self.memory_bytes is not None:
+            check_not_negative("memory_bytes", self.memory_bytes)
 
 
 class _Architecture(NamedTuple):
@@ -100,6 +103,7 @@ TARGETS = {
         _gpu("h100", 84942979072, 3.352e12, _HOPPER),
         _gpu("h200", 151397597184, 4.8e12, _HOPPER),
         _gpu("b200", 191514411008, 7.672e12, _BLACKWELL),
+        Target(name="cpu", platform="cpu", memory_bytes=None),
     )
 }
 
@@ -119,20 +123,31 @@ def find_target(name: str) -> Target:
     return TARGETS[name]
 
 
-_FORM = re.compile(r"([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
+_FORM = re.compile(r"(?:(\d+)x(?=[a-z]))?([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices, and their numbers along each axis of their connections."""
+    """Devices, and their numbers along each axis of their connections.
+
+    Attributes:
+        text: The text that describes them.
+        target: The kind of the devices; `None` in an abstract plan for a number.
+        shape: The number of devices of a slice along each axis; for GPUs and CPUs,
+            hosts by devices.
+        num_slices: The number of slices.
+        name: The name of the kind of device in the text.
+    """
 
     text: str
     target: Target | None
     shape: tuple[int, ...]
+    num_slices: int = 1
+    name: str = ""
 
     @property
     def num_devices(self) -> int:
-        return math.prod(self.shape)
+        return self.num_slices * math.prod(self.shape)
 
     @property
     def xla_name(self) -> str:
@@ -140,7 +155,18 @@ class Topology:
         sizes = "x".join(map(str, self.shape))
         if self.target is not None and self.target.platform == "cuda":
             return f"1x{sizes}"
-        return f"{self.text.partition(':')[0].lower()}:{sizes}"
+        return f"{self.name}:{sizes}"
+
+    @property
+    def num_groups(self) -> int | None:
+        """The number of groups with slow links between them; `None` if not known.
+
+        They are slices, or else hosts. The hosts of a TPU slice are not known here.
+        """
+        if self.num_slices > 1:
+            return self.num_slices
+        is_of_hosts = self.target is not None and self.target.platform != "tpu"
+        return self.shape[0] if is_of_hosts and len(self.shape) == 2 else None
 
 
 def parse_topology(
@@ -151,19 +177,30 @@ def parse_topology(
     if abstract and text.isdecimal() and int(text) > 0:
         return Topology(text, target, (int(text),))
     found = _FORM.fullmatch(text)
-    shape = [int(size) for size in found[2].split("x")] if found else [0]
-    if found is None or 0 in shape:
+    shape = [int(size) for size in found[3].split("x")] if found else [0]
+    num_slices = int(found[1] or 1) if found else 0
+    if found is None or 0 in shape or num_slices == 0:
         number = ', or a number of devices such as "256"' if abstract else ""
         raise ValueError(
             f"`topology` is {topology!r}, which describes no devices. Use the chips "
-            'along each axis of a TPU slice, as in "v5e:16x16", or hosts by devices, '
-            f'as in "h100:8x8"{number}.'
+            'along each axis of a TPU slice, as in "v5e:16x16" or "4xv5e:16x16" for '
+            f'four slices, or hosts by devices, as in "h100:8x8"{number}.'
         )
-    name = found[1].lower()
+    name = found[2].lower()
     kind = target or find_target(name)
-    if kind.platform == "cuda" and len(shape) != 2:
+    if kind.platform == "cuda" and (len(shape) != 2 or num_slices > 1):
+        hosts = f'"{name}:{num_slices}x{math.prod(shape)}"'
+        if len(shape) == 2:
+            hosts = f'"{name}:{num_slices * shape[0]}x{shape[1]}"'
+        elif num_slices == 1:
+            hosts += " for one host"
         raise ValueError(
             f"`topology` is {topology!r}, but GPUs are given as hosts by devices of "
-            f'each host. Write "{name}:1x{math.prod(shape)}" for one host.'
+            f"each host. Write {hosts}."
         )
-    return Topology(text, kind, tuple(shape))
+    if kind.platform == "cpu" and len(shape) > 2:
+        raise ValueError(
+            f"`topology` is {topology!r}, but CPU devices are given as their number, "
+            f'or as hosts by devices. Write "{name}:{math.prod(shape)}".'
+        )
+    return Topology(text, kind, tuple(shape), num_slices, name)

@@ -8,12 +8,13 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from armillary.plan._costs import COLLECTIVE_KINDS, Collective
+from armillary.plan._groups import find_groups
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -24,8 +25,6 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
 _HOST_SPACE = "S(5)"
 _SYNCHRONOUS = '"is_sync":true'  # The mark of XLA's GPU compiler on a start that waits.
@@ -87,7 +86,7 @@ class Instruction:
         return is_to_host or "is_host_transfer=true" in self.attributes
 
 
-def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
+def parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Returns the instructions of each computation, and the name of the first one."""
     computations: dict[str, list[Instruction]] = {}
     entry = None
@@ -157,10 +156,15 @@ class Traffic(NamedTuple):
     host_transfers: tuple[str, ...]
 
 
-def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
-    """Returns the traffic of a compiled loop; a step is inside `depth` loops."""
-    computations, entry = _parse_module(text)
-    walk = _ModuleWalk(computations, depth, num_devices)
+def find_traffic(
+    text: str, depth: int, num_devices: int, islands: Sequence[int] = ()
+) -> Traffic:
+    """Returns the traffic of a compiled loop; a step is inside `depth` loops.
+
+    `islands` has the number of the group of each device, if some links are slow.
+    """
+    computations, entry = parse_module(text)
+    walk = _ModuleWalk(computations, depth, num_devices, islands)
     walk.enter(entry, _Nesting(), Counter())
     return Traffic(tuple(walk.found), tuple(walk.host))
 
@@ -188,11 +192,16 @@ class _ModuleWalk:
     """Follows the text of a program from its entry into all that it calls."""
 
     def __init__(
-        self, computations: dict[str, Any], depth: int, num_devices: int
+        self,
+        computations: dict[str, Any],
+        depth: int,
+        num_devices: int,
+        islands: Sequence[int],
     ) -> None:
         self._computations = computations
         self._depth = depth
         self._num_devices = num_devices
+        self._islands = islands
         self.found: list[Collective] = []
         self.host: list[str] = []
 
@@ -241,7 +250,8 @@ class _ModuleWalk:
     ) -> bool:
         """Adds a collective; returns False if its groups have only one device."""
         kind = each.kind or ""
-        size = _count_group(each.attributes) or self._num_devices
+        groups = find_groups(each.attributes, self._num_devices)
+        size = max(map(len, groups))
         if size == 1 and kind != "collective-permute":
             return False
         is_start = each.opcode.endswith("-start")
@@ -260,9 +270,14 @@ class _ModuleWalk:
             group_size=size,
             is_asynchronous=is_hidden and _runs_beside(each.name, later),
             round=number,
+            is_slow=any(map(self._is_slow, groups)),
         )
         self.found.append(collective)
         return True
+
+    def _is_slow(self, group: Sequence[int]) -> bool:
+        """Returns whether a group of devices has slow links between its devices."""
+        return len({self._islands[device] for device in group if self._islands}) > 1
 
     def _find_scope(self, nesting: _Nesting) -> str:
         """Returns the part of the program that repeats a collective."""
@@ -285,12 +300,3 @@ def _runs_beside(start: str, later: list[Instruction]) -> bool:
         is_part = each.opcode in _FREE or each.opcode.endswith(("-start", "-done"))
         has_work = has_work or not is_part
     return False
-
-
-def _count_group(attributes: str) -> int:
-    """Returns the number of devices in a group; 0 for all devices."""
-    counted = _COUNTED_GROUPS.search(attributes)
-    if counted:
-        return int(counted[1])
-    listed = _LISTED_GROUPS.search(attributes)
-    return len(listed[1].split(",")) if listed and listed[1] else 0

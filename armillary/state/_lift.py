@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from armillary._checks import list_lines
 from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state._adapters import adapter_of, is_tree_node
@@ -328,6 +329,26 @@ def _attributes_of_root(walk: Walk) -> dict[Any, Any]:
     return held
 
 
+def check_has_values(state: State) -> None:
+    """Raises if an array of a state has only a shape, as from `nnx.eval_shape`."""
+    pairs = zip(state.paths, state.read(), strict=True)
+    lines = [
+        f"{path}: {describe(leaf)}"
+        for path, leaf in pairs
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if not lines:
+        return
+    raise StateStructureError(
+        f"{len(lines)} arrays of the state have shapes, but no values:\n"
+        f"{list_lines(lines)}\n"
+        "To train the model, make it with `strategy.make(make_model)`. A model of "
+        "shapes alone, as from `nnx.eval_shape` or `jax.eval_shape`, can only be "
+        "planned: `armillary.plan.plan(trainer, 64, abstract=True)`.",
+        changes=lines,
+    )
+
+
 def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
     """Removes arrays of a trace from plain places, and returns these places."""
     left = [
@@ -353,5 +374,9 @@ def strong(leaf: Any) -> jax.Array:
 
 
 def as_array(leaf: Any) -> jax.Array:
-    """Returns `leaf` itself if it is a JAX array, so that identity tells changes."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    """Returns `leaf` itself if it is a JAX array, so that identity tells changes.
+
+    The type of an array in a plan is returned as it is.
+    """
+    is_known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return leaf if is_known else jnp.asarray(leaf)

@@ -18,11 +18,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from armillary._planned import is_planning
 from armillary.errors import StateStructureError
 from armillary.state._parts import join
 from armillary.typing import PyTree
 
 _LEAF = jax.tree.structure(0)
+_TYPE = jax.ShapeDtypeStruct
 PLAIN = frozenset(
     {
         *(str, bytes, int, float, complex, bool, type(None), type, slice, range),
@@ -96,9 +98,15 @@ def _leave_out_seen(values: Collection[Any], seen: set[int]) -> Collection[Any]:
 
 
 def is_array(value: object) -> bool:
-    """Returns whether a value is an array that a program can take."""
+    """Returns whether a value is an array that a program can take.
+
+    In a plan, it may be the type of an array.
+    """
+    kind = type(value)
+    if kind is _TYPE:
+        return is_planning()
     # `isinstance` with `jax.Array` runs Python code, and a walk checks every value.
-    return _may_be_array(type(value)) and isinstance(value, jax.Array)
+    return _may_be_array(kind) and isinstance(value, jax.Array)
 
 
 @functools.lru_cache(maxsize=4096)

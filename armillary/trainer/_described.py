@@ -1,7 +1,7 @@
 """Traces a training loop from types, for devices that this machine does not have."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
 from armillary.trainer._options import LoopOptions
 from armillary.trainer._program import Program
 from armillary.trainer._returned_metrics import with_room_for_metrics
+from armillary.trainer._setup import Setup
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.trainer._step_guard import Health
 from armillary.trainer._tracer import StepPrograms
@@ -35,6 +36,7 @@ class DescribedLoop(NamedTuple):
     fn: Any  # from `Program.abstract_call`
     types: tuple[list[Any], list[Any]]  # of its arguments, with shardings over `mesh`
     mesh: AbstractMesh
+    dcn: Mapping[str, int]  # groups of devices along the axes with slow links
     step: Any  # one of its steps, as a traced program
     depth: int  # number of nested loops around a step in the program
     capacity: int  # number of steps that fit into a chunk
@@ -56,28 +58,32 @@ def described(
     *,
     steps_per_loop: int | None = None,
     per_replica_batch: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[DescribedLoop]:
-    """Traces the loop of a trainer for other devices, to be lowered."""
+    """Traces the loop of a trainer for other devices, to be lowered.
+
+    `options` has fields of the trainer's options that are different for this loop.
+    """
     if trainer._has_own_train():
         raise ValueError(
             f"{type(trainer).__name__} overrides `train`, so it has no loop of this "
             "library that could be planned. Write its step as `train_step`."
         )
-    with trainer._in_strategy() as strategy:
-        setup = trainer._get_train()
+    setup = trainer._get_train()
+    with trainer._in_strategy() as strategy, _with_options(setup, options or {}):
         method = trainer._get_method(setup, strategy, "train_step")
         leaves, structure = flatten_datasets(setup.datasets)
         datasets = [distribute(data, strategy) for data in leaves]
         num_shares = strategy.layout.num_shares
         shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
-        options = method.options
+        method_options = method.options
         num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
             gathers = [
                 replace(dataset.input.gather, layout=layout) for dataset in datasets
             ]
-            size = options.steps_per_chunk or choose_chunk_size(num_steps)
+            size = method_options.steps_per_chunk or choose_chunk_size(num_steps)
 
             def trace() -> tuple[FlatState, Chunk, Program]:
                 programs = StepPrograms(method, gathers, structure)
@@ -85,13 +91,13 @@ def described(
                 flat = programs.find_state()
                 programs.loops_per_chunk = size // num_steps
                 chunk = _describe_chunk(
-                    programs, gathers, shares, layout, options, size, mesh
+                    programs, gathers, shares, layout, method_options, size, mesh
                 )
                 return flat, chunk, programs.get(chunk)
 
             flat, chunk, program = with_room_for_metrics(trace)
             health = None
-            if options.on_non_finite is not None:
+            if method_options.on_non_finite is not None:
                 health = Health.start(len(flat.state.paths))
                 health = SingleLayout(everywhere(mesh)).placed_types(health)
             fn, types = program.abstract_call(chunk.inputs, health)
@@ -99,18 +105,30 @@ def described(
                 fn=fn,
                 types=types,
                 mesh=mesh,
+                dcn=strategy.placement.dcn,
                 step=program.step.program,
                 depth=program.depth,
                 capacity=chunk.capacity,
                 num_shares=layout.num_shares,
                 share_size=count_rows(shares[0]) if shares else 0,
-                num_parts=options.accumulate_steps,
+                num_parts=method_options.accumulate_steps,
                 chunk_bytes=_count_held(chunk.arrays),
                 state_bytes=sum(aval.size * aval.dtype.itemsize for aval in flat.types),
                 held_bytes=_count_held(flat.types_to_take(())),
-                compiler_options=dict(options.compiler_options or {}),
+                compiler_options=dict(method_options.compiler_options or {}),
                 split=flat.split,
             )
+
+
+@contextmanager
+def _with_options(setup: Setup, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a trainer other options for a while."""
+    before = setup.options
+    setup.options = replace(before, **changes)
+    try:
+        yield
+    finally:
+        setup.options = before
 
 
 def _share(dataset: DistributedDataset, num_shares: int, size: int | None) -> PyTree:

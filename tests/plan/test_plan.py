@@ -107,7 +107,7 @@ def test_a_trace_shows_collectives_of_every_kind():
         )
 
     program = jax.make_jaxpr(step, axis_env=[("replica", 2)])(jnp.ones(2))
-    found = list(find_traced(program, num_devices=2))
+    found = list(find_traced(program, {"replica": 2}, {}))
 
     assert sorted(each.kind for each in found) == sorted(COLLECTIVE_KINDS)
     assert {each.num_bytes for each in found if each.kind != "all-gather"} == {8}
@@ -240,14 +240,22 @@ def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     single.strategy = armillary.OneDeviceStrategy("cpu:0")
     single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
     fails(ValueError, "is for one device", single, 8, abstract=True)
+
+
+def test_a_process_of_a_job_plans_alone(monkeypatch):
+    alone = plan(make_trainer(), 8, abstract=True)
+    trainer = make_trainer()
     placement = trainer.strategy.placement
+    # Any exchange with the other process would fail.
     layout = replace(placement.layout, peers=SimpleNamespace(count=2, is_alone=False))
     monkeypatch.setattr(
         trainer.strategy, "placement", replace(placement, layout=layout)
     )
-    message = "which is for several processes"
-    with pytest.raises(ValueError, match=message), trainer.strategy.described(8, "cpu"):
-        pass
+    with trainer.strategy.described(8, "cpu") as mesh:
+        assert mesh.size == 8
+        assert trainer.strategy.peers.is_alone
+    assert trainer.strategy.placement.layout is layout
+    assert alone.num_replicas == 8
 
 
 def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(tmp_path, monkeypatch):

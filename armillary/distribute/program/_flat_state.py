@@ -21,6 +21,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from armillary._jax_compat import PROGRAMS_MOVE_MEMORY
+from armillary._planned import is_planning
 from armillary.distribute._dispatch import uninterrupted
 from armillary.distribute._global_arrays import (
     PINNED_HOST,
@@ -33,7 +34,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same
 from armillary.errors import StateStructureError
 from armillary.state._adapters import Adapter, adapter_of
-from armillary.state._lift import State, as_array, strong
+from armillary.state._lift import State, as_array, check_has_values, strong
 from armillary.state._slots import Slot, is_same_raw
 
 _Picker: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
@@ -111,6 +112,8 @@ class FlatState:
         self._is_compared = strategy.peers.is_alone
         self._dispatch = strategy.dispatch
 
+        if not is_planning():
+            check_has_values(state)
         self.signature = state.signature()
         self.types = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -44,6 +44,8 @@ def _is_data(leaf: Leaf) -> bool:
     value = leaf.value
     if is_array(value) or is_leaf_variable(value):
         return True
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return True  # The array of a plan.
     # As in `jax.jit`, an integer is an array. A flag or a rate of Equinox is not.
     if isinstance(value, np.ndarray | np.generic) or type(value) is int:
         return True
@@ -96,6 +98,8 @@ def _own(leaf: Leaf) -> Any:
         value = value_of(value)
     if is_on_host(value):
         return jax.device_put(value, value.sharding, may_alias=False)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
     try:
         return jnp.array(value)
     except (OverflowError, TypeError) as error:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from armillary._planned import has_stand_ins
 from armillary.cluster._peers import ALONE, Peers
 from armillary.data._layout import Active, hosted_replicas
 from armillary.distribute._global_arrays import (
@@ -50,7 +51,8 @@ def as_device(name: str, device: Any) -> Device:
 def as_devices(name: str, devices: Any) -> list[Device]:
     """Returns a checked list of devices; all local devices for `None`."""
     if devices is None:
-        return list(jax.local_devices())
+        found = list(jax.local_devices())
+        return found[:1] if has_stand_ins() else found
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(
             f"`{name}` is {devices!r}, but it must be a sequence of at least one "

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from armillary._checks import check_instance, check_positive_int
+from armillary._planned import has_stand_ins, is_planning
 from armillary.cluster._peers import Peers
 from armillary.distribute.strategies._layouts import as_devices
 from armillary.distribute.strategies._multi_worker import order_devices
@@ -67,6 +68,8 @@ def make_mesh(argument: str, mesh: Any, devices: Any, dcn: Any, peers: Peers) ->
         chosen = devices
         if devices is None and not peers.is_alone:
             chosen = order_devices(jax.devices())
+        elif devices is None and isinstance(mesh, Mapping) and has_stand_ins():
+            chosen = jax.local_devices()[: math.prod(mesh.values())]
         found = as_devices("devices", chosen)
         sizes = _sizes_for(mesh, len(found))
         _check_count(argument, sizes, len(found), peers)
@@ -159,9 +162,9 @@ def _arrange(
     """Returns devices as an array with the shape of the mesh.
 
     With `dcn`, the devices of a group, such as a slice, are next to each other along
-    each axis.
+    each axis. In a plan, these devices stand for others, which have the groups.
     """
-    if not dcn:
+    if not dcn or is_planning():
         return np.asarray(devices).reshape(tuple(sizes.values()))
 
     across = [dcn.get(name, 1) for name in sizes]

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
+from armillary._planned import is_planning
 from armillary.cluster._communication import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -19,6 +20,7 @@ from armillary.cluster._join import join_cluster
 from armillary.cluster._peers import ALONE, Peers
 from armillary.cluster.resolvers._resolver import (
     ClusterResolver,
+    SimpleClusterResolver,
     check_is_no_server,
 )
 from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
@@ -32,6 +34,7 @@ from armillary.distribute.replica._values import (
     array_of,
     is_per_replica,
 )
+from armillary.distribute.strategies._layouts import as_devices
 from armillary.distribute.strategies._single import MirroredStrategy
 from armillary.errors import ClusterError
 from armillary.typing import PyTree
@@ -55,6 +58,10 @@ class JoinedStrategy(Strategy):
         check_instance("cluster_resolver", cluster_resolver, kind, fix)
         kind = CommunicationOptions | None
         check_instance("communication_options", communication_options, kind, fix)
+        if is_planning():
+            # The plan of a job is made by one process, wherever it runs.
+            self._cluster_resolver = SimpleClusterResolver({})
+            return
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         check_is_no_server(self._cluster_resolver)
@@ -165,7 +172,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         super().__init__(devices, cross_device_ops, axis_name=axis_name)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
-        return jax.devices() if is_joined else jax.local_devices()
+        return jax.devices() if is_joined else as_devices("devices", None)
 
     def __repr__(self) -> str:
         count = self._peers.count
@@ -204,12 +211,15 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         fix = "Use one of `armillary.cluster`, or leave it out."
         check_instance("resolver", resolver, ClusterResolver | None, fix)
         # Check before joining, which would wait for other machines in vain.
-        reason = _why_there_is_no_tpu() if self._kind == "tpu" else None
+        needs_tpu = self._kind == "tpu" and not is_planning()
+        reason = _why_there_is_no_tpu() if needs_tpu else None
         if reason is not None:
             _refuse(reason)
         super().__init__(resolver, axis_name=axis_name)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
+        if is_planning():
+            return as_devices("devices", None)
         find = jax.devices if is_joined else jax.local_devices
         try:
             return find(backend=self._kind)

@@ -15,7 +15,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._placement import Place, Placement
 from armillary.distribute.strategies._layouts import (
@@ -97,7 +97,7 @@ class ReplicaPlacement(MeshPlacement):
         )
         return replace(
             self,
-            layout=ReplicaLayout(mesh, self.peers),
+            layout=ReplicaLayout(mesh, ALONE),
             mesh=mesh,
             described_platform=platform,
         )
@@ -158,7 +158,7 @@ class ShardedPlacement(MeshPlacement):
         )
         return replace(
             self,
-            layout=replace(self.layout, mesh=mesh),
+            layout=replace(self.layout, mesh=mesh, peers=ALONE),
             mesh=mesh,
             described_platform=platform,
         )

@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -95,7 +94,7 @@ class Rules:
 
     def decide(self, state: State, mesh: AnyMesh) -> list[Decision]:
         """Returns the division of each array of a state, with the reason."""
-        leaves = [_shaped(leaf) for leaf in state.read()]
+        leaves = [as_array(leaf) for leaf in state.read()]
         decisions = [Decision(PartitionSpec(), _WHOLE)] * len(leaves)
         parameters: list[int] = []
         followers: list[int] = []
@@ -176,7 +175,7 @@ class Rules:
         parameters: list[int] = []
         pairs = zip(state.read(), state.kinds, state.of_optimizer, strict=True)
         for index, (leaf, kind, is_of_optimizer) in enumerate(pairs):
-            if _may_be_split(_shaped(leaf), kind) and not is_of_optimizer:
+            if _may_be_split(as_array(leaf), kind) and not is_of_optimizer:
                 parameters.append(index)
         is_plain = [state.kinds[index].role is Role.PLAIN for index in parameters]
         if not any(is_plain):
@@ -257,11 +256,6 @@ def check_logical_rules(mesh: Mesh, rules: Mapping[str, Any] | None) -> dict[str
     return dict(rules or {})
 
 
-def _shaped(leaf: Any) -> Any:
-    """Returns a value with a shape and a dtype; the array of a plan is abstract."""
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else as_array(leaf)
-
-
 def _may_be_split(leaf: Any, kind: LeafKind) -> bool:
     """Returns whether an array may be split: not scalars, keys and metrics."""
     is_array = leaf.ndim > 0 and not is_key(leaf)
@@ -277,12 +271,13 @@ def _own_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
     """
     if is_new(leaf):
         return None
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+    if isinstance(leaf, Tracer):
         return None
-    sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding) or leaf.is_fully_replicated:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return None
-    return sharding.spec if _is_same_mesh(sharding.mesh, mesh) else None
+    is_same = _is_same_mesh(sharding.mesh, mesh)
+    return sharding.spec if is_same and _fits(sharding.spec, leaf, mesh) else None
 
 
 def _without_ending(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -294,9 +289,12 @@ def _without_ending(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def _is_same_mesh(a: AnyMesh, b: AnyMesh) -> bool:
-    """Returns whether two meshes have the same axes and devices; their types differ."""
+    """Returns whether two meshes have the same axes and devices; their types differ.
+
+    The mesh of a plan has other devices, so only its axes count.
+    """
     if not (isinstance(a, Mesh) and isinstance(b, Mesh)):
-        return False
+        return a.axis_names == b.axis_names
     has_same_shape = a.shape == b.shape
     return has_same_shape and list(a.devices.flat) == list(b.devices.flat)
 

@@ -153,6 +153,7 @@ class ShardedStrategy(JoinedStrategy):
             made,
             rules=Rules(made, rules, self._logical_rules),
             growing_axis=choose_growing_axis(made, axes, given is None),
+            dcn=dict(dcn or {}),
         )
         super().__init__(placement, axis_name)
         self._functions = FunctionCache()
