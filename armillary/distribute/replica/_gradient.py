@@ -15,8 +15,13 @@ from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._dataflow import Dataflow
 from armillary._jaxpr import walk_equations
 from armillary._traceback import hides_frames
+from armillary.distribute._global_arrays import is_key
 from armillary.distribute.analysis._marks import AVERAGE, DIVISOR
-from armillary.distribute.replica._context import lifted_state, require_replica_context
+from armillary.distribute.replica._context import (
+    get_replica_context,
+    lifted_state,
+    require_replica_context,
+)
 from armillary.errors import BatchSizeError, CapturedStateError
 from armillary.state._adapters import is_variable, node_adapter
 from armillary.state._lift import State, strong
@@ -300,7 +305,7 @@ def _accumulate(
     """Returns the loss and gradients of a batch, added up over its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
     size = _size_of_part(batch, count)
-    parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
+    parts = jax.tree.map(lambda rows: _divide(rows, count, size), batch)
 
     def run(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
         outer = _gradients.num_parts
@@ -334,6 +339,20 @@ def _accumulate(
     )
     outputs = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs)
     return _LossAndGradients(loss, outputs, slots, gradients)
+
+
+def _divide(rows: Any, count: int, size: int) -> Any:
+    """Returns the parts of one array of a batch, stacked.
+
+    If XLA divides the step between devices, they share each part. Otherwise, XLA would
+    give each device whole parts, which every device would then need.
+    """
+    parts = rows.reshape(count, size, *rows.shape[1:])
+    context = get_replica_context()
+    split = None if context is None else context.strategy.split
+    if split is None or is_key(parts):
+        return parts
+    return jax.lax.with_sharding_constraint(parts, split(parts.shape, 1))
 
 
 def _size_of_part(batch: PyTree, count: int) -> int:
