@@ -34,6 +34,8 @@ def main(folder: Path) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     import jax
 
+    # XLA writes no reports about a program that JAX finds in its cache.
+    jax.config.update("jax_enable_compilation_cache", False)
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", request["num_devices"])
     jax.devices("cpu")  # This loads the plugins for other platforms too.

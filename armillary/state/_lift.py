@@ -9,7 +9,7 @@ as under `jax.jit`.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -331,10 +331,14 @@ def _attributes_of_root(walk: Walk) -> dict[Any, Any]:
 
 def check_has_values(state: State) -> None:
     """Raises if an array of a state has only a shape, as from `nnx.eval_shape`."""
-    pairs = zip(state.paths, state.read(), strict=True)
+    refuse_types(zip(state.paths, state.read(), strict=True))
+
+
+def refuse_types(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Raises if a leaf is the type of an array; each leaf comes with its path."""
     lines = [
         f"{path}: {describe(leaf)}"
-        for path, leaf in pairs
+        for path, leaf in leaves
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if not lines:

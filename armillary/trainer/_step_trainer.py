@@ -23,8 +23,15 @@ from armillary.distribute.replica._pure_state import (
     own_state,
     take_back,
 )
+from armillary.state._lift import refuse_types
 from armillary.state._slots import LeafKind, Trait, describe, with_trait
-from armillary.state._tree import Leaf, PureStateOwner
+from armillary.state._tree import (
+    PURE_STATE,
+    Leaf,
+    PureStateOwner,
+    is_object,
+    leaves_of,
+)
 from armillary.state._weak_types import explained_types, find_weak
 from armillary.trainer._hooks import map_output
 from armillary.trainer._no_data import check_step_arguments, take_arguments
@@ -230,6 +237,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 "`ParameterServerStrategy` workers change single variables. Use a "
                 "`StandardTrainer` with Flax NNX, or another strategy."
             )
+        leaves = leaves_of(self.state, is_object)
+        refuse_types((leaf.path(PURE_STATE), leaf.value) for leaf in leaves)
         start = functools.partial(super()._start, num_steps, num_loops)
         started = with_room_for_metrics(start)
         if isinstance(self._metrics, ReturnedMetrics):

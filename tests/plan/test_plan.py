@@ -242,20 +242,18 @@ def test_programs_that_cannot_be_planned_are_errors(tmp_path, monkeypatch):
     fails(ValueError, "is for one device", single, 8, abstract=True)
 
 
-def test_a_process_of_a_job_plans_alone(monkeypatch):
-    alone = plan(make_trainer(), 8, abstract=True)
-    trainer = make_trainer()
+@pytest.mark.parametrize("make", [make_trainer, make_sharded])
+def test_a_process_of_a_job_plans_alone(make, monkeypatch):
+    trainer = make()
     placement = trainer.strategy.placement
-    # Any exchange with the other process would fail.
     layout = replace(placement.layout, peers=SimpleNamespace(count=2, is_alone=False))
     monkeypatch.setattr(
         trainer.strategy, "placement", replace(placement, layout=layout)
     )
-    with trainer.strategy.described(8, "cpu") as mesh:
-        assert mesh.size == 8
-        assert trainer.strategy.peers.is_alone
-    assert trainer.strategy.placement.layout is layout
-    assert alone.num_replicas == 8
+    with trainer.strategy.described(16, "cpu") as mesh:
+        assert mesh.size == 16
+        assert trainer.strategy.layout.peers.is_alone
+    assert trainer.strategy.layout is layout
 
 
 def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(tmp_path, monkeypatch):
