@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 from armillary._called_arrays import explain_called_array
 from armillary._foreign_names import answer_names, find_answer
 from armillary._owners import Owner, is_own_file, owner_of_class
+from armillary._partial_arrays import explain_partial_array
 from armillary._wrong_calls import explain_wrong_call
 
 _P = ParamSpec("_P")
@@ -101,7 +102,8 @@ def _leave(
     if isinstance(error, AttributeError):
         _note_name(error)
     if isinstance(error, TypeError):
-        _add_note(error, explain_called_array(error))
+        add_note(error, explain_called_array(error))
+    add_note(error, explain_partial_array(error))
     # A generator may be closed while Python exits, when JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
@@ -117,10 +119,10 @@ def _note_name(error: AttributeError) -> None:
     if error.name is None or owner_of_class(kind) is not Owner.LIBRARY:
         return
     answer = find_answer(kind, error.name)
-    _add_note(error, answer)
+    add_note(error, answer)
 
 
-def _add_note(error: Exception, note: str | None) -> None:
+def add_note(error: Exception, note: str | None) -> None:
     """Adds a note to an error that does not have it yet."""
     if note is not None and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -14,6 +14,7 @@ import armillary
 from armillary.data import InputOptions, from_arrays
 from armillary.data.feed import _gather
 from armillary.distribute._global_arrays import as_local
+from armillary.plan import plan
 from armillary.state._lift import find_slots
 from tests.problems import Classifier, make_digits
 
@@ -244,9 +245,17 @@ def mistakes(strategy: Any) -> dict[str, str]:
                 strategy, lambda input_context: [np.ones(8)]
             )
         ),
-        "plan": catch(lambda: strategy.described(8, "cpu").__enter__()),
         "part": catch(lambda: Curious(strategy).train(1)),
+        "part in a scope": catch(lambda: read_in_scope(strategy)),
     }
+
+
+def read_in_scope(strategy: Any) -> None:
+    """Reads an array of which each process has a part."""
+    trainer = Trainer(strategy)
+    trainer.train(1)
+    with strategy.scope():
+        np.asarray(trainer.model.first.kernel[...])
 
 
 def count_rows(strategy: Any) -> list[int]:
@@ -278,6 +287,7 @@ def sharded(run_dir: str) -> dict[str, Any]:
         "part": read_part(strategy, directory / "of_one"),
         "rows": count_rows(strategy),
         "bad": bad_step(strategy),
+        "plan": plan(Trainer(strategy), 16, abstract=True).as_json(),
     }
     return found | {"mistakes": mistakes(strategy)}
 

@@ -1,5 +1,6 @@
 """Tests that state divided between processes gives the numbers of one device."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path
     check_numbers(first, tmp_path)
     assert first["resume"] == [[0, 3], first["train"]["state"]]
     assert first["moved"] == [sharded.digests(read_state(alone))] * 2
+    planned = json.loads(first["plan"])
+    assert planned["mesh"] == {"data": 4, "fsdp": 2, "tensor": 2}
+    assert planned["global_batch"] == 40
     check_part(first["part"], sharded.digests(read_state(alone)))
     check_that_one_process_goes_on(run_dir, first["train"]["state"])
     text, total = first["bad"]
@@ -88,5 +92,6 @@ def check_mistakes(first: dict[str, str], second: dict[str, str]) -> None:
     assert "for 3 devices, but there are 4 in 2 processes. Choose" in first["sizes"]
     assert "all processes share each batch" in first["function"]
     assert "Use `strategy.distribute_dataset(dataset)`" in first["function"]
-    assert "which is for several processes" in first["plan"]
-    assert "spans non-addressable" in first["part"]
+    for name in ("part", "part in a scope"):
+        assert "spans non-addressable" in first[name]
+        assert "`strategy.gather(array, axis=0)` returns the whole" in first[name]

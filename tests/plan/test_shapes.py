@@ -183,7 +183,7 @@ def test_the_peak_names_the_temporaries_of_a_step():
     found = plan(make_trainer, "cpu:8", per_replica_batch=256)
     largest, *_ = found.peak
     # The layer's activations of the examples on a device, which the CPU widens.
-    assert (256, 4 * WIDTH) == tuple(json.loads(largest.shape[3:]))
+    assert tuple(json.loads(largest.shape[3:])) == (256, 4 * WIDTH)
     assert largest.num_bytes == 4 * 256 * 4 * WIDTH
     assert "transpose(jvp" in largest.made_by
     total = sum(each.num_bytes for each in found.peak)

@@ -16,6 +16,8 @@ import jax
 
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
+from armillary._partial_arrays import explain_partial_array
+from armillary._traceback import add_note
 from armillary.distribute.replica._program_mesh import keeping_program_mesh
 from armillary.errors import ReplicaContextError
 from armillary.state._adapters import follow_strategies
@@ -171,6 +173,8 @@ class Scope:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if isinstance(error, Exception):
+            add_note(error, explain_partial_array(error))
         _ambient.frames.pop()
         # They may add a note to the error.
         self._entered.pop().__exit__(kind, error, traceback)
