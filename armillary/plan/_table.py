@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_TENSORS = 5
 # Parts of the path of an operation that every operation of a loop has.
+_AROUND = "call_exported/"  # The loop around a step, as it travels to the compiler.
 _CALLS = ("jit(", "jvp(", "transpose(")
 _USUAL_PARTS = {"while", "body", "closed_call", "checkpoint", "rematted_computation"}
 
@@ -105,6 +106,8 @@ def _list_peak(tensors: Iterable[Tensor]) -> list[tuple[str, str]]:
 
 def _shorten(tensor: Tensor) -> str:
     """Returns the end of the path of an operation, and the pass that it is in."""
+    if tensor.made_by.startswith(_AROUND):
+        return "outside of the step"
     parts = tensor.made_by.split("/")
     telling = [
         part

@@ -54,6 +54,8 @@ NOT_TESTED = {
     "armillary.plan.Collective": LIBRARY_MAKES_IT,
     "armillary.plan.Memory": LIBRARY_MAKES_IT,
     "armillary.plan.Plan": LIBRARY_MAKES_IT,
+    "armillary.plan.Tensor": LIBRARY_MAKES_IT,
+    "armillary.plan.Variant": LIBRARY_MAKES_IT,
     "armillary.summary.WandbWriter": "needs a package that is not there everywhere",
 }
 # They get only what they must refuse, as they would train, compile, or change JAX.

@@ -18,7 +18,7 @@ import armillary
 from armillary._planned import planning
 from armillary.errors import StateStructureError
 from armillary.plan import plan
-from tests.plan import shapes
+from tests.plan import decoder, shapes
 from tests.plan.shapes import BATCH_SIZE, WIDTH, Trainer, make_state, make_trainer
 
 SHAPE = {"data": 2, "fsdp": 4}
@@ -232,6 +232,35 @@ def test_devices_in_other_groups_than_those_of_dcn_are_an_error():
 def test_a_function_that_makes_no_trainer_is_an_error():
     with pytest.raises(TypeError, match="StandardTrainer"):
         plan(lambda: "a trainer", 8, abstract=True)
+
+
+@pytest.mark.slow
+def test_a_decoder_of_70_billion_parameters_is_planned_in_little_memory(tmp_path):
+    target = tmp_path / "plan.json"
+    program = Path(decoder.__file__)
+    words = ["plan", f"{program}:make_trainer", "--topology", "cpu:64"]
+    code = (
+        "import resource, sys; from armillary._cli import main; "
+        f"code = main([*{words!r}, '--json', {str(target)!r}]); "
+        "print(max(resource.getrusage(who).ru_maxrss for who in "
+        "(resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))); sys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": "", "PYTHONPATH": str(Path(armillary.__file__).parents[1])},
+    )
+    kilobytes = int(result.stdout.splitlines()[-1])
+    assert kilobytes < 10**6
+    found = json.loads(target.read_text())
+    assert found["state_bytes"] > 12 * 70e9
+    assert found["state_bytes_per_device"] < found["state_bytes"] / 63
+    assert found["mesh"] == {"data": 1, "fsdp": 64, "tensor": 1}
+    # No device holds the model, which is 282 GB.
+    assert found["memory"]["temporaries"] < 4 * 70e9 / 5
+    assert found["peak"][0]["shape"] == "f32[80,1,4096,8192]"
 
 
 @pytest.mark.slow
