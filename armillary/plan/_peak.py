@@ -58,9 +58,9 @@ class _Place(NamedTuple):
 class _Value(NamedTuple):
     """A value of the program, alive from one instruction to another."""
 
-    name: str
     place: _Place
     tensor: Tensor
+    has_operation: bool
     first: int
     last: int
 
@@ -78,7 +78,7 @@ def find_peak(report: str, text: str) -> tuple[Tensor, ...]:
     # the operation that fills their memory has one.
     makers: dict[tuple[_Place, str], str] = {}
     for value in values:
-        if _is_operation(value.tensor.made_by):
+        if value.has_operation:
             makers.setdefault((value.place, value.tensor.shape), value.tensor.made_by)
 
     found: dict[_Place, Tensor] = {}
@@ -86,16 +86,11 @@ def find_peak(report: str, text: str) -> tuple[Tensor, ...]:
         tensor = value.tensor
         if not value.first <= time <= value.last:
             continue
-        if not _is_operation(tensor.made_by):
+        if not value.has_operation:
             made_by = makers.get((value.place, tensor.shape), tensor.made_by)
             tensor = replace(tensor, made_by=made_by)
         found.setdefault(value.place, tensor)
     return tuple(sorted(found.values(), key=lambda tensor: -tensor.num_bytes))
-
-
-def _is_operation(name: str) -> bool:
-    """Returns whether a name is the path of an operation, and not one that XLA gave."""
-    return "/" in name
 
 
 def _find_fullest(values: Iterable[_Value]) -> int:
@@ -148,7 +143,8 @@ def _read_values(report: str, operations: Mapping[str, str]) -> Iterator[_Value]
         tensor = Tensor(
             _LAYOUT.sub("", shape), int(num_bytes), operations.get(name, name)
         )
-        yield _Value(name, _Place(allocation, int(offset)), tensor, *life)
+        place = _Place(allocation, int(offset))
+        yield _Value(place, tensor, name in operations, *life)
 
 
 def _read_operations(text: str) -> dict[str, str]:

@@ -97,13 +97,14 @@ def plan(
     _check_variants(variants, abstract=abstract)
     devices = parse_topology(topology, target, abstract=abstract)
     with planning():
-        if not isinstance(trainer, StandardTrainer) and callable(trainer):
-            made = trainer()
-            trainer = getattr(made, "trainer", made)
-            steps_per_loop = steps_per_loop or getattr(made, "steps_per_loop", None)
+        is_made = isinstance(trainer, StandardTrainer) or not callable(trainer)
+        made = trainer if is_made else trainer()
+        planned = getattr(made, "trainer", made)
         fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
-        check_instance("trainer", trainer, StandardTrainer, fix)
-        if trainer.train_dataset is None and (find_batch or per_replica_batch):
+        check_instance("trainer", planned, StandardTrainer, fix)
+        if steps_per_loop is None and made is not planned:
+            steps_per_loop = made.steps_per_loop
+        if planned.train_dataset is None and (find_batch or per_replica_batch):
             name = "find_batch" if find_batch else "per_replica_batch"
             value = True if find_batch else per_replica_batch
             raise ValueError(
@@ -113,7 +114,7 @@ def plan(
 
         def make(batch: int | None, options: Mapping[str, Any]) -> Plan:
             with described(
-                trainer,
+                planned,
                 devices.num_devices,
                 "tpu" if devices.target is None else devices.target.platform,
                 steps_per_loop=steps_per_loop,

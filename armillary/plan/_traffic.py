@@ -24,6 +24,9 @@ _CALLED = re.compile(
     r"(?:%?([\w.\-]+)|\{([^}]*)\})"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_INTEGER = re.compile(r"\(-?\d+\)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_INDEX = re.compile(r"index=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
 _HOST_SPACE = "S(5)"
@@ -41,6 +44,7 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     attributes: str  # The text after the operands.
+    inside: str = ""  # The text of the operands, with its brackets.
 
     @cached_property
     def called(self) -> dict[str, list[str]]:
@@ -63,10 +67,16 @@ class Instruction:
         return base if base in COLLECTIVE_KINDS else None
 
     @property
-    def trip_count(self) -> int:
-        """The number of runs of a loop's body; 1 if the compiler does not know it."""
+    def trip_count(self) -> int | None:
+        """The number of runs of a loop's body, if the compiler has noted it."""
         found = _TRIPS.search(self.attributes)
-        return int(found[1]) if found else 1
+        return int(found[1]) if found else None
+
+    @property
+    def integer(self) -> int | None:
+        """The value of a constant that is an integer."""
+        is_integer = self.opcode == "constant" and _INTEGER.fullmatch(self.inside)
+        return int(self.inside[1:-1]) if is_integer else None
 
     @property
     def label(self) -> str:
@@ -117,7 +127,7 @@ def _parse(name: str, rest: str) -> Instruction:
     opcode, _, rest = rest.strip().partition("(")
     inside, attributes = _split_balanced("(" + rest)
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, shape, opcode, operands, attributes)
+    return Instruction(name, shape, opcode, operands, attributes, inside)
 
 
 def _split_balanced(text: str) -> tuple[str, str]:
@@ -220,11 +230,12 @@ class _ModuleWalk:
                     before = before | Counter({each.kind: number})
             elif each.reaches_host and nesting.depth:
                 self.host.append(each.label)
-            rounds[each.name] = self._enter_called(each, nesting, before)
+            trips = self._count_trips(each, instructions) if each.called else 1
+            rounds[each.name] = self._enter_called(each, nesting, before, trips)
         return _union([base, *rounds.values()])
 
     def _enter_called(
-        self, each: Instruction, nesting: _Nesting, base: _Rounds
+        self, each: Instruction, nesting: _Nesting, base: _Rounds, trips: int
     ) -> _Rounds:
         last = base
         for role, names in each.called.items():
@@ -232,13 +243,31 @@ class _ModuleWalk:
             if role == "body":
                 # The loops around a step are not part of it.
                 is_in_step = nesting.depth >= self._depth
-                times = nesting.times * (each.trip_count if is_in_step else 1)
+                times = nesting.times * (trips if is_in_step else 1)
                 inner = replace(nesting, depth=nesting.depth + 1, times=times)
             elif role != "calls":
                 inner = replace(nesting, is_conditional=True)
             for name in names:
                 last = last | self.enter(name, inner, base)
         return last
+
+    def _count_trips(self, loop: Instruction, around: Sequence[Instruction]) -> int:
+        """Returns the number of runs of a loop's body; 1 if it is not known.
+
+        The compiler for TPUs notes no numbers, so the condition of the loop is read: it
+        compares a counter, which each run increases by one, with a constant.
+        """
+        if loop.trip_count is not None:
+            return loop.trip_count
+        condition = _CONDITION.search(loop.attributes)
+        if condition is None or len(loop.operands) != 1:
+            return 1
+        found = _find_limit(self._computations.get(condition[1], []))
+        if found is None:
+            return 1
+        position, limit = found
+        first = _find_first(loop.operands[0], position, around)
+        return 1 if first is None else max(limit - first, 1)
 
     def _add(
         self,
@@ -285,6 +314,32 @@ class _ModuleWalk:
             return "step"
         is_in_loop = self._depth == 2 and nesting.depth == 1
         return "loop" if is_in_loop else "call"
+
+
+def _find_limit(condition: Sequence[Instruction]) -> tuple[int, int] | None:
+    """Returns the place of a loop's counter in its carry, and the limit of it."""
+    test = condition[-1] if condition else None
+    if test is None or test.opcode != "compare" or len(test.operands) != 2:
+        return None
+    by_name = {each.name: each for each in condition}
+    counter, limit = (by_name.get(name) for name in test.operands)
+    position = _INDEX.search(counter.attributes) if counter else None
+    has_limit = "direction=LT" in test.attributes and limit is not None
+    if position is None or not has_limit or limit.integer is None:
+        return None
+    return int(position[1]), limit.integer
+
+
+def _find_first(carry: str, position: int, around: Sequence[Instruction]) -> int | None:
+    """Returns the first value of a loop's counter, if it is a constant."""
+    by_name = {each.name: each for each in around}
+    whole = by_name.get(carry)
+    if whole is None or whole.opcode != "tuple" or position >= len(whole.operands):
+        return None
+    first = by_name.get(whole.operands[position])
+    while first is not None and first.opcode.startswith(("bitcast", "copy")):
+        first = by_name.get(first.operands[0])
+    return None if first is None else first.integer
 
 
 def _union(rounds: Iterable[_Rounds]) -> _Rounds:

@@ -382,5 +382,6 @@ def as_array(leaf: Any) -> jax.Array:
 
     The type of an array in a plan is returned as it is.
     """
-    is_known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    return leaf if is_known else jnp.asarray(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf  # pyright: ignore[reportReturnType]
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

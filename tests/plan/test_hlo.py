@@ -4,6 +4,8 @@ import pytest
 
 from armillary.plan import Collective
 from armillary.plan._costs import count_rounds
+from armillary.plan._groups import find_groups
+from armillary.plan._peak import Tensor, find_peak
 from armillary.plan._traffic import count_bytes, find_traffic
 
 # A loop over four rows: a slice, a product, a sum that runs during another product, and
@@ -112,6 +114,95 @@ def test_collectives_under_a_condition_or_in_a_loop_of_known_length():
     )
     branch = find_traffic(text, depth=0, num_devices=8).collectives
     assert [each.is_conditional for each in branch] == [True, True, False]
+
+
+def test_a_condition_shows_the_length_of_a_loop_that_the_compiler_does_not_note():
+    assert "known_trip_count" not in LOOP
+    times = [each.times for each in find_traffic(LOOP, 0, 8).collectives]
+    assert times == [4, 4, 1]
+    begins_at_one = LOOP.replace(
+        "%zero.1 = s32[] constant(0)", "%zero.1 = s32[] constant(1)"
+    )
+    assert find_traffic(begins_at_one, 0, 8).collectives[0].times == 3
+    # A loop that ends by a value of the program has no known length.
+    unknown = LOOP.replace("%four = s32[] constant(4)", "%four = s32[] parameter(1)")
+    assert find_traffic(unknown, 0, 8).collectives[0].times == 1
+
+
+PAIRS = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "groups"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", PAIRS),
+        ("replica_groups=mesh['a'=4,'b'=2] {'b'}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (
+            "replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
+            PAIRS,
+        ),
+        (
+            "replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}",
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ),
+        (
+            "replica_groups=mesh['a'=8] {'a':(2)2}",
+            [[0, 2], [1, 3], [4, 6], [5, 7]],
+        ),
+        ("source_target_pairs={{0,1},{1,0}}, channel_id=1", [[0, 1], [1, 0]]),
+        ("replica_groups={}, to_apply=%add", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_groups_of_devices_have_several_forms(attributes, groups):
+    assert find_groups(f"channel_id=1, {attributes}, to_apply=%add", 8) == groups
+
+
+def test_a_collective_is_slow_if_a_group_spans_islands():
+    first, second, _ = find_traffic(LOOP, 1, 8, [0, 0, 0, 0, 1, 1, 1, 1]).collectives
+    assert (first.group_size, first.is_slow) == (4, False)
+    assert (second.group_size, second.is_slow) == (8, True)
+
+
+REPORT = """HloLiveRange (max 9):
+  BufferLiveRange:
+    w{}:0-9
+    x{}:1-9
+    gathered{}:2-5
+    product{}:4-7
+    state{}:3-9
+    state{1}:3-9
+    sum{}:6-8
+    near{}:2-8
+BufferAssignment:
+allocation 0: size 400, parameter 0, shape |f32[100]| at ShapeIndex {}:
+ value: <1 w @0> (size=400,offset=0): f32[100]{0}
+allocation 1: size 4, constant:
+ value: <2 x @0> (size=4,offset=0): f32[]
+allocation 2: size 1000, preallocated-temp:
+ value: <3 gathered @0> (size=500,offset=0): f32[125]{0:T(128)}
+ value: <4 product @0> (size=300,offset=500): f32[75]{0}
+ value: <5 state{} @0> (size=16,offset=800): (s32[], f32[75])
+ value: <6 state{1} (phi) @0> (size=300,offset=500): f32[75]{0}
+ value: <7 sum @0> (size=450,offset=0): f32[150]{0}
+allocation 3: size 900, preallocated-temp:
+ value: <8 near @1> (size=900,offset=0): f32[225]{0:S(1)}
+"""
+PROGRAM = """
+  %gathered = f32[125]{0} all-gather(%w), metadata={op_name="jit(run)/jit(step)/all"}
+  ROOT %product = f32[75]{0} dot(%w, %w), metadata={op_name="jit(run)/jit(step)/dot/b"}
+"""
+
+
+def test_the_peak_has_the_temporaries_that_live_together():
+    peak = find_peak(REPORT, PROGRAM)
+    # Two values share the memory of the product, and others are no temporaries.
+    assert peak == (
+        Tensor("f32[125]", 500, "all"),
+        Tensor("f32[75]", 300, "dot/b"),
+    )
+    assert find_peak("", PROGRAM) == ()
 
 
 def test_operations_that_reach_the_host_inside_a_loop_are_named():

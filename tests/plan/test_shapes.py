@@ -158,7 +158,7 @@ def test_variants_of_the_options_are_compiled():
     in_parts, impossible = found.variants
     assert in_parts.memory.temporaries < found.memory.temporaries / 2
     assert impossible.memory is None
-    assert "accumulate_steps" in impossible.error
+    assert "accumulate_steps" in str(impossible.error)
     saved = found.memory.total - in_parts.memory.total
     table = str(found)
     assert "with accumulate_steps=8" in table
