@@ -30,6 +30,9 @@ _INDEX = re.compile(r"index=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
 _HOST_SPACE = "S(5)"
+# Between slices of TPUs, a collective is a transfer of the host.
+_BETWEEN_SLICES = "xla_megascale"
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _SYNCHRONOUS = '"is_sync":true'  # The mark of XLA's GPU compiler on a start that waits.
 _NO_TIME = ("after-all", "bitcast", "constant", "get-tuple-element", "parameter")
 _FREE = frozenset((*_NO_TIME, "partition-id", "tuple"))
@@ -64,7 +67,15 @@ class Instruction:
     def kind(self) -> str | None:
         """The collective that this instruction is, starts or ends; else `None`."""
         base = self.opcode.removesuffix("-start").removesuffix("-done")
+        if base == "send" and self.is_between_slices:
+            transfer = _TRANSFER.search(self.attributes)
+            base = transfer[1].lower().replace("_", "-") if transfer else base
         return base if base in COLLECTIVE_KINDS else None
+
+    @property
+    def is_between_slices(self) -> bool:
+        """True if the instruction sends data between slices of TPUs, or awaits it."""
+        return _BETWEEN_SLICES in self.attributes
 
     @property
     def trip_count(self) -> int | None:
@@ -91,6 +102,8 @@ class Instruction:
             return bool(_HOST_CALL.search(self.label))
         if self.opcode in ("infeed", "outfeed"):
             return True
+        if self.is_between_slices:
+            return False
         is_copy = self.opcode in ("copy", "copy-start")
         is_to_host = is_copy and _HOST_SPACE in self.shape
         return is_to_host or "is_host_transfer=true" in self.attributes
@@ -281,15 +294,20 @@ class _ModuleWalk:
         kind = each.kind or ""
         groups = find_groups(each.attributes, self._num_devices)
         size = max(map(len, groups))
-        if size == 1 and kind != "collective-permute":
+        if each.is_between_slices:
+            size = len(set(self._islands))
+        elif size == 1 and kind != "collective-permute":
             return False
         is_start = each.opcode.endswith("-start")
         num_bytes = sum(count_bytes(shapes[name]) for name in each.operands)
-        if kind == "all-gather":
+        if kind == "all-gather" and each.is_between_slices:
+            num_bytes *= size
+        elif kind == "all-gather":
             # The type of a start names its operands, too.
             num_of_operands = num_bytes if is_start else 0
             num_bytes = count_bytes(each.shape) - num_of_operands
-        is_hidden = is_start and _SYNCHRONOUS not in each.attributes
+        is_split = is_start or each.is_between_slices
+        is_hidden = is_split and _SYNCHRONOUS not in each.attributes
         collective = Collective(
             kind,
             num_bytes,
@@ -299,7 +317,7 @@ class _ModuleWalk:
             group_size=size,
             is_asynchronous=is_hidden and _runs_beside(each.name, later),
             round=number,
-            is_slow=any(map(self._is_slow, groups)),
+            is_slow=each.is_between_slices or any(map(self._is_slow, groups)),
         )
         self.found.append(collective)
         return True

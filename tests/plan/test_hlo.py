@@ -165,6 +165,31 @@ def test_a_collective_is_slow_if_a_group_spans_islands():
     assert (second.group_size, second.is_slow) == (8, True)
 
 
+def test_collectives_between_slices_of_tpus_are_transfers_of_hosts():
+    transfer = (
+        "channel_id=1, is_host_transfer=true, frontend_attributes={"
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        '_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    text = LOOP.replace(
+        "%second = f32[8,8]{1,0} all-reduce(%new), replica_groups=[1,8]<=[8], "
+        "to_apply=%add",
+        f"%sent = (f32[8,8], u32[], token[]) send(%new), {transfer}\n"
+        f"  %got = (f32[8,8], u32[], token[]) recv(%x), {transfer}\n"
+        f"  %sent-done = token[] send-done(%sent), {transfer}\n"
+        f"  %second = f32[8,8] recv-done(%got), {transfer}",
+    )
+    found = find_traffic(text, 1, 8, [0, 0, 0, 0, 1, 1, 1, 1])
+    _, between, _ = found.collectives
+    assert (between.kind, between.num_bytes, between.group_size) == (
+        "all-reduce",
+        256,
+        2,
+    )
+    assert between.is_slow
+    assert found.host_transfers == ()
+
+
 REPORT = """HloLiveRange (max 9):
   BufferLiveRange:
     w{}:0-9
