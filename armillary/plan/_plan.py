@@ -141,7 +141,7 @@ def plan(
 def _check_variants(variants: Sequence[Mapping[str, Any]], *, abstract: bool) -> None:
     """Raises if `variants` is not a list of options of a trainer."""
     fix = 'Write `variants=[{"accumulate_steps": 4}]`.'
-    is_list = isinstance(variants, Sequence) and not isinstance(variants, str)
+    is_list = isinstance(variants, Sequence) and not isinstance(variants, str | bytes)
     check_instance("variants", variants if is_list else None, Sequence, fix)
     if variants and abstract:
         raise ValueError(
