@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from armillary._checks import list_lines
+from armillary._planned import is_planning
 from armillary.distribute._global_arrays import is_key
 
 MANIFEST = "manifest/manifest.json"
@@ -85,6 +86,9 @@ def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
     specs: dict[str, LeafSpec] = {}
     bad: list[str] = []
     for path, leaf in leaves.items():
+        if is_planning() and isinstance(leaf, jax.ShapeDtypeStruct):
+            specs[path] = LeafSpec(str(leaf.dtype), tuple(leaf.shape))
+            continue
         if is_key(leaf):
             dtype = f"key<{jax.random.key_impl(leaf)}>"
             specs[path] = LeafSpec(dtype, tuple(leaf.shape))

@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 
 from armillary._logging import logger
+from armillary._planned import is_planning
 from armillary.actions._combined import notify
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._content import Content
@@ -281,7 +282,8 @@ class Saving:
         """Restores a checkpoint, by default the latest; returns its path, if any."""
         manager = self.manager
         run = self._run
-        if manager is None:
+        # The state of a plan has no values.
+        if manager is None or is_planning():
             return None
         with run.goodput.phase(Category.RESTORING), run.scope():
             if path is not None:

@@ -276,3 +276,22 @@ def test_the_command_runs_a_program_for_more_devices_than_there_are():
     assert "1, over data=4, fsdp=4, tensor=1" in result.stdout
     assert "2 each, 32 global" in result.stdout
     assert "with steps_per_chunk=5" in result.stdout
+
+
+def test_a_controller_with_checkpoints_is_planned_and_restores_nothing(tmp_path):
+    def make(name="checkpoints"):
+        trainer = make_trainer()
+        checkpoint = armillary.Checkpoint(trainer=trainer)
+        return armillary.Controller(
+            trainer=trainer,
+            global_step=trainer.optimizer.step,
+            strategy=trainer.strategy,
+            steps_per_loop=4,
+            checkpoint_manager=armillary.CheckpointManager(checkpoint, tmp_path / name),
+        )
+
+    make().train(4)
+    saved = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
+    found = plan(make, 8, abstract=True)
+    assert figures(found) == figures(plan(make_trainer, 8, abstract=True))
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == saved
