@@ -97,13 +97,8 @@ def plan(
     _check_variants(variants, abstract=abstract)
     devices = parse_topology(topology, target, abstract=abstract)
     with planning():
-        is_made = isinstance(trainer, StandardTrainer) or not callable(trainer)
-        made = trainer if is_made else trainer()
-        planned = getattr(made, "trainer", made)
-        fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
-        check_instance("trainer", planned, StandardTrainer, fix)
-        if steps_per_loop is None and made is not planned:
-            steps_per_loop = made.steps_per_loop
+        planned, of_controller = _find_trainer(trainer)
+        steps_per_loop = steps_per_loop or of_controller
         if planned.train_dataset is None and (find_batch or per_replica_batch):
             name = "find_batch" if find_batch else "per_replica_batch"
             value = True if find_batch else per_replica_batch
@@ -136,6 +131,20 @@ def plan(
                 lambda batch: bool(make(batch, {}).fits),
             )
     return found
+
+
+def _find_trainer(trainer: Any) -> tuple[StandardTrainer, int | None]:
+    """Returns a trainer, and the steps in a loop if there is a controller.
+
+    The trainer is made now if a function makes it.
+    """
+    made: Any = trainer
+    if not isinstance(trainer, StandardTrainer) and callable(trainer):
+        made = trainer()
+    found: Any = getattr(made, "trainer", made)
+    fix = "Derive from `armillary.StandardTrainer`, whose loop is planned."
+    check_instance("trainer", found, StandardTrainer, fix)
+    return found, None if found is made else made.steps_per_loop
 
 
 def _check_variants(variants: Sequence[Mapping[str, Any]], *, abstract: bool) -> None:

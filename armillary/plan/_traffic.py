@@ -342,10 +342,10 @@ def _find_limit(condition: Sequence[Instruction]) -> tuple[int, int] | None:
     by_name = {each.name: each for each in condition}
     counter, limit = (by_name.get(name) for name in test.operands)
     position = _INDEX.search(counter.attributes) if counter else None
-    has_limit = "direction=LT" in test.attributes and limit is not None
-    if position is None or not has_limit or limit.integer is None:
+    number = limit.integer if limit else None
+    if position is None or number is None or "direction=LT" not in test.attributes:
         return None
-    return int(position[1]), limit.integer
+    return int(position[1]), number
 
 
 def _find_first(carry: str, position: int, around: Sequence[Instruction]) -> int | None:
