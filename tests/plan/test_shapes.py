@@ -218,7 +218,7 @@ def test_groups_of_a_mesh_of_several_axes_and_slow_links():
     assert "over slow links" not in str(without)
 
 
-def test_devices_in_other_groups_than_those_of_dcn_are_an_error():
+def test_devices_whose_groups_do_not_fit_dcn_are_an_error():
     def make():
         return make_trainer(dcn={"data": 2})
 
