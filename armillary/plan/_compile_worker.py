@@ -145,16 +145,17 @@ def arrange_stand_ins(
 
 def read_report(dump: Path) -> str:
     """Returns XLA's reports on the memory of the largest program that it compiled."""
-    ending = "live-range.txt"
+    ending = "buffer-assignment.txt"
     reports = sorted(dump.glob(f"*{ending}"), key=lambda each: each.stat().st_size)
     if not reports:
         return ""
-    of_values = reports[-1]
-    name = of_values.name.removesuffix(ending)
-    of_memory = of_values.with_name(f"{name}buffer-assignment.txt")
+    of_memory = reports[-1]
+    # Earlier releases of XLA write the times of values into the same file.
+    name = of_memory.name.removesuffix(ending)
+    of_values = of_memory.with_name(f"{name}live-range.txt")
     texts = [
         each.read_text(errors="replace")
-        for each in (of_values, of_memory)
+        for each in (of_memory, of_values)
         if each.exists()
     ]
     return "\n".join(texts)

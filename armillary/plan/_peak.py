@@ -118,14 +118,14 @@ def _find_fullest(values: Iterable[_Value]) -> int:
 
 def _read_values(report: str, operations: Mapping[str, str]) -> Iterator[_Value]:
     """Yields the temporaries in the main memory, with the time that they live."""
+    lines = report.splitlines()
     lives: dict[str, tuple[int, int]] = {}
+    for found in filter(None, map(_LIFE.match, lines)):
+        lives[found[1]] = int(found[2]), int(found[3])
+
     allocation = 0
     is_temporary = False
-    for line in report.splitlines():
-        life = _LIFE.match(line)
-        if life:
-            lives[life[1]] = int(life[2]), int(life[3])
-            continue
+    for line in lines:
         head = _ALLOCATION.match(line)
         if head:
             allocation = int(head[1])
