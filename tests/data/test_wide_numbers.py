@@ -131,7 +131,7 @@ class Processes:
 def test_rows_that_a_process_takes_for_its_own_devices_are_looked_at_too():
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
     layout = MeshLayout(mesh, Processes(), ("data",))  # pyright: ignore[reportArgumentType]
-    gather = Gather(layout, {"a": {"id": IDS}})
+    gather = Gather(layout, from_arrays({"a": {"id": IDS}}, batch_size=1))
     fits = gather.send({"rows": np.array([5, 0, 1, 2])}, 0, 1)
     np.testing.assert_array_equal(fits["a"]["id"], IDS[[5, 0, 1, 2]])
     with pytest.raises(ValueError, match="  a/id: 2147483649 in example 7, int64"):

@@ -10,12 +10,12 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.data._layout import Active, describe_active
-from armillary.data.feed._gather import empty_aligned
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
 from armillary.data.sources._batch import describe_shapes
 from armillary.data.sources._stale import reading_ahead
+from armillary.data.sources._take import empty_aligned
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
@@ -186,7 +186,9 @@ class ChunkBuilder:
 
             arrays = jax.tree.map(trim, chunk.arrays[index])
             gather = readers[index].data.gather
-            chunk.arrays[index] = gather.send(arrays, 1, chunk.num_replicas[index])
+            chunk.arrays[index] = gather.send(
+                arrays, 1, chunk.num_replicas[index], chunk.num_steps * count
+            )
 
 
 def _make_buffers(arrays: PyTree, size: int) -> PyTree:

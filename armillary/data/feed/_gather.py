@@ -1,17 +1,15 @@
-"""Batches of row numbers instead of rows, from arrays in memory to a step.
+"""Batches of row numbers instead of rows, from a dataset to a step.
 
 A batch needs its rows only at the end of its way. Until then (positions, shares of
-replicas, chunks), row numbers are enough. The rows are taken once, at their
-destination::
+replicas, chunks), row numbers are enough. The rows are read once, at their destination,
+so each process reads only the rows of its own devices::
 
     on the host    {"rows": [7, 2]} -> {"image": images[[7, 2]]} -> the device
     on the device  {"rows": [7, 2]} -> the device -> {"image": images[[7, 2]]}
 """
 
-import copy
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +18,19 @@ import numpy as np
 
 from armillary.data._layout import BatchLayout, InputOptions
 from armillary.data.feed._piece import MASK, Piece, add_mask, get_mask
-from armillary.data.sources._arrays import ArrayDataset
+from armillary.data.sources._arrays import (
+    ArrayDataset,
+    IndexedDataset,
+    IndexedIterator,
+)
 from armillary.data.sources._batch import as_device_values, canonical_dtype, show_path
 from armillary.data.sources._source import Source
+from armillary.data.sources._take import NO_ROW
 from armillary.typing import Batch, PyTree
 
 _ROWS = "rows"
 _MOST_ROWS = np.iinfo(np.int32).max
 """The largest number of rows for the 32-bit integers of a device."""
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,35 +38,48 @@ class Gather:
     """Turns the batches of a source into the batches that a step receives."""
 
     layout: BatchLayout
-    arrays: PyTree | None = None  # the arrays of the row numbers; None for whole rows
-    placed: "_PlacedArrays | None" = None  # these arrays on the devices, if they stay
+    dataset: IndexedDataset | None = None  # of the row numbers; None for whole rows
+    placed: "_PlacedArrays | None" = None  # its arrays on the devices, if they stay
 
     @property
     def resident(self) -> PyTree:
         """The arrays that stay on the devices, an input of `on_device`; or `None`."""
         return None if self.placed is None else self.placed.get()
 
-    def on_host(self, batch: Batch, *, later: bool = False) -> Batch:
-        """Returns a host batch, or a chunk of them, as it travels to the device."""
-        if self.arrays is None or self.placed is not None:
+    def on_host(self, batch: Batch) -> Batch:
+        """Returns a host batch as it travels to the device."""
+        if not self._has_numbers:
             return batch
-        numbers = batch[_ROWS]
+        assert self.dataset is not None
+        return _with_mask(_Rows(self.dataset, batch[_ROWS]).now(), batch)
 
-        def take_later(path: Any, array: np.ndarray) -> _LazyRows:
-            return _LazyRows(show_path(path), array, numbers)
+    def send(
+        self,
+        batch: Batch,
+        leading_axes: int,
+        num_replicas: int,
+        num_filled: int | None = None,
+    ) -> Batch:
+        """Places a host batch, or a chunk of them.
 
-        if later:
-            rows = jax.tree_util.tree_map_with_path(take_later, self.arrays)
-        else:
-            rows = _take(self.arrays, numbers)
-        return _with_mask(rows, batch)
-
-    def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
-        """Places a host batch, or a chunk of them; the arguments are as in `place`."""
+        Args:
+            batch: The batch, or the chunk.
+            leading_axes: As in `BatchLayout.place`.
+            num_replicas: As in `BatchLayout.place`.
+            num_filled: The number of batches in the chunk that have data.
+        """
         layout = self.layout
-        has_all = not (layout.peers.is_alone or layout.stacked)
-        sent = self.on_host(batch, later=has_all)
-        return layout.place(sent, leading_axes, num_replicas)
+        if self._has_numbers:
+            assert self.dataset is not None
+            rows = _Rows(self.dataset, batch[_ROWS], leading_axes, num_filled)
+            has_all = not (layout.peers.is_alone or layout.stacked)
+            batch = _with_mask(rows.later() if has_all else rows.now(), batch)
+        return layout.place(batch, leading_axes, num_replicas)
+
+    @property
+    def _has_numbers(self) -> bool:
+        """True if host batches hold row numbers, and devices get rows."""
+        return self.dataset is not None and self.placed is None
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
         """Returns a placed batch as a step receives it; may be traced."""
@@ -84,10 +99,12 @@ class Gather:
         leaves = jax.tree.leaves(types)
         shape = leaves[0].shape[:1]
         sent = {_ROWS: jax.ShapeDtypeStruct(shape, np.int32)}
-        has_mask = len(leaves) > len(jax.tree.leaves(self.arrays))
+        assert isinstance(self.dataset, ArrayDataset)
+        arrays = self.dataset.arrays
+        has_mask = len(leaves) > len(jax.tree.leaves(arrays))
         if has_mask:
             sent[MASK] = get_mask(types)
-        return sent, _on_device(self.arrays, lambda array: array.shape)
+        return sent, _on_device(arrays, lambda array: array.shape)
 
     def types(self, batch: Piece, *, as_sent: bool = False) -> Batch:
         """Returns the types of a piece in a step, or as it is sent (`as_sent`)."""
@@ -104,10 +121,10 @@ class Gather:
 
     def rows(self, types: Batch) -> Batch:
         """Converts the types of the source's batches to types of rows."""
-        if self.arrays is None:
+        if self.dataset is None:
             return types
         shape = types[_ROWS].shape
-        rows = _on_device(self.arrays, lambda array: (*shape, *array.shape[1:]))
+        rows = _on_device(self.dataset.row_types, lambda row: (*shape, *row.shape))
         return _with_mask(rows, types)
 
 
@@ -143,72 +160,125 @@ _lock = threading.Lock()
 
 
 def make_gather(
-    source: Source, layout: BatchLayout, options: InputOptions
+    source: Source, layout: BatchLayout, options: InputOptions, *, is_shared: bool
 ) -> tuple[Source, Gather]:
-    """Returns the source to read, perhaps of row numbers, and its `Gather`."""
-    num_rows = source.num_examples if isinstance(source, ArrayDataset) else 0
-    if not 0 < num_rows <= _MOST_ROWS:
-        if options.place_on_device:
-            raise TypeError(
-                f"`place_on_device` is True, but the source ({source.name}) has no "
-                f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
-                "Leave `place_on_device` out, and batches are sent from the host."
-            )
+    """Returns the source to read, perhaps of row numbers, and its `Gather`.
+
+    Args:
+        source: The source.
+        layout: The placement of batches on devices.
+        options: The options of the distributed dataset.
+        is_shared: Whether all processes divide the batches of one dataset.
+    """
+    has_arrays = isinstance(source, ArrayDataset) and source.num_examples <= _MOST_ROWS
+    if options.place_on_device and not has_arrays:
+        raise TypeError(
+            f"`place_on_device` is True, but the source ({source.name}) has no "
+            f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
+            "Leave `place_on_device` out, and batches are sent from the host."
+        )
+    if not isinstance(source, IndexedDataset) or source.num_examples > _MOST_ROWS:
         return source, Gather(layout)
-    assert isinstance(source, ArrayDataset)
+    # Rows in memory cost nothing to take late. Other rows are read batch by batch if
+    # this process needs all of them, so that an error comes after the batches before.
+    needs_all = layout.peers.is_alone or not is_shared
+    if needs_all and not has_arrays:
+        return source, Gather(layout)
 
     placed = None
     if options.place_on_device:
+        assert isinstance(source, ArrayDataset)
         if options.remainder == "pad":
             add_mask(source.arrays, None)
         with _lock:
             by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
             placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
             by_layout[layout] = placed
-    numbers = copy.copy(source)
-    numbers.arrays = {_ROWS: np.arange(source.num_examples, dtype=np.int32)}
-    return numbers, Gather(layout, source.arrays, placed)
+    return _Numbers(source), Gather(layout, source, placed)
+
+
+class _Numbers:
+    """A source with the row numbers of a dataset, in its order and positions."""
+
+    is_repositionable = True
+
+    def __init__(self, dataset: IndexedDataset) -> None:
+        self._dataset = dataset
+        self.name = dataset.name
+        self.full_size = dataset.full_size
+        self.num_batches = dataset.num_batches
+
+    def make_iterator(self, epoch: int) -> IndexedIterator:
+        return IndexedIterator(self._dataset, epoch, self._as_batch)
+
+    def _as_batch(self, rows: np.ndarray) -> Batch:
+        return {_ROWS: rows.astype(np.int32)}
+
+
+class _Rows:
+    """The rows of a batch, or of a chunk, as row numbers until they are placed.
+
+    `num_filled` is the number of batches in a chunk that have data.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        numbers: np.ndarray,
+        leading_axes: int = 0,
+        num_filled: int | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._leading_axes = leading_axes
+        self.numbers = numbers
+        if num_filled is not None:
+            self.numbers = numbers.copy()
+            self.numbers[num_filled:] = NO_ROW
+        self._parts: dict[str, dict[str, np.ndarray]] = {}
+
+    def now(self) -> PyTree:
+        """Returns all rows."""
+        return self._read(self.numbers)
+
+    def later(self) -> PyTree:
+        """Returns leaves that read rows when a part of them is asked for."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, row: _LazyRows(self, show_path(path), row.shape),
+            self._dataset.row_types,
+        )
+
+    def read_part(self, index: tuple[slice, ...]) -> dict[str, np.ndarray]:
+        """Returns the leaves of some rows by path, from one read for all leaves."""
+        key = str(index)
+        if key not in self._parts:
+            rows = self._read(self.numbers[index])
+            leaves = jax.tree_util.tree_leaves_with_path(rows)
+            self._parts[key] = {show_path(path): leaf for path, leaf in leaves}
+        return self._parts[key]
+
+    def _read(self, numbers: np.ndarray) -> PyTree:
+        num_batches = len(numbers) if self._leading_axes else 1
+        rows = self._dataset.take(numbers.reshape(num_batches, -1))
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(*numbers.shape, *leaf.shape[2:]), rows
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class _LazyRows:
-    """Rows of an array, from which a process takes only the rows for its devices."""
+    """A leaf of rows, from which a process reads only the rows for its devices."""
 
+    rows: _Rows
     path: str
-    array: np.ndarray
-    numbers: np.ndarray
+    row_shape: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.numbers.shape, *self.array.shape[1:])
+        return (*self.rows.numbers.shape, *self.row_shape)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         # Complete rows, because only the first axes are split.
-        numbers = self.numbers[index[: self.numbers.ndim]]
-        return _take({self.path: self.array}, numbers)[self.path]
-
-
-def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
-    def take(array: np.ndarray) -> np.ndarray:
-        rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
-        # The numbers come from the dataset itself. With `mode="raise"`, NumPy would
-        # copy the rows once more.
-        return np.take(array, numbers, axis=0, out=rows, mode="clip")
-
-    taken = jax.tree.map(take, arrays)
-    return as_device_values(taken, lambda: "`arrays`", numbers)
-
-
-def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an array whose memory XLA's CPU client can share.
-
-    Do not write to it after it was given to JAX.
-    """
-    dtype = np.dtype(dtype)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+        return self.rows.read_part(index[: self.rows.numbers.ndim])[self.path]
 
 
 def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:

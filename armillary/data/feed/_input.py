@@ -39,7 +39,12 @@ class Input:
     first: SourceBatch | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        made = make_gather(self.source, self.layout, self.options)
+        made = make_gather(
+            self.source,
+            self.layout,
+            self.options,
+            is_shared=not self.per_replica_batches,
+        )
         self.read_source, self.gather = made
 
     @property

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import operator
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
-from armillary.data.sources._batch import check_batch
+from armillary.data.sources._batch import as_device_values, check_batch
+from armillary.data.sources._take import empty_aligned, take_rows
 from armillary.errors import ArmillaryError, BatchSizeError, DatasetStateError
 from armillary.typing import Batch, PyTree
 
@@ -47,6 +48,7 @@ class IndexedDataset(abc.ABC):
                 f"`{argument}` has 0 examples, but a dataset needs at least one. Pass "
                 "at least one example."
             )
+        self.argument = argument
         self.num_examples = num_examples
         self.batch_size = check_positive_int("batch_size", batch_size)
         if shuffle_seed is not None:
@@ -77,6 +79,33 @@ class IndexedDataset(abc.ABC):
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns a new batch of the examples with these numbers, in this order."""
 
+    @functools.cached_property
+    def row_types(self) -> PyTree:
+        """The dtype and the shape of each leaf of an example."""
+        first = self.read_rows(np.zeros(1, np.int64))
+        checked, _ = check_batch(first, lambda: f"`{self.argument}`")
+        return _types_of_rows(checked)
+
+    def take(self, numbers: np.ndarray) -> PyTree:
+        """Returns the examples of some batches, in the dtypes of a device.
+
+        Args:
+            numbers: The numbers of the examples, `(batches, rows)`. `NO_ROW` stands for
+                an example that no step uses.
+
+        Raises:
+            TypeError: If an example does not have the types of the first example.
+            ValueError: If a value does not fit into the 32 bits of a device.
+        """
+        rows = take_rows(
+            self.read_rows,
+            numbers,
+            types=self.row_types,
+            rows_at_once=max(self.rows_at_once, self.batch_size),
+            argument=self.argument,
+        )
+        return as_device_values(rows, lambda: f"`{self.argument}`", numbers)
+
     @abc.abstractmethod
     def fingerprints(self) -> dict[str, str]:
         """Returns texts that are equal in each run, and differ for other examples."""
@@ -96,12 +125,19 @@ class IndexedDataset(abc.ABC):
         return np.linspace(0, self.num_examples - 1, count).astype(np.int64)
 
     def make_iterator(self, epoch: int) -> "IndexedIterator":
-        return IndexedIterator(self, epoch)
+        return IndexedIterator(self, epoch, self.read_rows)
 
     def __iter__(self) -> Iterator[Batch]:
         """Returns an iterator over the next epoch, for use without a strategy."""
         self._num_passes += 1
         return self.make_iterator(self._num_passes - 1)
+
+
+def _types_of_rows(arrays: PyTree) -> PyTree:
+    def type_of(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+    return jax.tree.map(type_of, arrays)
 
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:
@@ -115,10 +151,19 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class IndexedIterator:
-    """Yields the batches of an epoch, and of the following epochs if data repeats."""
+    """Yields the batches of an epoch, and of the following epochs if data repeats.
 
-    def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
+    `read_rows` makes a batch from the numbers of its examples.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        epoch: int,
+        read_rows: Callable[[np.ndarray], Batch],
+    ) -> None:
         self._dataset = dataset
+        self._read_rows = read_rows
         self._go_to(epoch, 0)
 
     def _go_to(self, epoch: int, index: int) -> None:
@@ -162,13 +207,13 @@ class IndexedIterator:
             every_row = np.concatenate([rows for rows, _ in drawn])
             # After an error, each batch is read alone, and only the bad batch raises.
             with contextlib.suppress(ArmillaryError):
-                together = dataset.read_rows(every_row)
+                together = self._read_rows(every_row)
 
         start = 0
         for rows, place in drawn:
             stop = start + len(rows)
             if together is None:
-                batch = dataset.read_rows(rows)
+                batch = self._read_rows(rows)
             else:
                 batch = jax.tree.map(operator.itemgetter(slice(start, stop)), together)
             start = stop
@@ -254,9 +299,28 @@ class ArrayDataset(IndexedDataset):
         self.arrays, num_examples = check_batch(arrays, lambda: "`arrays`")
         super().__init__("arrays", num_examples, *options)
 
+    @functools.cached_property
+    def row_types(self) -> PyTree:
+        return _types_of_rows(self.arrays)
+
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns these rows of all arrays, copied."""
-        return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
+
+        def read(array: np.ndarray) -> np.ndarray:
+            taken = empty_aligned((len(rows), *array.shape[1:]), array.dtype)
+            # The numbers come from the dataset itself. With `mode="raise"`, NumPy
+            # would copy the rows once more.
+            return np.take(array, rows, axis=0, out=taken, mode="clip")
+
+        return jax.tree.map(read, self.arrays)
+
+    def take(self, numbers: np.ndarray) -> PyTree:
+        # At once, because the rows are in memory already.
+        rows = jax.tree.map(
+            lambda leaf: leaf.reshape(*numbers.shape, *leaf.shape[1:]),
+            self.read_rows(numbers.reshape(-1)),
+        )
+        return as_device_values(rows, lambda: f"`{self.argument}`", numbers)
 
     def fingerprints(self) -> dict[str, str]:
         """Returns dtype, shape and a checksum of each array; samples large arrays."""

@@ -59,7 +59,7 @@ def _is_numeric(leaf: Any) -> bool:
 
 def _find_problem(batch: Batch, name: str) -> Exception:
     """Returns the error for the first rule that a refused batch breaks."""
-    named = _named_leaves(batch)
+    named = named_leaves(batch)
     wrong: list[str] = []
     fixes: list[str] = []
     for path, leaf in named:
@@ -115,6 +115,15 @@ def _find_fix(leaf: Any) -> str:
     )
 
 
+def is_nest_of_arrays(value: Any) -> bool:
+    """Returns whether a value is an array, or a dictionary or tuple of arrays."""
+    if isinstance(value, dict | np.ndarray | jax.Array):
+        return True
+    if not isinstance(value, tuple) or not value:
+        return False
+    return all(isinstance(part, np.ndarray | jax.Array) for part in value)
+
+
 def canonical_dtype(leaf: Any) -> np.dtype:
     """Returns the dtype that `leaf` has on a device (int64 is int32 there)."""
     # Files from other machines may have a different byte order.
@@ -160,7 +169,7 @@ def _narrow(leaf: Any) -> Any:
 def _find_misfits(arrays: PyTree, numbers: np.ndarray | None) -> list[str]:
     """Returns a line for each leaf with a value that a device cannot hold."""
     lines: list[str] = []
-    for path, leaf in _named_leaves(arrays):
+    for path, leaf in named_leaves(arrays):
         if not isinstance(leaf, np.ndarray):
             continue
         dtype = canonical_dtype(leaf)
@@ -189,7 +198,7 @@ def describe_shapes(arrays: PyTree) -> str:
     """Returns the paths, dtypes and shapes of the first leaves, in one line."""
     shapes = [
         f"{path}: {canonical_dtype(leaf)} {leaf.shape}"
-        for path, leaf in _named_leaves(arrays)
+        for path, leaf in named_leaves(arrays)
     ]
     lines = _list(shapes).splitlines()
     return ", ".join(line.strip() for line in lines)
@@ -199,7 +208,7 @@ def show_path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
-def _named_leaves(batch: PyTree) -> list[tuple[str, Any]]:
+def named_leaves(batch: PyTree) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return [(show_path(path), leaf) for path, leaf in leaves]
 

@@ -15,13 +15,18 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
-from armillary.data.sources._batch import check_batch, show_path
+from armillary.data.sources._batch import (
+    check_batch,
+    is_nest_of_arrays,
+    show_path,
+)
 from armillary.data.sources._source import (
     IterableSource,
     LoaderIterator,
     Source,
     from_iterator,
     has_methods,
+    is_kind,
 )
 from armillary.typing import Batch
 
@@ -57,9 +62,9 @@ def as_source(source: Any) -> Source:
         ("datasets", "DatasetDict", _refuse_examples),
         ("datasets", "IterableDataset", _from_huggingface_stream),
     ):
-        if _is_kind(source, library, kind):
+        if is_kind(source, library, kind):
             return make(source, kind)
-    if _is_nest_of_arrays(source):
+    if is_nest_of_arrays(source):
         raise TypeError(
             f"The dataset is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
@@ -89,23 +94,6 @@ def as_source(source: Any) -> Source:
         "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
         "or a generator function."
     )
-
-
-def _is_nest_of_arrays(value: Any) -> bool:
-    """Returns whether a value is an array, or a dictionary or tuple of arrays."""
-    if isinstance(value, dict | np.ndarray | jax.Array):
-        return True
-    if not isinstance(value, tuple) or not value:
-        return False
-    return all(isinstance(part, np.ndarray | jax.Array) for part in value)
-
-
-def _is_kind(value: Any, library: str, path: str) -> bool:
-    """Returns whether a value is of a class of a library, which may not be loaded."""
-    found: Any = sys.modules.get(library)
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return isinstance(found, type) and isinstance(value, found)
 
 
 def _from_grain(dataset: Any, kind: str) -> IterableSource:
@@ -141,7 +129,7 @@ def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
     for node in nodes:
         parents = getattr(node, "parents", ())
         nodes.extend(parents)
-        is_map = _is_kind(node, "grain", "MapDataset")
+        is_map = is_kind(node, "grain", "MapDataset")
         found = {
             "shuffle seed": "Shuffle" in type(node).__name__ and node._seed,
             "batch size": is_map and getattr(node, "_batch_size", False),
@@ -310,7 +298,7 @@ class HuggingFaceDataset(IndexedDataset):
     name = "Hugging Face Dataset"
 
     def __init__(self, dataset: Any, *options: Any) -> None:
-        if not _is_kind(dataset, "datasets", "Dataset"):
+        if not is_kind(dataset, "datasets", "Dataset"):
             raise TypeError(
                 f"`dataset` is of type {type(dataset).__name__}, but it must be a "
                 "`datasets.Dataset`. Pass one split, such as `dataset['train']`. A "
@@ -326,7 +314,7 @@ class HuggingFaceDataset(IndexedDataset):
             )
         self._dataset = dataset
         # One read finds columns that no device can hold before the program runs.
-        self.read_rows(np.zeros(1, np.int64))
+        _ = self.row_types
 
     def read_rows(self, rows: np.ndarray) -> Batch:
         columns = _as_columns(self._dataset[rows])

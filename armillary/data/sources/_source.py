@@ -1,6 +1,7 @@
 """The protocol of all sources, and sources from iterables, functions and iterators."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -180,6 +181,14 @@ class LoaderIterator:
 
 def has_methods(value: Any, *names: str) -> bool:
     return all(callable(getattr(value, name, None)) for name in names)
+
+
+def is_kind(value: Any, library: str, path: str) -> bool:
+    """Returns whether a value is of a class of a library, which may not be loaded."""
+    found: Any = sys.modules.get(library)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return isinstance(found, type) and isinstance(value, found)
 
 
 def from_iterator(iterator: Any) -> IterableSource:

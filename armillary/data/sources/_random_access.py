@@ -1,0 +1,207 @@
+"""Data of the user that gives one example for each number, such as files of images."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from armillary._checks import check_positive_int
+from armillary.data.sources._arrays import IndexedDataset, fingerprint
+from armillary.data.sources._batch import as_numpy, check_batch, is_nest_of_arrays
+from armillary.data.sources._source import is_kind
+from armillary.data.sources._take import check_rows
+from armillary.typing import Batch, PyTree
+
+_MOST_READ = 16
+"""The number of examples that a fingerprint reads."""
+_AT_ONCE = 64
+"""The number of examples to ask `__getitems__` for."""
+_THREADS = "armillary-rows"
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """Examples by number, as in map-style datasets of PyTorch and sources of Grain."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> PyTree: ...
+
+
+def from_random_access(
+    source: Any,
+    *,
+    batch_size: int,
+    shuffle_seed: int | None = None,
+    repeat: bool = False,
+    drop_remainder: bool = False,
+    num_threads: int = 1,
+) -> "RandomAccessDataset":
+    """Returns a dataset of the examples of `source`, in batches.
+
+    `source[number]` is one example: a pytree of arrays and numbers, without a batch
+    axis. In a job of several processes, each process reads only the examples of its own
+    devices. So `source[number]` must depend only on the number: draw random numbers
+    from a seed and the number. `docs/data/libraries.md` has an example.
+
+    Args:
+        source: An object with `__len__` and `__getitem__`, such as a map-style dataset
+            of PyTorch or a data source of Grain. If it has `__getitems__`, this is
+            called with a list of numbers, and returns a list of examples. All examples
+            must have the same structure, shapes and dtypes.
+        batch_size: As in `from_arrays`, like the arguments below.
+        shuffle_seed: Seed of the order.
+        repeat: Whether the dataset never ends.
+        drop_remainder: Whether to leave out a last batch that is not full.
+        num_threads: Threads that call `source` for one batch. More than one helps if
+            examples come from a disk or a network. `source` must then allow calls from
+            several threads.
+
+    Returns:
+        A dataset with the order, the passes and the positions of `from_arrays`.
+
+    Raises:
+        TypeError: If `source` has no length or no examples by number, or an example is
+            not a pytree of arrays and numbers.
+        ValueError: If there is no example, or another argument is wrong.
+        BatchSizeError: If `drop_remainder` leaves no batch.
+    """
+    return RandomAccessDataset(
+        source,
+        batch_size,
+        shuffle_seed,
+        repeat,
+        drop_remainder,
+        num_threads=num_threads,
+    )
+
+
+class RandomAccessDataset(IndexedDataset):
+    """Examples in batches; made by `from_random_access`, which documents it."""
+
+    name = "random access"
+
+    def __init__(self, source: Any, *options: Any, num_threads: int = 1) -> None:
+        self._source = source
+        self._num_threads = check_positive_int("num_threads", num_threads)
+        super().__init__("source", _count(source), *options)
+        # One read finds examples that no device can hold before the program runs.
+        self.row_types = self._read_types()
+
+    def _read_types(self) -> PyTree:
+        example = jax.tree.map(_as_array, self._read([0])[0])
+        batch = jax.tree.map(lambda leaf: leaf[np.newaxis], example)
+        check_batch(batch, lambda: "Example 0 of `source`, as a batch,")
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), example
+        )
+
+    def read_rows(self, rows: np.ndarray) -> Batch:
+        """Returns these examples.
+
+        Raises:
+            TypeError: If an example does not have the types of the first example.
+        """
+        types, structure = jax.tree.flatten(self.row_types)
+        columns = [np.empty((len(rows), *row.shape), row.dtype) for row in types]
+        numbers: list[int] = rows.tolist()
+        start = 0
+        for some in self._read_parts(numbers):
+            for place, example in enumerate(some, start):
+                leaves, found = jax.tree.flatten(example)
+                leaves = [_as_array(leaf) for leaf in leaves]
+                kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+                if found != structure or kinds != [(t.shape, t.dtype) for t in types]:
+                    name = f"Example {numbers[place]} of `source`"
+                    example = found.unflatten(leaves)
+                    check_rows(example, self.row_types, lambda name=name: name, 0)
+                for column, leaf in zip(columns, leaves, strict=True):
+                    column[place] = leaf
+            start += len(some)
+        return structure.unflatten(columns)
+
+    def _read_parts(self, numbers: list[int]) -> Iterable[Sequence[PyTree]]:
+        """Yields examples in order, some at a time."""
+        has_many = callable(getattr(self._source, "__getitems__", None))
+        size = _AT_ONCE if has_many else 1
+        if self._num_threads > 1:
+            size = min(size, -(-len(numbers) // self._num_threads))
+        parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        if self._num_threads == 1 or len(parts) == 1:
+            yield from map(self._read, parts)
+            return
+        # Made for each batch, because a dataset may be copied, and sent to a process.
+        with ThreadPoolExecutor(self._num_threads, _THREADS) as threads:
+            yield from threads.map(self._read, parts)
+
+    def _read(self, numbers: list[int]) -> Sequence[PyTree]:
+        """Returns the examples of a few numbers."""
+        source = self._source
+        if not callable(getattr(source, "__getitems__", None)):
+            return [source[number] for number in numbers]
+        examples = source.__getitems__(numbers)
+        is_list = isinstance(examples, Sequence)
+        if not is_list or len(examples) != len(numbers):
+            count = f" of {len(examples)} examples" if is_list else ""
+            raise TypeError(
+                f"`source.__getitems__` was called with {len(numbers)} numbers, and "
+                f"returned {type(examples).__name__}{count}, but it must return a list "
+                "with one example for each number."
+            )
+        return examples
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns a checksum of some examples, if they are the same in each read."""
+        rows = self.spaced_rows(_MOST_READ)
+        first, second = (
+            fingerprint(*jax.tree.leaves(self.read_rows(rows))) for _ in range(2)
+        )
+        # Examples with random changes are different in another process, too.
+        return {"rows": first} if first == second else {}
+
+
+def _as_array(leaf: Any) -> np.ndarray:
+    return np.asanyarray(as_numpy(leaf))
+
+
+def _count(source: Any) -> int:
+    """Returns the number of examples, or explains why `source` does not fit."""
+    kind = type(source).__name__
+    if any(is_kind(source, "datasets", name) for name in ("Dataset", "DatasetDict")):
+        raise TypeError(
+            f"`source` is a `datasets.{kind}`. Use "
+            "`armillary.data.from_huggingface(dataset, batch_size=...)` with one "
+            "split."
+        )
+    if is_nest_of_arrays(source):
+        raise TypeError(
+            f"`source` is a {kind} of arrays, but it must give one example for each "
+            "number. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
+        )
+    if isinstance(source, type) or not isinstance(source, RandomAccess):
+        missing = [
+            f"`{name}`"
+            for name in ("__len__", "__getitem__")
+            if isinstance(source, type) or not hasattr(source, name)
+        ]
+        raise TypeError(
+            f"`source` is {source!r:.80} of type {kind}, which has no "
+            f"{' and no '.join(missing)}, but it must have a length, and one example "
+            "for each number from 0. Pass data that can only be iterated, such as a "
+            "loader, to `strategy.distribute_dataset` directly."
+        )
+    try:
+        count = len(source)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"`len(source)` of the {kind} failed: {type(error).__name__}: {error}. "
+            "Return the number of examples from `__len__`."
+        ) from error
+    if count == sys.maxsize:
+        raise ValueError(
+            f"`len(source)` is {count}, so the {kind} repeats forever. Pass it without "
+            "its own repetition, and use `repeat=True`."
+        )
+    return count

@@ -1,0 +1,133 @@
+"""Reads the rows of batches by number: each once, and in parts of bounded size."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary._checks import list_lines
+from armillary.data.sources._batch import named_leaves
+from armillary.typing import Batch, PyTree
+
+NO_ROW = -1
+"""The number of a row that no step uses."""
+_ALIGNMENT_BYTES = 64
+_MOST_LISTED = 10
+
+
+def take_rows(
+    read_rows: Callable[[np.ndarray], Batch],
+    numbers: np.ndarray,
+    *,
+    types: PyTree,
+    rows_at_once: int,
+    argument: str,
+) -> PyTree:
+    """Returns the rows of some batches, with leaves of shape `(batches, rows, ...)`.
+
+    A batch may hold a row several times, because replicas without data, and padding,
+    repeat rows. It is read once for the batch.
+
+    Args:
+        read_rows: Returns the rows of a list of numbers.
+        numbers: The numbers, `(batches, rows)`; the rows of `NO_ROW` become zeros.
+        types: The types of a row.
+        rows_at_once: The number of rows to read together.
+        argument: The argument with the data, for messages.
+
+    Raises:
+        TypeError: If a row has other types.
+    """
+    num_rows = numbers.size
+    flat = numbers.reshape(-1).astype(np.int64)
+    rows = jax.tree.map(
+        lambda row: empty_aligned((num_rows, *row.shape), row.dtype), types
+    )
+    targets: list[np.ndarray] = jax.tree.leaves(rows)
+
+    used = np.flatnonzero(flat != NO_ROW)
+    batch_of_used = used // numbers.shape[1]
+    keys = batch_of_used * (flat.max(initial=0) + 1) + flat[used]
+    _, first, same = np.unique(keys, return_index=True, return_inverse=True)
+    places = used[np.sort(first)]
+    for start in range(0, len(places), rows_at_once):
+        some = places[start : start + rows_at_once]
+        part = read_rows(flat[some])
+        check_rows(part, types, lambda some=some: _name(argument, flat[some]))
+        for target, leaf in zip(targets, jax.tree.leaves(part), strict=True):
+            target[some] = leaf
+
+    originals = used[first[same]]
+    copies = np.flatnonzero(originals != used)
+    unused = np.flatnonzero(flat == NO_ROW)
+    for target in targets:
+        target[used[copies]] = target[originals[copies]]
+        target[unused] = 0
+
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(*numbers.shape, *leaf.shape[1:]), rows
+    )
+
+
+def _name(argument: str, numbers: np.ndarray) -> str:
+    first = numbers.min()
+    last = numbers.max()
+    if first == last:
+        return f"Example {first} of `{argument}`"
+    return f"An example of the numbers {first} to {last} of `{argument}`"
+
+
+def check_rows(
+    batch: Batch, types: PyTree, get_name: Callable[[], str], num_axes: int = 1
+) -> None:
+    """Raises if the rows of a batch do not have the types of the first example.
+
+    Args:
+        batch: The rows.
+        types: The types of the first example.
+        get_name: Returns the name of the rows, for the message.
+        num_axes: The number of axes in front of each row.
+
+    Raises:
+        TypeError: If structure, shapes or dtypes are different.
+    """
+    found = _describe(batch, num_axes)
+    expected = _describe(types, 0)
+    if found == expected and jax.tree.structure(batch) == jax.tree.structure(types):
+        return
+    lines = [
+        f"{path}: {found.get(path, 'missing')}, but {expected.get(path, 'missing')} in "
+        "example 0"
+        for path in {**expected, **found}
+        if found.get(path) != expected.get(path)
+    ]
+    if not lines:
+        lines = [f"{jax.tree.structure(batch)}, but {jax.tree.structure(types)}"]
+    raise TypeError(
+        f"{get_name()} has other types than example 0, but all examples must have the "
+        "same structure, shapes and dtypes:\n"
+        f"{list_lines(lines, _MOST_LISTED)}\n"
+        "Convert the examples in the dataset: pad lists to one length, and give "
+        "numbers a dtype, as in `np.asarray(value, np.float32)`."
+    )
+
+
+def _describe(rows: PyTree, num_axes: int) -> dict[str, str]:
+    """Returns the dtype and the shape of each leaf of a row, by path."""
+    return {
+        path: f"{leaf.dtype} {leaf.shape[num_axes:]}"
+        for path, leaf in named_leaves(rows)
+    }
+
+
+def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns an array whose memory XLA's CPU client can share.
+
+    Do not write to it after it was given to JAX.
+    """
+    dtype = np.dtype(dtype)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
