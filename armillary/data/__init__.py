@@ -1,9 +1,9 @@
 """Datasets that yield batches spread over replicas.
 
-A *source* yields batches of host arrays: `from_arrays`, `from_tfrecords`, Grain, any
-iterable or generator function (`as_source` lists them). A `DistributedDataset` divides
-each batch among the replicas of a strategy. It keeps the position after the batches
-that were used, so a checkpoint can save it. See `docs/data/index.md`.
+A *source* yields batches of host arrays: `from_arrays`, `from_random_access`, Grain,
+any iterable or generator function (`as_source` lists them). A `DistributedDataset`
+divides each batch among the replicas of a strategy. It keeps the position after the
+batches that were used, so a checkpoint can save it. See `docs/data/index.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public

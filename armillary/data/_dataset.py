@@ -115,8 +115,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
     Batches that were read ahead do not count. It does not depend on the number of
     replicas.
 
-    In a job of several processes, each process reads a whole source of global batches,
-    and keeps the rows of its own replicas. With per-replica batches, each process has
+    In a job of several processes, each process keeps the rows of its own replicas. If
+    rows have numbers, as in `from_arrays`, it reads only these rows of a global batch,
+    and otherwise all of them. With per-replica batches, each process has
     its own source, and a saved position holds the positions of all processes.
 
     Args:

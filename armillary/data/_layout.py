@@ -1,7 +1,7 @@
 """Options of distributed data, and the interface to the layout of a strategy."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -144,6 +144,10 @@ def describe_active(active: Active) -> str:
     return str(len(active)) if are_first(active) else str(active)
 
 
+Index: TypeAlias = tuple[slice, ...]
+"""A part of an array: a slice for each of its first axes."""
+
+
 class BatchLayout(Protocol):
     """Places host arrays on the devices of the replicas.
 
@@ -171,6 +175,10 @@ class BatchLayout(Protocol):
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
         """Returns host arrays as device arrays; called from background threads too."""
+
+    def own_parts(self, shape: tuple[int, ...], leading_axes: int) -> Sequence[Index]:
+        """Returns the parts that `place` takes from an array of this process."""
+        ...
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         """Returns the types of the arrays that `place` returns, with shardings."""

@@ -42,9 +42,10 @@ class DataMethods(Placed):
     ) -> DistributedDataset:
         """Returns a dataset that splits each *global* batch over replicas.
 
-        Each process reads all of the data, and keeps the rows of its own devices. Pass
-        the same data, in the same order, to all processes. Sources of `from_arrays` and
-        similar functions are compared between processes.
+        Each process reads the data, and keeps the rows of its own devices. From sources
+        of `from_arrays`, `from_random_access` and similar functions, it reads only
+        these rows. Pass the same data, in the same order, to all processes. Such
+        sources are compared between processes.
 
         Args:
             dataset: Anything `armillary.data.as_source` takes.

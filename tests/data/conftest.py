@@ -11,7 +11,7 @@ import pytest
 
 from armillary.cluster._peers import ALONE
 from armillary.data import DistributedDataset
-from armillary.data._layout import Active
+from armillary.data._layout import Active, Index
 from armillary.data.feed._piece import Piece
 from armillary.typing import PyTree
 from tests.feeds import open_reader, wait_until
@@ -40,6 +40,9 @@ class HostLayout:
             for leaf in jax.tree.leaves(arrays):
                 assert leaf.shape[leading_axes] == (num_replicas or self.num_replicas)
         return arrays
+
+    def own_parts(self, shape: tuple[int, ...], leading_axes: int) -> list[Index]:
+        return [(slice(None),) * len(shape)]
 
     def wrap(self, arrays: PyTree, active: Active) -> HostValues:
         return HostValues(arrays, active)

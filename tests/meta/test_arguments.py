@@ -43,6 +43,7 @@ NOT_TESTED = {
     "armillary.data.DistributedIterator": LIBRARY_MAKES_IT,
     "armillary.data.HuggingFaceDataset": "`from_huggingface` makes it",
     "armillary.data.OptionalBatch": LIBRARY_MAKES_IT,
+    "armillary.data.RandomAccessDataset": "`from_random_access` makes it",
     "armillary.data.TFRecordDataset": "`from_tfrecords` makes it",
     "armillary.data.from_huggingface": "needs a package that is not there everywhere",
     "armillary.distribute.PerReplica": LIBRARY_MAKES_IT,

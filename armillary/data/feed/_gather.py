@@ -8,22 +8,24 @@ so each process reads only the rows of its own devices::
     on the device  {"rows": [7, 2]} -> the device -> {"image": images[[7, 2]]}
 """
 
+import math
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from armillary.data._layout import BatchLayout, InputOptions
+from armillary.data._layout import BatchLayout, Index, InputOptions
 from armillary.data.feed._piece import MASK, Piece, add_mask, get_mask
 from armillary.data.sources._arrays import (
     ArrayDataset,
     IndexedDataset,
     IndexedIterator,
 )
-from armillary.data.sources._batch import as_device_values, canonical_dtype, show_path
+from armillary.data.sources._batch import as_device_values, canonical_dtype
 from armillary.data.sources._source import Source
 from armillary.data.sources._take import NO_ROW
 from armillary.typing import Batch, PyTree
@@ -50,8 +52,8 @@ class Gather:
         """Returns a host batch as it travels to the device."""
         if not self._has_numbers:
             return batch
-        assert self.dataset is not None
-        return _with_mask(_Rows(self.dataset, batch[_ROWS]).now(), batch)
+        rows = _Rows(self.dataset, batch[_ROWS])
+        return _with_mask(rows.read(), batch)
 
     def send(
         self,
@@ -70,10 +72,13 @@ class Gather:
         """
         layout = self.layout
         if self._has_numbers:
-            assert self.dataset is not None
             rows = _Rows(self.dataset, batch[_ROWS], leading_axes, num_filled)
             has_all = not (layout.peers.is_alone or layout.stacked)
-            batch = _with_mask(rows.later() if has_all else rows.now(), batch)
+            if has_all:
+                own = layout.own_parts(rows.numbers.shape, leading_axes)
+                batch = _with_mask(rows.read_parts(own), batch)
+            else:
+                batch = _with_mask(rows.read(), batch)
         return layout.place(batch, leading_axes, num_replicas)
 
     @property
@@ -223,62 +228,87 @@ class _Rows:
 
     def __init__(
         self,
-        dataset: IndexedDataset,
+        dataset: IndexedDataset | None,
         numbers: np.ndarray,
         leading_axes: int = 0,
         num_filled: int | None = None,
     ) -> None:
+        assert dataset is not None
         self._dataset = dataset
-        self._leading_axes = leading_axes
         self.numbers = numbers
         if num_filled is not None:
             self.numbers = numbers.copy()
             self.numbers[num_filled:] = NO_ROW
-        self._parts: dict[str, dict[str, np.ndarray]] = {}
+        # The batch of each row, because a row is read once for a batch.
+        sizes = numbers.shape[:leading_axes]
+        batches = np.arange(math.prod(sizes)).reshape(
+            *sizes, *[1] * (numbers.ndim - leading_axes)
+        )
+        self._batches = np.broadcast_to(batches, numbers.shape)
 
-    def now(self) -> PyTree:
+    def read(self) -> PyTree:
         """Returns all rows."""
-        return self._read(self.numbers)
+        (rows,) = self._read([...])
+        return rows
 
-    def later(self) -> PyTree:
-        """Returns leaves that read rows when a part of them is asked for."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, row: _LazyRows(self, show_path(path), row.shape),
-            self._dataset.row_types,
-        )
+    def read_parts(self, indices: Sequence[Index]) -> PyTree:
+        """Returns leaves that have only the rows of some parts, which overlap or not.
 
-    def read_part(self, index: tuple[slice, ...]) -> dict[str, np.ndarray]:
-        """Returns the leaves of some rows by path, from one read for all leaves."""
-        key = str(index)
-        if key not in self._parts:
-            rows = self._read(self.numbers[index])
-            leaves = jax.tree_util.tree_leaves_with_path(rows)
-            self._parts[key] = {show_path(path): leaf for path, leaf in leaves}
-        return self._parts[key]
+        The rows of all parts, and all leaves of a row, are read together.
+        """
+        shape = self.numbers.shape
+        unique = {_as_key(index, shape): index for index in indices}
+        parts = dict(zip(unique, self._read(list(unique.values())), strict=True))
 
-    def _read(self, numbers: np.ndarray) -> PyTree:
-        num_batches = len(numbers) if self._leading_axes else 1
-        rows = self._dataset.take(numbers.reshape(num_batches, -1))
-        return jax.tree.map(
-            lambda leaf: leaf.reshape(*numbers.shape, *leaf.shape[2:]), rows
-        )
+        def join(row: Any, *leaves: np.ndarray) -> _PartsOfRows:
+            by_index = dict(zip(parts, leaves, strict=True))
+            return _PartsOfRows(shape, row.shape, by_index)
+
+        return jax.tree.map(join, self._dataset.row_types, *parts.values())
+
+    def _read(self, indices: Sequence[Any]) -> list[PyTree]:
+        """Returns the rows of each index, from one read for all of them."""
+        numbers = [self.numbers[index] for index in indices]
+        flat = np.concatenate([part.reshape(-1) for part in numbers])
+        batches = [self._batches[index].reshape(-1) for index in indices]
+        rows = self._dataset.take(flat, np.concatenate(batches))
+
+        found: list[PyTree] = []
+        start = 0
+        for part in numbers:
+            own = slice(start, start + part.size)
+            start += part.size
+
+            def cut(
+                leaf: np.ndarray, own: slice = own, part: np.ndarray = part
+            ) -> np.ndarray:
+                return leaf[own].reshape(*part.shape, *leaf.shape[1:])
+
+            found.append(jax.tree.map(cut, rows))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
-class _LazyRows:
-    """A leaf of rows, from which a process reads only the rows for its devices."""
+class _PartsOfRows:
+    """A leaf of a batch, of which this process has the rows for its devices."""
 
-    rows: _Rows
-    path: str
+    batch_shape: tuple[int, ...]
     row_shape: tuple[int, ...]
+    parts: dict[str, np.ndarray]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.rows.numbers.shape, *self.row_shape)
+        return self.batch_shape + self.row_shape
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    def __getitem__(self, index: Index) -> np.ndarray:
         # Complete rows, because only the first axes are split.
-        return self.rows.read_part(index[: self.rows.numbers.ndim])[self.path]
+        return self.parts[_as_key(index, self.batch_shape)]
+
+
+def _as_key(index: Index, shape: tuple[int, ...]) -> str:
+    """Returns a text that is equal for indices of the same part."""
+    ranges = [range(size)[own] for own, size in zip(index, shape, strict=False)]
+    return str(ranges)
 
 
 def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:

@@ -86,12 +86,13 @@ class IndexedDataset(abc.ABC):
         checked, _ = check_batch(first, lambda: f"`{self.argument}`")
         return _types_of_rows(checked)
 
-    def take(self, numbers: np.ndarray) -> PyTree:
-        """Returns the examples of some batches, in the dtypes of a device.
+    def take(self, numbers: np.ndarray, batches: np.ndarray) -> PyTree:
+        """Returns examples of some batches, in the dtypes of a device.
 
         Args:
-            numbers: The numbers of the examples, `(batches, rows)`. `NO_ROW` stands for
-                an example that no step uses.
+            numbers: The numbers of the examples. `NO_ROW` stands for an example that no
+                step uses.
+            batches: For each example, the number of its batch.
 
         Raises:
             TypeError: If an example does not have the types of the first example.
@@ -100,6 +101,7 @@ class IndexedDataset(abc.ABC):
         rows = take_rows(
             self.read_rows,
             numbers,
+            batches,
             types=self.row_types,
             rows_at_once=max(self.rows_at_once, self.batch_size),
             argument=self.argument,
@@ -314,12 +316,9 @@ class ArrayDataset(IndexedDataset):
 
         return jax.tree.map(read, self.arrays)
 
-    def take(self, numbers: np.ndarray) -> PyTree:
-        # At once, because the rows are in memory already.
-        rows = jax.tree.map(
-            lambda leaf: leaf.reshape(*numbers.shape, *leaf.shape[1:]),
-            self.read_rows(numbers.reshape(-1)),
-        )
+    def take(self, numbers: np.ndarray, batches: np.ndarray) -> PyTree:
+        del batches  # A row in memory may be read several times.
+        rows = self.read_rows(numbers)
         return as_device_values(rows, lambda: f"`{self.argument}`", numbers)
 
     def fingerprints(self) -> dict[str, str]:

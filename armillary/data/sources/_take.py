@@ -19,19 +19,21 @@ _MOST_LISTED = 10
 def take_rows(
     read_rows: Callable[[np.ndarray], Batch],
     numbers: np.ndarray,
+    batches: np.ndarray,
     *,
     types: PyTree,
     rows_at_once: int,
     argument: str,
 ) -> PyTree:
-    """Returns the rows of some batches, with leaves of shape `(batches, rows, ...)`.
+    """Returns the rows of some numbers, with leaves of shape `(len(numbers), ...)`.
 
-    A batch may hold a row several times, because replicas without data, and padding,
-    repeat rows. It is read once for the batch.
+    A batch may hold a row several times, because replicas without data, padding and
+    devices with the same examples repeat rows. It is read once for the batch.
 
     Args:
         read_rows: Returns the rows of a list of numbers.
-        numbers: The numbers, `(batches, rows)`; the rows of `NO_ROW` become zeros.
+        numbers: The numbers; the rows of `NO_ROW` become zeros.
+        batches: For each row, the number of its batch.
         types: The types of a row.
         rows_at_once: The number of rows to read together.
         argument: The argument with the data, for messages.
@@ -39,35 +41,30 @@ def take_rows(
     Raises:
         TypeError: If a row has other types.
     """
-    num_rows = numbers.size
-    flat = numbers.reshape(-1).astype(np.int64)
+    numbers = numbers.astype(np.int64)
     rows = jax.tree.map(
-        lambda row: empty_aligned((num_rows, *row.shape), row.dtype), types
+        lambda row: empty_aligned((len(numbers), *row.shape), row.dtype), types
     )
     targets: list[np.ndarray] = jax.tree.leaves(rows)
 
-    used = np.flatnonzero(flat != NO_ROW)
-    batch_of_used = used // numbers.shape[1]
-    keys = batch_of_used * (flat.max(initial=0) + 1) + flat[used]
+    used = np.flatnonzero(numbers != NO_ROW)
+    keys = batches[used] * (numbers.max(initial=0) + 1) + numbers[used]
     _, first, same = np.unique(keys, return_index=True, return_inverse=True)
     places = used[np.sort(first)]
     for start in range(0, len(places), rows_at_once):
         some = places[start : start + rows_at_once]
-        part = read_rows(flat[some])
-        check_rows(part, types, lambda some=some: _name(argument, flat[some]))
+        part = read_rows(numbers[some])
+        check_rows(part, types, lambda some=some: _name(argument, numbers[some]))
         for target, leaf in zip(targets, jax.tree.leaves(part), strict=True):
             target[some] = leaf
 
     originals = used[first[same]]
     copies = np.flatnonzero(originals != used)
-    unused = np.flatnonzero(flat == NO_ROW)
+    unused = np.flatnonzero(numbers == NO_ROW)
     for target in targets:
         target[used[copies]] = target[originals[copies]]
         target[unused] = 0
-
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(*numbers.shape, *leaf.shape[1:]), rows
-    )
+    return rows
 
 
 def _name(argument: str, numbers: np.ndarray) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from armillary._planned import has_stand_ins
 from armillary.cluster._peers import ALONE, Peers
-from armillary.data._layout import Active, hosted_replicas
+from armillary.data._layout import Active, Index, hosted_replicas
 from armillary.distribute._global_arrays import (
     as_global,
     everywhere,
@@ -81,8 +81,16 @@ class _OneReplica:
         return arrays
 
 
+class _TakesAll:
+    """A layout that places all rows that a process has."""
+
+    def own_parts(self, shape: tuple[int, ...], leading_axes: int) -> list[Index]:
+        del leading_axes
+        return [(slice(None),) * len(shape)]
+
+
 @dataclass(frozen=True)
-class SingleLayout(_OneReplica):
+class SingleLayout(_OneReplica, _TakesAll):
     """Undivided batches on one device; `None` is JAX's default device."""
 
     sharding: Sharding | None
@@ -132,7 +140,7 @@ class _OnMesh:
 
 
 @dataclass(frozen=True)
-class ReplicaLayout(_OnMesh):
+class ReplicaLayout(_OnMesh, _TakesAll):
     """One row of a batch on each device of a mesh, ordered by process."""
 
     stacked = True
@@ -211,6 +219,11 @@ class MeshLayout(_OneReplica, _OnMesh):
         if not self.peers.is_alone:
             return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
+
+    def own_parts(self, shape: tuple[int, ...], leading_axes: int) -> list[Index]:
+        sharding = self.sharding_of(shape, leading_axes)
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        return [index for index in indices if index is not None]
 
     def sharding_of(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
         """Returns the sharding of an array with its examples along `axis`, if any."""

@@ -1,0 +1,69 @@
+"""Tests that each process reads only its own examples, in one order for all."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess import rows
+from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
+    program = Path(rows.__file__)
+    devices = 8 // processes
+    job = Job(folder, program, scenario, processes, devices, **options)
+    try:
+        job.wait(DEADLINE)
+    finally:
+        job.end()
+    return read_outcome(job)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_each_process_reads_the_examples_of_its_own_devices(tmp_path, processes):
+    outcome = run(tmp_path, "reads", processes)
+
+    assert outcome.codes == [0] * processes, outcome.log
+    for result in outcome.results:
+        assert len(result) == len(rows.STRATEGIES) * len(rows.OPTIONS)
+        for case, found in result.items():
+            assert found["is_equal"], case
+            assert found["reads"] == found["own"], case
+            _, option = case.split(", ")
+            num_batches = {"full batches": 5, "drop": 2}.get(option, 3)
+            assert found["batches"] == num_batches, case
+    # With examples divided over all devices, each is read in one process.
+    num_read = [len(each["sharded, full batches"]["reads"]) for each in outcome.results]
+    assert num_read == [5 * rows.BATCH_SIZE // processes] * processes
+
+
+def test_any_number_of_processes_continues_bit_for_bit(tmp_path):
+    expected = rows.train(str(tmp_path / "whole"), rows.NUM_STEPS)
+    run_dir = str(tmp_path / "run")
+    start = 0
+    for processes, steps in (4, 3), (2, 7):
+        folder = tmp_path / f"job of {processes}"
+        outcome = run(folder, "trains", processes, run_dir=run_dir, steps=steps)
+        assert outcome.codes == [0] * processes, outcome.log
+        for result in outcome.results:
+            assert result["start"] == start
+            assert result["seen"] == expected["seen"][:steps]
+        start = steps
+
+    last = rows.train(run_dir, rows.NUM_STEPS, rows=rows.Rows())
+
+    assert last.pop("start") == 7
+    assert expected.pop("start") == 0
+    assert last == expected
+
+
+def test_an_example_that_one_process_cannot_read_stops_all(tmp_path):
+    outcome = run(tmp_path, "fails", 2)
+    assert outcome.codes == [0, 0], outcome.log
+    errors = sorted(outcome.results)
+    assert errors[0] == f"OSError: example {rows.BAD} is gone"
+    assert errors[1].startswith("PeerError: ")
+    assert f"example {rows.BAD} is gone" in errors[1]
