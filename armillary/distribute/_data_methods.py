@@ -12,6 +12,8 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import InputContext, InputOptions, first_replicas
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
+from armillary.data.sources._libraries import as_source
+from armillary.data.sources._source import Source
 from armillary.distribute._placed import Placed
 from armillary.state._adapters import follow_strategies
 from armillary.typing import PyTree
@@ -56,11 +58,12 @@ class DataMethods(Placed):
         """
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
         follow_strategies()  # `fit` may read it.
-        self._check_dataset(dataset)
-        return DistributedDataset(dataset, self.layout, options=options)
+        source = as_source(dataset)
+        self._check_dataset(source)
+        return DistributedDataset(source, self.layout, options=options)
 
-    def _check_dataset(self, dataset: Any) -> None:
-        """Raises if a dataset for all processes differs between them."""
+    def _check_dataset(self, source: Source) -> None:
+        """Raises if a source for all processes differs between them."""
 
     def distribute_datasets_from_function(
         self,

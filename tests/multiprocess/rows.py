@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +108,53 @@ def read_batches(strategy: Any, dataset: Any) -> Iterator[tuple[set[int], Any]]:
         }
         yield own_numbers(batch), [values, dataset.get_state()["source"]]
     iterator.close()
+
+
+def make_grain(rows: Rows, batch_size: int = BATCH_SIZE) -> grain.MapDataset:
+    """Returns shuffled, repeated and mapped rows, as a dataset of Grain."""
+    return (
+        grain.MapDataset.source(rows)
+        .seed(4)
+        .shuffle()
+        .map(lambda row: {**row, "x": 2 * row["x"]})
+        .repeat()
+        .batch(batch_size)
+    )
+
+
+def reads_grain(state: Any) -> dict[str, Any]:
+    """Reads batches of Grain from a position, and compares with Grain alone."""
+    alone = make_grain(Rows())
+    found: dict[str, Any] = {}
+    for name, make_strategy in STRATEGIES.items():
+        strategy = make_strategy()
+        rows = Rows()
+        options = InputOptions(prefetch=0)
+        dataset = strategy.distribute_dataset(make_grain(rows), options)
+        dataset.set_state(state)
+        rows.reads.clear()
+        batches = list(read_batches(strategy, dataset))
+        start = state["source"]["next_index"]
+        own: Counter[int] = Counter()
+        for numbers, _ in batches:
+            own.update(numbers)
+        found[name] = {
+            "is_equal": [values for _, (values, _) in batches]
+            == [
+                {key: leaf.tolist() for key, leaf in alone[start + index].items()}
+                for index in range(5)
+            ],
+            "own": sorted(own.elements()),
+            "reads": sorted(rows.reads.elements()),
+            "state": dataset.get_state(),
+        }
+    # Each process shuffles in its own way.
+    other = grain.MapDataset.range(45).shuffle(seed=jax.process_index()).batch(8)
+    try:
+        armillary.ShardedStrategy().distribute_dataset(other)
+    except ArmillaryError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def reads() -> dict[str, Any]:

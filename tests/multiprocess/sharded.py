@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 import armillary
 from armillary.data import InputOptions, from_arrays
-from armillary.data.feed import _gather
 from armillary.distribute._global_arrays import as_local
 from armillary.plan import plan
 from armillary.state._lift import find_slots
@@ -260,15 +259,19 @@ def read_in_scope(strategy: Any) -> None:
 
 def count_rows(strategy: Any) -> list[int]:
     """Returns how many of 16 rows this process takes from the data for a batch."""
-    taken: list[int] = []
-    take = _gather._take
-    _gather._take = lambda array, n: taken.append(n.size) or take(array, n)
     data = from_arrays({"x": np.arange(16.0)}, batch_size=16)
+    taken: list[int] = []
+    read_rows = data.read_rows
+
+    def read_and_count(rows: np.ndarray) -> Any:
+        taken.append(len(rows))
+        return read_rows(rows)
+
+    data.read_rows = read_and_count
     total = [
         float(strategy.reduce("sum", batch["x"], axis=0))
         for batch in strategy.distribute_dataset(data)
     ]
-    _gather._take = take
     assert total == [120.0]
     return taken
 

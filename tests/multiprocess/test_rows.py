@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import armillary
 from tests.multiprocess import rows
 from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
 
@@ -38,6 +40,36 @@ def test_each_process_reads_the_examples_of_its_own_devices(tmp_path, processes)
     # With examples divided over all devices, each is read in one process.
     num_read = [len(each["sharded, full batches"]["reads"]) for each in outcome.results]
     assert num_read == [5 * rows.BATCH_SIZE // processes] * processes
+
+
+def test_examples_of_grain_are_read_by_number(tmp_path):
+    strategy = armillary.MirroredStrategy()
+    dataset = strategy.distribute_dataset(rows.make_grain(rows.Rows()))
+    iterator = iter(dataset)
+    for _ in range(3):
+        next(iterator)
+    outcome = run(tmp_path, "reads_grain", 2, state=dataset.get_state())
+
+    assert outcome.codes == [0, 0], outcome.log
+    for result in outcome.results:
+        error = result.pop("error")
+        assert error.startswith("PeerError: A dataset that is distributed over all")
+        assert "shuffle seed: process 0 has [0], process 1 has [1]" in error
+        for name, found in result.items():
+            assert found["is_equal"], name
+            assert found["reads"] == found["own"], name
+            assert found["state"] == {
+                **dataset.get_state(),
+                "source": {"next_index": 8},
+            }
+    num_read = [len(result["sharded"]["reads"]) for result in outcome.results]
+    assert num_read == [5 * rows.BATCH_SIZE // 2] * 2
+    # One process continues what two have read.
+    dataset.set_state(outcome.results[0]["sharded"]["state"])
+    expected = rows.make_grain(rows.Rows())[8]
+    batch = next(iterator)
+    read = np.asarray(strategy.gather(batch["number"], axis=0))
+    np.testing.assert_array_equal(read, expected["number"])
 
 
 def test_any_number_of_processes_continues_bit_for_bit(tmp_path):

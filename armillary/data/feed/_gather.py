@@ -24,6 +24,7 @@ from armillary.data.sources._arrays import (
     ArrayDataset,
     IndexedDataset,
     IndexedIterator,
+    find_indexed,
 )
 from armillary.data.sources._batch import as_device_values, canonical_dtype
 from armillary.data.sources._source import Source
@@ -175,23 +176,25 @@ def make_gather(
         options: The options of the distributed dataset.
         is_shared: Whether all processes divide the batches of one dataset.
     """
-    has_arrays = isinstance(source, ArrayDataset) and source.num_examples <= _MOST_ROWS
-    if options.place_on_device and not has_arrays:
+    has_arrays = isinstance(source, ArrayDataset)
+    stays = options.place_on_device
+    if stays and not (has_arrays and source.num_examples <= _MOST_ROWS):
         raise TypeError(
             f"`place_on_device` is True, but the source ({source.name}) has no "
             f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
             "Leave `place_on_device` out, and batches are sent from the host."
         )
-    if not isinstance(source, IndexedDataset) or source.num_examples > _MOST_ROWS:
-        return source, Gather(layout)
     # Rows in memory cost nothing to take late. Other rows are read batch by batch if
     # this process needs all of them, so that an error comes after the batches before.
     needs_all = layout.peers.is_alone or not is_shared
     if needs_all and not has_arrays:
         return source, Gather(layout)
+    dataset = find_indexed(source)
+    if dataset is None:
+        return source, Gather(layout)
 
     placed = None
-    if options.place_on_device:
+    if stays:
         assert isinstance(source, ArrayDataset)
         if options.remainder == "pad":
             add_mask(source.arrays, None)
@@ -199,25 +202,28 @@ def make_gather(
             by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
             placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
             by_layout[layout] = placed
-    return _Numbers(source), Gather(layout, source, placed)
+    dtype = np.int32 if stays else np.int64
+    return _Numbers(source, dataset, dtype), Gather(layout, dataset, placed)
 
 
 class _Numbers:
-    """A source with the row numbers of a dataset, in its order and positions."""
+    """The row numbers of a source, in its batches, order and positions."""
 
     is_repositionable = True
+    has_row_numbers = True
 
-    def __init__(self, dataset: IndexedDataset) -> None:
+    def __init__(self, source: Source, dataset: IndexedDataset, dtype: Any) -> None:
         self._dataset = dataset
-        self.name = dataset.name
-        self.full_size = dataset.full_size
-        self.num_batches = dataset.num_batches
+        self._dtype = dtype
+        self.name = source.name
+        self.full_size = source.full_size
+        self.num_batches: int | None = getattr(source, "num_batches", None)
 
     def make_iterator(self, epoch: int) -> IndexedIterator:
-        return IndexedIterator(self._dataset, epoch, self._as_batch)
+        return self._dataset.iterate(epoch, self._as_batch)
 
     def _as_batch(self, rows: np.ndarray) -> Batch:
-        return {_ROWS: rows.astype(np.int32)}
+        return {_ROWS: rows.astype(self._dtype)}
 
 
 class _Rows:

@@ -45,6 +45,7 @@ def read_batches(
                 "leave the dataset out of the checkpoint."
             ) from error
     has_positions = source.is_repositionable
+    has_row_numbers = getattr(source, "has_row_numbers", False)
 
     def read() -> Iterator[SourceBatch]:
         full_size = source.full_size or position.full_size
@@ -60,7 +61,8 @@ def read_batches(
                 return
             arrays, num_rows = check_batch(raw, get_name)
             if num_rows:
-                arrays = as_device_values(arrays, get_name)
+                if not has_row_numbers:  # They stay on the host, or fit.
+                    arrays = as_device_values(arrays, get_name)
                 full_size = full_size or num_rows
                 state = iterator.get_state() if has_positions else None
                 batch = SourceBatch(arrays, Position(position.epoch, state, full_size))

@@ -21,6 +21,7 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary.data.sources._batch import as_device_values, check_batch
+from armillary.data.sources._source import Source
 from armillary.data.sources._take import empty_aligned, take_rows
 from armillary.errors import ArmillaryError, BatchSizeError, DatasetStateError
 from armillary.typing import Batch, PyTree
@@ -127,12 +128,26 @@ class IndexedDataset(abc.ABC):
         return np.linspace(0, self.num_examples - 1, count).astype(np.int64)
 
     def make_iterator(self, epoch: int) -> "IndexedIterator":
-        return IndexedIterator(self, epoch, self.read_rows)
+        return self.iterate(epoch, self.read_rows)
+
+    def iterate(
+        self, epoch: int, read_rows: Callable[[np.ndarray], Batch]
+    ) -> "IndexedIterator":
+        """Returns an iterator whose batches `read_rows` makes from row numbers."""
+        return IndexedIterator(self, epoch, read_rows)
 
     def __iter__(self) -> Iterator[Batch]:
         """Returns an iterator over the next epoch, for use without a strategy."""
         self._num_passes += 1
         return self.make_iterator(self._num_passes - 1)
+
+
+def find_indexed(source: Source) -> IndexedDataset | None:
+    """Returns the dataset that reads a source by row numbers, if there is one."""
+    if isinstance(source, IndexedDataset):
+        return source
+    by_number = getattr(source, "by_number", None)
+    return None if by_number is None else by_number()
 
 
 def _types_of_rows(arrays: PyTree) -> PyTree:
@@ -178,7 +193,8 @@ class IndexedIterator:
         self._index = index
         count = self._dataset.num_examples
         seed = self._dataset.shuffle_seed
-        self._order = np.arange(count)
+        # Not an array, because data that Grain repeats has no end.
+        self._order: np.ndarray | range = range(count)
         if seed is not None:
             bits = np.random.PCG64([seed, epoch])
             self._order = np.random.Generator(bits).permutation(count)
@@ -225,15 +241,18 @@ class IndexedIterator:
         """Returns the row numbers of the next batch; an empty array at the end."""
         dataset = self._dataset
         size = dataset.batch_size
-        rows = self._order[self._index : self._index + size]
+        rows = self._take_from_order(self._index, size)
         self._index += len(rows)
         while dataset.repeat and len(rows) < size:
             self._begin(self._epoch + 1)
-            part = self._order[: size - len(rows)]
+            part = self._take_from_order(0, size - len(rows))
             self._index = len(part)
             rows = np.concatenate([rows, part])
         is_dropped = dataset.drop_remainder and len(rows) < size
         return rows[:0] if is_dropped else rows
+
+    def _take_from_order(self, start: int, count: int) -> np.ndarray:
+        return np.asarray(self._order[start : start + count], np.int64)
 
     def get_state(self) -> dict[str, int]:
         epoch, index = self._place

@@ -20,6 +20,7 @@ from armillary.data.sources._batch import (
     is_nest_of_arrays,
     show_path,
 )
+from armillary.data.sources._grain import from_grain
 from armillary.data.sources._source import (
     IterableSource,
     LoaderIterator,
@@ -53,9 +54,9 @@ def as_source(source: Any) -> Source:
     if isinstance(source, Source):
         return source
     for library, kind, make in (
-        ("grain", "MapDataset", _from_grain),
-        ("grain", "IterDataset", _from_grain),
-        ("grain", "DataLoader", _from_grain),
+        ("grain", "MapDataset", from_grain),
+        ("grain", "IterDataset", from_grain),
+        ("grain", "DataLoader", from_grain),
         ("tensorflow", "data.Dataset", _from_tf_data),
         ("torch", "utils.data.DataLoader", _from_torch),
         ("datasets", "Dataset", _refuse_examples),
@@ -94,51 +95,6 @@ def as_source(source: Any) -> Source:
         "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
         "or a generator function."
     )
-
-
-def _from_grain(dataset: Any, kind: str) -> IterableSource:
-    made = IterableSource(
-        lambda epoch: iter(dataset),
-        f"grain.{kind}",
-        # Batches that Grain makes are new arrays, but a later `map` may reuse a buffer.
-        copies=not _ends_in_batches(dataset),
-    )
-    if kind != "DataLoader":  # A `DataLoader` saves its order, and Grain compares it.
-        made.order_of_examples = _find_grain_order(dataset)
-    return made
-
-
-def _ends_in_batches(dataset: Any) -> bool:
-    """Returns whether batching is the last operation in a Grain dataset."""
-    node = dataset
-    while "Prefetch" in type(node).__name__ and node.parents:
-        node = node.parents[0]
-    last = [node, *getattr(node, "_operations", ())][-1]
-    kind = type(last)
-    # The user may have given the function that makes a batch.
-    made_by = getattr(last, "_batch_fn", last)
-    module = getattr(made_by, "__module__", None) or "grain"
-    is_of_grain = kind.__module__.startswith("grain") and module.startswith("grain")
-    return "Batch" in kind.__name__ and is_of_grain
-
-
-def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
-    """Returns the values that give a position its meaning; Grain does not save them."""
-    order: dict[str, list[int]] = {"shuffle seed": [], "batch size": [], "examples": []}
-    nodes = [dataset]
-    for node in nodes:
-        parents = getattr(node, "parents", ())
-        nodes.extend(parents)
-        is_map = is_kind(node, "grain", "MapDataset")
-        found = {
-            "shuffle seed": "Shuffle" in type(node).__name__ and node._seed,
-            "batch size": is_map and getattr(node, "_batch_size", False),
-            "examples": is_map and not parents and len(node),
-        }
-        for name, value in found.items():
-            if value is not False:
-                order[name].append(value)
-    return order
 
 
 def _from_tf_data(dataset: Any, kind: str) -> IterableSource:

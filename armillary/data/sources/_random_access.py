@@ -82,18 +82,22 @@ class RandomAccessDataset(IndexedDataset):
     """Examples in batches; made by `from_random_access`, which documents it."""
 
     name = "random access"
+    argument = "source"
 
     def __init__(self, source: Any, *options: Any, num_threads: int = 1) -> None:
         self._source = source
         self._num_threads = check_positive_int("num_threads", num_threads)
-        super().__init__("source", _count(source), *options)
+        super().__init__(self.argument, self._count(source), *options)
         # One read finds examples that no device can hold before the program runs.
         self.row_types = self._read_types()
+
+    def _count(self, source: Any) -> int:
+        return _count(source)
 
     def _read_types(self) -> PyTree:
         example = jax.tree.map(_as_array, self._read([0])[0])
         batch = jax.tree.map(lambda leaf: leaf[np.newaxis], example)
-        check_batch(batch, lambda: "Example 0 of `source`, as a batch,")
+        check_batch(batch, lambda: f"Example 0 of `{self.argument}`, as a batch,")
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), example
         )
@@ -114,7 +118,7 @@ class RandomAccessDataset(IndexedDataset):
                 leaves = [_as_array(leaf) for leaf in leaves]
                 kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
                 if found != structure or kinds != [(t.shape, t.dtype) for t in types]:
-                    name = f"Example {numbers[place]} of `source`"
+                    name = f"Example {numbers[place]} of `{self.argument}`"
                     example = found.unflatten(leaves)
                     check_rows(example, self.row_types, lambda name=name: name, 0)
                 for column, leaf in zip(columns, leaves, strict=True):

@@ -82,6 +82,8 @@ class IterableSource:
         self.num_batches: int | None = None
         # The values that give a position its meaning.
         self.order_of_examples: dict[str, Any] = {}
+        # Returns an `IndexedDataset` of the same batches and positions.
+        self.by_number: Callable[[], Any] | None = None
         self._make = make
         self._copies = copies
         self._keeps_order = keeps_order

@@ -24,7 +24,8 @@ from armillary.cluster.resolvers._resolver import (
     check_is_no_server,
 )
 from armillary.cluster.resolvers._schedulers import ScheduledResolver, resolve_cluster
-from armillary.data.sources._arrays import IndexedDataset
+from armillary.data.sources._arrays import find_indexed
+from armillary.data.sources._source import Source
 from armillary.distribute._global_arrays import as_local, is_array_or_number, is_divided
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same, check_same_data
@@ -77,8 +78,9 @@ class JoinedStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         return self._cluster_resolver
 
-    def _check_dataset(self, dataset: Any) -> None:
-        if isinstance(dataset, IndexedDataset) and not self._peers.is_alone:
+    def _check_dataset(self, source: Source) -> None:
+        dataset = None if self._peers.is_alone else find_indexed(source)
+        if dataset is not None:
             check_same_data(self._peers, dataset)
 
     def _collect(self, value: PyTree) -> PyTree:

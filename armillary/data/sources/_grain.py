@@ -1,0 +1,141 @@
+"""Datasets and loaders of Grain, and their examples by number.
+
+If batching is the last operation of a `MapDataset`, its examples before that have
+numbers. Then a process of several reads only the examples of its own devices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from armillary.data.sources._arrays import IndexedIterator
+from armillary.data.sources._random_access import RandomAccessDataset
+from armillary.data.sources._source import IterableSource, is_kind
+from armillary.errors import DatasetStateError
+from armillary.typing import Batch
+
+_BATCH_FUNCTIONS = ("make_batch", "_MakeBatchParallel")
+"""The functions of Grain that stack examples."""
+_MOST_COMPARED = 1024
+"""A fingerprint reads some of so many examples, because a dataset may have no end."""
+_NUM_THREADS = 16
+"""The number of threads with which Grain iterates over a `MapDataset`."""
+
+
+def from_grain(dataset: Any, kind: str) -> IterableSource:
+    """Returns a source of the batches of a dataset or loader of Grain."""
+    made = IterableSource(
+        lambda epoch: iter(dataset),
+        f"grain.{kind}",
+        # Batches that Grain makes are new arrays, but a later `map` may reuse a buffer.
+        copies=not _ends_in_batches(dataset),
+    )
+    if kind == "DataLoader":  # It saves its order, and Grain compares it.
+        return made
+    made.order_of_examples = _find_order(dataset)
+    batches, num_threads = _find_batches(dataset)
+    if batches is not None:
+        make_rows = functools.partial(GrainRows, batches, made, num_threads)
+        made.by_number = functools.cache(make_rows)
+    return made
+
+
+def _ends_in_batches(dataset: Any) -> bool:
+    """Returns whether batching is the last operation in a Grain dataset."""
+    node = dataset
+    while "Prefetch" in type(node).__name__ and node.parents:
+        node = node.parents[0]
+    last = [node, *getattr(node, "_operations", ())][-1]
+    kind = type(last)
+    # The user may have given the function that makes a batch.
+    made_by = getattr(last, "_batch_fn", last)
+    module = getattr(made_by, "__module__", None) or "grain"
+    is_of_grain = kind.__module__.startswith("grain") and module.startswith("grain")
+    return "Batch" in kind.__name__ and is_of_grain
+
+
+def _find_order(dataset: Any) -> dict[str, list[int]]:
+    """Returns the values that give a position its meaning; Grain does not save them."""
+    order: dict[str, list[int]] = {"shuffle seed": [], "batch size": [], "examples": []}
+    nodes = [dataset]
+    for node in nodes:
+        parents = getattr(node, "parents", ())
+        nodes.extend(parents)
+        is_map = is_kind(node, "grain", "MapDataset")
+        found = {
+            "shuffle seed": "Shuffle" in type(node).__name__ and node._seed,
+            "batch size": is_map and getattr(node, "_batch_size", False),
+            "examples": is_map and not parents and len(node),
+        }
+        for name, value in found.items():
+            if value is not False:
+                order[name].append(value)
+    return order
+
+
+def _find_batches(dataset: Any) -> tuple[Any, int]:
+    """Returns the `MapDataset` that stacks batches, if any, and a number of threads."""
+    node = dataset
+    num_threads = _NUM_THREADS
+    if type(node).__name__ == "PrefetchIterDataset":  # Made by `to_iter_dataset`.
+        num_threads = max(1, node._read_options.num_threads)
+        (node,) = node.parents
+    if not is_kind(node, "grain", "MapDataset"):
+        return None, num_threads
+    if type(node).__name__ != "BatchMapDataset":
+        return None, num_threads
+    function = node._batch_fn
+    name = getattr(function, "__name__", type(function).__name__)
+    is_of_grain = (getattr(function, "__module__", None) or "").startswith("grain")
+    stacks = is_of_grain and name in _BATCH_FUNCTIONS
+    return (node if stacks and len(node) else None), num_threads
+
+
+class GrainRows(RandomAccessDataset):
+    """The examples of a `MapDataset` before it makes batches of them."""
+
+    argument = "dataset"
+
+    def __init__(self, batches: Any, source: IterableSource, num_threads: int) -> None:
+        self._grain_order = source.order_of_examples
+        (examples,) = batches.parents
+        options = (batches._batch_size, None, False, batches._drop_remainder)
+        super().__init__(examples, *options, num_threads=num_threads)
+        self.name = source.name
+
+    def _count(self, source: Any) -> int:
+        return len(source)
+
+    def spaced_rows(self, count: int) -> np.ndarray:
+        num_examples = min(self.num_examples, _MOST_COMPARED)
+        return np.linspace(0, num_examples - 1, min(count, num_examples)).astype(int)
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Returns the order of Grain, and a checksum of some of the first examples."""
+        return {**self._grain_order, **super().fingerprints()}
+
+    def iterate(
+        self, epoch: int, read_rows: Callable[[np.ndarray], Batch]
+    ) -> IndexedIterator:
+        return _GrainIterator(self, epoch, read_rows)
+
+
+class _GrainIterator(IndexedIterator):
+    """Yields batches with the positions of Grain, which count batches."""
+
+    def get_state(self) -> dict[str, int]:
+        _, index = self._place
+        return {"next_index": -(-index // self._dataset.batch_size)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        index = state["next_index"] * self._dataset.batch_size
+        most = self._dataset.num_examples
+        if not 0 <= index < most + self._dataset.batch_size:
+            raise DatasetStateError(
+                f"`state` is {state!r}, which is not a place in {most} examples in "
+                f"batches of {self._dataset.batch_size}. Pass the data that it was "
+                "saved with."
+            )
+        self._go_to(0, min(index, most))
