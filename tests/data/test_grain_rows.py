@@ -13,7 +13,8 @@ from armillary.errors import DatasetStateError
 
 
 class AddNoise(grain.transforms.RandomMap):
-    def random_map(self, element, rng):
+    # The base class has no annotation, and only raises.
+    def random_map(self, element, rng):  # pyright: ignore[reportIncompatibleMethodOverride]
         return {"x": element + rng.random(2), "n": element}
 
 
