@@ -153,6 +153,27 @@ def test_the_first_step_takes_the_memory_of_a_made_array():
     np.testing.assert_array_equal(made[...], own[...])
 
 
+def test_the_first_pure_step_takes_the_memory_of_a_made_state():
+    strategy = MAKERS["sharded"]()
+    state = strategy.make(lambda: {"w": jnp.ones((64, 64)), "n": jnp.zeros(())})
+    first = state["w"]
+    both = {"first": state, "again": {"w": first}}
+
+    def step(state, batch):
+        del batch
+        return jax.tree.map(lambda leaf: leaf + 1, state), {}
+
+    data = armillary.data.from_arrays({"x": X}, batch_size=16, repeat=True)
+    trainer = armillary.StepTrainer(step, both, data, strategy=strategy)
+    # The array itself is in one place, and a copy in the other.
+    held = [trainer.state[place]["w"] for place in ("again", "first")]
+    assert [array is first for array in held] == [True, False]
+    trainer.train(1)
+    assert first.is_deleted()
+    for place in ("first", "again"):
+        np.testing.assert_array_equal(trainer.state[place]["w"], np.full((64, 64), 2.0))
+
+
 def test_annotations_and_rules_decide_as_in_a_step():
     def make():
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", None))

@@ -13,6 +13,7 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.distribute._global_arrays import is_on_host
+from armillary.distribute._new_arrays import is_new
 from armillary.distribute.replica._context import get_replica_context
 from armillary.errors import StateStructureError
 from armillary.state import _equinox
@@ -57,6 +58,9 @@ def _is_data(leaf: Leaf) -> bool:
 def own_state(state: PyTree) -> PyTree:
     """Returns a state with copies of its arrays, and with arrays for numbers.
 
+    An array of `strategy.make` is not copied: the first step may reuse its memory, so
+    a large state is never there twice.
+
     Raises:
         TypeError: If JAX makes no array of a leaf.
         ValueError: If modules of NNX share a variable.
@@ -64,7 +68,17 @@ def own_state(state: PyTree) -> PyTree:
     leaves = list(leaves_of(state))
     _check_is_not_tied(leaves)
     structure = jax.tree.structure(state)
-    return structure.unflatten(_own(leaf) for leaf in leaves)
+    kept: set[int] = set()
+
+    def own(leaf: Leaf) -> Any:
+        # A program cannot reuse the memory of one array in two places.
+        key = id(leaf.value)
+        if key in kept or not is_new(leaf.value):
+            return _own(leaf)
+        kept.add(key)
+        return leaf.value
+
+    return structure.unflatten(map(own, leaves))
 
 
 def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
