@@ -86,10 +86,11 @@ class GPT(nnx.Module):
         self, num_tokens: int, width: int, depth: int, remat: bool, rngs: nnx.Rngs
     ) -> None:
         self.remat = remat
-        init = nnx.initializers.normal(width**-0.5)
-        names = {"embedding_init": nnx.with_partitioning(init, ("tokens", "embed"))}
-        self.token = nnx.Embed(num_tokens, width, rngs=rngs, **names)
-        self.position = nnx.Embed(LENGTH, width, rngs=rngs, **names)
+        init = nnx.with_partitioning(
+            nnx.initializers.normal(width**-0.5), ("tokens", "embed")
+        )
+        self.token = nnx.Embed(num_tokens, width, embedding_init=init, rngs=rngs)
+        self.position = nnx.Embed(LENGTH, width, embedding_init=init, rngs=rngs)
         self.norm = nnx.LayerNorm(width, rngs=rngs)
 
         @nnx.split_rngs(splits=depth)
