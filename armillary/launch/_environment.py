@@ -1,4 +1,4 @@
-"""What a process of a job is given: its devices, its address and its variables."""
+"""The environment of a process of a job: its devices, address and variables."""
 
 import contextlib
 import itertools

@@ -39,7 +39,7 @@ def check_axis_name(axis_name: Any, taken: Collection[str] = ()) -> str:
 
 
 def find_free_name(axis_name: str, taken: Collection[str]) -> str:
-    """Returns the name of the axis of replicas beside the axes of a user's mesh.
+    """Returns the name of the axis of replicas next to the axes of a user's mesh.
 
     The default name gives way to an axis of the mesh. Any other name stays.
     """
