@@ -19,6 +19,8 @@ _MISSING = {
     "`global_step=trainer.optimizer.step` of Flax, or "
     "`global_step=model.optimizer.iterations` of Keras.",
 }
+# The parts of a class that have files of their own. Users know the class.
+_PARTS = {"DataMethods": "Strategy", "ValueMethods": "Strategy", "Placed": "Strategy"}
 
 
 def explain_wrong_call(
@@ -53,6 +55,8 @@ def _explain_call(
     kwargs: Mapping[str, Any],
 ) -> str | None:
     owner = function.__qualname__.removesuffix(".__init__")
+    kind, dot, method = owner.rpartition(".")
+    owner = f"{_PARTS.get(kind, kind)}{dot}{method}"
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     in_order = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     only_named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]

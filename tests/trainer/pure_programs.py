@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 
@@ -216,11 +215,6 @@ PROGRAMS = {
     "keras": make_keras,
     "keras variables": functools.partial(make_keras, as_variables=True),
 }
-
-
-@pytest.fixture
-def program(request, name):
-    return make_program(request, name)
 
 
 def make_program(request, name):

@@ -231,9 +231,12 @@ def test_a_step_without_data_can_be_planned():
     found = plan(trainer, 8, abstract=True)
     assert (found.global_batch, found.num_replicas) == (0, 8)
     assert "none: the steps make their own data" in str(found)
-    for options in ({"find_batch": True}, {"per_replica_batch": 4, "abstract": True}):
+    for topology, options in (
+        ("cpu:8", {"find_batch": True}),
+        (8, {"per_replica_batch": 4, "abstract": True}),
+    ):
         with pytest.raises(ValueError, match="`train_dataset` of the trainer is None"):
-            plan(trainer, 8, **options)
+            plan(trainer, topology, **options)
 
 
 def test_an_evaluation_without_an_end_is_refused_before_training():

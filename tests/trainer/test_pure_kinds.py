@@ -9,6 +9,7 @@ import armillary
 from armillary.errors import ReplicaMismatchError
 from tests.problems import train_with_stops
 from tests.tiers import slow_after_first
+from tests.trainer import pure_programs
 from tests.trainer.pure_programs import (
     NUM_REPLICAS,
     PROGRAMS,
@@ -20,6 +21,11 @@ from tests.trainer.pure_programs import (
     make_trainer,
     train_by_hand,
 )
+
+
+@pytest.fixture
+def program(request, name):
+    return make_program(request, name)
 
 
 @slow_after_first("name", PROGRAMS)
@@ -44,7 +50,8 @@ def test_one_device_equals_plain_jax(name, program):
     expected = train_by_hand(program, 1, 5)
     pairs = zip(arrays_of(trainer.state), arrays_of(expected), strict=True)
     for actual, wanted in pairs:
-        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+        # Processors round differently, in arrays with values up to 6.
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -83,7 +90,7 @@ def test_a_sharded_state_equals_the_state_of_one_device(name, program):
 @pytest.mark.usefixtures("keras")
 def test_an_unreduced_gradient_of_keras_is_refused(monkeypatch):
     program = make_keras()
-    monkeypatch.setitem(globals(), "mean_over_replicas", lambda tree: tree)
+    monkeypatch.setattr(pure_programs, "mean_over_replicas", lambda tree: tree)
     with pytest.raises(ReplicaMismatchError, match="all_reduce") as caught:
         make_trainer(program, 2).train(1)
     assert "state[0][0] ('sequential" in str(caught.value)
