@@ -124,7 +124,7 @@ def test_a_strategy_gives_what_it_gives_for_arrays(remainder, num_replicas, batc
 
 
 @pytest.mark.parametrize("repeat", [False, True])
-def test_positions_are_those_of_arrays(repeat):
+def test_positions_equal_the_positions_of_arrays(repeat):
     def make(kind, batch_size):
         data = Rows() if kind is from_random_access else make_arrays()
         source = kind(data, batch_size=batch_size, shuffle_seed=2, repeat=repeat)
