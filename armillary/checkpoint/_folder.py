@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import string
 import tempfile
 from collections.abc import Sequence
 from time import time
@@ -237,7 +238,9 @@ def make_unfinished(path: epath.Path) -> epath.Path:
     if is_remote(path):
         (path / _UNFINISHED_FILE).write_text("")
         return path
-    folder = path.parent / f"{path.name}{_UNFINISHED}-{secrets.token_hex(4)}"
+    # Letters only, so that a pattern such as `checkpoint_*[0-9]` does not match.
+    token = "".join(secrets.choice(string.ascii_lowercase) for _ in range(8))
+    folder = path.parent / f"{path.name}{_UNFINISHED}-{token}"
     folder.mkdir(parents=True)
     return folder
 
