@@ -15,6 +15,7 @@
 Training waits until the arrays are copied. Everything else happens in the background.
 """
 
+import dataclasses
 import json
 import math
 import threading
@@ -56,6 +57,7 @@ def write_folder(
     folder: epath.Path,
     content: Content,
     peers: Peers,
+    key: str,
     header: Saved | None = None,
     earlier: Sequence[threading.Thread] = (),
 ) -> Callable[[], None]:
@@ -67,6 +69,7 @@ def write_folder(
         folder: The unfinished folder.
         content: The values to write.
         peers: The processes that write together.
+        key: A text of this save alone, under which its parts are sent.
         header: The header, in the first process.
         earlier: Threads that write earlier checkpoints. The folder gets its name after
             they have ended.
@@ -80,13 +83,17 @@ def write_folder(
     manifest = content.as_manifest()
     write_part = _start_part(folder, content, peers)
     if peers.index:
-        return lambda: peers.send_part(folder.name, _report(write_part))
+        return lambda: peers.send_part(key, _report(write_part))
+
+    # The program may replace its arrays from now on, and their memory must be free.
+    described = dataclasses.replace(content, leaves={})
+    del content
 
     def complete() -> None:
-        sums = _collect_sums(folder, peers, write_part)
-        if content.has_arrays:
+        sums = _collect_sums(folder, peers, key, write_part)
+        if described.has_arrays:
             merge_arrays(folder)
-            _read_one(folder, content)
+            _read_one(folder, described)
 
         assert header is not None
         _write_text(folder / MANIFEST, manifest)
@@ -109,6 +116,7 @@ def _start_part(
     That function returns the sums of the files. If a process of several cannot copy its
     arrays, the function raises the error, so that all processes learn it.
     """
+    has_parts = content.has_arrays and not peers.is_alone
     try:
         wait = copy_arrays(folder, _as_arrays(content, peers))
     except Exception as error:
@@ -123,7 +131,7 @@ def _start_part(
 
     def write_part() -> dict[str, Sum]:
         wait()
-        if peers.is_alone or not content.has_arrays:
+        if not has_parts:
             return {}  # The files of a single process are measured at the end.
         files = list(find_own_files(folder))
         sums = measure_all(folder, files)
@@ -157,7 +165,10 @@ def _report(write_part: Callable[[], dict[str, Sum]]) -> str:
 
 
 def _collect_sums(
-    folder: epath.Path, peers: Peers, write_part: Callable[[], dict[str, Sum]]
+    folder: epath.Path,
+    peers: Peers,
+    key: str,
+    write_part: Callable[[], dict[str, Sum]],
 ) -> dict[str, Sum]:
     """Returns the sums of all parts, in the first process.
 
@@ -168,7 +179,7 @@ def _collect_sums(
     if peers.is_alone:
         return write_part()
     own = _report(write_part)
-    reports = [own, *peers.receive_parts(folder.name)]
+    reports = [own, *peers.receive_parts(key)]
 
     sums: dict[str, Sum] = {}
     problems: list[str] = []

@@ -37,7 +37,12 @@ from armillary.checkpoint._checksums import (
     compare,
     read_checksums,
 )
-from armillary.checkpoint._storage import is_remote, list_entries
+from armillary.checkpoint._storage import (
+    find_files,
+    is_remote,
+    keep_no_listings,
+    list_entries,
+)
 from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
@@ -95,6 +100,7 @@ def as_place(name: str, path: str | os.PathLike[str]) -> epath.Path:
             "folder of this machine and copy it."
         )
     import_optional("gcsfs", f"`gcsfs`, which `{name}={str(place)!r}` needs,", "gcs")
+    keep_no_listings()
     return place
 
 
@@ -158,6 +164,8 @@ def list_directory(
     for path in list_entries(directory):
         name = _NAME.fullmatch(path.name)
         if name is None:
+            continue
+        if _is_unfinished(path):
             continue
         found = read_header(path)
         if isinstance(found, Saved) and found.number != int(name[1]):
@@ -246,9 +254,10 @@ def make_unfinished(path: epath.Path) -> epath.Path:
 
 
 def remove_unfinished(path: epath.Path) -> None:
-    """Removes the files that a failed save of this folder has left."""
-    if _is_unfinished(path):
-        path.rmtree()
+    """Removes the files that a failed save of this folder has left.
+
+    In an object store, late files may still arrive. So the next save removes them.
+    """
     for left in list_entries(path.parent):
         if left.name.startswith(path.name + _UNFINISHED):
             left.rmtree()
@@ -292,7 +301,7 @@ def remove(path: epath.Path) -> None:
         # ORDER: an interrupted removal must look like an interrupted save.
         (path / _UNFINISHED_FILE).write_text("")
         (path / CHECKSUM_FILE).unlink()
-        path.rmtree()
+        _remove_unfinished_objects(path)
         return
     renamed = path.parent / (path.name + _REMOVED_SUFFIX)
     path.rename(renamed)
@@ -302,6 +311,16 @@ def remove(path: epath.Path) -> None:
 def remove_leftovers(directory: epath.Path) -> None:
     """Removes leftovers of interrupted saves and removals."""
     for path in list_entries(directory):
-        is_left = _NAME.fullmatch(path.name) and _is_unfinished(path)
-        if (is_left or _LEFTOVER.fullmatch(path.name)) and path.is_dir():
+        if _NAME.fullmatch(path.name) and _is_unfinished(path):
+            _remove_unfinished_objects(path)
+        elif _LEFTOVER.fullmatch(path.name) and path.is_dir():
             path.rmtree()
+
+
+def _remove_unfinished_objects(path: epath.Path) -> None:
+    """Removes a folder of an object store."""
+    for file in find_files(path):
+        if file.name != _UNFINISHED_FILE:
+            file.unlink()
+    # ORDER: last, so that the next save continues a removal that is interrupted.
+    (path / _UNFINISHED_FILE).unlink()

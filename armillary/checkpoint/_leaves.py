@@ -27,7 +27,7 @@ def as_stored(leaf: Any, peers: Peers = ALONE) -> jax.Array | np.ndarray | None:
     if _is_widened(leaf):
         leaf = leaf.astype(np.uint8)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf
+        return _as_part(leaf, peers)
     if not peers.is_alone:
         # Orbax refuses device arrays of one of several processes.
         return None if peers.index else np.array(leaf)
@@ -41,6 +41,18 @@ def as_stored(leaf: Any, peers: Peers = ALONE) -> jax.Array | np.ndarray | None:
         # memory of its own.
         return leaf.addressable_data(0)
     return leaf
+
+
+def _as_part(leaf: jax.Array, peers: Peers) -> jax.Array | None:
+    if leaf.addressable_shards:
+        return leaf
+    if peers.index:
+        return None  # This process has no device of the array.
+    raise ValueError(
+        f"an array of shape {leaf.shape} lies on no device of process 0, which writes "
+        "the description of all arrays. Place it on a mesh with devices of all "
+        "processes"
+    )
 
 
 def stored_sharding(target: Any) -> jax.sharding.Sharding | None:

@@ -34,9 +34,10 @@ from armillary.checkpoint._folder import (
 from armillary.checkpoint._leaves import as_restored, stored_sharding
 from armillary.checkpoint._packed import find_names, unpack
 from armillary.checkpoint._selection import RestoreReport, Selection, match
+from armillary.checkpoint._storage import is_remote
 from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import ALONE, Peers
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.errors import CheckpointDamageError, CheckpointError
 
@@ -222,8 +223,9 @@ def verify(
     """
     if peers.is_alone:
         return None if chosen is None else find_damage(chosen)
+    is_one_copy = _is_one_copy(chosen, peers)
     with peers.announcing_errors():
-        own = _look(chosen, directory, peers)
+        own = _look(chosen, directory, peers if is_one_copy else ALONE)
     text = json.dumps([*own, str(directory)])
     texts = peers.gather("the checkpoint to restore", text)
     found = [json.loads(text) for text in texts]
@@ -244,6 +246,18 @@ def verify(
         return damages[0]
     who = [f"in process {i} of {peers.count}, {text}" for i, text in damages.items()]
     return "; ".join(who) or None
+
+
+def _is_one_copy(chosen: epath.Path | None, peers: Peers) -> bool:
+    """Returns whether all processes see the same files, so that they can share them."""
+    identity: list[int] = []
+    if chosen is not None and not is_remote(chosen):
+        # A process that does not see the file reports it later.
+        with contextlib.suppress(OSError):
+            status = os.stat(chosen / CHECKSUM_FILE)
+            identity = [status.st_ino, status.st_mtime_ns]
+    texts = peers.gather("the files of a checkpoint", json.dumps(identity))
+    return len(set(texts)) == 1
 
 
 def _look(

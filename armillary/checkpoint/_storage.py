@@ -24,6 +24,13 @@ def is_remote(path: epath.Path) -> bool:
     return "://" in str(path)
 
 
+def keep_no_listings() -> None:
+    """Makes `gcsfs` look into a folder each time, because other jobs write there."""
+    from fsspec.config import conf
+
+    conf.setdefault("gcs", {})["use_listings_cache"] = False
+
+
 def list_entries(folder: epath.Path) -> list[epath.Path]:
     """Returns the entries of a folder; none if it does not exist."""
     try:

@@ -14,12 +14,14 @@ import contextlib
 import functools
 import json
 import math
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import TypeVar
 
+import jax
 from etils import epath
 
 from armillary._launcher import notify_launcher
@@ -109,17 +111,19 @@ class Writer:
         self._began = monotonic()
         chosen: list[Saved] = []
 
+        check_has_joined(self._peers)
+
         def choose() -> list[str]:
             path = self._directory / f"checkpoint_{number}"
             try:
                 chosen[:] = self._choose(number, content.has_arrays, mark)
                 path = chosen[-1].path
-                return [str(path), str(_folder.make_unfinished(path))]
+                return _name_save(path)
             except Exception as error:
                 raise self._fail(path, error) from error
 
-        path, unfinished = map(epath.Path, agree_on("a save", choose, self._peers))
-        self._write(path, unfinished, content, chosen)
+        path, unfinished, key = agree_on("a save", choose, self._peers)
+        self._write(epath.Path(path), epath.Path(unfinished), key, content, chosen)
         self._is_saving = True
         return str(path)
 
@@ -173,6 +177,7 @@ class Writer:
         self,
         path: epath.Path,
         unfinished: epath.Path,
+        key: str,
         content: Content,
         saved: list[Saved],
     ) -> None:
@@ -185,6 +190,7 @@ class Writer:
                 unfinished,
                 content,
                 self._peers,
+                key,
                 header=saved[-1] if saved else None,
                 # Its header counts these saves, so they must get their names first.
                 earlier=find_running(),
@@ -310,19 +316,23 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
     `choose` returns its path and header in the first process. All processes call this.
     """
     peers = get_peers()
+    check_has_joined(peers)
     chosen: list[Saved] = []
 
     def begin() -> list[str]:
+        for thread in find_running():
+            thread.join()  # Its header must come after theirs.
         saved = choose()
         chosen.append(saved)
         with _failing_once(saved.path):
-            return [str(saved.path), str(_folder.make_unfinished(saved.path))]
+            return _name_save(saved.path)
 
-    path, unfinished = map(epath.Path, agree_on("a save", begin, peers))
+    name, unfinished, key = agree_on("a save", begin, peers)
+    path = epath.Path(name)
     header = chosen[0] if chosen else None
     with _failing_once(path):
         finish = write_folder(
-            unfinished, content, peers, header=header, earlier=find_running()
+            epath.Path(unfinished), content, peers, key, header=header
         )
 
     def complete() -> None:
@@ -334,6 +344,23 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
         finish()
     agree_on("the end of a save", complete, peers)
     return str(path)
+
+
+def _name_save(path: epath.Path) -> list[str]:
+    """Returns the path of a checkpoint, its unfinished folder, and a unique text."""
+    unfinished = _folder.make_unfinished(path)
+    return [str(path), str(unfinished), secrets.token_hex(8)]
+
+
+def check_has_joined(peers: Peers) -> None:
+    """Raises if the program has joined processes that this library does not know."""
+    if peers.is_alone and jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise CheckpointError(
+            f"This program has joined {jax.process_count()} processes itself, so each "
+            "of them would write a checkpoint without the parts of the others. Make a "
+            "strategy of several processes first, for example "
+            "`armillary.MultiWorkerMirroredStrategy()`: it finds the processes."
+        )
 
 
 @contextlib.contextmanager

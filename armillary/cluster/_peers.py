@@ -86,6 +86,7 @@ class Peers:
         """
         others = range(1, self.count)
         ended: int | None = None
+        end = time.monotonic() + self._timeout_seconds
         try:
             while True:
                 parts = self._lifeline.read_parts(key)
@@ -102,6 +103,12 @@ class Peers:
                 verdict = self._lifeline.wait_for_verdict(_PART_SECONDS)
                 if verdict is not None:
                     raise PeerError(verdict)
+                if time.monotonic() > end:
+                    raise PeerError(
+                        f"Process {missing[0]} of {self.count} has not sent its part "
+                        f"for {self._timeout_seconds:g} seconds. Look at its output, "
+                        "and at its file system."
+                    )
         finally:
             self._lifeline.drop_parts(key)
 

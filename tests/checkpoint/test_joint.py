@@ -4,14 +4,16 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
+from armillary.checkpoint import Checkpoint, CheckpointManager, _leaves, _writer
 from armillary.checkpoint._checksums import read_checksums, write_checksums
 from armillary.checkpoint._reader import verify
 from armillary.checkpoint._writer import Writer, agree_on
@@ -139,3 +141,58 @@ def test_another_content_with_sums_of_its_own_is_another_checkpoint(saved):
             raise outcome
         sums = re.findall(r"process \d of 2: .*json` (#\w+)\), in", str(caught.value))
         assert len(set(sums)) == 2
+
+
+def test_processes_share_files_out_only_if_they_see_the_same_ones(tmp_path):
+    directory = tmp_path / "run"
+    checkpoint = Checkpoint(holder={"x": jnp.zeros((1024, 1024))})
+    manager = CheckpointManager(checkpoint, directory)
+    manager.save(6)
+    manager.close()
+
+    def damage(index: int, view: Path) -> None:
+        if index == 1:
+            files = [path for path in (view / "arrays").rglob("*") if path.is_file()]
+            largest = max(files, key=lambda file: file.stat().st_size)
+            data = bytearray(largest.read_bytes())
+            data[len(data) // 2] ^= 1
+            largest.write_bytes(data)
+
+    # Process 0 would verify the file for both, in a copy of its own.
+    (message,) = set(verify_views(directory, 2, damage))
+    assert message is not None
+    assert "in process 1 of 2, the content of `arrays/" in message
+
+
+def test_a_part_that_does_not_come_names_its_process():
+    def receive(peers):
+        if peers.index == 0:
+            return peers.receive_parts("a save")
+        if peers.index == 1:
+            peers.send_part("a save", "done")
+        return None
+
+    first, *_ = run_together(receive, 3, timeout_seconds=0.2)
+    with pytest.raises(PeerError, match="Process 2 of 3 has not sent its part"):
+        raise first
+
+
+def test_an_array_without_a_part_in_process_0_is_refused():
+    chief, other = make_peers()
+    elsewhere = SimpleNamespace(addressable_shards=[], shape=(3, 5))
+    assert _leaves._as_part(elsewhere, other) is None
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) lies on no device"):
+        _leaves._as_part(elsewhere, chief)
+
+
+def test_a_program_that_joins_processes_itself_needs_a_strategy(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(holder={"x": jnp.zeros(3)})
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    for save in (
+        lambda: CheckpointManager(checkpoint, tmp_path).save(1),
+        lambda: checkpoint.save(tmp_path / "ckpt"),
+    ):
+        with pytest.raises(CheckpointError, match=r"joined 4 processes.*a strategy"):
+            save()
+    assert not list(tmp_path.iterdir())

@@ -82,10 +82,10 @@ def environment() -> Iterator[dict[str, str]]:
         server.kill()
 
 
-def run(code: str, environment: dict[str, str], folder: Path) -> str:
+def run(code: str, environment: dict[str, str], folder: Path, *words: str) -> str:
     """Runs a program in a directory of the store; returns what it prints."""
     program = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code, f"gs://bucket/{folder.name}"],
+        [sys.executable, "-c", PRELUDE + code, f"gs://bucket/{folder.name}", *words],
         check=False,
         env=environment,
         timeout=patience(180),
@@ -157,3 +157,31 @@ def test_a_damaged_object_is_found_and_the_checkpoint_skipped(environment, tmp_p
         "print(restore())\n"
     )
     assert run(code, environment, tmp_path) == "('checkpoint_1', 1.0)\n"
+
+
+def test_after_an_interrupted_first_save_a_run_starts_from_scratch(
+    environment, tmp_path
+):
+    code = "import os\n_commit.merge_arrays = lambda folder: os._exit(0)\nsave(1)\n"
+    run(code, environment, tmp_path)
+
+    found = run("print(restore())\nsave(2)\nprint(names())", environment, tmp_path)
+
+    assert found.splitlines() == ["(None, 0.0)", "['checkpoint_2']"]
+
+
+def test_a_program_that_waits_sees_a_checkpoint_of_another_one(environment, tmp_path):
+    code = (
+        "import subprocess\n"
+        "save(1)\n"
+        "before = names()\n"
+        "text = open(sys.argv[2]).read() + 'save(2)'\n"
+        "subprocess.run([sys.executable, '-c', text, sys.argv[1]], check=True)\n"
+        "print(before, names(), restore())\n"
+    )
+    program = tmp_path / "program"
+    program.write_text(PRELUDE)
+    found = run(code, environment, tmp_path, str(program))
+    assert found == (
+        "['checkpoint_1'] ['checkpoint_1', 'checkpoint_2'] ('checkpoint_2', 2.0)\n"
+    )
