@@ -9,10 +9,7 @@ measured is that exchange, with all processes on this machine.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import REPOSITORY
+from benchmarks.processes import run_job
 from benchmarks.report import add_measurement, make_parser
 
 _ROUNDS = 300
@@ -56,18 +53,12 @@ def measure(count: int) -> dict[str, Any]:
     """Returns what process 0 of so many measures, in seconds."""
     with tempfile.TemporaryDirectory(prefix="armillary-bench-") as folder:
         found = Path(folder) / "found.json"
-        command = [
-            *(sys.executable, "-m", "armillary", "launch", "--workers", str(count)),
-            *("--devices-per-worker", "1", "-m", "benchmarks.boundary_cost"),
-            *("--worker", str(found)),
-        ]
-        subprocess.run(
-            command,
-            check=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.DEVNULL,
-            timeout=_DEADLINE_SECONDS,
+        run_job(
+            "benchmarks.boundary_cost",
+            ["--worker", str(found)],
+            processes=count,
+            devices=1,
+            timeout_seconds=_DEADLINE_SECONDS,
         )
         return {"processes": count, **json.loads(found.read_text())}
 

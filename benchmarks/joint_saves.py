@@ -10,11 +10,8 @@ checksums before a restore. Memory is the largest growth of a process, on Linux.
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import REPOSITORY
+from benchmarks.processes import run_job
 from benchmarks.report import add_measurement, make_parser
 
 _DEADLINE_SECONDS = 900
@@ -80,19 +77,14 @@ def measure(count: int, given: argparse.Namespace) -> dict[str, dict[str, float]
     with tempfile.TemporaryDirectory(
         prefix="armillary-bench-", dir=given.directory
     ) as folder:
-        command = [
-            *(sys.executable, "-m", "armillary", "launch", "--workers", str(count)),
-            *("--devices-per-worker", str(given.devices)),
-            *("-m", "benchmarks.joint_saves", "--worker", folder),
-            *("--megabytes", str(given.megabytes), "--rounds", str(given.rounds)),
-        ]
-        subprocess.run(
-            command,
-            check=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.DEVNULL,
-            timeout=_DEADLINE_SECONDS,
+        words = ["--worker", folder]
+        words += ["--megabytes", str(given.megabytes), "--rounds", str(given.rounds)]
+        run_job(
+            "benchmarks.joint_saves",
+            words,
+            processes=count,
+            devices=given.devices,
+            timeout_seconds=_DEADLINE_SECONDS,
         )
         files = Path(folder).glob("found_*.json")
         return summarize([json.loads(file.read_text()) for file in files])

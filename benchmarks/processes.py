@@ -36,6 +36,33 @@ class WorkerError(Exception):
         self.skip = skip
 
 
+def run_job(
+    module: str,
+    words: Sequence[str],
+    *,
+    processes: int,
+    devices: int,
+    timeout_seconds: float,
+) -> None:
+    """Runs a module in all processes of a job, with some CPU devices each.
+
+    Raises:
+        subprocess.CalledProcessError: If the job failed.
+    """
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "armillary", "launch"),
+            *("--workers", str(processes), "--devices-per-worker", str(devices)),
+            *("-m", module, *words),
+        ],
+        check=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        timeout=timeout_seconds,
+    )
+
+
 def ask_module(module: str, *arguments: str, timeout_seconds: float) -> Any:
     """Returns the JSON that a module prints last, run in a process of its own.
 

@@ -109,9 +109,8 @@ class Writer:
         Call `sync` before.
         """
         self._began = monotonic()
+        _check_has_joined(self._peers)
         chosen: list[Saved] = []
-
-        check_has_joined(self._peers)
 
         def choose() -> list[str]:
             path = self._directory / f"checkpoint_{number}"
@@ -316,7 +315,7 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
     `choose` returns its path and header in the first process. All processes call this.
     """
     peers = get_peers()
-    check_has_joined(peers)
+    _check_has_joined(peers)
     chosen: list[Saved] = []
 
     def begin() -> list[str]:
@@ -352,7 +351,7 @@ def _name_save(path: epath.Path) -> list[str]:
     return [str(path), str(unfinished), secrets.token_hex(8)]
 
 
-def check_has_joined(peers: Peers) -> None:
+def _check_has_joined(peers: Peers) -> None:
     """Raises if the program has joined processes that this library does not know."""
     if peers.is_alone and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise CheckpointError(

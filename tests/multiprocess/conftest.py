@@ -98,9 +98,23 @@ def run_job(
 ) -> Outcome:
     """Runs a function of `program.py` in some processes with some devices each."""
     program = Path(__file__).with_name("program.py")
+    return run_program(program, folder, scenario, processes, devices, **options)
+
+
+def run_program(
+    program: Path,
+    folder: Path,
+    scenario: str,
+    processes: int,
+    devices: int,
+    *,
+    seconds: float = DEADLINE,
+    **options: Any,
+) -> Outcome:
+    """Runs a function of a program, and waits until all processes have ended."""
     job = Job(folder, program, scenario, processes, devices, **options)
     try:
-        job.wait(DEADLINE)
+        job.wait(seconds)
     finally:
         job.end()
     return read_outcome(job)

@@ -14,19 +14,14 @@ import armillary
 from armillary.checkpoint import _checksums
 from armillary.cluster import ExitCode
 from tests.multiprocess import joint_saves
-from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
+from tests.multiprocess.conftest import Outcome, run_program
 
 pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
     program = Path(joint_saves.__file__)
-    job = Job(folder, program, scenario, processes, devices=2, **options)
-    try:
-        job.wait(DEADLINE)
-    finally:
-        job.end()
-    return read_outcome(job)
+    return run_program(program, folder, scenario, processes, 2, **options)
 
 
 @pytest.fixture(scope="module")

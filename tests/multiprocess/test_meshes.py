@@ -8,19 +8,14 @@ import pytest
 
 import armillary
 from tests.multiprocess import meshes
-from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
+from tests.multiprocess.conftest import Outcome, run_program
 
 pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
     program = Path(meshes.__file__)
-    job = Job(folder, program, scenario, processes, 2, **options)
-    try:
-        job.wait(DEADLINE)
-    finally:
-        job.end()
-    return read_outcome(job)
+    return run_program(program, folder, scenario, processes, 2, **options)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -11,19 +11,17 @@ import pytest
 import armillary
 from tests.distribute import generated_models as generated
 from tests.multiprocess import models
-from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
+from tests.multiprocess.conftest import DEADLINE, Outcome, run_program
 
 pytestmark = pytest.mark.slow
 SEEDS = [2, 6]
 
 
 def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
-    job = Job(folder, Path(models.__file__), scenario, processes, 2, **options)
-    try:
-        job.wait(3 * DEADLINE)
-    finally:
-        job.end()
-    outcome = read_outcome(job)
+    program = Path(models.__file__)
+    outcome = run_program(
+        program, folder, scenario, processes, 2, seconds=3 * DEADLINE, **options
+    )
     assert outcome.codes == [0] * processes, outcome.log
     assert all(found == outcome.results[0] for found in outcome.results)
     return outcome

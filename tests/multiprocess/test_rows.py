@@ -8,20 +8,14 @@ import pytest
 
 import armillary
 from tests.multiprocess import rows
-from tests.multiprocess.conftest import DEADLINE, Job, Outcome, read_outcome
+from tests.multiprocess.conftest import Outcome, run_program
 
 pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
     program = Path(rows.__file__)
-    devices = 8 // processes
-    job = Job(folder, program, scenario, processes, devices, **options)
-    try:
-        job.wait(DEADLINE)
-    finally:
-        job.end()
-    return read_outcome(job)
+    return run_program(program, folder, scenario, processes, 8 // processes, **options)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
