@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -51,6 +51,15 @@ class LeafSpec:
             return item_bytes * math.prod(self.shape)
         part = math.prod(sharding.shard_shape(self.shape))
         return item_bytes * part * len(sharding.addressable_devices)
+
+
+class Manifest(NamedTuple):
+    """The description of a checkpoint, as its manifest has it."""
+
+    specs: dict[str, LeafSpec]
+    states: dict[str, Any]
+    # The progress of a controller's evaluation.
+    evaluation: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +123,16 @@ def _is_numeric(dtype: np.dtype) -> bool:
     return is_bool or jax.dtypes.issubdtype(dtype, np.number)
 
 
-def read_manifest(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any], Any]:
-    """Returns the descriptions of leaves, the states, and an evaluation's progress."""
-    manifest = json.loads((path / MANIFEST).read_bytes())
+def read_manifest(path: epath.Path) -> Manifest:
+    """Returns the description in a checkpoint folder."""
+    return parse_manifest((path / MANIFEST).read_text())
+
+
+def parse_manifest(text: str) -> Manifest:
+    """Returns the description that `Content.as_manifest` has written."""
+    manifest = json.loads(text)
     specs: dict[str, LeafSpec] = {}
     for name, spec in manifest["leaves"].items():
         shape = tuple(spec["shape"])
         specs[name] = LeafSpec(spec["dtype"], shape, spec["is_host"])
-    return specs, manifest["states"], manifest.get("evaluation")
+    return Manifest(specs, manifest["states"], manifest.get("evaluation"))

@@ -1,9 +1,11 @@
 """The manager of a directory of checkpoints: saves, keeps, restores, removes."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from etils import epath
@@ -14,17 +16,27 @@ from armillary._checks import (
     check_not_negative,
     check_not_negative_int,
     check_one_of,
+    check_path,
     check_positive_int,
+    check_seconds,
 )
 from armillary._copy_refusal import OfOneProcess
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import as_absolute, as_place, find_checkpoints
-from armillary.checkpoint._reader import restore
-from armillary.checkpoint._selection import Paths, Selection, as_paths
+from armillary.checkpoint._reader import restore, restore_from
+from armillary.checkpoint._selection import (
+    Paths,
+    RestoreReport,
+    Selection,
+    as_paths,
+)
 from armillary.checkpoint._writer import Writer, agree_on, announcing_errors
+from armillary.checkpoint.memory._room import DEFAULT_DIRECTORY
+from armillary.checkpoint.memory._tier import MemoryTier
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
 from armillary.state._step_counter import as_step_counter
@@ -83,7 +95,7 @@ class CheckpointManager(OfOneProcess):
         ValueError: If a number is out of range, a path of `may_differ` is empty, or
             `directory` is in an object store other than `gs://`. Also
             if `keep_best` is given without `higher_is_better`, or differs from the
-            directory.
+            directory, or if `memory_directory` is not an existing folder.
     """
 
     _why_not_copied = "it writes one directory of this process"
@@ -105,6 +117,8 @@ class CheckpointManager(OfOneProcess):
         checkpoint_interval: int | Literal["auto"] | None = None,
         init_fn: Callable[[], Any] | None = None,
         may_differ: Paths = (),
+        memory_interval_seconds: float | None = None,
+        memory_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         hours = keep_checkpoint_every_n_hours
         interval = checkpoint_interval
@@ -149,6 +163,30 @@ class CheckpointManager(OfOneProcess):
         self._best_by = check_best(keep_best, higher_is_better, self._directory)
         self._evaluation: Any = None
         self._writer = Writer(self._directory, max_to_keep, hours)
+        self.memory = self._make_memory(memory_interval_seconds, memory_directory)
+        """The snapshots in memory, or `None`."""
+
+    def _make_memory(
+        self, seconds: float | None, directory: str | os.PathLike[str] | None
+    ) -> MemoryTier | None:
+        if seconds is None:
+            if directory is not None:
+                raise ValueError(
+                    f"`memory_directory` is {str(directory)!r}, but nothing is kept in "
+                    "memory without an interval. Add `memory_interval_seconds=30`."
+                )
+            return None
+        fix = "Use `memory_interval_seconds=30`."
+        seconds = check_seconds("memory_interval_seconds", seconds, fix)
+        place = check_path("memory_directory", directory or DEFAULT_DIRECTORY)
+        if not os.path.isdir(place):
+            raise ValueError(
+                f"`memory_directory` is {place!r}, but there is no such folder. Use a "
+                "folder in memory that exists, such as a `tmpfs`."
+            )
+        return MemoryTier(
+            self._directory, Path(place), seconds, lambda: self._writer.last_serial
+        )
 
     @property
     def checkpoints(self) -> list[str]:
@@ -242,6 +280,51 @@ class CheckpointManager(OfOneProcess):
         self._holder = (step, path)
         return path
 
+    def save_to_memory(self, check_interval: bool = False) -> bool:
+        """Keeps the current values in the memory of the machines.
+
+        A `Controller` calls it between loops. It returns once the arrays may change
+        again. If the values cannot be kept, the next call logs a warning, and training
+        can continue.
+
+        Args:
+            check_interval: Whether to do nothing until `memory_interval_seconds` have
+                passed since the last time. All processes then wait for process 0 to
+                decide.
+
+        Returns:
+            Whether values are being kept.
+
+        Raises:
+            ValueError: If the manager has no `memory_interval_seconds`.
+            CheckpointError: If there is too little memory.
+        """
+        check_one_of("check_interval", check_interval, (True, False))
+        if self.memory is None:
+            raise ValueError(
+                "`save_to_memory` needs an interval, which also turns on restores from "
+                "memory. Use `CheckpointManager(..., memory_interval_seconds=30)`."
+            )
+        if not check_interval:
+            self.memory.sync()
+        elif not self.memory.is_due():
+            return False
+        self.take_snapshot()
+        return True
+
+    def take_snapshot(self) -> None:
+        """Keeps the values in memory. Call `memory.is_due` or `memory.sync` before."""
+        assert self.memory is not None
+        self.memory.take(self.read_content(), self._step(), self._last_step)
+
+    def drop_memory(self) -> None:
+        """Removes this process's values in memory, if the disk has newer values.
+
+        A `Controller` calls it at the end of a training.
+        """
+        if self.memory is not None and self.has_saved_step():
+            self.memory.drop()
+
     def note_evaluation(
         self, output: Mapping[str, Any], path: str | None = None
     ) -> bool:
@@ -319,6 +402,9 @@ class CheckpointManager(OfOneProcess):
     def restore_or_initialize(self) -> str | None:
         """Restores the latest good checkpoint, or calls `init_fn` if there is none.
 
+        With `memory_interval_seconds`, values in memory that are newer are restored
+        instead, if the processes have all of them.
+
         If a file of a checkpoint is missing, changed or unreadable, that checkpoint is
         skipped with a warning, and the previous checkpoint is restored. A checkpoint
         that does not fit the program is an error, because this is not damage.
@@ -332,7 +418,7 @@ class CheckpointManager(OfOneProcess):
             CheckpointMismatchError: As in `restore`.
         """
         self.sync()
-        path = self._restore(None)
+        path = self._restore_from_memory() or self._restore(None)
         if path is not None:
             return path
         logger.info("found no checkpoint in %s.", self._directory)
@@ -388,13 +474,30 @@ class CheckpointManager(OfOneProcess):
         self.sync()
         return self._restore(folder) or str(folder)
 
+    def _restore_from_memory(self) -> str | None:
+        """Restores the newest values in memory, if they are newer than the disk."""
+        source = None if self.memory is None else self.memory.find()
+        if source is None:
+            return None
+        notify_launcher("restored", str(source))
+        selection = Selection(may_differ=self._may_differ)
+        with contextlib.closing(source):
+            report, evaluation = restore_from(self.checkpoint, source, selection)
+        self._note_restored(report, evaluation)
+        # The next save on the disk is due as if nothing had happened.
+        self._last_step = source.snapshot.saved_step
+        return report.path
+
     def _restore(self, folder: epath.Path | None) -> str | None:
         selection = Selection(may_differ=self._may_differ)
         restored = restore(self.checkpoint, self._directory, selection, folder)
         if restored is None:
             return None
-
         report, evaluation = restored
+        self._note_restored(report, evaluation)
+        return report.path
+
+    def _note_restored(self, report: RestoreReport, evaluation: Any) -> None:
         # After a partial restore, no checkpoint holds these values, so a save is due.
         self._last_number = None
         self._holder = None
@@ -413,7 +516,6 @@ class CheckpointManager(OfOneProcess):
                 self._last_number = self._last_step
         if self._evaluation is not None:
             self._evaluation.set_state(evaluation)
-        return report.path
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.

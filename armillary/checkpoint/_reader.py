@@ -16,15 +16,21 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 from etils import epath
 
 from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
 from armillary.checkpoint._arrays import read_arrays
 from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
-from armillary.checkpoint._content import LeafSpec, describe_leaves, read_manifest
+from armillary.checkpoint._content import (
+    LeafSpec,
+    Manifest,
+    describe_leaves,
+    read_manifest,
+)
 from armillary.checkpoint._folder import (
     Saved,
     find_checkpoints,
@@ -62,7 +68,7 @@ def restore(
             return None
         notify_launcher("restored", str(folder))
         try:
-            return _restore_intact(checkpoint, folder, selection)
+            return restore_from(checkpoint, FolderSource(folder), selection)
         except CheckpointError:
             if not peers.is_alone or folder.exists():
                 raise
@@ -77,7 +83,7 @@ def restore(
             "restored. Use another one of `manager.checkpoints`.",
             damage=damage,
         )
-    return _restore_intact(checkpoint, chosen, selection)
+    return restore_from(checkpoint, FolderSource(chosen), selection)
 
 
 def _check_is_checkpoint(folder: epath.Path) -> None:
@@ -141,13 +147,50 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
     return names[-1] if names else None
 
 
-def _restore_intact(
-    checkpoint: "Checkpoint", folder: epath.Path, selection: Selection
+class Source(Protocol):
+    """A place with the values of a checkpoint; its text is the name of the place."""
+
+    def read_manifest(self) -> Manifest:
+        """Returns the descriptions of leaves, the states, and an evaluation."""
+        ...
+
+    def read_arrays(
+        self,
+        shardings: Mapping[str, jax.sharding.Sharding | None],
+        specs: Mapping[str, LeafSpec],
+    ) -> dict[str, Any]:
+        """Returns the named arrays in their shardings; `None` means NumPy."""
+        ...
+
+
+class FolderSource:
+    """A checkpoint on the disk."""
+
+    def __init__(self, folder: epath.Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def read_manifest(self) -> Manifest:
+        return read_manifest(self._folder)
+
+    def read_arrays(
+        self,
+        shardings: Mapping[str, jax.sharding.Sharding | None],
+        specs: Mapping[str, LeafSpec],
+    ) -> dict[str, Any]:
+        return read_arrays(self._folder, shardings, specs)
+
+
+def restore_from(
+    checkpoint: "Checkpoint", source: Source, selection: Selection
 ) -> _Restored:
+    """Puts values of a verified checkpoint into objects."""
     with announcing_errors(), without_program_mesh():
         leaves = checkpoint.read_leaves()
-        with _reading(folder):
-            saved, states, evaluation = read_manifest(folder)
+        with _reading(source):
+            saved, states, evaluation = source.read_manifest()
         program = _as_specs(describe_leaves(leaves), checkpoint.states)
         all_saved = _as_specs(saved, states)
         selection = selection._replace(passing=tuple(checkpoint.passing))
@@ -155,7 +198,7 @@ def _restore_intact(
         new = checkpoint.missing_before - states.keys()
         expected = {name: spec for name, spec in program.items() if name not in new}
         taken, differences = match(
-            str(folder), selection, saved=all_saved, program=expected
+            str(source), selection, saved=all_saved, program=expected
         )
 
         # Arrays without elements are not stored.
@@ -164,8 +207,8 @@ def _restore_intact(
         taken_states = {name: states[name] for name in taken if name in states}
         for state in taken_states.values():
             shardings.update(dict.fromkeys(find_names(state)))
-        with _reading(folder):
-            stored = read_arrays(folder, shardings, saved)
+        with _reading(source):
+            stored = source.read_arrays(shardings, saved)
             new_states = {
                 name: unpack(state, stored) for name, state in taken_states.items()
             }
@@ -183,7 +226,7 @@ def _restore_intact(
         shown = text.rpartition("\n")[0] or text
         refusals.append(f"~ {name}: {shown}")
     report = RestoreReport(
-        path=str(folder),
+        path=str(source),
         restored=done,
         kept=tuple(sorted(program.keys() - done)),
         unused=tuple(sorted(all_saved.keys() - done)),
@@ -202,12 +245,12 @@ def _as_specs(specs: Mapping[str, LeafSpec], states: Iterable[str]) -> dict[str,
 
 
 @contextlib.contextmanager
-def _reading(folder: epath.Path) -> Iterator[None]:
+def _reading(source: Source) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"Reading `{folder}` failed, although its files are not damaged: "
+            f"Reading `{source}` failed, although its files are not damaged: "
             f"{type(error).__name__}: {error}. Nothing was restored. Check the memory "
             "of the devices, or use another one of `manager.checkpoints`."
         ) from error

@@ -347,7 +347,7 @@ def start_lifeline(store: Any, index: int, count: int, address: str) -> Lifeline
         ) from error
 
     delay_aborts()
-    lifeline = Lifeline(index, count, Ends(connection, listener, token))
+    lifeline = Lifeline(index, count, Ends(connection, listener, token, host))
     set_lifeline(lifeline)
     lifeline.start()
     for child in lifeline.wait_for_children(_CHILDREN_SECONDS):

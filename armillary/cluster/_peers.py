@@ -53,6 +53,11 @@ class Peers:
         self.has_failed = False
         self.boundary = Boundary(self.gather)
 
+    @property
+    def host(self) -> str:
+        """The address under which the other processes reach this one."""
+        return self._lifeline.host
+
     def gather(self, topic: str, value: str) -> list[str]:
         """Returns the values of all processes, in their order."""
         if self.has_failed:

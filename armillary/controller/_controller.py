@@ -500,6 +500,7 @@ class Controller(OfOneProcess):
         self._run.curves.flush()
         self._run.eval_curves.flush()
         self._saving.sync()
+        self._saving.drop_memory()
 
 
 def _are_different(summary_dir: Any, eval_summary_dir: Any) -> bool:

@@ -124,6 +124,9 @@ class LoopRunner:
 
         while not (is_reached(step, target) or stop.is_agreed()):
             self._stragglers.look(step)
+            if self._saving.is_snapshot_due():
+                self.report()
+                self._saving.save_to_memory()
             num_steps = self.num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)

@@ -264,6 +264,26 @@ class Saving:
             logger.info("saving checkpoint to %s.", path)
         return path
 
+    def is_snapshot_due(self) -> bool:
+        """Returns whether to keep the values in memory now; all processes call it."""
+        manager = self.manager
+        return (
+            manager is not None
+            and manager.memory is not None
+            and manager.memory.is_due()
+        )
+
+    def save_to_memory(self) -> None:
+        """Keeps the current values in memory. Call `is_snapshot_due` before."""
+        assert self.manager is not None
+        with self._run.goodput.phase(Category.SAVING):
+            self.manager.take_snapshot()
+
+    def drop_memory(self) -> None:
+        """Removes the values in memory, if the disk has newer ones."""
+        if self.manager is not None:
+            self.manager.drop_memory()
+
     def finish(self) -> None:
         """Saves, unless the latest checkpoint holds this step and its current state."""
         self.sync()

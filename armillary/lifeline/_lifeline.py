@@ -241,6 +241,11 @@ class Lifeline:
         """Forgets the texts of a key."""
         self._call(self._parts.pop, key, None)
 
+    @property
+    def host(self) -> str:
+        """The address under which the other processes reach this one."""
+        return self._tree.ends.host
+
     def find_missing(self) -> list[int]:
         """Returns the processes that this one waits for; outside process 0, only it."""
         return self._tree.find_missing() if self._index == _CHIEF else [_CHIEF]

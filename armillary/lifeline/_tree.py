@@ -37,6 +37,8 @@ class Ends(NamedTuple):
     connection: socket.socket | None = None
     listener: socket.socket | None = None
     token: str = ""
+    # The address under which the other processes reach this one.
+    host: str = "127.0.0.1"
 
 
 class Tree:
@@ -57,7 +59,7 @@ class Tree:
     async def open(self) -> None:
         """Begins to listen to the parent and the children."""
         loop = asyncio.get_running_loop()
-        connection, listener, _ = self.ends
+        connection, listener, *_ = self.ends
         if connection is not None:
             make = functools.partial(_Connection, self, self.parent)
             await loop.create_connection(make, sock=connection)

@@ -1,8 +1,9 @@
 """A training program with every kind of state, for tests that kill it."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -119,7 +120,10 @@ def train(
 
 
 def make_manager(
-    trainer: Trainer, directory: Path, **others: Any
+    trainer: Trainer,
+    directory: Path,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **others: Any,
 ) -> armillary.CheckpointManager:
     """Returns what saves the trainer, its data and whatever else is given."""
     return armillary.CheckpointManager(
@@ -127,6 +131,7 @@ def make_manager(
         directory / "checkpoints",
         max_to_keep=2,
         checkpoint_interval=SAVE_INTERVAL,
+        **options,
     )
 
 

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import sys
@@ -67,10 +68,19 @@ class Bomb:
 
     def __init__(self, name: str, attempt: int) -> None:
         plan = json.loads(Path("plan.json").read_text())
-        faults = plan["evaluator" if name == "evaluator" else "workers"][attempt:]
+        all_faults = plan["evaluator" if name == "evaluator" else "workers"]
+        faults = all_faults[attempt:]
         mine = faults and faults[0]["target"] == name
         self.num_steps, self.name = plan["num_steps"], name
         self.is_sharded = plan["is_sharded"]
+        self.memory: Path | None = None
+        if plan["has_memory"]:
+            self.memory = Path("memory", name)
+            before = all_faults[:attempt][-1:]
+            if plan["loses_memory"] and before and before[0]["target"] == name:
+                # The process was lost with the memory of its machine.
+                shutil.rmtree(self.memory, ignore_errors=True)
+            self.memory.mkdir(parents=True, exist_ok=True)
         self._fault: dict[str, Any] | None = faults[0] if mine else None
         self._lock = threading.Lock()
 
@@ -169,7 +179,20 @@ def run(name: str, attempt: int) -> None:
         # A power cut strikes here, because saves of process 0 end in these calls.
         os.fsync = sync_and_mark
     trainer = program.Trainer(strategy, bomb.num_steps)
-    manager = program.make_manager(trainer, RUN, bomb=bomb)
+    memory: dict[str, Any] = {}
+    if bomb.memory is not None:
+        # So short that a snapshot begins once the last one is complete.
+        memory = {"memory_interval_seconds": 1e-6, "memory_directory": bomb.memory}
+    manager = program.make_manager(trainer, RUN, memory, bomb=bomb)
+    restore = manager.restore_or_initialize
+
+    def restore_and_note() -> str | None:
+        path = restore()
+        with Path("restored").open("a") as file:
+            file.write(f"{path}\n")
+        return path
+
+    vars(manager)["restore_or_initialize"] = restore_and_note
     evaluator = program.Evaluator(trainer)
     final: Any
     if is_evaluator:

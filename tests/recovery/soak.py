@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -32,7 +33,12 @@ from tests.launch.conftest import Launcher
 from tests.patience import patience
 from tests.recovery.faults import FAULTS, PHASES
 
-TOPOLOGIES = ("1", "2", "4", "1 --evaluator", "2 sharded", "4 sharded")
+TOPOLOGIES = (
+    *("1", "2", "4", "1 --evaluator"),
+    *("2 sharded", "4 sharded"),
+    # With a divided state and snapshots in memory, which a lost process takes with it.
+    *("1 memory", "2 memory", "4 memory"),
+)
 FAULTS_PER_JOB = 12
 # The time that a fault may cost, and more if a limit has to pass first.
 PATIENCE_SECONDS = 120.0
@@ -73,11 +79,12 @@ def is_possible(topology: str, kind: str, phase: str) -> bool:
         phases = {"import", "restore", "evaluate", "end"}
         kinds = ("exit 0", "full disk", "stop")
         return phase in phases and kind not in kinds and (kind, phase) not in UNSEEN
-    if topology == "1" and (kind in ("exit 0", "stop") or (kind, phase) in UNSEEN):
+    is_alone = topology.startswith("1")
+    if is_alone and (kind in ("exit 0", "stop") or (kind, phase) in UNSEEN):
         return False
     if kind in ("stop", "GIL") and phase == "end":
         return False
-    return topology != "1" or phase != "join"
+    return not is_alone or phase != "join"
 
 
 def make_faults(seed: int, topologies: Sequence[str] = TOPOLOGIES) -> Iterator[Fault]:
@@ -98,7 +105,7 @@ def make_faults(seed: int, topologies: Sequence[str] = TOPOLOGIES) -> Iterator[F
         cases.sort(key=lambda case: [next(numbers[case[1]])])
         for topology, kind, phase in cases:
             target: object = chance.randrange(int(topology[0]))
-            is_sharded = "sharded" in topology
+            is_sharded = _is_sharded(topology)
             if kind == "full disk" and not is_sharded:
                 target = 0  # The other processes write no files.
             elif "evaluator" in topology:
@@ -124,6 +131,10 @@ def make_faults(seed: int, topologies: Sequence[str] = TOPOLOGIES) -> Iterator[F
                 "delay": chance.uniform(0, 0.5 if is_early else 0.05),
             }
             number += 1
+
+
+def _is_sharded(topology: str) -> bool:
+    return "sharded" in topology or "memory" in topology
 
 
 class Soak:
@@ -197,12 +208,15 @@ class Job:
         group = "evaluator" if "evaluator" in self._topology else "workers"
         plan = {
             "num_steps": 16 * (FAULTS_PER_JOB + 1),
-            "is_sharded": "sharded" in self._topology,
+            "is_sharded": _is_sharded(self._topology),
+            "has_memory": "memory" in self._topology,
+            # A single process has no other one that holds a copy.
+            "loses_memory": not self._topology.startswith("1"),
             "workers": [],
             "evaluator": [],
         }
         (self._folder / "plan.json").write_text(json.dumps({**plan, group: left}))
-        workers = self._topology.removesuffix(" sharded")
+        workers = self._topology.removesuffix(" sharded").removesuffix(" memory")
         process = self._launcher.start(
             SCRIPT,
             f"--workers {workers} --max-restarts 20 --pause-seconds 0.1 "
@@ -229,9 +243,10 @@ class Job:
         return process.returncode
 
     def _cut_power(self) -> None:
-        """Empties each file of a checkpoint that was not synced."""
+        """Empties each file of a checkpoint that was not synced, and all memory."""
         while self._launcher.find_running():
             time.sleep(0.02)
+        shutil.rmtree(self._folder / "memory", ignore_errors=True)
         for path in (self._folder / "run" / "checkpoints").rglob("checkpoint_*/**/*"):
             if path.is_file() and not os.access(path, os.X_OK):
                 path.write_bytes(b"")

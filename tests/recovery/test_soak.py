@@ -16,6 +16,12 @@ IN_SAVES = [
     if fault["phase"] in ("save", "grace")
 ]
 SHARDED = IN_SAVES[:6]
+# A divided state with snapshots in memory; a process that is hit loses its memory.
+IN_MEMORY = [
+    fault
+    for fault in islice(make_faults(5, ["2 memory"]), 60)
+    if fault["phase"] in ("step", "save")
+][:6]
 
 
 @pytest.mark.slow
@@ -32,3 +38,11 @@ def test_a_job_with_faults_ends_like_a_job_without_faults(topology, tmp_path):
 def test_faults_in_saves_of_a_divided_state_change_nothing(tmp_path):
     _, problems = soak(SHARDED, tmp_path, print)
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+def test_faults_with_snapshots_in_memory_change_nothing(tmp_path):
+    _, problems = soak(IN_MEMORY, tmp_path, print)
+    assert not problems, "\n".join(problems)
+    lines = [path.read_text() for path in tmp_path.glob("job_*/restored")]
+    assert "memory" in "".join(lines)

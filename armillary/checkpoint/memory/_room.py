@@ -1,0 +1,60 @@
+"""The folder of a run in memory: its name, its owner and its size."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from armillary.errors import CheckpointError
+
+DEFAULT_DIRECTORY = "/dev/shm"
+"""The folder in memory that Linux offers to all users."""
+
+
+def name_folder(memory_directory: Path, directory: str) -> Path:
+    """Returns the folder for the snapshots of one directory of checkpoints."""
+    digest = hashlib.sha256(directory.encode()).hexdigest()[:16]
+    return memory_directory / f"armillary-{os.getuid()}-{digest}"
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only this user can read.
+
+    Raises:
+        CheckpointError: If other users have made it, or can write to it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = os.lstat(folder)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise CheckpointError(
+            f"`{folder}` belongs to another user, or other users can open it, so they "
+            "could change the snapshots in it. Remove it, or use a folder of your own "
+            "(`memory_directory=`)."
+        )
+
+
+def remove_snapshots(folder: Path, is_removed: Callable[[int], bool]) -> None:
+    """Removes the snapshots whose number is to be removed, of all processes."""
+    for each in folder.glob("process_*/snapshot_*"):
+        _, _, number = each.name.partition("_")
+        if number.isdecimal() and is_removed(int(number)):
+            # Another process of this machine may remove it at the same time.
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def remove_process(folder: Path, index: int) -> None:
+    """Removes the snapshots that one process has written."""
+    shutil.rmtree(folder / f"process_{index}", ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # It succeeds for the last process.
+
+
+def count_bytes(folder: Path) -> int:
+    """Returns the bytes of all shares in a folder."""
+    total = 0
+    for file in folder.rglob("*.bin"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total

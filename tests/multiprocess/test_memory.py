@@ -1,0 +1,162 @@
+"""Tests of snapshots in memory in several processes, of which some are lost."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess import joint_saves, memory
+from tests.multiprocess.conftest import Outcome, run_program
+
+pytestmark = pytest.mark.slow
+
+
+def run(
+    folder: Path, scenario: str, processes: int, kept: Path, *, is_shared: bool
+) -> Outcome:
+    program = Path(memory.__file__)
+    return run_program(
+        program,
+        folder,
+        scenario,
+        processes,
+        2,
+        run_dir=str(kept / "run"),
+        memory=str(kept / "memory"),
+        is_shared=is_shared,
+    )
+
+
+def keep(folder: Path, *, is_shared: bool) -> tuple[Path, list[Any]]:
+    outcome = run(folder, "keeps", 4, folder, is_shared=is_shared)
+    assert outcome.codes == [0] * 4, outcome.log
+    return folder, outcome.results
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> tuple[Path, list[Any]]:
+    """A snapshot of four processes on one machine, and their results."""
+    return keep(tmp_path_factory.mktemp("shared"), is_shared=True)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory) -> tuple[Path, list[Any]]:
+    """A snapshot of four processes with a memory of their own, and their results."""
+    return keep(tmp_path_factory.mktemp("apart"), is_shared=False)
+
+
+def test_each_process_keeps_its_share_and_one_copy(shared):
+    folder, results = shared
+    values = joint_saves.make_values(1)
+    total = sum(value.nbytes for value in values.values())
+
+    sizes = [sorted(each["sizes"].values()) for each in results]
+
+    assert all(len(each) == 2 for each in sizes)
+    assert sum(sum(each) for each in sizes) == pytest.approx(2 * total, rel=0.05)
+    # One array lies whole on all devices, and one process keeps it.
+    whole = values["whole"].nbytes
+    assert max(max(each) for each in sizes) < (total - whole) / 4 + whole + 100_000
+    folders = list(folder.glob("memory/armillary-*/process_*/*"))
+    assert {each.name for each in folders} == {"snapshot_2"}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6])
+def test_any_number_of_processes_restores_a_snapshot_of_four(
+    shared, tmp_path, processes
+):
+    folder, results = shared
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    move_memory(folder, kept)
+
+    outcome = run(tmp_path, "restores", processes, kept, is_shared=True)
+
+    assert outcome.codes == [0] * processes, outcome.log
+    for each in outcome.results:
+        assert each["name"] == "snapshot_2"
+        assert each["restored"] == results[0]["kept"]
+
+
+def move_memory(folder: Path, kept: Path) -> None:
+    """Gives the memory of a copy the name that belongs to its directory."""
+    from armillary.checkpoint.memory import _room
+
+    for parent in {kept / "memory", *kept.glob("memory/machine_*")}:
+        old = _room.name_folder(parent, str(folder / "run"))
+        if old.exists():
+            old.rename(_room.name_folder(parent, str(kept / "run")))
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_process_is_lost_with_its_memory(apart, tmp_path, lost):
+    folder, results = apart
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    move_memory(folder, kept)
+    shutil.rmtree(kept / "memory" / f"machine_{lost}")
+
+    outcome = run(tmp_path, "restores", 4, kept, is_shared=False)
+
+    assert outcome.codes == [0] * 4, outcome.log
+    for each in outcome.results:
+        assert each["name"] == "snapshot_2"
+        assert each["restored"] == results[0]["kept"]
+    # There is nothing on the disk, so the values came from the other processes.
+    assert outcome.results[lost]["received"] > 0
+    assert not list((kept / "run").glob("checkpoint_*"))
+
+
+def test_fewer_machines_restore_what_is_left(apart, tmp_path):
+    folder, results = apart
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    move_memory(folder, kept)
+    shutil.rmtree(kept / "memory" / "machine_3")
+
+    outcome = run(tmp_path, "restores", 3, kept, is_shared=False)
+
+    assert outcome.codes == [0] * 3, outcome.log
+    assert {each["name"] for each in outcome.results} == {"snapshot_2"}
+    for each in outcome.results:
+        assert each["restored"] == results[0]["kept"]
+
+
+def test_a_share_that_is_lost_with_its_copy_is_named(apart, tmp_path):
+    folder, _ = apart
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    move_memory(folder, kept)
+    for lost in (1, 2):
+        shutil.rmtree(kept / "memory" / f"machine_{lost}")
+
+    outcome = run(tmp_path, "restores", 4, kept, is_shared=False)
+
+    assert outcome.codes == [0] * 4, outcome.log
+    assert {each["name"] for each in outcome.results} == {None}
+    assert "in memory lacks 1 of 4 shares" in outcome.errors[0]
+
+
+def test_a_damaged_share_is_read_from_its_copy(apart, tmp_path):
+    folder, results = apart
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    move_memory(folder, kept)
+    (data,) = kept.glob("memory/machine_1/armillary-*/process_1/*/share_1.bin")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+    outcome = run(tmp_path, "restores", 4, kept, is_shared=False)
+
+    assert outcome.codes == [0] * 4, outcome.log
+    for each in outcome.results:
+        assert each["restored"] == results[0]["kept"]
+    assert "share_1.bin` has changed" in outcome.errors[0]
+
+
+def test_a_process_that_dies_within_a_snapshot_leaves_the_last_one(tmp_path):
+    outcome = run(tmp_path, "is_killed", 4, tmp_path, is_shared=False)
+    assert outcome.codes[1] == -9, outcome.log
+    shutil.rmtree(tmp_path / "memory" / "machine_1")
+
+    outcome = run(tmp_path, "restores", 4, tmp_path, is_shared=False)
+
+    assert outcome.codes == [0] * 4, outcome.log
+    assert {each["name"] for each in outcome.results} == {"snapshot_1"}
