@@ -18,6 +18,7 @@ from armillary.checkpoint._checksums import read_checksums, write_checksums
 from armillary.checkpoint._reader import verify
 from armillary.checkpoint._writer import Writer, agree_on
 from armillary.errors import CheckpointError, PeerError
+from tests.patience import wait_until
 from tests.peers import make_peers, run_together
 
 
@@ -167,6 +168,7 @@ def test_processes_share_files_out_only_if_they_see_the_same_ones(tmp_path):
 def test_a_part_that_does_not_come_names_its_process():
     def receive(peers):
         if peers.index == 0:
+            wait_until(lambda: 1 in peers._lifeline.read_parts("a save"))
             return peers.receive_parts("a save")
         if peers.index == 1:
             peers.send_part("a save", "done")

@@ -191,7 +191,7 @@ def test_a_job_shrinks_and_grows_and_reads_each_example_once(
     launcher = start(
         TRAIN,
         f"--workers {fewest}:{most} --devices-per-worker 1 --max-restarts 3 "
-        "--grace-seconds 20",
+        f"--grace-seconds {patience(20):g}",
         PYTHONPATH=str(REPOSITORY),
         XLA_FLAGS=f"{DEVICE_COUNT_FLAG}=1",
     )

@@ -10,6 +10,7 @@ from armillary.launch import ExitCode
 from tests.checkpoint.soak_program import Plain, train
 from tests.environment import REPOSITORY, forget_devices
 from tests.launch.conftest import launcher as launcher
+from tests.patience import patience
 from tests.problems import make_strategy
 
 pytestmark = pytest.mark.slow
@@ -87,8 +88,8 @@ def test_a_job_shrinks_and_grows_reads_each_example_once_and_computes_the_same(
     code, _, stderr = start_alike(
         launcher,
         ELASTIC,
-        "--workers 2:4 --wait-seconds 0 --pause-seconds 0.1 --grace-seconds 20 "
-        "--max-restarts 1",
+        "--workers 2:4 --wait-seconds 0 --pause-seconds 0.1 --max-restarts 1 "
+        f"--grace-seconds {patience(20):g}",
         args=[str(NUM_STEPS)],
     )
     assert code == ExitCode.OK, stderr
