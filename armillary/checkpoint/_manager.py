@@ -318,9 +318,9 @@ class CheckpointManager(OfOneProcess):
         self.memory.take(self.read_content(), self._step(), self._last_step)
 
     def drop_memory(self) -> None:
-        """Removes this process's values in memory, if the disk has newer values.
+        """Removes the values in memory, if the disk has newer values.
 
-        A `Controller` calls it at the end of a training.
+        A `Controller` calls it at the end of a training. All processes must call it.
         """
         if self.memory is not None and self.has_saved_step():
             self.memory.drop()

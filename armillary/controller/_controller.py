@@ -460,6 +460,7 @@ class Controller(OfOneProcess):
                     notify(self._actions, "begin_training")
                 yield
 
+            self._saving.drop_memory()
             reached = run.read_step()
             if reached > step and not run.history:
                 warn_of_bad_arrays(self.trainer, reached)
@@ -500,7 +501,6 @@ class Controller(OfOneProcess):
         self._run.curves.flush()
         self._run.eval_curves.flush()
         self._saving.sync()
-        self._saving.drop_memory()
 
 
 def _are_different(summary_dir: Any, eval_summary_dir: Any) -> bool:

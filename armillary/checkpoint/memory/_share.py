@@ -156,7 +156,7 @@ def reserved(file: Path, size: int) -> Iterator[Any]:
     """Opens a new file whose memory is reserved, so that no write fails halfway."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as stream:
-        if size:
+        if size and hasattr(os, "posix_fallocate"):  # macOS has none.
             os.posix_fallocate(stream.fileno(), 0, size)
         yield stream
 

@@ -189,11 +189,11 @@ class MemoryTier:
         )
 
     def drop(self) -> None:
-        """Removes the snapshots of this process, because the disk has newer values."""
-        if self._thread is not None:
-            self._thread.join()
-        self._taken = None
-        self._thread = None
+        """Removes the snapshots, because the disk has newer values."""
+        if not self._offers:
+            return
+        # Another process may still send its copy.
+        self.sync()
         remove_process(self._folder, self._peers.index)
 
     def _own_state(self) -> list[Any]:
