@@ -5,7 +5,8 @@
 A job holds arrays that are divided between all devices. In turns, Armillary and Orbax
 save them in the background and restore them. Both write without compression. Armillary
 also computes checksums, waits until all files are on the disk, and verifies the
-checksums before a restore. Memory is the largest growth of a process, on Linux.
+checksums before a restore. The third row is a snapshot in memory (`/dev/shm`), with a
+copy at another process. Memory is the largest growth of a process, on Linux.
 """
 
 import argparse
@@ -60,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_column(name, justify="right")
     measurement: dict[str, Any] = {}
     for count in given.processes:
-        found = measurement[str(count)] = measure(count, given)
-        for name in ("armillary", "orbax"):
+        found = measure(count, given)
+        measurement[str(count)] = found
+        for name in found:
             cells = [_format(key, found[name][key]) for key in _COLUMN_NAMES]
             table.add_row(str(count), name, *cells)
     Console().print(table)
@@ -118,9 +120,10 @@ def work(folder: Path, megabytes: int, rounds: int) -> None:
 
     state = make_state(strategy.mesh, megabytes)
     meet = strategy.placement.peers.gather
-    programs = {
+    programs: dict[str, Any] = {
         "armillary": ArmillaryProgram(folder / "armillary", state),
         "orbax": OrbaxProgram(folder / "orbax", state),
+        "memory": MemoryProgram(folder / "memory", state),
     }
     found: dict[str, dict[str, list[float]]] = {
         name: {key: [] for key in _COLUMN_NAMES} for name in programs
@@ -133,8 +136,9 @@ def work(folder: Path, megabytes: int, rounds: int) -> None:
                 for key, value in values.items():
                     found[name][key].append(value)
             meet("the end of a turn", "")
-            if jax.process_index() == 0:
-                shutil.rmtree(folder / name)
+            program.end_turn()
+            meet("the next turn", "")
+    programs["memory"].end()
     file = folder / f"found_{jax.process_index()}.json"
     file.write_text(json.dumps(found))
 
@@ -194,6 +198,39 @@ class ArmillaryProgram:
         del number
         assert self._manager.restore_or_initialize() is not None
 
+    def end_turn(self) -> None:
+        _remove(self._manager.directory)
+
+
+class MemoryProgram:
+    """Takes snapshots in memory, and restores them."""
+
+    def __init__(self, directory: Path, state: SimpleNamespace) -> None:
+        import armillary
+
+        self._manager = armillary.CheckpointManager(
+            armillary.Checkpoint(state=state), directory, memory_interval_seconds=3600
+        )
+        assert self._manager.memory is not None
+        self._memory = self._manager.memory
+
+    def save(self, number: int) -> None:
+        del number
+        self._manager.save_to_memory()
+
+    def wait(self) -> None:
+        self._memory.sync()
+
+    def restore(self, number: int) -> None:
+        del number
+        assert self._manager.restore_or_initialize() is not None
+
+    def end_turn(self) -> None:
+        """Keeps the snapshot, which the next one replaces."""
+
+    def end(self) -> None:
+        self._memory.drop()
+
 
 class OrbaxProgram:
     """Saves and restores with Orbax' `AsyncCheckpointer`, in all processes."""
@@ -229,6 +266,17 @@ class OrbaxProgram:
         )
         self._state.arrays = [restored[index] for index in arrays]
         jax.block_until_ready(self._state.arrays)
+
+    def end_turn(self) -> None:
+        _remove(self._directory)
+
+
+def _remove(directory: str | Path) -> None:
+    """Removes the files of a turn, in the first process."""
+    import jax
+
+    if jax.process_index() == 0:
+        shutil.rmtree(directory)
 
 
 def _watch_memory() -> Callable[[], float]:

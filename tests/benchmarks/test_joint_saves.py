@@ -14,7 +14,7 @@ def test_saves_of_several_processes_are_measured(tmp_path, capsys):
     joint_saves.main([*options, "--json", str(path)])
     found = json.loads(path.read_text())["measurements"]["joint_saves"]["2"]
 
-    for name in ("armillary", "orbax"):
+    for name in ("armillary", "orbax", "memory"):
         assert 0 < found[name]["blocked"] <= found[name]["saved"]
         assert found[name]["restored"] > 0
     # Half of the arrays, and half of the files to verify.
