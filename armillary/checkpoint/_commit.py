@@ -150,8 +150,7 @@ def _as_arrays(content: Content, peers: Peers) -> dict[str, jax.Array | np.ndarr
             if stored is not None:
                 arrays[name] = stored
     if peers.index == 0:
-        for name, array in content.state_arrays.items():
-            arrays[name] = np.array(array)
+        arrays |= content.state_arrays  # Copies already, which nothing changes.
     return arrays
 
 

@@ -1,8 +1,8 @@
 """Turns leaves of a program into arrays that a checkpoint stores, and back.
 
-A typed random key is stored as its data, and small unsigned integers are stored as
-bytes. A restored array gets the sharding and the memory kind of the program's own
-array, and it is committed only if that array is.
+A typed random key is stored as its data, and a dtype that TensorStore does not have is
+stored as a wider one. A restored array gets the sharding and the memory kind of the
+program's own array, and it is committed only if that array is.
 """
 
 from typing import Any
@@ -14,6 +14,9 @@ import numpy as np
 from armillary.cluster._peers import ALONE, Peers
 from armillary.distribute._global_arrays import as_global, is_key
 
+# By a dtype that TensorStore does not have.
+_WIDER = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float16"}
+
 
 def as_stored(leaf: Any, peers: Peers = ALONE) -> jax.Array | np.ndarray | None:
     """Returns the plain array that this process stores for a leaf, if any.
@@ -24,8 +27,9 @@ def as_stored(leaf: Any, peers: Peers = ALONE) -> jax.Array | np.ndarray | None:
     """
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    if _is_widened(leaf):
-        leaf = leaf.astype(np.uint8)
+    wider = _find_wider(leaf)
+    if wider is not None:
+        leaf = leaf.astype(wider)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return _as_part(leaf, peers)
     if not peers.is_alone:
@@ -65,7 +69,7 @@ def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
 
 def as_restored(stored: Any, target: Any) -> Any:
     """Returns a stored array as the same kind of value, on the devices of `target`."""
-    if _is_widened(target):
+    if _find_wider(target) is not None:
         stored = stored.astype(target.dtype)
     if isinstance(target, np.ndarray) and target.dtype == stored.dtype:
         return stored
@@ -88,6 +92,6 @@ def as_restored(stored: Any, target: Any) -> Any:
     return jax.device_put(stored, target.sharding)
 
 
-def _is_widened(leaf: Any) -> bool:
-    # These dtypes are stored as bytes, because TensorStore does not have them.
-    return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
+def _find_wider(leaf: Any) -> str | None:
+    """Returns the dtype that stores a leaf exactly, if TensorStore lacks its own."""
+    return _WIDER.get(leaf.dtype.name) if hasattr(leaf, "dtype") else None

@@ -35,6 +35,7 @@ def make_state(seed: int) -> Holder:
         scalar=jnp.asarray(seed),
         key=jax.random.key(seed),
         nibbles=jnp.asarray(rng.integers(0, 15, 7)).astype(jnp.uint4),
+        tiny=jnp.asarray([seed, 0.5], "float8_e4m3"),
         empty=jnp.zeros((0, 2)),
         step=jnp.asarray(10 * seed),
     )
