@@ -18,12 +18,18 @@ from armillary.data.sources._features import FixedLenFeature as FixedLenFeature
 from armillary.data.sources._libraries import HuggingFaceDataset as HuggingFaceDataset
 from armillary.data.sources._libraries import as_source as as_source
 from armillary.data.sources._libraries import from_huggingface as from_huggingface
+from armillary.data.sources._mix import MixedDataset as MixedDataset
+from armillary.data.sources._mix import mix as mix
+from armillary.data.sources._pack import PackedExamples as PackedExamples
+from armillary.data.sources._pack import pack as pack
 from armillary.data.sources._random_access import (
     RandomAccessDataset as RandomAccessDataset,
 )
 from armillary.data.sources._random_access import (
     from_random_access as from_random_access,
 )
+from armillary.data.sources._select import SelectedExamples as SelectedExamples
+from armillary.data.sources._select import select as select
 from armillary.data.sources._source import Source as Source
 from armillary.data.sources._source import SourceIterator as SourceIterator
 from armillary.data.sources._tfrecord import TFRecordDataset as TFRecordDataset

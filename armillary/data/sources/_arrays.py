@@ -9,7 +9,7 @@ import contextlib
 import functools
 import operator
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary.data.sources._batch import as_device_values, check_batch
+from armillary.data.sources._shuffle import make_order
 from armillary.data.sources._source import Source
 from armillary.data.sources._take import empty_aligned, take_rows
 from armillary.errors import ArmillaryError, BatchSizeError, DatasetStateError
@@ -122,6 +123,16 @@ class IndexedDataset(abc.ABC):
             **self.fingerprints(),
         }
 
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """The options that must be equal in all processes, besides the order."""
+        names = ("batch_size", "repeat", "drop_remainder")
+        return {name: getattr(self, name) for name in names}
+
+    def make_order(self, epoch: int) -> Sequence[int]:
+        """Returns the numbers of the examples in the order of an epoch."""
+        return make_order(self.num_examples, self.shuffle_seed, epoch)
+
     def spaced_rows(self, count: int) -> np.ndarray:
         """Returns `count` evenly spaced numbers of examples; all if there are fewer."""
         count = min(count, self.num_examples)
@@ -191,13 +202,7 @@ class IndexedIterator:
     def _begin(self, epoch: int, index: int = 0) -> None:
         self._epoch = epoch
         self._index = index
-        count = self._dataset.num_examples
-        seed = self._dataset.shuffle_seed
-        # Not an array, because data that Grain repeats has no end.
-        self._order: np.ndarray | range = range(count)
-        if seed is not None:
-            bits = np.random.PCG64([seed, epoch])
-            self._order = np.random.Generator(bits).permutation(count)
+        self._order = self._dataset.make_order(epoch)
 
     def __iter__(self) -> "IndexedIterator":
         return self
@@ -316,9 +321,9 @@ class ArrayDataset(IndexedDataset):
 
     name = "arrays"
 
-    def __init__(self, arrays: PyTree, *options: Any) -> None:
-        self.arrays, num_examples = check_batch(arrays, lambda: "`arrays`")
-        super().__init__("arrays", num_examples, *options)
+    def __init__(self, arrays: PyTree, *options: Any, argument: str = "arrays") -> None:
+        self.arrays, num_examples = check_batch(arrays, lambda: f"`{argument}`")
+        super().__init__(argument, num_examples, *options)
 
     @functools.cached_property
     def row_types(self) -> PyTree:

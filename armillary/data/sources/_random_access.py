@@ -1,17 +1,20 @@
 """Data of the user that gives one example for each number, such as files of images."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
 
 from armillary._checks import check_positive_int
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
-from armillary.data.sources._batch import as_numpy, check_batch, is_nest_of_arrays
-from armillary.data.sources._source import is_kind
+from armillary.data.sources._batch import as_numpy, check_batch
+from armillary.data.sources._examples import (
+    count_examples,
+    find_fingerprints,
+    read_examples,
+)
 from armillary.data.sources._take import check_rows
 from armillary.typing import Batch, PyTree
 
@@ -20,14 +23,6 @@ _MOST_READ = 16
 _AT_ONCE = 64
 """The number of examples to ask `__getitems__` for."""
 _THREADS = "armillary-rows"
-
-
-@runtime_checkable
-class RandomAccess(Protocol):
-    """Examples by number, as in map-style datasets of PyTorch and sources of Grain."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> PyTree: ...
 
 
 def from_random_access(
@@ -84,15 +79,22 @@ class RandomAccessDataset(IndexedDataset):
     name = "random access"
     argument = "source"
 
-    def __init__(self, source: Any, *options: Any, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        source: Any,
+        *options: Any,
+        num_threads: int = 1,
+        argument: str | None = None,
+    ) -> None:
         self._source = source
+        self.argument = argument or self.argument
         self._num_threads = check_positive_int("num_threads", num_threads)
         super().__init__(self.argument, self._count(source), *options)
         # One read finds examples that no device can hold before the program runs.
         self.row_types = self._read_types()
 
     def _count(self, source: Any) -> int:
-        return _count(source)
+        return count_examples(source, self.argument)
 
     def _read_types(self) -> PyTree:
         example = jax.tree.map(_as_array, self._read([0])[0])
@@ -142,19 +144,7 @@ class RandomAccessDataset(IndexedDataset):
 
     def _read(self, numbers: list[int]) -> Sequence[PyTree]:
         """Returns the examples of a few numbers."""
-        source = self._source
-        if not callable(getattr(source, "__getitems__", None)):
-            return [source[number] for number in numbers]
-        examples = source.__getitems__(numbers)
-        is_list = isinstance(examples, Sequence)
-        if not is_list or len(examples) != len(numbers):
-            count = f" of {len(examples)} examples" if is_list else ""
-            raise TypeError(
-                f"`source.__getitems__` was called with {len(numbers)} numbers, and "
-                f"returned {type(examples).__name__}{count}, but it must return a list "
-                "with one example for each number."
-            )
-        return examples
+        return read_examples(self._source, numbers, self.argument)
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of some examples, if they are the same in each read."""
@@ -162,50 +152,10 @@ class RandomAccessDataset(IndexedDataset):
         first, second = (
             fingerprint(*jax.tree.leaves(self.read_rows(rows))) for _ in range(2)
         )
+        made = find_fingerprints(self._source)
         # Examples with random changes are different in another process, too.
-        return {"rows": first} if first == second else {}
+        return {"rows": first, **made} if first == second else made
 
 
 def _as_array(leaf: Any) -> np.ndarray:
     return np.asanyarray(as_numpy(leaf))
-
-
-def _count(source: Any) -> int:
-    """Returns the number of examples, or explains why `source` does not fit."""
-    kind = type(source).__name__
-    if any(is_kind(source, "datasets", name) for name in ("Dataset", "DatasetDict")):
-        raise TypeError(
-            f"`source` is a `datasets.{kind}`. Use "
-            "`armillary.data.from_huggingface(dataset, batch_size=...)` with one "
-            "split."
-        )
-    if is_nest_of_arrays(source):
-        raise TypeError(
-            f"`source` is a {kind} of arrays, but it must give one example for each "
-            "number. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
-        )
-    if isinstance(source, type) or not isinstance(source, RandomAccess):
-        missing = [
-            f"`{name}`"
-            for name in ("__len__", "__getitem__")
-            if isinstance(source, type) or not hasattr(source, name)
-        ]
-        raise TypeError(
-            f"`source` is {source!r:.80} of type {kind}, which has no "
-            f"{' and no '.join(missing)}, but it must have a length, and one example "
-            "for each number from 0. Pass data that can only be iterated, such as a "
-            "loader, to `strategy.distribute_dataset` directly."
-        )
-    try:
-        count = len(source)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"`len(source)` of the {kind} failed: {type(error).__name__}: {error}. "
-            "Return the number of examples from `__len__`."
-        ) from error
-    if count == sys.maxsize:
-        raise ValueError(
-            f"`len(source)` is {count}, so the {kind} repeats forever. Pass it without "
-            "its own repetition, and use `repeat=True`."
-        )
-    return count

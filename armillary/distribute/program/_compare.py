@@ -25,7 +25,6 @@ from armillary.errors import PeerError
 from armillary.state._captured import find_constants, print_program
 from armillary.state._holders import captured
 
-_OPTIONS = ("batch_size", "repeat", "drop_remainder")
 _TOPICS = {
     "state": (
         "Arrays of the state differ between processes",
@@ -62,7 +61,7 @@ def check_same(peers: Peers, topic: str, values: Mapping[str, Any]) -> None:
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
     """Raises if a dataset that all processes share differs between them."""
-    options = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
+    options = {name: repr(value) for name, value in dataset.shared_options.items()}
     order = {name: str(value) for name, value in dataset.order_of_examples.items()}
     check_same(peers, "a dataset for all", options | order)
 

@@ -1,0 +1,120 @@
+"""Plans that pack pieces of documents into rows, from their lengths alone."""
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """The pieces of each row.
+
+    Row `i` has the pieces `bounds[i]` to `bounds[i + 1] - 1`, from left to right. The
+    other arrays have an entry for each piece.
+
+    Attributes:
+        bounds: The first piece of each row, and the number of pieces.
+        documents: The number of the document.
+        starts: The place in the document where the piece begins.
+        sizes: The number of tokens, at least 1.
+    """
+
+    bounds: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.bounds) - 1
+
+
+def make_plan(
+    lengths: np.ndarray, row_length: int, window: int | None = None
+) -> PackingPlan:
+    """Returns the plan for documents of some lengths.
+
+    Longer documents are cut into full rows and a rest. In each window, pieces are
+    placed by *best-fit decreasing*: from the longest to the shortest, each into the
+    row with the least room that is enough.
+
+    Args:
+        lengths: The length of each document, in the order of the documents.
+        row_length: The length of a row.
+        window: The number of neighboring documents that may share rows; None for all.
+    """
+    documents, starts, sizes = _cut(lengths, row_length)
+    window = window or max(1, len(lengths))
+    rows = np.empty(len(sizes), np.int64)
+    num_rows = 0
+    for first in range(0, len(lengths), window):
+        begin, end = np.searchsorted(documents, [first, first + window])
+        own, count = _fit(sizes[begin:end], row_length)
+        rows[begin:end] = own + num_rows
+        num_rows += count
+
+    order = np.argsort(rows, kind="stable")
+    bounds = np.searchsorted(rows[order], np.arange(num_rows + 1))
+    return PackingPlan(bounds, documents[order], starts[order], sizes[order])
+
+
+def _cut(
+    lengths: np.ndarray, row_length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the document, the start and the size of each piece of all documents."""
+    num_pieces = -(-lengths // row_length)
+    documents = np.repeat(np.arange(len(lengths)), num_pieces)
+    firsts = np.cumsum(num_pieces) - num_pieces
+    starts = (np.arange(len(documents)) - firsts[documents]) * row_length
+    sizes = np.minimum(lengths[documents] - starts, row_length)
+    return documents, starts, sizes
+
+
+def _fit(sizes: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
+    """Returns the row of each piece, and the number of rows.
+
+    Pieces of one size are placed together. The row with the least room that is enough
+    remains this row until it is full, so it takes as many of these pieces as fit.
+    """
+    rows = np.empty(len(sizes), np.int64)
+    by_room: dict[int, np.ndarray] = {}
+    rooms: list[int] = []  # the keys of `by_room`, rising
+    num_rows = 0
+
+    def put(some: np.ndarray, room: int) -> None:
+        if not len(some) or not room:
+            return
+        if room in by_room:
+            some = np.concatenate([by_room[room], some])
+        else:
+            bisect.insort(rooms, room)
+        by_room[room] = some
+
+    order = np.argsort(-sizes, kind="stable")
+    ends = np.flatnonzero(np.diff(sizes[order])) + 1
+    for pieces in np.split(order, ends):
+        size = int(sizes[pieces[0]]) if len(pieces) else 0
+        while len(pieces):
+            place = bisect.bisect_left(rooms, size)
+            if place < len(rooms):
+                room = rooms.pop(place)
+                targets = by_room.pop(room)
+            else:
+                room = row_length
+                num_new = -(-len(pieces) // (room // size))
+                targets = np.arange(num_rows, num_rows + num_new)
+                num_rows += num_new
+
+            in_each = room // size
+            num_used = min(len(targets), -(-len(pieces) // in_each))
+            num_placed = min(len(pieces), num_used * in_each)
+            used = targets[:num_used]
+            rows[pieces[:num_placed]] = np.repeat(used, in_each)[:num_placed]
+            pieces = pieces[num_placed:]
+
+            in_last = num_placed - (num_used - 1) * in_each
+            put(targets[num_used:], room)
+            put(used[:-1], room - in_each * size)
+            put(used[-1:], room - in_last * size)
+    return rows, num_rows
