@@ -119,43 +119,15 @@ class GPT(nnx.Module):
 
 
 def pack(paragraphs: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Packs sequences into rows, each into the first row with enough room.
+    """Packs paragraphs into rows, with an edge before and after each of them.
 
     Returns:
         Arrays of shape `(rows, LENGTH)`: `tokens`, `targets` (the next tokens),
-        `segments` (0 for padding) and `positions`.
+        `segment_ids` (0 for padding) and `positions`.
     """
-    pieces = []
-    for paragraph in paragraphs:
-        tokens = np.concatenate([[EDGE], paragraph, [EDGE]])
-        # A piece has one more token than its inputs: the last target.
-        for start in range(0, len(tokens) - 1, LENGTH):
-            pieces.append(tokens[start : start + LENGTH + 1])
-
-    rows: list[list[np.ndarray]] = []
-    rooms: list[int] = []
-    for piece in sorted(pieces, key=len, reverse=True):
-        size = len(piece) - 1
-        fitting = (row for row, room in enumerate(rooms) if room >= size)
-        row = next(fitting, len(rows))
-        if row == len(rows):
-            rows.append([])
-            rooms.append(LENGTH)
-        rows[row].append(piece)
-        rooms[row] -= size
-
-    names = ("tokens", "targets", "segments", "positions")
-    packed = {name: np.zeros((len(rows), LENGTH), np.int32) for name in names}
-    for row, row_pieces in enumerate(rows):
-        start = 0
-        for segment, piece in enumerate(row_pieces, start=1):
-            place = row, slice(start, start + len(piece) - 1)
-            packed["tokens"][place] = piece[:-1]
-            packed["targets"][place] = piece[1:]
-            packed["segments"][place] = segment
-            packed["positions"][place] = np.arange(len(piece) - 1)
-            start += len(piece) - 1
-    return packed
+    documents = [np.pad(paragraph, 1, constant_values=EDGE) for paragraph in paragraphs]
+    packed = armillary.data.pack(documents, row_length=LENGTH, targets=True)
+    return jax.tree.map(lambda *rows: np.stack(rows), *packed)
 
 
 def load_data() -> tuple[dict, dict, str]:
@@ -194,8 +166,8 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
 
 def compute_losses(model: GPT, batch: dict) -> tuple[jax.Array, jax.Array]:
     """Returns the loss and the weight of each token: 0 for padding."""
-    logits = model(batch["tokens"], batch["segments"], batch["positions"])
-    weights = (batch["segments"] > 0).astype(logits.dtype)
+    logits = model(batch["tokens"], batch["segment_ids"], batch["positions"])
+    weights = (batch["segment_ids"] > 0).astype(logits.dtype)
     return cross_entropy(logits, batch["targets"]), weights
 
 
@@ -226,7 +198,7 @@ def make_step(
         parameters = state["parameters"]
         # Replicas and parts hold different numbers of tokens, and each token counts
         # once.
-        num_tokens = jnp.sum(batch["segments"] > 0)
+        num_tokens = jnp.sum(batch["segment_ids"] > 0)
         total = armillary.all_reduce("sum", num_tokens).astype(jnp.float32)
 
         def add_part(gradients: nnx.State, part: dict) -> tuple[nnx.State, tuple]:
@@ -328,7 +300,7 @@ def main() -> None:
     else:
         strategy = armillary.MirroredStrategy(jax.devices("cpu"))
     train, held_out, characters = load_data()
-    share = np.mean(train["segments"] > 0)
+    share = np.mean(train["segment_ids"] > 0)
     print(f"{len(train['tokens'])} rows, {share:.1%} of the tokens are text")
     model_options = {
         "num_tokens": len(characters),

@@ -29,7 +29,7 @@ def make_model(remat=False):
 def test_packing_holds_every_token_once():
     paragraphs = make_paragraphs(5, 100, 30, 1, 300, 127)
     packed = gpt.pack(paragraphs)
-    is_text = packed["segments"] > 0
+    is_text = packed["segment_ids"] > 0
     # Each paragraph has one more input than characters: the edge before it.
     assert is_text.sum() == sum(len(paragraph) + 1 for paragraph in paragraphs)
     assert len(packed["tokens"]) == 5
@@ -42,7 +42,7 @@ def test_packing_holds_every_token_once():
 
 def test_each_target_is_the_next_token_of_its_paragraph():
     packed = gpt.pack(make_paragraphs(40, 50, 20, 200))
-    tokens, segments = packed["tokens"], packed["segments"]
+    tokens, segments = packed["tokens"], packed["segment_ids"]
     has_next = (segments[:, :-1] == segments[:, 1:]) & (segments[:, 1:] > 0)
     targets = packed["targets"][:, :-1]
     np.testing.assert_array_equal(targets[has_next], tokens[:, 1:][has_next])
@@ -67,12 +67,14 @@ def test_a_packed_paragraph_has_the_logits_of_the_paragraph_alone():
     model = nnx.jit(make_model())
     together = gpt.pack(paragraphs)
     assert together["tokens"].shape[0] == 1
-    logits = model(*(together[name] for name in ("tokens", "segments", "positions")))
+    logits = model(*(together[name] for name in ("tokens", "segment_ids", "positions")))
     for segment, paragraph in enumerate(paragraphs, start=1):
         alone = gpt.pack([paragraph])
-        expected = model(*(alone[name] for name in ("tokens", "segments", "positions")))
-        found = logits[together["segments"] == segment]
-        expected = expected[alone["segments"] == 1]
+        expected = model(
+            *(alone[name] for name in ("tokens", "segment_ids", "positions"))
+        )
+        found = logits[together["segment_ids"] == segment]
+        expected = expected[alone["segment_ids"] == 1]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 

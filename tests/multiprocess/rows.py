@@ -85,13 +85,19 @@ def distribute(strategy: Any, rows: Rows | None, options: dict[str, Any]) -> Any
     return strategy.distribute_dataset(source, input_options)
 
 
+def own_values(array: Any) -> list[np.ndarray]:
+    """Returns the different rows of a batch on the devices of this process."""
+    shards = getattr(array, "stacked", array).addressable_shards
+    parts = {str(shard.index): np.asarray(shard.data) for shard in shards}
+    return [row for part in parts.values() for row in part]
+
+
 def own_numbers(batch: Any) -> set[int]:
     """Returns the numbers of the examples on the devices of this process."""
-    array = getattr(batch["number"], "stacked", batch["number"])
     return {
         number
-        for shard in array.addressable_shards
-        for number in np.asarray(shard.data).ravel().tolist()
+        for part in own_values(batch["number"])
+        for number in part.ravel().tolist()
     }
 
 
