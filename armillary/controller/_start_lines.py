@@ -12,6 +12,7 @@ from armillary._logging import logger
 from armillary.cluster.resolvers._resolver import TFConfigClusterResolver
 from armillary.controller._run import Run
 from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import count_own_batches
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
@@ -107,7 +108,7 @@ def _find_batch_size(dataset: Any) -> int | None:
     size = dataset.source.full_size
     if size is None or not dataset.per_replica_batches:
         return size
-    return size * dataset.layout.num_replicas
+    return size * count_own_batches(dataset.layout)
 
 
 def warn_if_alone() -> None:

@@ -10,9 +10,14 @@ from typing import Any, Self
 
 from armillary._copy_refusal import OfOneProcessOnceUsed, refuse_copy
 from armillary._logging import logger
-from armillary.cluster._peers import ALONE
 from armillary.data._iterator import DistributedIterator
-from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data._layout import (
+    ONE_PIPELINE,
+    BatchLayout,
+    InputContext,
+    InputOptions,
+    find_pipeline,
+)
 from armillary.data.feed._ahead import Peekable
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._input import Input
@@ -339,7 +344,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
         if not self.input.is_agreed:
             return state
         texts = self.layout.peers.gather("the position in the data", json.dumps(state))
-        return {_PIPELINES: [json.loads(text) for text in texts]}
+        # Processes of one pipeline have the same position.
+        firsts = [texts[processes[0]] for processes in self.layout.pipelines]
+        return {_PIPELINES: [json.loads(text) for text in firsts]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that `get_state` returned.
@@ -391,12 +398,18 @@ class DistributedDataset(OfOneProcessOnceUsed):
         """Returns the part of a saved state for this process."""
         states = state.get(_PIPELINES, [state])
         is_agreed = self.input.is_agreed
-        peers = self.layout.peers if is_agreed else ALONE
+        pipelines = self.layout.pipelines if is_agreed else ONE_PIPELINE
         is_of_several = _PIPELINES in state
-        if len(states) != peers.count or is_of_several != is_agreed:
+        if len(states) != len(pipelines) or is_of_several != is_agreed:
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
-                f"the program has {peers.count}, one for each process that reads data "
-                "of its own. Restore on the same number of processes."
+                f"the program has {len(pipelines)}. Each of them reads data of its own "
+                "(a function with an `input_context`), so its position is valid for it "
+                "alone. Restore on the same number of processes, or under a "
+                "`ShardedStrategy`, with a mesh that has as many pipelines. A dataset "
+                "that all processes share, such as `strategy.distribute_dataset("
+                "armillary.data.from_random_access(...))`, continues on any number. To "
+                "read this data from the beginning, leave the dataset out of the "
+                "checkpoint."
             )
-        return states[peers.index]
+        return states[find_pipeline(self.layout)] if is_agreed else states[0]

@@ -25,10 +25,13 @@ class InputContext:
     `docs/data/batch_sizes.md` has an example.
 
     Args:
-        num_input_pipelines: The number of pipelines that share the data, one in each
-            process.
+        num_input_pipelines: The number of pipelines that share the data. Usually, each
+            process has its own pipeline. Under a `ShardedStrategy`, processes whose
+            devices need the same examples have one pipeline together.
         input_pipeline_id: The number of this pipeline, from 0.
         num_replicas_in_sync: Replicas that share one global batch, in all processes.
+            Under a `ShardedStrategy` over several processes, the devices of a pipeline
+            count as one replica.
 
     Raises:
         ValueError: If a count is not positive, or the id is not below the number of
@@ -144,6 +147,10 @@ def describe_active(active: Active) -> str:
     return str(len(active)) if are_first(active) else str(active)
 
 
+Pipelines: TypeAlias = tuple[tuple[int, ...], ...]
+"""The processes of each input pipeline."""
+ONE_PIPELINE: Pipelines = ((0,),)
+
 Index: TypeAlias = tuple[slice, ...]
 """A part of an array: a slice for each of its first axes."""
 
@@ -153,9 +160,10 @@ class BatchLayout(Protocol):
 
     If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, and
     a process has the rows of its `local_replicas`. Otherwise, leaves have shape
-    `(batch, ...)`, and each process has all rows. `num_replicas` counts the replicas of
-    all processes, `peers`. `devices` are the devices of this process. A batch has at
-    most `num_shares` parts.
+    `(batch, ...)`, and each process has all rows, or the rows of its input pipeline if
+    there are several `pipelines`. `num_replicas` counts the replicas of all processes,
+    `peers`. `devices` are the devices of this process. A batch has at most `num_shares`
+    parts.
     """
 
     @property
@@ -164,6 +172,8 @@ class BatchLayout(Protocol):
     def local_replicas(self) -> range: ...
     @property
     def peers(self) -> Peers: ...
+    @property
+    def pipelines(self) -> Pipelines: ...
     @property
     def stacked(self) -> bool: ...
     @property
@@ -191,6 +201,29 @@ class BatchLayout(Protocol):
 
     def wrap(self, arrays: PyTree, active: Active) -> PyTree:
         """Returns placed arrays as the values that a user's step receives."""
+
+    def of_pipelines(self) -> "BatchLayout":
+        """Returns the layout of datasets that differ between input pipelines."""
+        ...
+
+    def of_strategy(self) -> "BatchLayout":
+        """Returns the layout of the strategy, from which `of_pipelines` made this."""
+        ...
+
+
+def find_pipeline(layout: BatchLayout) -> int:
+    """Returns the number of the input pipeline of this process."""
+    (own,) = (
+        number
+        for number, processes in enumerate(layout.pipelines)
+        if layout.peers.index in processes
+    )
+    return own
+
+
+def count_own_batches(layout: BatchLayout) -> int:
+    """Returns the number of batches of input pipelines in one distributed batch."""
+    return layout.num_replicas if layout.stacked else len(layout.pipelines)
 
 
 def hosted_replicas(local: range, num_devices: int, num_replicas: int) -> range:

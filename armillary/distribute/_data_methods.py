@@ -77,6 +77,11 @@ class DataMethods(Placed):
         A trainer under a `ParameterServerStrategy` calls `dataset_fn` again on each
         worker.
 
+        Under a `ShardedStrategy` over several processes, each input pipeline gives one
+        batch to each step, of the size `get_per_replica_batch_size(...)`. Processes
+        whose devices hold the same examples, such as processes along a `tensor` axis,
+        are one pipeline: they must read the same data, and are compared.
+
         Args:
             dataset_fn: Called once in each process with its `InputContext`. As in
                 `tf.distribute`, it returns a dataset batched with the *per-replica*
@@ -87,21 +92,14 @@ class DataMethods(Placed):
             A dataset to iterate with `for` or `next`, or to give to a trainer.
 
         Raises:
-            ValueError: Under a `ShardedStrategy` over several processes.
+            ValueError: Under a `ShardedStrategy`, if its mesh gives no equal shares of
+                a batch to the processes.
         """
         check_callable("dataset_fn", dataset_fn)
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
-        if not (self.layout.peers.is_alone or self.layout.stacked):
-            raise ValueError(
-                "`distribute_datasets_from_function` (a function with an "
-                "`input_context`) lets each process read data of its own, but under "
-                f"{self!r} all processes share each batch. Use "
-                "`strategy.distribute_dataset(dataset)`, with the same data in each "
-                "process."
-            )
         dataset = DistributedDataset(
             dataset_fn(self.input_context),
-            self.layout,
+            self.layout.of_pipelines(),
             per_replica_batches=True,
             options=options,
         )

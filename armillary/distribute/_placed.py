@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 from armillary._copy_refusal import OfOneProcess
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.data._layout import BatchLayout, InputContext
+from armillary.data._layout import BatchLayout, InputContext, find_pipeline
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._placement import Placement
 from armillary.distribute.replica._axis import DEFAULT_AXIS_NAME
@@ -98,12 +98,18 @@ class Placed(OfOneProcess):
 
     @property
     def input_context(self) -> InputContext:
-        """The share of the data that this process reads."""
-        peers = self.placement.peers
+        """The share of the data that this process reads.
+
+        Raises:
+            ValueError: If the mesh of a `ShardedStrategy` gives no equal shares to the
+                processes.
+        """
+        layout = self.layout.of_pipelines()
+        num_replicas = self.num_replicas_in_sync
         return InputContext(
-            num_input_pipelines=peers.count,
-            input_pipeline_id=peers.index,
-            num_replicas_in_sync=self.num_replicas_in_sync,
+            num_input_pipelines=len(layout.pipelines),
+            input_pipeline_id=find_pipeline(layout),
+            num_replicas_in_sync=max(num_replicas, len(layout.pipelines)),
         )
 
     @contextlib.contextmanager

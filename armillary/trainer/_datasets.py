@@ -49,7 +49,7 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
     check_is_no_iterator("dataset", dataset)
     if not isinstance(dataset, DistributedDataset):
         return strategy.distribute_dataset(dataset)
-    if dataset.layout != strategy.layout:
+    if dataset.layout.of_strategy() != strategy.layout:
         raise ValueError(
             "The dataset was distributed over "
             f"{counted(dataset.layout.num_replicas, 'replica')} by another strategy "

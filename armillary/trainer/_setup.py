@@ -46,7 +46,9 @@ class Setup(OfOneProcess):
         """Returns the datasets distributed by a strategy, and keeps their positions."""
         layout = strategy.layout
         before = self._parts if self._nest is self.datasets else None
-        if before is not None and all(part.layout == layout for part in before):
+        if before is not None and all(
+            part.layout.of_strategy() == layout for part in before
+        ):
             return before
 
         leaves, _ = flatten_datasets(self.datasets)

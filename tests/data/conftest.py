@@ -31,6 +31,7 @@ class HostLayout:
         self.num_replicas = num_replicas
         self.local_replicas = range(num_replicas)
         self.peers = ALONE
+        self.pipelines = ((0,),)
         self.stacked = stacked
 
     def place(

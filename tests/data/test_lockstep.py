@@ -24,6 +24,7 @@ class ProcessLayout:
 
     def __init__(self, peers: Any, num_own: int) -> None:
         self.peers = peers
+        self.pipelines = tuple((index,) for index in range(peers.count))
         self.place = lambda arrays, *_: arrays
         self.num_replicas = peers.count * num_own
         self.local_replicas = range(peers.index * num_own, (peers.index + 1) * num_own)

@@ -239,11 +239,6 @@ def mistakes(strategy: Any) -> dict[str, str]:
     return {
         "sizes": catch(lambda: sharded({"fsdp": 3})),
         "devices": catch(lambda: sharded(devices=["cpu:0", "cpu:1"])),
-        "function": catch(
-            lambda: armillary.distribute.make_distributed_dataset(
-                strategy, lambda input_context: [np.ones(8)]
-            )
-        ),
         "part": catch(lambda: Curious(strategy).train(1)),
         "part in a scope": catch(lambda: read_in_scope(strategy)),
     }

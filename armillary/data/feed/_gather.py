@@ -43,6 +43,7 @@ class Gather:
     layout: BatchLayout
     dataset: IndexedDataset | None = None  # of the row numbers; None for whole rows
     placed: "_PlacedArrays | None" = None  # its arrays on the devices, if they stay
+    is_shared: bool = True  # whether all processes divide the batches of one dataset
 
     @property
     def resident(self) -> PyTree:
@@ -74,7 +75,7 @@ class Gather:
         layout = self.layout
         if self._has_numbers:
             rows = _Rows(self.dataset, batch[_ROWS], leading_axes, num_filled)
-            has_all = not (layout.peers.is_alone or layout.stacked)
+            has_all = self.is_shared and not (layout.peers.is_alone or layout.stacked)
             if has_all:
                 own = layout.own_parts(rows.numbers.shape, leading_axes)
                 batch = _with_mask(rows.read_parts(own), batch)
@@ -115,11 +116,13 @@ class Gather:
     def types(self, batch: Piece, *, as_sent: bool = False) -> Batch:
         """Returns the types of a piece in a step, or as it is sent (`as_sent`)."""
         layout = self.layout
-        # A process holds the rows of its own replicas.
-        has_some = layout.stacked and not layout.peers.is_alone
 
         def whole_shape(leaf: Any) -> tuple[int, ...]:
-            return (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape
+            if not layout.stacked:
+                return (leaf.shape[0] * len(layout.pipelines), *leaf.shape[1:])
+            # A process holds the rows of its own replicas.
+            has_all = layout.peers.is_alone
+            return leaf.shape if has_all else (batch.num_replicas, *leaf.shape[1:])
 
         types = _on_device(batch.arrays, whole_shape)
         sends_numbers = as_sent and self.placed is not None
@@ -203,7 +206,8 @@ def make_gather(
             placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
             by_layout[layout] = placed
     dtype = np.int32 if stays else np.int64
-    return _Numbers(source, dataset, dtype), Gather(layout, dataset, placed)
+    gather = Gather(layout, dataset, placed, is_shared)
+    return _Numbers(source, dataset, dtype), gather
 
 
 class _Numbers:

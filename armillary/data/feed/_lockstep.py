@@ -9,28 +9,34 @@ sizes of their next batches, and derive the same sequence::
     evaluation  8 8 8        8 3          8 on both; 8 and 8 on process 0 alone; then
                                           3 on process 1 alone
 
-A process without data takes part with copies, which have no effect. Only the main
-thread may exchange messages, between two loops or before a batch is used. Other threads
-only read ahead.
+A process without data takes part with copies, which have no effect: its replicas are
+not active. If one replica spans all processes, the rows of a step come from several
+input pipelines, and only a mask can hide some of them. So without `remainder="pad"`,
+pipelines must then have equal batches.
+
+Only the main thread may exchange messages, between two loops or before a batch is used.
+Other threads only read ahead.
 """
 
 import hashlib
 import itertools
 import json
+import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from armillary._checks import list_lines
-from armillary.data._layout import Active, BatchLayout
+from armillary.data._layout import Active
 from armillary.data.feed._ahead import Peekable
-from armillary.data.feed._piece import Piece
+from armillary.data.feed._input import Input
+from armillary.data.feed._piece import Piece, hide_rows
 from armillary.data.feed._position import Position
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
-from armillary.errors import BatchSizeError
+from armillary.errors import BatchSizeError, PeerError
 from armillary.typing import PyTree
 
 MOST_OFFERS = 10
@@ -42,6 +48,7 @@ class _Offer(NamedTuple):
     active: list[int]  # the replicas of the process that have data
     is_last: bool  # as in `Piece`
     kind: str  # equal for batches that differ at most in `num_rows`
+    mark: str  # tells a batch from others, if processes must have the same
     shapes: str  # for messages
 
 
@@ -60,15 +67,20 @@ class Lockstep:
     def __init__(
         self,
         pieces: Peekable[Piece],
-        layout: BatchLayout,
+        data: Input,
         in_pieces: bool,
         most_offers: int,
     ) -> None:
+        layout = data.layout
         self._most_offers = most_offers
         self._pieces = pieces
         self._layout = layout
         self._in_pieces = in_pieces
         self._peers = layout.peers
+        self._axis = 1 if layout.stacked else 0  # of the examples of a replica
+        self._can_hide = layout.stacked or data.options.remainder == "pad"
+        is_cut = not layout.stacked and data.options.remainder == "drop"
+        self._ends_together = not in_pieces or is_cut
         # Pieces that were offered to all processes and not used yet.
         self._waiting: deque[Piece] = deque()
         # The number of agreed steps that are not used yet.
@@ -88,7 +100,7 @@ class Lockstep:
                 "distribute one dataset over all processes."
             )
 
-        while turns := list(_find_turns(offers, self._in_pieces, self._most_offers)):
+        while turns := self._find_turns(offers):
             self._num_turns = len(turns)
             for turn in turns:
                 self._num_turns -= 1
@@ -99,10 +111,38 @@ class Lockstep:
                 else:
                     # This process has no effect on the step.
                     known = last or self._waiting[0]
-                    arrays = _copy_rows(known.arrays, turn.num_rows)
+                    arrays = _copy_rows(known.arrays, turn.num_rows, self._axis)
+                    if not self._layout.stacked:
+                        arrays = hide_rows(arrays)
                 count = self._layout.num_replicas
                 yield Piece(arrays, turn.active, count, position, turn.is_last)
             offers = self._ask()
+
+    def _find_turns(self, offers: list[list[_Offer]]) -> list[_Turn]:
+        """Returns the steps that follow from the offers.
+
+        Raises:
+            PeerError: If processes of one input pipeline have different batches.
+            BatchSizeError: If batches do not fit together.
+        """
+        for processes in self._layout.pipelines:
+            _check_same_batches(processes, offers)
+        turns = list(_find_turns(offers, self._ends_together, self._most_offers))
+        if self._can_hide:
+            return turns
+        for turn in turns:
+            if len(turn.processes) < len(offers):
+                missing = set(range(len(offers))) - set(turn.processes)
+                raise BatchSizeError(
+                    f"In an evaluation, process {turn.processes[0]} of {len(offers)} "
+                    f"has a batch of {turn.num_rows} examples for a step, but process "
+                    f"{min(missing)} has none of this size. Each step takes rows of "
+                    "all input pipelines. Use "
+                    '`armillary.data.InputOptions(remainder="pad")` and the `mask`, or '
+                    '`"drop"` to leave these examples out, or distribute one dataset '
+                    "over all processes (`strategy.distribute_dataset`)."
+                )
+        return turns
 
     def _ask(self) -> list[list[_Offer]]:
         """Returns the offers of all processes, exchanged before or now."""
@@ -129,32 +169,69 @@ class Lockstep:
 
     def _offer(self, piece: Piece) -> _Offer:
         leaves, treedef = jax.tree.flatten(piece.arrays)
-        types = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
+        first = self._axis + 1
+        types = [(leaf.shape[first:], str(canonical_dtype(leaf))) for leaf in leaves]
         digest = hashlib.sha256(f"{treedef} {types}".encode()).hexdigest()
         local = self._layout.local_replicas
         return _Offer(
-            num_rows=leaves[0].shape[1],
+            num_rows=leaves[0].shape[self._axis],
             active=[local[replica] for replica in piece.active],
             is_last=piece.is_last,
             kind=digest[:16],
+            mark=piece.mark,
             shapes=describe_shapes(piece.arrays)[:500],
         )
 
 
+def _check_same_batches(
+    processes: Sequence[int], offers: Sequence[Sequence[_Offer]]
+) -> None:
+    """Raises if processes of one input pipeline have different batches.
+
+    Raises:
+        PeerError: If batches or their number differ.
+    """
+    first, *others = processes
+    for other in others:
+        if offers[other] != offers[first]:
+            shown = list_lines(
+                f"process {index}: {len(offers[index])} batches, {_mark(offers[index])}"
+                for index in (first, other)
+            )
+            raise PeerError(
+                f"Processes {first} and {other} are one input pipeline, because their "
+                "devices hold the same examples, but they have different batches:\n"
+                f"{shown}\nBuild the dataset only from `num_input_pipelines` and "
+                "`input_pipeline_id` of the `input_context`, with the same seeds, and "
+                "not from the number of the process."
+            )
+
+
+def _mark(offers: Sequence[_Offer]) -> str:
+    marks = "".join(f"{offer.num_rows} {offer.kind} {offer.mark}" for offer in offers)
+    return f"checksum {zlib.crc32(marks.encode()):08x}"
+
+
 def _find_turns(
-    offers: list[list[_Offer]], in_pieces: bool, most_offers: int
+    offers: list[list[_Offer]], ends_together: bool, most_offers: int
 ) -> Iterator[_Turn]:
-    """Yields the steps that follow from the offers."""
+    """Yields the steps that follow from the offers.
+
+    With `ends_together`, steps end with the process that has the fewest batches.
+    """
     has_more = [len(own) == most_offers for own in offers]
     queues = [deque(own) for own in offers]
     while any(queues):
         heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
         empty = [index for index in range(len(queues)) if index not in heads]
         is_unknown = any(has_more[index] for index in empty)
-        if empty and (is_unknown or not in_pieces):
+        if empty and (is_unknown or ends_together):
             return
 
-        kinds = {(head.kind, in_pieces or head.num_rows) for head in heads.values()}
+        kinds = {
+            (head.kind, head.num_rows if ends_together else 0)
+            for head in heads.values()
+        }
         if len(kinds) > 1:
             shown = list_lines(
                 f"process {index}: {head.shapes}" for index, head in heads.items()
@@ -170,7 +247,8 @@ def _find_turns(
         most = max(head.num_rows for head in heads.values())
         processes = [index for index, head in heads.items() if head.num_rows == most]
         taken = [queues[index].popleft() for index in processes]
-        active = [replica for offer in taken for replica in offer.active]
+        # A replica that spans all processes is one.
+        active = dict.fromkeys(replica for offer in taken for replica in offer.active)
         yield _Turn(
             num_rows=most,
             processes=processes,
@@ -179,11 +257,11 @@ def _find_turns(
         )
 
 
-def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:
-    """Returns arrays with `num_rows` examples, copied from known rows."""
+def _copy_rows(arrays: PyTree, num_rows: int, axis: int) -> PyTree:
+    """Returns arrays with `num_rows` examples along an axis, copied from known rows."""
 
     def copy(leaf: Any) -> np.ndarray:
-        rows = np.minimum(np.arange(num_rows), leaf.shape[1] - 1)
-        return np.take(leaf, rows, axis=1)
+        rows = np.minimum(np.arange(num_rows), leaf.shape[axis] - 1)
+        return np.take(leaf, rows, axis=axis)
 
     return jax.tree.map(copy, arrays)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from armillary.data._layout import Active
 from armillary.data.feed._position import Position
@@ -43,6 +44,14 @@ def count_rows(arrays: PyTree) -> int:
 def get_mask(batch: PyTree) -> Any:
     """Returns the leaf that `remainder="pad"` has added to a batch."""
     return batch[MASK] if isinstance(batch, dict) else batch[-1]
+
+
+def hide_rows(batch: PyTree) -> PyTree:
+    """Returns a batch with a mask whose mask hides all rows."""
+    hidden = np.zeros_like(get_mask(batch))
+    if isinstance(batch, dict):
+        return {**batch, MASK: hidden}
+    return type(batch)([*batch[:-1], hidden])
 
 
 def add_mask(batch: PyTree, mask: object) -> PyTree:

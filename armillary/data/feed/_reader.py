@@ -50,7 +50,7 @@ class BatchReader:
             has_thread = self._reads_ahead and data.options.prefetch > 0
             num_ahead = self._most_offers if has_thread else 0
             ahead = self._ahead = read_ahead(pieces, num_ahead, self)
-            lockstep = Lockstep(ahead, data.layout, self._in_pieces, self._most_offers)
+            lockstep = Lockstep(ahead, data, self._in_pieces, self._most_offers)
             pieces = lockstep.align(position)
         self._pieces = Peekable(pieces)
 

@@ -21,7 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary.data._layout import first_replicas, hosted_replicas
+from armillary.data._layout import (
+    count_own_batches,
+    find_pipeline,
+    first_replicas,
+    hosted_replicas,
+)
 from armillary.data.feed._input import Input
 from armillary.data.feed._piece import Piece, add_mask, count_rows
 from armillary.data.feed._position import Position
@@ -44,7 +49,7 @@ class Splitter:
         self._stacked = layout.stacked
         self._in_pieces = in_pieces
         self._of_replicas = data.per_replica_batches
-        self._num_all = layout.num_replicas
+        self._num_own_batches = count_own_batches(layout)
         self._num_replicas = layout.num_replicas
         self._local: range | None = None
         if layout.stacked and not layout.peers.is_alone:
@@ -56,6 +61,13 @@ class Splitter:
         self._is_marked = self._local is not None and not data.is_indexed
         self._num_shares = self._num_replicas if layout.stacked else 1
         self._group_size = self._num_shares if self._of_replicas else 1
+        # The shares in which a process divides the batch of its input pipeline.
+        self._num_parts = 1
+        if data.is_agreed and not layout.stacked:
+            self._num_parts = layout.num_shares // len(layout.pipelines)
+        own = layout.pipelines[find_pipeline(layout)] if self._of_replicas else ()
+        # Processes of one pipeline must have the same batches.
+        self._is_marked |= len(own) > 1
         # Whether a group that does not fit is one piece for fewer replicas.
         narrows = self._remainder == "exact" and not in_pieces
         self._narrows = narrows and layout.stacked
@@ -87,8 +99,8 @@ class Splitter:
             spec = add_mask(spec, jax.ShapeDtypeStruct((num_rows,), np.dtype(bool)))
         elif self._remainder == "drop":
             num_rows = self._round_down(num_rows, full_size)
-        if self._of_replicas and self._stacked:
-            num_rows *= self._num_all
+        if self._of_replicas:
+            num_rows *= self._num_own_batches
 
         def distributed_type(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
@@ -128,7 +140,7 @@ class Splitter:
 
     def _round_up(self, num_rows: int) -> int:
         """Returns the size to which `"pad"` fills a batch."""
-        shares = 1 if self._of_replicas else self._num_shares
+        shares = self._num_parts if self._of_replicas else self._num_shares
         return -(-num_rows // shares) * shares
 
     def _split_group(
@@ -138,6 +150,7 @@ class Splitter:
         if self._remainder == "pad":
             group = self._pad_group(group, full_size)
         if not self._stacked:
+            self._check_parts(count_rows(group[0]))
             return [(group[0], self._num_replicas)]
         if self._narrows:
             arrays = _concatenate(group)
@@ -146,6 +159,21 @@ class Splitter:
         if self._of_replicas:
             return self._split_replica_batches(group)
         return self._split_global_batch(group[0])
+
+    def _check_parts(self, num_rows: int) -> None:
+        """Raises if devices cannot share the batch of an input pipeline."""
+        count = self._num_parts
+        if num_rows % count:
+            raise BatchSizeError(
+                f"A batch of this input pipeline has {num_rows} examples, but its "
+                f"devices divide it into {count} parts ({num_rows} % {count} = "
+                f"{num_rows % count}). Use a batch size that is a multiple of {count}, "
+                "and leave out a smaller last batch "
+                "(`from_arrays(..., drop_remainder=True)`). Or pass options to "
+                "`strategy.distribute_datasets_from_function(dataset_fn, options)`: "
+                '`armillary.data.InputOptions(remainder="drop")` to leave examples '
+                'out, or `"pad"` to fill up and get a `mask`.'
+            )
 
     def _pad_group(self, group: list[PyTree], full_size: int) -> list[PyTree]:
         """Returns a group with full batches, and with a batch for each replica."""

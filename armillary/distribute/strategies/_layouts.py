@@ -1,12 +1,13 @@
 """Layouts of batches: on a device, over a mesh, or a row for each replica."""
 
 import contextlib
+import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import jax
 import numpy as np
@@ -14,7 +15,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from armillary._planned import has_stand_ins
 from armillary.cluster._peers import ALONE, Peers
-from armillary.data._layout import Active, Index, hosted_replicas
+from armillary.data._layout import (
+    ONE_PIPELINE,
+    Active,
+    Index,
+    Pipelines,
+    hosted_replicas,
+)
 from armillary.distribute._global_arrays import (
     as_global,
     everywhere,
@@ -74,7 +81,11 @@ def _name(device: Device) -> str:
 class _OneReplica:
     num_replicas = 1
     local_replicas = range(1)
+    pipelines = ONE_PIPELINE
     stacked = False
+
+    def of_strategy(self) -> Self:
+        return self
 
     def wrap(self, arrays: PyTree, active: Active) -> PyTree:
         del active
@@ -97,6 +108,9 @@ class SingleLayout(_OneReplica, _TakesAll):
 
     num_shares = 1
     peers = ALONE
+
+    def of_pipelines(self) -> Self:
+        return self
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         return _describe(types, lambda s: (*leading, *s), lambda _: self.sharding)
@@ -144,6 +158,16 @@ class ReplicaLayout(_OnMesh, _TakesAll):
     """One row of a batch on each device of a mesh, ordered by process."""
 
     stacked = True
+
+    @property
+    def pipelines(self) -> Pipelines:
+        return tuple((index,) for index in range(self.peers.count))
+
+    def of_pipelines(self) -> Self:
+        return self
+
+    def of_strategy(self) -> Self:
+        return self
 
     @property
     def local_replicas(self) -> range:
@@ -245,6 +269,101 @@ class MeshLayout(_OneReplica, _OnMesh):
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         spec = PartitionSpec(self._axes_for(len(rows)))
         return _take_locally(self.mesh, spec, arrays, rows)
+
+    def of_strategy(self) -> "MeshLayout":
+        return self
+
+    def of_pipelines(self) -> "MeshLayout":
+        """Returns the layout of datasets that differ between input pipelines.
+
+        Raises:
+            ValueError: If processes have some parts of a batch in common, and others
+                not, or have different numbers of parts.
+        """
+        if self.peers.is_alone:
+            return self
+        return PipelineLayout(self.mesh, self.peers, self.axes)
+
+
+@dataclass(frozen=True)
+class PipelineLayout(MeshLayout):
+    """Batches whose rows come from several input pipelines.
+
+    Each process has the rows of its own pipeline, for all parts of a batch that its
+    devices hold. Processes whose devices hold the same parts share a pipeline.
+    """
+
+    def __post_init__(self) -> None:
+        parts = self._parts_of_processes
+        distinct = set(parts.values())
+        num_held = sum(len(own) for own in distinct)
+        are_equal = len({len(own) for own in distinct}) == 1
+        if num_held != self.num_shares or not are_equal:
+            lines = "\n".join(
+                f"  process {process}: {', '.join(map(str, own))}"
+                for process, own in parts.items()
+            )
+            raise ValueError(
+                "The function with an `input_context` makes one dataset for each group "
+                f"of processes, but the mesh {dict(self.mesh.shape)} divides a batch "
+                "so that processes have some parts in common, or different numbers of "
+                f"parts:\n{lines}\nUse a mesh in which two processes hold the same "
+                "parts or different parts, such as one whose last axes lie within a "
+                "process. Or use `strategy.distribute_dataset(dataset)`, with the same "
+                "data in each process."
+            )
+
+    @functools.cached_property
+    def _parts_of_processes(self) -> dict[int, tuple[int, ...]]:
+        """The numbers of the parts of a batch that the devices of a process hold."""
+        spec = PartitionSpec(self.axes)
+        sharding = NamedSharding(self.mesh, spec)
+        held: dict[int, set[int]] = {}
+        for device, index in sharding.devices_indices_map((self.num_shares,)).items():
+            assert index is not None
+            own = held.setdefault(device.process_index, set())
+            own.add(index[0].start or 0)
+        return {process: tuple(sorted(own)) for process, own in sorted(held.items())}
+
+    @functools.cached_property
+    def pipelines(self) -> Pipelines:
+        by_parts: dict[tuple[int, ...], list[int]] = {}
+        for process, own in self._parts_of_processes.items():
+            by_parts.setdefault(own, []).append(process)
+        return tuple(tuple(by_parts[own]) for own in sorted(by_parts))
+
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
+        """Returns global arrays, from the rows of this process."""
+        del num_replicas
+        own = self._parts_of_processes[self.peers.index]
+
+        def place(leaf: Any) -> jax.Array:
+            host = np.asarray(leaf)
+            size = host.shape[leading_axes] // len(own)
+            before = host.shape[:leading_axes]
+            after = host.shape[leading_axes + 1 :]
+            shape = (*before, size * self.num_shares, *after)
+
+            def read(index: Index | None) -> np.ndarray:
+                # From a part of the global batch to a part of this process.
+                assert index is not None
+                part = (index[leading_axes].start or 0) // max(size, 1)
+                start = own.index(part) * size
+                rows = slice(start, start + size)
+                return host[(*index[:leading_axes], rows)]
+
+            sharding = self.sharding_of(shape, leading_axes)
+            return jax.make_array_from_callback(shape, sharding, read)
+
+        return jax.tree.map(place, arrays)
+
+    def of_pipelines(self) -> Self:
+        return self
+
+    def of_strategy(self) -> MeshLayout:
+        return MeshLayout(self.mesh, self.peers, self.axes)
 
 
 def _describe(
