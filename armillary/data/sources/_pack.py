@@ -15,6 +15,7 @@ _TOKENS = "tokens"
 _TARGETS = "targets"
 _SEGMENTS = "segment_ids"
 _POSITIONS = "positions"
+_LONGEST = np.iinfo(np.int32).max  # because positions have 32 bits on a device
 _AT_ONCE = 1024
 """The number of documents that are read together to find their lengths."""
 
@@ -79,7 +80,7 @@ class PackedExamples(Examples):
     def __init__(
         self, documents: Any, row_length: int, lengths: Any, window: Any, targets: bool
     ) -> None:
-        self.row_length = check_positive_int("row_length", row_length)
+        self.row_length = check_positive_int("row_length", row_length, _LONGEST)
         if window is not None:
             window = check_positive_int("window", window)
         check_one_of("targets", targets, (True, False))
