@@ -117,6 +117,15 @@ def test_a_batch_must_divide_into_the_parts_of_its_devices():
             raise outcome
 
 
+def test_arrays_of_a_pipeline_do_not_stay_on_devices():
+    def make(pipeline: int) -> Any:
+        return from_arrays({"x": np.arange(4) + pipeline}, batch_size=2)
+
+    for outcome in read(make, EACH_ALONE, place_on_device=True):
+        with pytest.raises(ValueError, match=r"`place_on_device`.*`input_context`.*Le"):
+            raise outcome
+
+
 @pytest.mark.parametrize("difference", ["values", "number", "size"])
 def test_processes_of_one_pipeline_must_have_the_same_batches(difference):
     made = iter([0, 1, 0, 0])

@@ -187,6 +187,14 @@ def make_gather(
             f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
             "Leave `place_on_device` out, and batches are sent from the host."
         )
+    if stays and not (is_shared or layout.stacked or layout.peers.is_alone):
+        raise ValueError(
+            "`place_on_device` is True, but each input pipeline (a function with an "
+            "`input_context`) has arrays of its own, and one replica spans all "
+            "processes, so its devices need equal arrays. Leave `place_on_device` out, "
+            "or distribute one dataset over all processes "
+            "(`strategy.distribute_dataset`)."
+        )
     # Rows in memory cost nothing to take late. Other rows are read batch by batch if
     # this process needs all of them, so that an error comes after the batches before.
     needs_all = layout.peers.is_alone or not is_shared
