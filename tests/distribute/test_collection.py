@@ -37,11 +37,18 @@ def edit(fn, specs, *arguments):
     return edited
 
 
+def is_held_row(equation, jaxpr, within):
+    """Returns whether an equation holds a row of a stack in parts, before its use."""
+    is_input = within[-1:] == ("scan",) and equation.invars[0] in jaxpr.invars
+    return is_input and any(equation.params["sharding"].spec)
+
+
 def find_equations(program, within=()):
     """Yields the equations that collect a value, each with the operations around it."""
-    for equation in getattr(program, "jaxpr", program).eqns:
+    jaxpr = getattr(program, "jaxpr", program)
+    for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name == "sharding_constraint":
+        if name == "sharding_constraint" and not is_held_row(equation, jaxpr, within):
             yield "/".join(each for each in within if each != "jit"), equation
         for inner in programs_in(equation):
             yield from find_equations(inner, (*within, name))
@@ -324,3 +331,22 @@ def test_temporaries_of_a_step_are_a_layer_and_a_share_of_the_gradients():
     assert measure_temporaries(32) < 0.25
     # The sum of the gradients of several parts is another eighth.
     assert measure_temporaries(32, num_parts=2) < 0.35
+
+
+def test_no_device_copies_its_part_of_a_whole_stack():
+    stack = jnp.zeros((64, 64, 64))
+    x = jnp.zeros((8, 64))
+
+    def fn(stack, x):
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, stack)[0]
+
+    program = jax.make_jaxpr(fn)(stack, x)
+    spec = P(None, AXES)
+    edited = collect_at_use(program, [spec, None], make_mesh(), AXES)
+    shardings = [
+        jax.sharding.NamedSharding(make_mesh(), each) for each in (spec, P(AXES))
+    ]
+    step = jax.jit(core.jaxpr_as_fun(edited), in_shardings=shardings)
+    memory = step.lower(stack, x).compile().memory_analysis()
+    part = stack.nbytes // 8
+    assert memory.temp_size_in_bytes < part / 2

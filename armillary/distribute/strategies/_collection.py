@@ -198,17 +198,39 @@ class _Editor:
     def _collect(self, variable: Any, division: Division, user: Any) -> Any:
         """Returns the equation that collects a value for its user."""
         spec = without_axes(division.entries, self._batch_axes)
+        result = copy.copy(variable)
+        equation = self._constrain(variable, result, spec)
+        return equation.replace(source_info=user.source_info)
+
+    def _constrain(self, variable: Any, result: Any, spec: PartitionSpec) -> Any:
+        """Returns the equation that divides a value over the devices."""
         sharding = NamedSharding(self._mesh, spec)
 
         def constrain(array: Any) -> Any:
             return jax.lax.with_sharding_constraint(array, sharding)
 
         (equation,) = jax.make_jaxpr(constrain)(variable.aval).eqns
-        return equation.replace(
-            invars=[variable],
-            outvars=[copy.copy(variable)],
-            source_info=user.source_info,
-        )
+        return equation.replace(invars=[variable], outvars=[result])
+
+    def _hold_rows(self, body: Any, rows: Sequence[Fact]) -> Any:
+        """Returns the body of a scan in which each row of a stack begins in parts.
+
+        Otherwise, XLA would collect a row before it removes the row's first axis. For
+        that, it would copy this device's part of the whole stack into another layout.
+        """
+        variables = body.jaxpr.invars
+        first = len(variables) - len(rows)
+        inputs = list(variables)
+        equations: list[Any] = []
+        for number, row in enumerate(rows, start=first):
+            if row is None:
+                continue
+            variable = variables[number]
+            inputs[number] = copy.copy(variable)
+            spec = PartitionSpec(*row.entries)
+            equations.append(self._constrain(inputs[number], variable, spec))
+        jaxpr = body.jaxpr.replace(invars=inputs, eqns=[*equations, *body.jaxpr.eqns])
+        return core.ClosedJaxpr(jaxpr, body.consts)
 
     def _edit_program(self, program: Any, inputs: Sequence[Fact]) -> _Edited:
         """Edits a program with or without constants of its own."""
@@ -287,7 +309,8 @@ class _Editor:
             None if row is None else stack
             for row, stack in zip(rows, facts[num_whole:], strict=True)
         ]
-        edited = equation.replace(params={**equation.params, "jaxpr": body.jaxpr})
+        program = self._hold_rows(body.jaxpr, rows)
+        edited = equation.replace(params={**equation.params, "jaxpr": program})
         return _Call(edited, [*inputs, *used], [*inputs[num_constants:], *stacks])
 
 
