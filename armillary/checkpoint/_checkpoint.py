@@ -28,6 +28,7 @@ from armillary.checkpoint._folder import (
     number_after,
 )
 from armillary.checkpoint._in_place import find_containers, put_in_place
+from armillary.checkpoint._left_out import LeftOut
 from armillary.checkpoint._packed import Packed, pack
 from armillary.checkpoint._python_state import (
     FunctionAdapter,
@@ -85,13 +86,22 @@ class Checkpoint(OfOneProcess):
     job of several processes, the first process saves its states, and all processes
     restore them.
 
+    Arrays that training does not change, such as the frozen base of LoRA, can stay out
+    of the checkpoints. A checkpoint then has a digest of each of these arrays. A
+    restore compares it with the array of the program, and raises an error if they
+    differ. So load such arrays before you make the `Checkpoint`, in every run.
+
     Args:
+        leave_out: The arrays that are not saved: paths (`"trainer/teacher"`), or
+            objects that hold the arrays (`armillary.lora.base(model)`), alone or in a
+            list. A save raises an error if one of them has changed.
         **objects: The objects by name.
 
     Raises:
         TypeError: If an object holds neither arrays nor a state, or a NumPy array does
             not hold numbers or cannot be written to.
-        ValueError: If there is no object, or two arrays have the same path.
+        ValueError: If there is no object, two arrays have the same path, or `leave_out`
+            names no arrays of the objects or all of them.
         DatasetStateError: If a data source cannot be repositioned.
     """
 
@@ -101,7 +111,7 @@ class Checkpoint(OfOneProcess):
         "there (`checkpoint.read(path)`)."
     )
 
-    def __init__(self, *unnamed: Any, **objects: Any) -> None:
+    def __init__(self, *unnamed: Any, leave_out: Any = None, **objects: Any) -> None:
         if unnamed:
             raise TypeError(
                 f"`Checkpoint` got a `{type(unnamed[0]).__name__}` without a name, but "
@@ -125,7 +135,10 @@ class Checkpoint(OfOneProcess):
         for value in self.states.values():
             if _has_method(value, "check_repositionable"):
                 value.check_repositionable()
-        describe_leaves(self.read_leaves())
+        leaves = self.read_leaves()
+        describe_leaves(leaves)
+        self.left_out = LeftOut(leave_out, self._find_slots(), leaves, self.states)
+        """The arrays that are not saved."""
 
     @hides_frames
     def read(
@@ -292,7 +305,8 @@ class Checkpoint(OfOneProcess):
         """Returns the values of all objects now, without copying arrays.
 
         Raises:
-            CheckpointError: If the memory of an array was given to a program.
+            CheckpointError: If the memory of an array was given to a program, or an
+                array that is left out has changed.
         """
         leaves = self.read_leaves()
         donated = [
@@ -316,7 +330,10 @@ class Checkpoint(OfOneProcess):
         arrays: dict[str, np.ndarray] = {}
         for each in packed.values():
             arrays |= each.arrays
-        return Content(leaves, describe_leaves(leaves), states, arrays)
+        specs = describe_leaves(leaves)
+        for path, digest in self.left_out.check(leaves).items():
+            specs[path] = dataclasses.replace(specs[path], digest=digest)
+        return Content(leaves, specs, states, arrays)
 
     def _check_agreed(self, packed: Mapping[str, Packed], peers: Peers) -> None:
         """Raises if the state of a Python object differs between processes."""

@@ -63,11 +63,16 @@ def _show_checkpoint(saved: Saved) -> Callable[[], ExitCode]:
     best = read_best(saved.path.parent)
     mark = f"; {best}" if best is not None and best.saved == saved else ""
     title = f"{saved.path}: step {saved.number}, {_when(saved)}{mark}"
-    rows: list[tuple[str, str, str]] = []
+    headings = ["path", "dtype", "shape"]
+    has_left_out = any(spec.digest is not None for spec in leaves.values())
+    if has_left_out:
+        headings.append("left out, with digest")
+    rows: list[list[str]] = []
     for name in sorted(leaves):
         spec = leaves[name]
-        rows.append((name, spec.dtype, str(spec.shape)))
-    table = make_table(["path", "dtype", "shape"], rows)
+        row = [name, spec.dtype, str(spec.shape), spec.digest or ""]
+        rows.append(row[: len(headings)])
+    table = make_table(headings, rows)
     lines: list[str] = []
     for name in sorted(states):
         shown = json.dumps(summarize_state(states[name]))

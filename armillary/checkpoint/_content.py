@@ -19,6 +19,8 @@ from armillary._planned import is_planning
 from armillary.distribute._global_arrays import is_key
 
 MANIFEST = "manifest/manifest.json"
+WITH_DIGEST = " with digest "
+"""Stands between the description and the digest of a leaf that is left out."""
 _KEY_BYTES = 8  # as of `threefry2x32`
 
 
@@ -31,17 +33,24 @@ class LeafSpec:
     shape: tuple[int, ...]
     # Whether it is a NumPy array or a number, which a step gives JAX's default width.
     is_host: bool = False
+    # The digest of a leaf whose values are left out of the checkpoint.
+    digest: str | None = None
 
     def __str__(self) -> str:
         # A leaf of a checkpoint fits the program if these texts are equal.
-        if not self.is_host:
-            return f"{self.dtype} {self.shape}"
-        return f"{jax.dtypes.canonicalize_dtype(self.dtype).name} {self.shape}"
+        dtype = self.dtype
+        if self.is_host:
+            dtype = jax.dtypes.canonicalize_dtype(dtype).name
+        ending = "" if self.digest is None else f"{WITH_DIGEST}{self.digest}"
+        return f"{dtype} {self.shape}{ending}"
 
     @property
     def is_stored(self) -> bool:
-        """True if the leaf has elements; arrays without elements are not stored."""
-        return 0 not in self.shape
+        """True if the checkpoint has values of the leaf.
+
+        An array without elements has none, and a leaf that is left out has a digest.
+        """
+        return 0 not in self.shape and self.digest is None
 
     def own_bytes(self, sharding: jax.sharding.Sharding | None) -> int:
         """Returns the bytes of the parts on this process's devices."""
@@ -134,5 +143,6 @@ def parse_manifest(text: str) -> Manifest:
     specs: dict[str, LeafSpec] = {}
     for name, spec in manifest["leaves"].items():
         shape = tuple(spec["shape"])
-        specs[name] = LeafSpec(spec["dtype"], shape, spec["is_host"])
+        digest = spec.get("digest")  # not in checkpoints of older releases
+        specs[name] = LeafSpec(spec["dtype"], shape, spec["is_host"], digest)
     return Manifest(specs, manifest["states"], manifest.get("evaluation"))

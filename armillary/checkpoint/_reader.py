@@ -11,6 +11,7 @@ restores it.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from etils import epath
 
+from armillary._checks import counted, list_lines
 from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
 from armillary.checkpoint._arrays import read_arrays
@@ -31,6 +33,7 @@ from armillary.checkpoint._content import (
     describe_leaves,
     read_manifest,
 )
+from armillary.checkpoint._digests import compute_digests
 from armillary.checkpoint._folder import (
     Saved,
     find_checkpoints,
@@ -45,7 +48,11 @@ from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import ALONE, Peers
 from armillary.distribute.replica._program_mesh import without_program_mesh
-from armillary.errors import CheckpointDamageError, CheckpointError
+from armillary.errors import (
+    CheckpointDamageError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
 
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
@@ -191,7 +198,10 @@ def restore_from(
         leaves = checkpoint.read_leaves()
         with _reading(source):
             saved, states, evaluation = source.read_manifest()
-        program = _as_specs(describe_leaves(leaves), checkpoint.states)
+        own = describe_leaves(leaves)
+        for name, digest in _find_own_digests(checkpoint, leaves, saved, selection):
+            own[name] = dataclasses.replace(own[name], digest=digest)
+        program = _as_specs(own, checkpoint.states)
         all_saved = _as_specs(saved, states)
         selection = selection._replace(passing=tuple(checkpoint.passing))
         # Objects that an older release saved without their state keep their own.
@@ -214,6 +224,10 @@ def restore_from(
             }
 
         restored = {name: as_restored(stored[name], leaves[name]) for name in full}
+        _check_left_out(checkpoint, source, leaves, restored)
+        if checkpoint.left_out.paths or any(spec.digest for spec in saved.values()):
+            # A base may be wrong in a single process, whose error arrives here.
+            get_peers().gather("the arrays that a checkpoint leaves out", "")
         refused = checkpoint.write_content(
             {**leaves, **restored}, new_states, selection.may_differ
         )
@@ -236,6 +250,43 @@ def restore_from(
         is_new = selection.only is None and report.kept
         logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
     return report, evaluation
+
+
+def _find_own_digests(
+    checkpoint: "Checkpoint",
+    leaves: Mapping[str, Any],
+    saved: Mapping[str, LeafSpec],
+    selection: Selection,
+) -> Iterable[tuple[str, str]]:
+    """Returns the digests of the program's arrays that a checkpoint leaves out."""
+    paths = [name for name, spec in saved.items() if spec.digest is not None]
+    wanted = set(filter(selection.has, paths))
+    return checkpoint.left_out.find_digests(leaves, wanted).items()
+
+
+def _check_left_out(
+    checkpoint: "Checkpoint",
+    source: Source,
+    leaves: Mapping[str, Any],
+    restored: Mapping[str, Any],
+) -> None:
+    """Raises if a checkpoint has other values for arrays that the program leaves out.
+
+    They would replace the base that the program begins with.
+    """
+    paths = checkpoint.left_out.paths & restored.keys()
+    own = checkpoint.left_out.find_digests(leaves, paths)
+    # ORDER: as in `restored`, because all processes start these programs together.
+    saved = compute_digests({k: array for k, array in restored.items() if k in paths})
+    changed = sorted(path for path in paths if saved[path] != own[path])
+    if changed:
+        raise CheckpointMismatchError(
+            f"`path` is {str(source)!r}, which has values for "
+            f"{counted(len(changed), 'array')} that `leave_out` names, and the "
+            f"program has different ones:\n{list_lines(changed)}\n"
+            "Read these arrays before you make the `Checkpoint` with `leave_out`: "
+            "`Checkpoint(model=model).read(path)`. Nothing was restored."
+        )
 
 
 def _as_specs(specs: Mapping[str, LeafSpec], states: Iterable[str]) -> dict[str, str]:

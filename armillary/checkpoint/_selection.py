@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from armillary._checks import list_lines
+from armillary.checkpoint._content import WITH_DIGEST
 from armillary.errors import CheckpointMismatchError
 
 Paths = str | list[str] | tuple[str, ...] | set[str]
@@ -150,6 +151,7 @@ def match(
             f"`path` is {path!r}, and {_counted_differences(refused)} between it and "
             "the program, but they must be the same:\n"
             f"{list_lines(refused.values())}\n"
+            f"{_explain_digests(refused, saved)}"
             "Build the objects in the same way as at the save. If they changed on "
             f"purpose, {fix}. For a new run, use a new directory. Nothing was restored."
         )
@@ -167,6 +169,17 @@ def match(
             f"part, {fix}. Differences:\n{list_lines(lines) or '  none'}"
         )
     return taken, lines
+
+
+def _explain_digests(refused: Iterable[str], saved: Specs) -> str:
+    """Returns the advice for arrays that a checkpoint leaves out."""
+    if not any(WITH_DIGEST in saved.get(name, "") for name in refused):
+        return ""
+    return (
+        "An array with a digest was left out at the save (`leave_out`), so the "
+        "checkpoint has no values of it. Load the values that the saved run began "
+        "with, before you make the `Checkpoint`. "
+    )
 
 
 def _counted_differences(differences: Collection[str]) -> str:
@@ -234,7 +247,10 @@ def _find_moved(selection: Selection, saved: Specs, own: Specs) -> str | None:
             if last != name:
                 continue
             moved = {f"{outer}/{path}": spec for path, spec in leaves.items()}
-            if moved.items() <= saved.items():
+            plain = {
+                path: spec.partition(WITH_DIGEST)[0] for path, spec in saved.items()
+            }
+            if moved.items() <= plain.items():
                 return _show_read(name, place)
     return None
 

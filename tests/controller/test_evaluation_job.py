@@ -3,13 +3,14 @@
 import json
 import shutil
 
+import jax.numpy as jnp
 import pytest
 
 import armillary
 from armillary import Controller
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.controller import _directory
-from armillary.errors import CheckpointDamageError
+from armillary.errors import CheckpointDamageError, CheckpointMismatchError
 from tests.controller.checkpoint_runs import Run, make_controller, saved_steps
 
 
@@ -37,6 +38,25 @@ def test_evaluates_every_checkpoint_of_another_job_once(tmp_path):
 
     assert run.evaluated == saved_steps(training) == [2, 4, 8, 12]
     assert output == {"total": sum(range(13))}
+
+
+def test_a_base_that_is_left_out_is_verified_at_each_evaluation(tmp_path):
+    objects = {"base": {"weight": jnp.arange(3.0)}, "leave_out": "base"}
+    make_controller(Run(), tmp_path, objects=objects).train(8)
+
+    def evaluate(weight):
+        run = Run()
+        checkpoint = Checkpoint(step=run.step, total=run.total, base={"weight": weight})
+        manager = CheckpointManager(checkpoint, tmp_path)
+        job = Controller(
+            evaluator=run, global_step=run.step, checkpoint_manager=manager
+        )
+        job.evaluate_continuously(timeout=0)
+        return run.evaluated
+
+    assert evaluate(jnp.arange(3.0)) == [2, 6, 8]
+    with pytest.raises(CheckpointMismatchError, match="base/weight"):
+        evaluate(jnp.ones(3))
 
 
 def test_a_checkpoint_that_is_damaged_or_deleted_meanwhile_is_skipped(
