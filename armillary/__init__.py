@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         goodput,
         keras,
         launch,
+        lora,
         metrics,
         plan,
         summary,
@@ -141,6 +142,7 @@ __all__ = [
     "in_cross_replica_context",
     "keras",
     "launch",
+    "lora",
     "make_distributed_dataset",
     "metrics",
     "over_replicas",
@@ -180,7 +182,7 @@ def __getattr__(name: str) -> Any:
     """Imports a name when it is first used.
 
     Therefore `armillary launch` starts without JAX, and only `armillary.metrics`,
-    `armillary.estimator` and `armillary.keras` import Flax and Keras.
+    `armillary.lora`, `armillary.estimator` and `armillary.keras` import Flax and Keras.
 
     Raises:
         AttributeError: If there is no such name. The message says what to write

@@ -40,7 +40,7 @@ IMPORT = """
 import logging, sys, jax
 before = dict(jax.config.values)
 import armillary
-others = {"estimator", "keras", "metrics"}
+others = {"estimator", "keras", "lora", "metrics"}
 for name in set(armillary.__all__) - others:
     getattr(armillary, name)
 after = jax.config.values

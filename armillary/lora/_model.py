@@ -1,0 +1,369 @@
+"""Adapters for a whole model: adds, merges and removes them.
+
+All errors come before the model changes, and name each weight by its path.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from armillary._checks import (
+    check_instance,
+    check_not_negative,
+    check_positive_int,
+    counted,
+    list_lines,
+)
+from armillary.distribute._global_arrays import as_global, everywhere
+from armillary.distribute.replica._program_mesh import without_program_mesh
+from armillary.lora._axes import Axes
+from armillary.lora._layers import (
+    KINDS,
+    Kind,
+    attach,
+    detach,
+    find_axes,
+    find_kind,
+    has_adapter,
+)
+from armillary.state._slots import Slot, is_array
+from armillary.state._walk import Walk
+
+_Model = TypeVar("_Model", bound=nnx.Module)
+_MODEL_FIX = "Use a model of Flax NNX."
+# The metadata of a variable that names its axes, in all releases of Flax.
+_AXIS_NAMES = ("out_sharding", "sharding_names", "sharding")
+
+
+class _Weight(NamedTuple):
+    """A weight that gets an adapter."""
+
+    path: str
+    layer: Any
+    kind: Kind
+    axes: Axes
+    variable: Any
+
+
+def add(
+    model: nnx.Module,
+    *,
+    rank: int,
+    where: str,
+    rngs: nnx.Rngs,
+    alpha: float | None = None,
+) -> list[str]:
+    """Adds a LoRA adapter to each weight whose path matches.
+
+    A layer with an adapter computes with `weight + alpha / rank * lora_a @ lora_b`.
+    At first, `lora_b` is 0 (for an embedding, `lora_a`), so the model's outputs do not
+    change. The source of the method is Hu et al., "LoRA: Low-Rank Adaptation of Large
+    Language Models", https://arxiv.org/abs/2106.09685.
+
+    The layers are changed in place, and remain the same objects. `nnx.Linear`,
+    `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Embed` can have adapters, also inside
+    `nnx.MultiHeadAttention`. In a stack of layers of `nnx.vmap`, with the axes of the
+    stack first, each layer gets an adapter of its own.
+
+    Make the optimizer after this call, with `wrt=nnx.LoRAParam`.
+
+    Args:
+        model: The model.
+        rank: The columns of `lora_a`, and the rows of `lora_b`.
+        where: A regular expression that is found in the paths of the weights, such as
+            `"attention/.*kernel"`. `armillary.summarize(model)` shows the paths.
+        rngs: The random numbers for the first values of the adapters.
+        alpha: The factor of the adapters, times `rank`. `None` means `rank`, so that
+            the factor is 1.
+
+    Returns:
+        The paths of the weights that have adapters now.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is out of range, `where` is not a regular expression, it
+            matches nothing, or it matches a parameter that cannot have an adapter. The
+            model is not changed then.
+    """
+    check_instance("model", model, nnx.Module, _MODEL_FIX)
+    check_instance("rngs", rngs, nnx.Rngs, "Use `rngs=nnx.Rngs(1)`.")
+    rank = check_positive_int("rank", rank)
+    scale = 1.0
+    if alpha is not None:
+        scale = check_not_negative("alpha", alpha) / rank
+
+    weights = _find_weights(model, where)
+    for weight in weights:
+        a, b = _make_matrices(weight, rank, rngs)
+        attach(weight.layer, weight.kind, a, b, scale)
+    return [weight.path for weight in weights]
+
+
+def merge(model: _Model) -> _Model:
+    """Returns a copy of a model whose weights include the adapters.
+
+    The copy consists of plain layers, to be exported or served. `model` keeps its
+    adapters and its base, so nothing needs to be subtracted to train on. Each merged
+    weight is a new array with the sharding of the old one. The two models share all
+    other arrays: if you train arrays other than the adapters, merge again afterwards.
+
+    In a job of several processes, all of them must call it.
+
+    Args:
+        model: A model with adapters.
+
+    Returns:
+        The copy.
+
+    Raises:
+        TypeError: If `model` is not a model of Flax NNX.
+        ValueError: If it has no adapters.
+    """
+    _check_has_adapters(model)
+    merged = nnx.clone(model)
+    for _, layer in _find_adapted(merged):
+        kind = find_kind(layer)
+        found = find_axes(layer)
+        assert kind is not None and found is not None
+        axes, _ = found
+        variable = getattr(layer, kind.weight)
+        with without_program_mesh():
+            variable.set_value(_add_product(layer, variable.get_value(), axes))
+        detach(layer)
+    return merged
+
+
+def remove(model: nnx.Module) -> None:
+    """Takes all adapters from a model, in place.
+
+    The weights were never changed, so the model is its base again, bit for bit.
+
+    Args:
+        model: A model with adapters.
+
+    Raises:
+        TypeError: If `model` is not a model of Flax NNX.
+        ValueError: If it has no adapters.
+    """
+    _check_has_adapters(model)
+    for _, layer in _find_adapted(model):
+        detach(layer)
+
+
+def base(model: nnx.Module) -> list[nnx.Variable]:
+    """Returns the frozen variables of a model: all parameters except the adapters.
+
+    It is the value for `armillary.Checkpoint(..., leave_out=...)`. Batch statistics and
+    random keys are not in it, because they change in training. The adapters may come
+    from `add`, from `nnx.LoRA` or from Qwix.
+
+    Args:
+        model: A model with adapters.
+
+    Returns:
+        The variables of type `nnx.Param` that are not of type `nnx.LoRAParam`.
+
+    Raises:
+        TypeError: If `model` is not a model of Flax NNX.
+        ValueError: If it has no adapters, or no other parameters.
+    """
+    check_instance("model", model, nnx.Module, _MODEL_FIX)
+    slots = [s for s in Walk([(model, "")]).slots.values() if s.is_parameter()]
+    variables = [slot.variable for slot in slots]
+    frozen = [each for each in variables if not isinstance(each, nnx.LoRAParam)]
+    if len(frozen) in (0, len(variables)):
+        raise ValueError(
+            f"`model` has {counted(len(variables), 'parameter')}, of which "
+            f"{len(variables) - len(frozen)} are of type `nnx.LoRAParam`, but a base "
+            "needs adapters and other parameters. Call `armillary.lora.add(model, ...)`"
+            " first."
+        )
+    return frozen
+
+
+def _find_weights(model: nnx.Module, where: str) -> list[_Weight]:
+    """Returns the weights whose paths match, or raises if one cannot be adapted."""
+    pattern = _compile(where)
+    walk = Walk([(model, "")])
+    parameters = {
+        slot.key: slot
+        for slot in walk.slots.values()
+        if slot.is_parameter() and not isinstance(slot.variable, nnx.LoRAParam)
+    }
+    layers = _find_layers(walk)
+    matching = {k: slot for k, slot in parameters.items() if pattern.search(slot.path)}
+    if not matching:
+        raise ValueError(
+            f"`where` is {where!r}, found in none of these paths:\n"
+            f"{list_lines(slot.path for slot in parameters.values())}\n"
+            "Correct it: it is a regular expression for the paths of weights that "
+            "`armillary.summarize(model)` shows."
+        )
+
+    weights: list[_Weight] = []
+    refused: list[str] = []
+    for key, slot in matching.items():
+        found = _as_weight(slot, layers.get(key, []))
+        if isinstance(found, str):
+            refused.append(f"{slot.path}: {found}")
+        else:
+            weights.append(found)
+    if refused:
+        names = ", ".join(f"`nnx.{kind.layer.__name__}`" for kind in KINDS)
+        fix = "Let `where` match only the weights of such layers."
+        if weights:
+            fix += f" For example, it also matches {weights[0].path!r}, which is one."
+        raise ValueError(
+            f"`where` is {where!r}, and {counted(len(refused), 'parameter')} that it "
+            f"matches cannot have an adapter:\n{list_lines(refused)}\n"
+            f"An adapter needs the weight of one of {names}. {fix}"
+        )
+    return weights
+
+
+def _compile(where: str) -> re.Pattern[str]:
+    fix = 'Use `where="attention/.*kernel"`.'
+    check_instance("where", where, str, fix)
+    try:
+        return re.compile(where)
+    except re.error as error:
+        raise ValueError(
+            f"`where` is {where!r}, but it must be a regular expression: {error}. {fix}"
+        ) from error
+
+
+def _find_layers(walk: Walk) -> dict[Any, list[Any]]:
+    """Returns the layers of each weight, by the key of the weight's slot."""
+    layers: dict[Any, list[Any]] = {}
+    for node in walk.nodes.values():
+        kind = find_kind(node.value)
+        if kind is not None:
+            key = id(getattr(node.value, kind.weight))
+            layers.setdefault(key, []).append(node.value)
+    return layers
+
+
+def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
+    """Returns a weight that can have an adapter, or the reason why it cannot."""
+    if not layers:
+        return "it is not the weight of such a layer"
+    if len(layers) > 1:
+        return f"{len(layers)} layers share it"
+    [layer] = layers
+    name = type(layer).__name__
+    if has_adapter(layer):
+        return "it has an adapter already (`armillary.lora.remove(model)` takes it)"
+
+    kind = find_kind(layer)
+    assert kind is not None
+    for method in kind.methods:
+        if getattr(type(layer), method) is not getattr(kind.layer, method):
+            return f"`{name}` has a `{method}` of its own"
+    if not _has_shape(slot):
+        return "its value is not an array"
+    found = find_axes(layer)
+    if found is None:
+        equation = layer.einsum_str
+        return f"no two matrices can replace the kernel of the equation {equation!r}"
+
+    axes, shape = found
+    own = slot.variable.get_value().shape
+    if own[len(own) - len(shape) :] != shape:
+        return (
+            f"its shape is {own}, and the layer's is {shape}: the axes of a stack of "
+            "layers must come first"
+        )
+    return _Weight(slot.path, layer, kind, axes, slot.variable)
+
+
+def _has_shape(slot: Slot) -> bool:
+    value = slot.variable.get_value()
+    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _make_matrices(
+    weight: _Weight, rank: int, rngs: nnx.Rngs
+) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
+    axes = weight.axes
+    shape = weight.variable.get_value().shape
+    num_stacked = len(shape) - len(axes.letters)
+    shapes = [axes.pick(letters, shape, rank) for letters in (axes.a, axes.b)]
+    # The matrix that is not 0 at first. Rows of an embedding are looked up in `lora_a`,
+    # so the values of `lora_b` do not depend on the number of rows.
+    is_lookup = weight.kind.weight == "embedding"
+    random = 1 if is_lookup else 0
+    letters = axes.b if is_lookup else axes.a
+    summed = axes.rank if is_lookup else axes.contracted
+    initializer = jax.nn.initializers.variance_scaling(
+        2.0,  # He's initialization, as of `nnx.LoRA`
+        "fan_in",
+        "uniform",
+        in_axis=[num_stacked + letters.index(each) for each in summed],
+        out_axis=len(shapes[random]) - 1,
+        batch_axis=[
+            *range(num_stacked),
+            *(num_stacked + letters.index(each) for each in axes.batch),
+        ],
+    )
+    values = [jnp.zeros(each, jnp.float32) for each in shapes]
+    values[random] = initializer(rngs.params(), shapes[random], jnp.float32)
+    a, b = (nnx.LoRAParam(value) for value in values)
+    _copy_axis_names(weight, a, b)
+    return a, b
+
+
+def _copy_axis_names(weight: _Weight, a: nnx.LoRAParam, b: nnx.LoRAParam) -> None:
+    """Gives the matrices the names that the model gives the axes of the weight."""
+    axes = weight.axes
+    metadata = weight.variable.get_metadata()
+    for name in _AXIS_NAMES:
+        names = metadata.get(name)
+        if not names:
+            continue
+        ndim = len(weight.variable.get_value().shape)
+        names = (*names, *[None] * (ndim - len(names)))
+        a.set_metadata(name, axes.pick(axes.a, names, None))
+        b.set_metadata(name, axes.pick(axes.b, names, None))
+    rules = metadata.get("sharding_rules")
+    for each in (a, b) if rules else ():
+        each.set_metadata("sharding_rules", rules)
+
+
+def _find_adapted(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """Yields each layer that has an adapter, with its path."""
+    for node in Walk([(model, "")]).nodes.values():
+        if has_adapter(node.value):
+            yield node.path, node.value
+
+
+def _check_has_adapters(model: nnx.Module) -> None:
+    check_instance("model", model, nnx.Module, _MODEL_FIX)
+    if next(_find_adapted(model), None) is None:
+        raise ValueError(
+            f"`model` is a `{type(model).__name__}` without adapters. Call "
+            "`armillary.lora.add(model, ...)` first."
+        )
+
+
+def _add_product(layer: Any, weight: jax.Array, axes: Axes) -> jax.Array:
+    """Returns `weight + scale * a @ b`, with the dtype and sharding of the weight."""
+    narrow = [layer.lora_a.get_value(), layer.lora_b.get_value()]
+    home = weight.sharding
+    if isinstance(home, NamedSharding):
+        # Before the first step, new adapters are not on the devices of the weight yet.
+        for index, each in enumerate(narrow):
+            if each.sharding.device_set != home.device_set:
+                narrow[index] = as_global(each, everywhere(home.mesh))
+
+    def compute(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        product = jnp.einsum(axes.product, a, b, precision="highest")
+        total = weight.astype(jnp.float32) + product * layer.lora_scale
+        return total.astype(weight.dtype)
+
+    # With the sharding, because each device computes only its part.
+    return jax.jit(compute, out_shardings=home)(weight, *narrow)
