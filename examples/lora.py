@@ -2,14 +2,14 @@
 
 First, a network learns the digits 0 to 4 of scikit-learn's images. Then its weights are
 frozen, and only two narrow matrices at each layer are trained on the digits 5 to 9. The
-optimizer and the gradient see `LoRAParam` variables alone. At the end, the adapters are
-added to the weights, and the program exports the network as one file.
+gradient, the optimizer and the checkpoints have `LoRAParam` variables alone. At the
+end, the adapters are merged into the weights, and the program exports the network.
 
     python examples/lora.py --devices 2 --run-dir runs/lora
 
 It prints the number of trained parameters, the accuracy on the digits 5 to 9 before and
-after, and the path of the export. Run the same command again, and both trainings
-continue from their last checkpoints.
+after, and the path of the export. With more `--steps`, the training of the adapters
+continues from its last checkpoint.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from sklearn.model_selection import train_test_split
 
 import armillary
 
+BASE_STEPS = 200
 BATCH_SIZE = 64
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
@@ -76,28 +77,6 @@ class Trainer(armillary.StandardTrainer):
         return {"loss": self.loss.compute()}
 
 
-def add_adapters(model: Network, rank: int, rngs: nnx.Rngs) -> None:
-    """Puts a LoRA adapter at each layer. The output is the same as before."""
-    for name in ("first", "second", "output"):
-        layer = getattr(model, name)
-        size_in, size_out = layer.kernel.shape
-        adapted = nnx.LoRA(size_in, rank, size_out, base_module=layer, rngs=rngs)
-        setattr(model, name, adapted)
-
-
-def merge_adapters(model: Network) -> Network:
-    """Returns a plain network whose weights include the adapters."""
-    merged = Network(nnx.Rngs(0))
-    for name in ("first", "second", "output"):
-        adapted = getattr(model, name)
-        base = adapted.base_module
-        layer = getattr(merged, name)
-        change = adapted.lora_a[...] @ adapted.lora_b[...]
-        layer.kernel[...] = base.kernel[...] + change
-        layer.bias[...] = base.bias[...]
-    return merged
-
-
 def count(model: Network, kind: type) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, kind)))
 
@@ -115,7 +94,9 @@ def load_data(first: int) -> tuple[dict, dict]:
     return train, {"image": test_images, "label": test_labels}
 
 
-def train(model: Network, data: dict, wrt, strategy, folder: Path, steps: int) -> None:
+def train(
+    model: Network, data: dict, wrt, strategy, folder: Path, steps: int, leave_out=None
+) -> None:
     """Trains up to a step. A run that was stopped continues."""
     source = armillary.data.from_arrays(
         data, batch_size=BATCH_SIZE, shuffle_seed=0, repeat=True
@@ -129,7 +110,7 @@ def train(model: Network, data: dict, wrt, strategy, folder: Path, steps: int) -
         steps_per_loop=100,
         summary_dir=folder / "train",
         checkpoint_manager=armillary.CheckpointManager(
-            armillary.Checkpoint(trainer=trainer),
+            armillary.Checkpoint(trainer=trainer, leave_out=leave_out),
             folder / "checkpoints",
             checkpoint_interval=100,
         ),
@@ -144,7 +125,7 @@ def compute_accuracy(model: Network, data: dict) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Adapts a model to new classes.")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/lora"))
-    parser.add_argument("--steps", type=int, default=300, help="of each training")
+    parser.add_argument("--steps", type=int, default=300, help="of the adapters")
     parser.add_argument("--rank", type=int, default=4, help="width of the adapters")
     parser.add_argument("--devices", type=int, default=2, help="virtual CPU devices")
     options = parser.parse_args()
@@ -155,26 +136,28 @@ def main() -> None:
     new_data, test_data = load_data(first=5)
     model = Network(nnx.Rngs(0))
     run_dir = options.run_dir
-    train(model, old_data, nnx.Param, strategy, run_dir / "base", options.steps)
+    train(model, old_data, nnx.Param, strategy, run_dir / "base", BASE_STEPS)
 
-    add_adapters(model, options.rank, nnx.Rngs(1))
+    armillary.lora.add(model, rank=options.rank, where="kernel", rngs=nnx.Rngs(1))
     before = compute_accuracy(model, test_data)
     num_adapters = count(model, nnx.LoRAParam)
-    num_all = count(model, nnx.Param)
-    print(f"Trains {num_adapters} of {num_all} parameters")
-    train(model, new_data, nnx.LoRAParam, strategy, run_dir / "adapted", options.steps)
+    print(f"Trains {num_adapters} of {count(model, nnx.Param)} parameters")
+    adapted_dir = run_dir / "adapted"
+    base = armillary.lora.base(model)
+    steps = options.steps
+    train(model, new_data, nnx.LoRAParam, strategy, adapted_dir, steps, leave_out=base)
 
-    merged = merge_adapters(model)
+    merged = armillary.lora.merge(model)
     export = armillary.actions.ExportModel(
         lambda images: {"digit": 5 + merged(images).argmax(axis=-1)},
         armillary.actions.ExportFileManager(
-            run_dir / "exports" / "model", next_id_fn=lambda: options.steps
+            run_dir / "exports" / "model", next_id_fn=lambda: steps
         ),
         args=(jax.ShapeDtypeStruct((1, 64), "float32"),),
         polymorphic_batch_size=True,
     )
     export(None)
-    print(f"The export is {run_dir}/exports/model-{options.steps}")
+    print(f"The export is {run_dir}/exports/model-{steps}")
     print(f"Test accuracy {before:.2%} before")
     print(f"Test accuracy {compute_accuracy(merged, test_data):.2%}")
 
