@@ -3,6 +3,7 @@
 All errors come before the model changes, and name each weight by its path.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -74,7 +75,8 @@ def add(
 
     Args:
         model: The model.
-        rank: The columns of `lora_a`, and the rows of `lora_b`.
+        rank: The columns of `lora_a`, and the rows of `lora_b`: at most the rank that
+            one of the weights can have.
         where: A regular expression that is found in the paths of the weights, such as
             `"attention/.*kernel"`. `armillary.summarize(model)` shows the paths.
         rngs: The random numbers for the first values of the adapters.
@@ -98,6 +100,8 @@ def add(
         scale = check_not_negative("alpha", alpha) / rank
 
     weights = _find_weights(model, where)
+    most = max(map(_find_full_rank, weights))
+    check_positive_int("rank", rank, most, "No weight has more rows and columns.")
     for weight in weights:
         a, b = _make_matrices(weight, rank, rngs)
         attach(weight.layer, weight.kind, a, b, scale)
@@ -284,6 +288,18 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
 def _has_shape(slot: Slot) -> bool:
     value = slot.variable.get_value()
     return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _find_full_rank(weight: _Weight) -> int:
+    """Returns the smaller number of rows and columns of a weight."""
+    axes = weight.axes
+    shape = weight.variable.get_value().shape
+    sizes = dict(
+        zip(axes.letters, shape[len(shape) - len(axes.letters) :], strict=True)
+    )
+    outputs = set(axes.letters) - set(axes.batch + axes.contracted)
+    rows = math.prod(sizes[each] for each in axes.contracted)
+    return min(rows, math.prod(sizes[each] for each in outputs))
 
 
 def _make_matrices(

@@ -256,6 +256,7 @@ def test_a_second_adapter_is_refused():
         ({"where": "("}, ValueError, ["`where`", "regular expression"]),
         ({"where": None}, TypeError, ["`where`", "None"]),
         ({"rank": 0}, ValueError, ["`rank`", "0"]),
+        ({"rank": 4}, ValueError, ["`rank`", "at most 3", "rows and columns"]),
         ({"alpha": -1}, ValueError, ["`alpha`", "-1"]),
         ({"rngs": 0}, TypeError, ["`rngs`", "nnx.Rngs(1)"]),
         ({"model": {}}, TypeError, ["`model`", "Flax NNX"]),

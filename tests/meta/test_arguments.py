@@ -189,11 +189,19 @@ TF_CONFIG = {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index":
 PAIR = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
 
 
-DERIVED = {armillary.StandardTrainer: Trainer, armillary.StandardEvaluator: Evaluator}
-
-
 def make_model():
     return nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+
+def make_checkpoint(leave_out=None):
+    return armillary.Checkpoint(model=make_model(), leave_out=leave_out)
+
+
+DERIVED = {
+    armillary.Checkpoint: make_checkpoint,
+    armillary.StandardTrainer: Trainer,
+    armillary.StandardEvaluator: Evaluator,
+}
 
 
 def model_fn(features, modules):
@@ -267,9 +275,11 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "per_example_loss": lambda: jnp.ones(2),
     "pixels": lambda: np.zeros((2, 2, 3), np.uint8),
     "platform": lambda: "cuda",
+    "rank": lambda: 1,
     "reduce_op": lambda: "mean",
     "regularization_loss": lambda: jnp.ones(()),
     "request_stop": lambda: function_of_one,
+    "rngs": lambda: nnx.Rngs(0),
     "row_length": lambda: 4,
     "run_dir": lambda: "nowhere",
     "shape": lambda: (),
@@ -297,6 +307,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "variables": make_model,
     "vocabulary_list": lambda: ["a", "b"],
     "weights": lambda: jnp.ones(2),
+    "where": lambda: "kernel",
 }
 
 
