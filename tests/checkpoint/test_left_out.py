@@ -266,6 +266,32 @@ def test_a_manager_saves_restores_and_keeps_the_best(make_manager):
         make_manager(checkpoint, step_counter=step).restore_or_initialize()
 
 
+def test_a_snapshot_in_memory_leaves_the_base_out_too(tmp_path, make_manager):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+
+    def open_manager(program):
+        return make_manager(
+            make_checkpoint(program),
+            step_counter=lambda: int(program.head[0]),
+            memory_interval_seconds=60,
+            memory_directory=memory,
+        )
+
+    manager = open_manager(make_program(head=3.0))
+    manager.save_to_memory()
+    manager.memory.sync()
+    size = sum(file.stat().st_size for file in memory.rglob("*") if file.is_file())
+    assert size < 64 * 64 * 4
+
+    program = make_program()
+    path = open_manager(program).restore_or_initialize()
+    assert path.startswith(str(memory))
+    assert program.head[0] == 3
+    with pytest.raises(CheckpointMismatchError, match="run/base/kernel"):
+        open_manager(make_program(seed=1)).restore_or_initialize()
+
+
 @pytest.mark.parametrize(
     ("leave_out", "words"),
     [
