@@ -185,7 +185,7 @@ class CheckpointManager(OfOneProcess):
                 "folder in memory that exists, such as a `tmpfs`."
             )
         return MemoryTier(
-            self._directory, Path(place), seconds, lambda: self._writer.last_serial
+            self._directory, Path(place), seconds, lambda: self._writer.last_saved_at
         )
 
     @property
@@ -315,6 +315,10 @@ class CheckpointManager(OfOneProcess):
     def take_snapshot(self) -> None:
         """Keeps the values in memory. Call `memory.is_due` or `memory.sync` before."""
         assert self.memory is not None
+        if self._is_marking:
+            # A run that resumes from the snapshot does not evaluate this step again, so
+            # the checkpoint that is marked as the best must exist.
+            self.sync()
         self.memory.take(self.read_content(), self._step(), self._last_step)
 
     def drop_memory(self) -> None:
@@ -484,8 +488,9 @@ class CheckpointManager(OfOneProcess):
         with contextlib.closing(source):
             report, evaluation = restore_from(self.checkpoint, source, selection)
         self._note_restored(report, evaluation)
-        # The next save on the disk is due as if nothing had happened.
-        self._last_step = source.snapshot.saved_step
+        if not (report.kept or report.unused):
+            # The next save on the disk is due as if nothing had happened.
+            self._last_step = source.saved_step
         return report.path
 
     def _restore(self, folder: epath.Path | None) -> str | None:

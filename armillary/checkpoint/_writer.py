@@ -94,8 +94,8 @@ class Writer:
         self._preserved_at = self._clock.now()
         self._has_cleaned = False
         self._is_saving = False
-        # In process 0, the serial number of the last save.
-        self.last_serial = 0
+        # In process 0, the time of the last save in its header.
+        self.last_saved_at = 0.0
         # The thread that completes the current save, and its error.
         self.thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -170,7 +170,7 @@ class Writer:
         saved, _ = _folder.list_directory(self._directory)
         path = _folder.choose_path(self._directory, number, saved)
         new = self._make_header(path, number, saved, has_arrays)
-        self.last_serial = new.serial
+        self.last_saved_at = new.saved_at
         if mark is not None:
             write_best(self._directory, new, mark)
         return [*saved, new]

@@ -124,7 +124,11 @@ class LoopRunner:
 
         while not (is_reached(step, target) or stop.is_agreed()):
             self._stragglers.look(step)
-            if self._saving.is_snapshot_due():
+            is_due = self._saving.is_snapshot_due()
+            # If the first loop fails, the launcher blames the checkpoint that was
+            # restored. A snapshot of the same values would have another name.
+            has_trained = self._last_end > 0
+            if is_due and has_trained:
                 self.report()
                 self._saving.save_to_memory()
             num_steps = self.num_steps_at(step)

@@ -3,7 +3,12 @@
 import errno
 import os
 import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +17,9 @@ import pytest
 
 import armillary
 from armillary._launcher import SKIPPED
-from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.checkpoint.memory import _room, _tier
+from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
+from armillary.checkpoint.memory import _room, _share, _tier
+from armillary.cluster._peers import ALONE
 from armillary.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint import soak_program as program
 from tests.problems import Holder
@@ -283,6 +289,250 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path, memory):
         manager.restore_or_initialize()
 
 
+def test_a_failed_save_does_not_make_a_snapshot_newer_than_the_next_save(
+    tmp_path, memory, monkeypatch
+):
+    state = make_state(1)
+    manager = open_manager(state, tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "the disk is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_writer, "write_folder", fail)
+        with pytest.raises(CheckpointError, match="the disk is away"):
+            manager.save()
+    state.step = jnp.asarray(11)
+    keep(manager)
+    # It has the serial number of the save that failed.
+    state.step = jnp.asarray(12)
+    manager.save()
+    manager.sync()
+
+    path, _ = restore(tmp_path)
+
+    assert path == str(tmp_path / "run" / "checkpoint_12")
+
+
+def test_a_save_that_was_lost_is_due_again(tmp_path, memory):
+    state = make_state(1)
+    manager = open_manager(state, tmp_path, checkpoint_interval=100)
+    path = manager.save()
+    state.step = jnp.asarray(11)
+    keep(manager)
+    manager.sync()
+    assert path is not None
+    shutil.rmtree(path)  # as if the program had ended within the save
+
+    manager = open_manager(state, tmp_path, checkpoint_interval=100)
+    restored = manager.restore_or_initialize()
+
+    assert restored is not None
+    assert restored.endswith("snapshot_1")
+    assert manager.is_due(11)
+
+
+def test_a_partial_restore_makes_a_save_due(tmp_path, memory):
+    state = make_state(1)
+    manager = open_manager(state, tmp_path)
+    manager.save()
+    manager.sync()
+    state.step = jnp.asarray(11)
+    keep(manager)
+    state = make_state(9)
+    state.weights = jnp.zeros(4)
+
+    options = {"checkpoint_interval": 100, "may_differ": "state/weights"}
+    manager = open_manager(state, tmp_path, **options)
+    path = manager.restore_or_initialize()
+
+    assert path is not None
+    assert path.endswith("snapshot_1")
+    assert manager.is_due(11)
+
+
+def test_the_best_checkpoint_is_complete_before_a_snapshot(
+    tmp_path, memory, monkeypatch
+):
+    write_folder = _writer.write_folder
+
+    def write_slowly(*args: Any, **options: Any) -> Callable[[], None]:
+        wait = write_folder(*args, **options)
+
+        def wait_longer() -> None:
+            time.sleep(0.5)
+            wait()
+
+        return wait_longer
+
+    monkeypatch.setattr(_writer, "write_folder", write_slowly)
+    state = make_state(1)
+    manager = open_manager(state, tmp_path, keep_best="accuracy", higher_is_better=True)
+    assert manager.note_evaluation({"accuracy": 0.9})
+    path = manager.save()
+
+    manager.save_to_memory()
+
+    # A run that resumes from the snapshot does not evaluate this step again.
+    assert manager.checkpoints == [path]
+    assert manager.best_checkpoint == path
+
+
+def test_snapshots_of_earlier_programs_make_room_for_the_first_one(tmp_path, memory):
+    state = make_state(1)
+    keep(open_manager(state, tmp_path))
+    manager = open_manager(state, tmp_path)
+    manager.save()
+    manager.sync()
+    assert manager.restore_or_initialize() == manager.latest_checkpoint
+    manager.save_to_memory()
+    assert find_snapshots(memory) == {"snapshot_2"}
+    assert manager.memory is not None
+    manager.memory.sync()
+    # A program that was killed has left a part of its next snapshot.
+    (process,) = memory.glob("armillary-*/process_0")
+    (process / "snapshot_7").mkdir()
+
+    manager = open_manager(state, tmp_path)
+    manager.restore_or_initialize()
+    manager.save_to_memory()
+
+    assert find_snapshots(memory) == {"snapshot_2", "snapshot_3"}
+
+
+def find_snapshots(memory: Path) -> set[str]:
+    return {path.name for path in memory.glob("armillary-*/process_*/*")}
+
+
+def test_snapshots_after_the_end_of_a_training_are_private(tmp_path, memory):
+    state = make_state(1)
+    manager = open_manager(state, tmp_path)
+    keep(manager)
+    manager.save()
+    manager.sync()
+    # As a process that an earlier job had.
+    (folder,) = memory.iterdir()
+    shutil.copytree(folder / "process_0", folder / "process_3")
+    manager.drop_memory()
+    assert list(memory.iterdir()) == []
+
+    state.step = jnp.asarray(11)
+    keep(manager)
+    path, _ = restore(tmp_path)
+
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert path is not None
+    assert path.startswith(str(memory))
+
+
+def test_an_interrupted_copy_is_not_used(tmp_path, memory, monkeypatch, caplog):
+    state = make_state(1)
+    manager = open_manager(state, tmp_path)
+    keep(manager)
+    state.step = jnp.asarray(11)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_tier, "write_parts", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_to_memory()
+    assert manager.memory is not None
+    manager.memory.sync()
+
+    assert "No snapshot was taken in memory at step 11" in caplog.text
+    path, _ = restore(tmp_path)
+    assert path is not None
+    assert path.endswith("snapshot_1")
+
+
+def test_an_exchange_before_a_snapshot_does_not_end_it(tmp_path, memory, monkeypatch):
+    manager = open_manager(make_state(1), tmp_path)
+    assert manager.save_to_memory(check_interval=True)
+    assert manager.memory is not None
+    manager.memory.sync()
+    may_end = threading.Event()
+    complete = manager.memory._complete
+
+    def complete_later(*args: Any) -> None:
+        may_end.wait(60)
+        complete(*args)
+
+    monkeypatch.setattr(manager.memory, "_complete", complete_later)
+    ALONE.boundary.exchange("something else", Other().answer)
+    manager.save_to_memory()
+
+    try:
+        assert not manager.save_to_memory(check_interval=True)
+        assert find_snapshots(memory) == {"snapshot_1", "snapshot_2"}
+    finally:
+        may_end.set()
+    manager.memory.sync()
+    assert find_snapshots(memory) == {"snapshot_2"}
+
+
+class Other:
+    """Another part of an exchange."""
+
+    def answer(self) -> str:
+        return "yes"
+
+
+def test_a_disk_that_does_not_answer_costs_a_snapshot(
+    tmp_path, memory, monkeypatch, caplog
+):
+    manager = open_manager(make_state(1), tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    keep(manager)
+    with monkeypatch.context() as patch:
+        patch.setattr(_tier, "find_checkpoints", fail)
+        keep(manager)
+
+    assert "No snapshot was taken in memory at step 10" in caplog.text
+    assert "stale file handle" in caplog.text
+    path, _ = restore(tmp_path)
+    assert path is not None
+    assert path.endswith("snapshot_1")
+
+
+def test_a_program_that_only_reads_writes_nothing(tmp_path, memory):
+    path, _ = restore(tmp_path)
+
+    assert path is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_machines_of_equal_names_are_different(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    names: set[str] = set()
+    for text in ("a", "b"):
+        file = tmp_path / text
+        file.write_text(f"{text}\n")
+        monkeypatch.setattr(_room, "_BOOT_FILE", file)
+        names.add(_room.find_machine())
+
+    assert names == {"a", "b"}
+    monkeypatch.setattr(_room, "_BOOT_FILE", tmp_path / "missing")
+    assert _room.find_machine() == "localhost"
+
+
+@pytest.mark.parametrize("dtype", [">f4", "<f4", ">i8", "int4", "float8_e4m3fn"])
+def test_parts_of_any_dtype_are_read_as_they_were(tmp_path, dtype):
+    array = np.array([[1, 2, 3], [0, -1, -2]]).astype(jnp.dtype(dtype))
+    box = _share.Box((0, 0), (2, 3))
+    file = tmp_path / "share_0.bin"
+
+    (part,) = _share.write_parts(file, {("x", box): array.T.copy().T})
+    found = _share.read_array(file.read_bytes(), part)
+
+    np.testing.assert_array_equal(found.astype(float), array.astype(float))
+    assert found.dtype == array.dtype.newbyteorder("=")
+
+
 def test_wrong_arguments_are_named(tmp_path, memory):
     checkpoint = Checkpoint(state=make_state(1))
 
@@ -346,3 +596,43 @@ def test_a_run_continues_from_memory_bit_for_bit(tmp_path, memory):
     assert found == expected
     # The disk has the last step.
     assert find_files(memory) == []
+
+
+def test_values_before_the_first_loop_are_not_kept(tmp_path, memory):
+    options = {"memory_interval_seconds": 1e-9, "memory_directory": memory}
+    with pytest.raises(Stop):
+        train(tmp_path, stop_at=16)
+
+    with pytest.raises(Stop):
+        train(tmp_path, stop_at=0, **options)
+
+    # The launcher would not find that the same checkpoint has failed again.
+    assert find_files(memory) == []
+
+
+def test_two_trainings_in_one_program_continue_from_memory(tmp_path, memory):
+    _, expected = train(tmp_path / "whole")
+    options = {"memory_interval_seconds": 1e-9, "memory_directory": memory}
+    trainer = program.Trainer(armillary.OneDeviceStrategy("cpu:0"), STEPS)
+    manager = CheckpointManager(
+        Checkpoint(trainer=trainer, data=trainer.train_dataset),
+        tmp_path / "run",
+        checkpoint_interval=100,
+        **options,
+    )
+
+    def act(_: object) -> None:
+        assert manager.memory is not None
+        manager.memory.sync()
+        if int(trainer.optimizer.step[...]) >= 20:
+            raise Stop
+
+    controller = program.make_controller(trainer, manager, train_actions=[act])
+    controller.train(8)
+    with pytest.raises(Stop):
+        controller.train(STEPS)
+
+    start, found = train(tmp_path, **options)
+
+    assert start == 16
+    assert found == expected

@@ -29,8 +29,7 @@ def find_own_parts(content: Content, peers: Peers) -> Parts:
         for name, leaf in content.leaves.items():
             if not content.specs[name].is_stored:
                 continue
-            is_divided = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            owners = _find_owners(leaf, num_elements) if is_divided else {}
+            owners = _find_owners(leaf, num_elements) if _is_divided(leaf) else {}
             stored = as_stored(leaf, peers)
             if stored is not None:
                 parts = _find_parts(stored, owners, peers.index)
@@ -39,6 +38,14 @@ def find_own_parts(content: Content, peers: Peers) -> Parts:
         for name, array in content.state_arrays.items():
             own[name, _whole(array)] = array
     return own
+
+
+def _is_divided(leaf: Any) -> bool:
+    """Returns whether an array lies on several processes; all find the same answer."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    devices = leaf.sharding.device_set
+    return len({device.process_index for device in devices}) > 1
 
 
 def _find_owners(leaf: jax.Array, num_elements: list[int]) -> dict[Box, int]:

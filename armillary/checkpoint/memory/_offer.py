@@ -27,10 +27,11 @@ class Offer:
     address: Address | None  # `None` if the process is alone.
     free_bytes: int
     shares: list[tuple[Place, Snapshot]]
-    # From process 0: the identity of the directory, the serial number of its newest
+    # From process 0: its folder, the identity of the directory, the time of its newest
     # checkpoint, and the name of a snapshot to skip.
+    folder: str = ""
     run: str = ""
-    serial: int = 0
+    saved_at: float = 0.0
     skipped: str = ""
 
     def as_text(self) -> str:
@@ -88,9 +89,9 @@ def find_candidates(
 
     chief = offers[0]
     for snapshot in sorted(found, key=lambda each: each.number, reverse=True):
-        # A smaller serial number on the disk means that the user has removed
-        # checkpoints, to go back.
-        is_newest = snapshot.complete <= chief.serial <= snapshot.begun
+        # Another checkpoint is newer, or the user has removed checkpoints, to go back.
+        # Serial numbers are not unique: the save after a failed save has the same one.
+        is_newest = chief.saved_at in (snapshot.complete, snapshot.begun)
         if snapshot.run == chief.run and is_newest:
             yield Candidate(snapshot, found[snapshot])
 

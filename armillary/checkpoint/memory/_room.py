@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from armillary.errors import CheckpointError
 
 DEFAULT_DIRECTORY = "/dev/shm"
 """The folder in memory that Linux offers to all users."""
+# A new random text at each start of the machine, which empties its memory.
+_BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 def name_folder(memory_directory: Path, directory: str) -> Path:
@@ -44,11 +47,17 @@ def remove_snapshots(folder: Path, is_removed: Callable[[int], bool]) -> None:
             shutil.rmtree(each, ignore_errors=True)
 
 
-def remove_process(folder: Path, index: int) -> None:
-    """Removes the snapshots that one process has written."""
-    shutil.rmtree(folder / f"process_{index}", ignore_errors=True)
+def remove_all(folder: Path) -> None:
+    """Removes the folder of a run."""
+    # Other processes of this machine may remove it at the same time.
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_machine() -> str:
+    """Returns a name of this machine, which no other machine has."""
     with contextlib.suppress(OSError):
-        folder.rmdir()  # It succeeds for the last process.
+        return _BOOT_FILE.read_text().strip()
+    return socket.gethostname()  # Several machines may be called `localhost`.
 
 
 def count_bytes(folder: Path) -> int:

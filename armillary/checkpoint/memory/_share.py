@@ -72,10 +72,10 @@ class Snapshot:
     number: int  # Counts the snapshots of a run.
     count: int  # The number of shares.
     step: int | None
-    # The serial numbers of the newest complete checkpoint on the disk when the snapshot
-    # was taken, and of the newest one that had begun.
-    complete: int
-    begun: int
+    # The times (`saved_at`) of the newest complete checkpoint on the disk when the
+    # snapshot was taken, and of the newest save that had begun.
+    complete: float
+    begun: float
     # The step of the last save on the disk.
     saved_step: int | None
 
@@ -145,6 +145,8 @@ def write_parts(
     placed: list[Part] = []
     with reserved(file, size) as stream:
         for (name, box), array in parts.items():
+            # The name of a dtype has no byte order.
+            array = array.astype(array.dtype.newbyteorder("="), copy=False)
             part = Part(name, box, array.dtype.name, stream.tell(), array.nbytes, 0)
             placed.append(part)
             stream.write(_as_bytes(array))

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -35,13 +36,19 @@ class SnapshotSource:
         folder: Path,
         holders: Mapping[int, Holder],
         addresses: Mapping[int, Address],
+        *,
+        saved_step: int | None,
     ) -> None:
-        self.snapshot = snapshot
+        self.saved_step = saved_step
+        """The step of the last save on the disk, if the disk has it."""
+        self._snapshot = snapshot
         self._name = name
         self._folder = folder
         self._holders = holders
         self._addresses = addresses
         self._connections: dict[int, Connection] = {}
+        # The holders whose files this process sees, as on the same machine.
+        self._here: set[Holder] = set()
         self._closing = contextlib.ExitStack()
         shares = {index: self._read_share(index) for index in holders}
         self._manifest = shares[0].manifest
@@ -108,8 +115,10 @@ class SnapshotSource:
     def _read_part(self, index: int, part: Part) -> np.ndarray:
         holder = self._holders[index]
         file = self._folder / holder.place.data
-        if not self._is_here(holder):
+        if holder not in self._here:
             content = self._connect(holder).read(holder.place, part.offset, part.size)
+            if zlib.crc32(content) != part.crc:
+                raise ConnectionError(f"`{holder.place.data}` was changed on its way")
             return read_array(content, part)
         if not part.size:
             return read_array(b"", part)
@@ -118,14 +127,15 @@ class SnapshotSource:
 
     def _read_share(self, index: int) -> Share:
         holder = self._holders[index]
-        if self._is_here(holder):
-            return parse_share((self._folder / holder.place.description).read_text())
+        file = self._folder / holder.place.description
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            share = parse_share(file.read_text())
+            # An earlier job may have left a share with the same numbers here.
+            if share.snapshot == self._snapshot:
+                self._here.add(holder)
+                return share
         text = self._connect(holder).read_description(holder.place)
         return parse_share(text)
-
-    def _is_here(self, holder: Holder) -> bool:
-        """Returns whether this process sees the files, as on the same machine."""
-        return (self._folder / holder.place.description).exists()
 
     def _connect(self, holder: Holder) -> Connection:
         if holder.process not in self._connections:

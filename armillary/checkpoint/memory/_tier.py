@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from etils import epath
 
 from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
+from armillary._records import write_whole
 from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import find_checkpoints
 from armillary.checkpoint.memory._division import Parts, find_own_parts
@@ -38,9 +38,10 @@ from armillary.checkpoint.memory._offer import (
 )
 from armillary.checkpoint.memory._room import (
     count_bytes,
+    find_machine,
     make_private,
     name_folder,
-    remove_process,
+    remove_all,
     remove_snapshots,
 )
 from armillary.checkpoint.memory._share import (
@@ -69,8 +70,8 @@ class MemoryTier:
         directory: The directory of checkpoints.
         memory_directory: A folder in memory.
         interval_seconds: The time between two snapshots.
-        read_begun: Returns the serial number of the last save on the disk that this
-            program has begun, in process 0.
+        read_begun: Returns the time of the last save on the disk that this program has
+            begun, in process 0.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MemoryTier:
         directory: epath.Path,
         memory_directory: Path,
         interval_seconds: float,
-        read_begun: Callable[[], int],
+        read_begun: Callable[[], float],
     ) -> None:
         self._directory = directory
         self._folder = name_folder(memory_directory, str(directory))
@@ -88,6 +89,7 @@ class MemoryTier:
         self._server: ShareServer | None = None
         self._offers: list[Offer] = []
         self._number = 0  # The number of the last snapshot.
+        self._restored = 0  # The number of the snapshot that was restored, if any.
         self._next_at = 0.0
         # The snapshot that is not known yet as whole, and the thread that completes it.
         self._taken: Snapshot | None = None
@@ -127,22 +129,37 @@ class MemoryTier:
         start = monotonic()
         self._next_at = start + self._interval_seconds
         self._number += 1
+        with self._peers.announcing_errors():
+            # ORDER: the end of a training removes the folder, and no process does so
+            # after the exchange that follows.
+            make_private(self._folder)
         snapshot = self._agree_on_facts(step, saved_step)
-        parts = find_own_parts(content, self._peers)
+        if snapshot is None:
+            return
+        with self._peers.announcing_errors():
+            parts = find_own_parts(content, self._peers)
         if not self._has_room:
             self._check_room(parts)
             self._has_room = True
+            # Snapshots that were not restored would take the room of new ones.
+            kept = {self._restored, snapshot.number}
+            remove_snapshots(self._folder, lambda number: number not in kept)
 
+        # If there was an exchange, its answer belongs to the snapshot before.
+        self._peers.boundary.take(self._own_state)
         index = self._peers.index
         place = Place(index, snapshot.number, index)
         manifest = "" if index else content.as_manifest()
         self._taken = snapshot
+        # The program may catch an error of the copy, or Ctrl-C, and continue.
+        self._failure = "the values were not copied to the end"
         try:
             file = self._folder / place.data
             placed = write_parts(file, _copy_to_host(parts))
         except OSError as error:
             self._failure = f"{type(error).__name__}: {error}"
             return
+        self._failure = ""
         share = Share(snapshot, index, placed, manifest)
         self._cost = self._describe_cost(share, monotonic() - start)
         self._thread = threading.Thread(
@@ -162,7 +179,10 @@ class MemoryTier:
 
     def find(self) -> SnapshotSource | None:
         """Returns the newest whole snapshot, if it is newer than the disk."""
+        if self._taken is not None:
+            self.sync()
         self._meet()
+        self._restored = 0
         skipped = self._offers[0].skipped
         damaged: set[Holder] = set()
         while True:
@@ -184,8 +204,17 @@ class MemoryTier:
             if offer.address is not None:
                 addresses[index] = offer.address
         self._next_at = monotonic() + self._interval_seconds
+        self._restored = candidate.snapshot.number
+        snapshot = candidate.snapshot
+        is_saved = self._offers[0].saved_at == snapshot.begun
         return SnapshotSource(
-            name, candidate.snapshot, self._folder, holders, addresses
+            name,
+            snapshot,
+            self._folder,
+            holders,
+            addresses,
+            # A save that had begun, and was lost, is due again.
+            saved_step=snapshot.saved_step if is_saved else None,
         )
 
     def drop(self) -> None:
@@ -194,7 +223,8 @@ class MemoryTier:
             return
         # Another process may still send its copy.
         self.sync()
-        remove_process(self._folder, self._peers.index)
+        # Also the snapshots of processes that an earlier job had.
+        remove_all(self._folder)
 
     def _own_state(self) -> list[Any]:
         is_writing = self._thread is not None and self._thread.is_alive()
@@ -218,11 +248,7 @@ class MemoryTier:
         ]
         if failed:
             remove_snapshots(self._folder, lambda number: number == taken.number)
-            self._warn(
-                f"No snapshot was taken in memory at step {taken.step}: "
-                f"{'; '.join(failed)}. Training continues, and the next snapshot is "
-                f"due in {self._interval_seconds:g} s."
-            )
+            self._warn_of_none(taken.step, "; ".join(failed))
             return
         remove_snapshots(self._folder, lambda number: number < taken.number)
         if self._peers.index == 0 and taken.step is not None:
@@ -246,7 +272,7 @@ class MemoryTier:
     def _make_offer(self) -> Offer:
         found = find_shares(self._folder)
         own = Offer(
-            machine=f"{socket.gethostname()} {os.stat(self._folder).st_dev}",
+            machine=f"{find_machine()} {os.stat(self._folder).st_dev}",
             address=None if self._server is None else self._server.address,
             free_bytes=shutil.disk_usage(self._folder).free,
             shares=[(place, share.snapshot) for place, share in found.items()],
@@ -255,27 +281,36 @@ class MemoryTier:
             return own
         return dataclasses.replace(
             own,
+            folder=str(self._folder),
             run=self._identify_run(),
-            serial=self._read_complete(),
+            saved_at=self._read_complete(),
             skipped=os.environ.get(SKIPPED, ""),
         )
 
     def _identify_run(self) -> str:
-        """Returns the content of a file in the directory.
+        """Returns the content of a file in the directory, if it has one.
 
         A directory that was removed and made again has another one, so the snapshots of
         its earlier life do not count.
         """
         file = self._directory / _RUN_FILE
-        if not file.exists():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            file.write_text(secrets.token_hex(8))
-        return file.read_text()
+        return file.read_text() if file.exists() else ""
 
-    def _read_complete(self) -> int:
-        """Returns the serial number of the newest complete checkpoint on the disk."""
+    def _make_run(self) -> str:
+        """Returns the identity of the directory, which only a training job makes."""
+        run = self._identify_run()
+        if run:
+            return run
+        self._directory.mkdir(parents=True, exist_ok=True)
+        run = secrets.token_hex(8)
+        file = self._directory / _RUN_FILE
+        write_whole(file, run.encode(), f".{_RUN_FILE}.{os.getpid()}")
+        return run
+
+    def _read_complete(self) -> float:
+        """Returns the time of the newest complete checkpoint on the disk."""
         saved = find_checkpoints(self._directory)
-        return saved[-1].serial if saved else 0
+        return saved[-1].saved_at if saved else 0.0
 
     def _is_whole(self, candidate: Candidate) -> bool:
         num_missing = candidate.num_missing
@@ -308,25 +343,36 @@ class MemoryTier:
                 problems[holders[int(index)]] = problem
         return problems
 
-    def _agree_on_facts(self, step: int | None, saved_step: int | None) -> Snapshot:
-        """Returns the facts about the next snapshot, as process 0 knows them."""
-        own = ""
+    def _agree_on_facts(
+        self, step: int | None, saved_step: int | None
+    ) -> Snapshot | None:
+        """Returns the facts about the next snapshot, as process 0 knows them.
+
+        It returns `None`, after a warning, if the disk does not answer.
+        """
+        own: dict[str, Any] | None = None
         if self._peers.index == 0:
-            with self._peers.announcing_errors():
-                complete = self._read_complete()
-            snapshot = Snapshot(
-                run=self._offers[0].run,
-                token=secrets.token_hex(4),
-                number=self._number,
-                count=self._peers.count,
-                step=step,
-                complete=complete,
-                begun=max(complete, self._read_begun()),
-                saved_step=saved_step,
-            )
-            own = json.dumps(dataclasses.asdict(snapshot))
-        first, *_ = self._peers.gather("a new snapshot in memory", own)
-        return Snapshot(**json.loads(first))
+            try:
+                own = dataclasses.asdict(self._find_facts(step, saved_step))
+            except OSError as error:
+                self._warn_of_none(step, f"{type(error).__name__}: {error}")
+        topic = "a new snapshot in memory"
+        first, *_ = self._peers.gather(topic, json.dumps(own))
+        facts = json.loads(first)
+        return None if facts is None else Snapshot(**facts)
+
+    def _find_facts(self, step: int | None, saved_step: int | None) -> Snapshot:
+        complete = self._read_complete()
+        return Snapshot(
+            run=self._make_run(),
+            token=secrets.token_hex(4),
+            number=self._number,
+            count=self._peers.count,
+            step=step,
+            complete=complete,
+            begun=max(complete, self._read_begun()),
+            saved_step=saved_step,
+        )
 
     def _check_room(self, parts: Parts) -> None:
         """Raises if two snapshots do not fit, in all processes."""
@@ -396,13 +442,19 @@ class MemoryTier:
 
     _has_logged = False
 
+    def _warn_of_none(self, step: int | None, why: str) -> None:
+        self._warn(
+            f"No snapshot was taken in memory at step {step}: {why}. Training "
+            f"continues, and the next snapshot is due in {self._interval_seconds:g} s."
+        )
+
     def _warn(self, *texts: str) -> None:
         for text in texts if self._peers.index == 0 else ():
             logger.warning("%s", text)
 
     def _name(self, snapshot: Snapshot) -> str:
         """Returns the name of a snapshot, which is the same in all processes."""
-        return str(self._folder / f"snapshot_{snapshot.number}")
+        return f"{self._offers[0].folder}/snapshot_{snapshot.number}"
 
 
 def _copy_to_host(parts: Parts) -> dict[Any, np.ndarray]:
