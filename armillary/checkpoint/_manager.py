@@ -325,8 +325,14 @@ class CheckpointManager(OfOneProcess):
         """Removes the values in memory, if the disk has newer values.
 
         A `Controller` calls it at the end of a training. All processes must call it.
+
+        Raises:
+            CheckpointError: As in `sync`.
         """
-        if self.memory is not None and self.has_saved_step():
+        if self.memory is None:
+            return
+        self.sync()
+        if self.has_saved_step():
             self.memory.drop()
 
     def note_evaluation(
@@ -480,7 +486,18 @@ class CheckpointManager(OfOneProcess):
 
     def _restore_from_memory(self) -> str | None:
         """Restores the newest values in memory, if they are newer than the disk."""
-        source = None if self.memory is None else self.memory.find()
+        if self.memory is None:
+            return None
+        try:
+            return self._restore_snapshot(self.memory)
+        except (OSError, CheckpointError):
+            if not get_peers().is_alone or not self.memory.has_lost_restored():
+                raise
+            # The training job has just removed it, because there is a newer one.
+            return self._restore_from_memory()
+
+    def _restore_snapshot(self, memory: MemoryTier) -> str | None:
+        source = memory.find()
         if source is None:
             return None
         notify_launcher("restored", str(source))

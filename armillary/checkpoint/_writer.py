@@ -111,7 +111,7 @@ class Writer:
         Call `sync` before.
         """
         self._began = monotonic()
-        _check_has_joined(self._peers)
+        check_has_joined(self._peers)
         chosen: list[Saved] = []
 
         def choose() -> list[str]:
@@ -318,7 +318,7 @@ def write_once(choose: Callable[[], Saved], content: Content) -> str:
     `choose` returns its path and header in the first process. All processes call this.
     """
     peers = get_peers()
-    _check_has_joined(peers)
+    check_has_joined(peers)
     chosen: list[Saved] = []
 
     def begin() -> list[str]:
@@ -354,7 +354,7 @@ def _name_save(path: epath.Path) -> list[str]:
     return [str(path), str(unfinished), secrets.token_hex(8)]
 
 
-def _check_has_joined(peers: Peers) -> None:
+def check_has_joined(peers: Peers) -> None:
     """Raises if the program has joined processes that this library does not know."""
     if peers.is_alone and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise CheckpointError(

@@ -506,6 +506,55 @@ def test_a_program_that_only_reads_writes_nothing(tmp_path, memory):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_snapshot_that_the_training_job_removes_meanwhile_is_not_an_error(
+    tmp_path, memory, monkeypatch
+):
+    state = make_state(1)
+    manager = open_manager(state, tmp_path)
+    manager.save()
+    manager.sync()
+    keep(manager)
+    make_source = _tier.SnapshotSource
+
+    def remove_first(*args: Any, **options: Any) -> Any:
+        for folder in memory.glob("armillary-*/process_0/snapshot_*"):
+            shutil.rmtree(folder)
+        return make_source(*args, **options)
+
+    monkeypatch.setattr(_tier, "SnapshotSource", remove_first)
+
+    # An evaluation job has the same options.
+    path, restored = restore(tmp_path)
+
+    assert path == str(tmp_path / "run" / "checkpoint_10")
+    assert read(restored) == read(state)
+
+
+def test_memory_is_dropped_only_after_a_save_that_succeeded(
+    tmp_path, memory, monkeypatch
+):
+    write_folder = _writer.write_folder
+
+    def write_badly(*args: Any, **options: Any) -> Callable[[], None]:
+        wait = write_folder(*args, **options)
+
+        def wait_and_fail() -> None:
+            wait()
+            raise OSError(errno.ENOSPC, "no space")
+
+        return wait_and_fail
+
+    manager = open_manager(make_state(1), tmp_path)
+    keep(manager)
+    monkeypatch.setattr(_writer, "write_folder", write_badly)
+    manager.save()
+
+    with pytest.raises(CheckpointError, match="no space"):
+        manager.drop_memory()
+
+    assert find_snapshots(memory) == {"snapshot_1"}
+
+
 def test_machines_of_equal_names_are_different(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     names: set[str] = set()
@@ -531,6 +580,17 @@ def test_parts_of_any_dtype_are_read_as_they_were(tmp_path, dtype):
 
     np.testing.assert_array_equal(found.astype(float), array.astype(float))
     assert found.dtype == array.dtype.newbyteorder("=")
+
+
+def test_processes_that_the_library_does_not_know_are_refused(
+    tmp_path, memory, monkeypatch
+):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    manager = open_manager(make_state(1), tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"2 processes.*Make a strategy"):
+        manager.save_to_memory()
 
 
 def test_wrong_arguments_are_named(tmp_path, memory):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from armillary.checkpoint.memory import _room
 from tests.multiprocess import joint_saves, memory
 from tests.multiprocess.conftest import Outcome, run_program
 
@@ -49,7 +50,8 @@ def apart(tmp_path_factory) -> tuple[Path, list[Any]]:
 def test_each_process_keeps_its_share_and_one_copy(shared):
     folder, results = shared
     values = joint_saves.make_values(1)
-    total = sum(value.nbytes for value in values.values())
+    chief = 4 * memory.CHIEF_SIZE
+    total = sum(value.nbytes for value in values.values()) + chief
 
     sizes = [sorted(each["sizes"].values()) for each in results]
 
@@ -57,7 +59,8 @@ def test_each_process_keeps_its_share_and_one_copy(shared):
     assert sum(sum(each) for each in sizes) == pytest.approx(2 * total, rel=0.05)
     # One array lies whole on all devices, and one process keeps it.
     whole = values["whole"].nbytes
-    assert max(max(each) for each in sizes) < (total - whole) / 4 + whole + 100_000
+    even = (total - whole - chief) / 4
+    assert max(max(each) for each in sizes) < even + whole + chief + 100_000
     folders = list(folder.glob("memory/armillary-*/process_*/*"))
     assert {each.name for each in folders} == {"snapshot_2"}
 
@@ -80,8 +83,6 @@ def test_any_number_of_processes_restores_a_snapshot_of_four(
 
 def move_memory(folder: Path, kept: Path) -> None:
     """Gives the memory of a copy the name that belongs to its directory."""
-    from armillary.checkpoint.memory import _room
-
     for parent in {kept / "memory", *kept.glob("memory/machine_*")}:
         old = _room.name_folder(parent, str(folder / "run"))
         if old.exists():
@@ -149,6 +150,60 @@ def test_a_damaged_share_is_read_from_its_copy(apart, tmp_path):
     for each in outcome.results:
         assert each["restored"] == results[0]["kept"]
     assert "share_1.bin` has changed" in outcome.errors[0]
+
+
+def test_shares_of_an_earlier_job_are_not_mixed_with_newer_ones(apart, tmp_path):
+    first, _ = apart
+    second = tmp_path / "second"
+    options = {"is_shared": False, "seed": 3}
+    outcome = run_program(
+        Path(memory.__file__),
+        tmp_path,
+        "keeps",
+        4,
+        2,
+        run_dir=str(first / "run"),
+        memory=str(second / "memory"),
+        **options,
+    )
+    assert outcome.codes == [0] * 4, outcome.log
+    # Process 0 runs on a machine on which process 1 ran, and its machine is lost. The
+    # machine of process 1 comes back from an earlier job.
+    shutil.rmtree(second / "memory" / "machine_0")
+    (second / "memory" / "machine_1").rename(second / "memory" / "machine_0")
+    shutil.copytree(first / "memory" / "machine_1", second / "memory" / "machine_1")
+    shutil.copytree(first / "run", second / "run")
+    for machine in (second / "memory").iterdir():
+        old = _room.name_folder(machine, str(first / "run"))
+        old.rename(_room.name_folder(machine, str(second / "run")))
+
+    again = run(tmp_path, "restores", 4, second, is_shared=False)
+
+    assert again.codes == [0] * 4, again.log
+    for each, kept in zip(again.results, outcome.results, strict=True):
+        assert each["restored"] == kept["kept"]
+
+
+def test_all_processes_skip_the_snapshot_that_process_0_skips(apart, tmp_path):
+    folder, _ = apart
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    move_memory(folder, kept)
+    chief = _room.name_folder(kept / "memory" / "machine_0", str(kept / "run"))
+
+    outcome = run_program(
+        Path(memory.__file__),
+        tmp_path,
+        "restores",
+        4,
+        2,
+        run_dir=str(kept / "run"),
+        memory=str(kept / "memory"),
+        is_shared=False,
+        skipped=str(chief / "snapshot_2"),
+    )
+
+    assert outcome.codes == [0] * 4, outcome.log
+    assert {each["name"] for each in outcome.results} == {None}
 
 
 def test_a_process_that_dies_within_a_snapshot_leaves_the_last_one(tmp_path):

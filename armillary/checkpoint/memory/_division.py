@@ -29,7 +29,9 @@ def find_own_parts(content: Content, peers: Peers) -> Parts:
         for name, leaf in content.leaves.items():
             if not content.specs[name].is_stored:
                 continue
-            owners = _find_owners(leaf, num_elements) if _is_divided(leaf) else {}
+            owners: dict[Box, int] = {}
+            if _is_divided(leaf):
+                owners = _find_owners(leaf, num_elements)
             stored = as_stored(leaf, peers)
             if stored is not None:
                 parts = _find_parts(stored, owners, peers.index)

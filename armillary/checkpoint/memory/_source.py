@@ -134,6 +134,8 @@ class SnapshotSource:
             if share.snapshot == self._snapshot:
                 self._here.add(holder)
                 return share
+        if holder.process not in self._addresses:
+            raise FileNotFoundError(f"`{file}` was removed meanwhile")
         text = self._connect(holder).read_description(holder.place)
         return parse_share(text)
 

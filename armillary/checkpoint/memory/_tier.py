@@ -26,6 +26,7 @@ from armillary._logging import logger
 from armillary._records import write_whole
 from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import find_checkpoints
+from armillary.checkpoint._writer import check_has_joined
 from armillary.checkpoint.memory._division import Parts, find_own_parts
 from armillary.checkpoint.memory._exchange import Address, ShareServer, connected
 from armillary.checkpoint.memory._offer import (
@@ -217,6 +218,11 @@ class MemoryTier:
             saved_step=snapshot.saved_step if is_saved else None,
         )
 
+    def has_lost_restored(self) -> bool:
+        """Returns whether the snapshot that `find` returned no longer exists."""
+        pattern = f"process_*/snapshot_{self._restored}/share_*.json"
+        return self._restored > 0 and not any(self._folder.glob(pattern))
+
     def drop(self) -> None:
         """Removes the snapshots, because the disk has newer values."""
         if not self._offers:
@@ -257,6 +263,7 @@ class MemoryTier:
 
     def _meet(self) -> None:
         """Exchanges the offers of all processes."""
+        check_has_joined(self._peers)
         with self._peers.announcing_errors():
             make_private(self._folder)
             if self._server is None and not self._peers.is_alone:
