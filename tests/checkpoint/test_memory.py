@@ -22,6 +22,7 @@ from armillary.checkpoint.memory import _room, _share, _tier
 from armillary.cluster._peers import ALONE
 from armillary.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint import soak_program as program
+from tests.patience import patience
 from tests.problems import Holder
 
 STEPS = 24
@@ -456,7 +457,7 @@ def test_an_exchange_before_a_snapshot_does_not_end_it(tmp_path, memory, monkeyp
     complete = manager.memory._complete
 
     def complete_later(*args: Any) -> None:
-        may_end.wait(60)
+        may_end.wait(patience(60))
         complete(*args)
 
     monkeypatch.setattr(manager.memory, "_complete", complete_later)
